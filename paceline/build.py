@@ -1,0 +1,94 @@
+"""Puts a model, its KV cache and a drafter together. Everything "auto" is decided here, before anything is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.config import EngineConfig, require
+from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
+from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.tokenizer import Tokenizer
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.proposers import registry
+from paceline.proposers.base import Surroundings
+from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, kv_size
+from paceline.runtime.runner import Runner
+
+SPARE = 0.25  # of the free memory, at most, for the KV cache when nothing is said
+
+
+class Built(NamedTuple):
+    engine: Engine
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+
+
+def build(
+    model: str,
+    speculative_config: Mapping[str, Any] | None,
+    kv_cache_memory: int | float | None,
+    max_model_len: int | None,
+    kernels: str,
+    progress: bool,
+    **limits: Any,
+) -> Built:
+    drafter = registry.parse(speculative_config) if speculative_config is not None else None
+    num_draft = drafter[1].num_speculative_tokens if drafter else 0
+    config = EngineConfig(num_speculative_tokens=0, **limits)  # checked before a model is read
+    checkpoint = open_checkpoint(model, progress)
+    tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
+    memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len)
+    num_blocks = kv_size(checkpoint.config, memory, torch.float32).num_blocks
+    length = _context(max_model_len, checkpoint.config, num_blocks)
+    config = EngineConfig(max_model_len=length, num_speculative_tokens=num_draft, **limits)
+
+    def load(source: str | Checkpoint, bits: int | None = None) -> tuple[Checkpoint, Tokenizer, Runner]:
+        other = open_checkpoint(source, progress) if isinstance(source, str) else source
+        words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
+        decoder = Decoder.load(other, kernels=kernels, bits=bits)
+        return other, words, Runner(decoder, KvCache(other.config, num_blocks))
+
+    runner = load(checkpoint)[2]
+    proposer = registry.create(*drafter, Surroundings(runner, checkpoint, tokenizer, load)) if drafter else None
+    return Built(Engine(runner, proposer, config), checkpoint, tokenizer)
+
+
+def _kv_memory(asked: int | float | None, model: ModelConfig, config: EngineConfig, max_model_len: int | None) -> int:
+    """Bytes for the KV cache: as said, a fraction of the free memory, or enough for every sequence within a bound."""
+    if isinstance(asked, bool) or (asked is not None and (not isinstance(asked, (int, float)) or asked <= 0)):
+        raise ConfigError(f"kv_cache_memory is {asked!r}; give bytes as a whole number, or a fraction of the free memory between 0 and 1")
+    if isinstance(asked, float):
+        require(asked < 1, "kv_cache_memory", asked, "a fraction must be below 1; give bytes as a whole number")
+        return int(asked * free_memory())
+    if asked is not None:
+        return asked
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * torch.float32.itemsize
+    length = max_model_len or model.max_context
+    return min((length + BLOCK_SIZE) * config.max_num_seqs * per_token, int(SPARE * free_memory()))
+
+
+def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
+    """The longest sequence: what was asked, or the model's context as far as the KV cache can hold it once."""
+    room = num_blocks * BLOCK_SIZE
+    if asked is None:
+        return min(model.max_context, room)
+    require(isinstance(asked, int) and asked >= 2, "max_model_len", asked, "use a whole number, 2 or more")
+    require(asked <= model.max_context, "max_model_len", asked, f"the model's context is {model.max_context:,} tokens")
+    require(asked <= room, "max_model_len", asked, f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len")
+    return asked
+
+
+def free_memory() -> int:
+    """Bytes that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,110 @@
+"""Reading a stream of chunks at a terminal: collect the answer, time it, and stop it on Ctrl-C.
+
+Invariant: an interrupt takes effect between chunks, never inside an engine step, so the engine can go on with the next request.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.results import Chunk, Completion
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come so far, and when."""
+
+    started: float = field(default_factory=time.perf_counter)
+    first_at: float = 0.0
+    last_at: float = 0.0
+    num_first: int = 0  # tokens of the first chunk: they came with the prefill, so they are not timed
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    completion: Completion | None = None  # set by the last chunk
+    is_interrupted: bool = False
+
+    def add(self, chunk: Chunk) -> None:
+        self.last_at = time.perf_counter()
+        if chunk.tokens and not self.token_ids:
+            self.first_at, self.num_first = self.last_at, len(chunk.tokens)
+        self.text += chunk.text
+        self.token_ids += [token.id for token in chunk.tokens]
+        if chunk.result is not None:
+            self.completion = chunk.result.outputs[0]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding alone: from the first chunk to the last."""
+        seconds = self.last_at - self.first_at
+        return (len(self.token_ids) - self.num_first) / seconds if seconds > 0 else 0.0
+
+    def timings(self) -> dict[str, float]:
+        return {
+            "first_token_s": round(self.first_at - self.started, 4),
+            "total_s": round(self.last_at - self.started, 4),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        if self.completion is None:
+            return {"text": self.text, "token_ids": self.token_ids, "finish_reason": "abort", "timings": self.timings()}
+        return {**completion_json(self.completion), "timings": self.timings()}
+
+
+def as_prompt(llm: LLM, text: str, is_raw: bool = False) -> str | list[int]:
+    """A user's text as the model's chat template puts it; the text itself where that is asked for or there is no template."""
+    if is_raw or llm.checkpoint.tokenizer_source().chat_template is None:
+        return text
+    return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def collect(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> Answer:
+    """Read chunks to the end or to the first Ctrl-C, showing each."""
+    answer = Answer()
+    with _noting_interrupts() as interrupts:
+        for chunk in chunks:
+            answer.add(chunk)
+            show(chunk)
+            if interrupts:
+                answer.is_interrupted = answer.completion is None
+                break
+    close = getattr(chunks, "close", None)
+    if close is not None:
+        close()  # aborts the request if it is still running
+    return answer
+
+
+@contextmanager
+def _noting_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C is noted in the list; a second one, for the impatient, is raised."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def completion_json(completion: Completion) -> dict[str, Any]:
+    logprobs = completion.logprobs
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "logprobs": None if logprobs is None else [entry._asdict() for entry in logprobs],
+        "stats": completion.stats.to_dict(),
+    }

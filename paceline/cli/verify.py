@@ -1,0 +1,143 @@
+"""`paceline verify`: proves on the user's own model and machine that drafts change the time and not the text.
+
+Two halves: equality of greedy and seeded texts (verify_equality), the law of unseeded ones (verify_distribution).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli import console, options
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.cli.verify_distribution import RuleResult
+    from paceline.cli.verify_equality import Check, Examination
+    from paceline.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    checks: list[Check]
+    rules: list[RuleResult]
+
+    @property
+    def is_ok(self) -> bool:
+        return all(not check.differences for check in self.checks) and all(rule.is_ok for rule in self.rules)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.is_ok,
+            "checks": [check.to_json() for check in self.checks],
+            "distribution": [{"rule": rule.rule, "p_value": rule.p_value} for rule in self.rules],
+        }
+
+
+def verify(
+    model: options.Model = "default",
+    prompts: Annotated[Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 48,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each category.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Only these drafters, separated by commas.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Who drafts for draft_model; left out: the model itself.")] = None,
+) -> None:
+    """Check that every drafter gives the same text as plain decoding, and the same distribution.
+
+    Exit status 0: no difference. 1: a difference, which the report names. 2: the check could not be run.
+
+    Examples:
+
+      paceline verify --json report.json
+
+      paceline verify --limit 1 --methods ngram,early_exit
+    """
+    from paceline import prompts as prompt_files
+    from paceline.cli.verify_report import print_report
+
+    chosen = prompt_files.load(prompts)
+    chosen = prompt_files.first_of_each(chosen, limit) if limit is not None else chosen
+    configs = _drafters(methods, draft_model or model)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}; make it first")
+    report = _examine(model, chosen, max_tokens, configs)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    print_report(console.stdout(), report.checks, report.rules)
+    if not report.is_ok:
+        raise typer.Exit(1)
+
+
+def _drafters(methods: str | None, draft_model: str) -> dict[str, dict[str, Any]]:
+    from paceline.config import nearest
+    from paceline.proposers.registry import DRAFTERS
+
+    names = [name.strip() for name in methods.split(",")] if methods is not None else list(DRAFTERS)
+    for name in names:
+        if name not in DRAFTERS:
+            raise ConfigError(f"--methods holds {name!r}; {nearest(name, list(DRAFTERS))}")
+    return {name: {"method": name, **({"model": draft_model} if name == "draft_model" else {})} for name in names}
+
+
+def _examine(model: str, prompts: list[Prompt], max_tokens: int, configs: dict[str, dict[str, Any]]) -> Report:
+    """Run everything under one progress bar, on stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from paceline.cli.verify_distribution import RULES
+    from paceline.cli.verify_equality import BATCHES, MODES
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console.stderr()) as progress:
+        task = progress.add_task("loading", total=len(prompts) * (len(MODES) * (1 + len(BATCHES) * len(configs)) + len(RULES)))
+
+        def begin(what: str) -> Callable[[int], None]:
+            progress.update(task, description=what)
+            return lambda num_done: progress.advance(task, num_done)
+
+        examination, plain, rules = _plain_half(model, prompts, max_tokens, begin)
+        checks = [check for name, config in configs.items() for check in _checks(model, name, config, examination, plain, begin)]
+        progress.update(task, description="done")
+    return Report(checks, rules)
+
+
+Begin = Callable[[str], Callable[[int], None]]  # says what begins; returns what to call with the number of prompts done
+PlainTexts = dict[Any, list[list[int]]]  # mode -> token ids of each prompt's answer
+
+
+def _plain_half(model: str, prompts: list[Prompt], max_tokens: int, begin: Begin) -> tuple[Examination, PlainTexts, list[RuleResult]]:
+    """What needs no drafter: the texts to compare with, and the accept rules on this model's logits."""
+    from paceline import LLM
+    from paceline.cli import verify_distribution as distribution
+    from paceline.cli.streaming import as_prompt
+    from paceline.cli.verify_equality import BATCHES, MODES, Examination
+
+    with LLM(model, max_num_seqs=max(BATCHES)) as llm:
+        examination = Examination(prompts, [as_prompt(llm, prompt.text) for prompt in prompts], max_tokens)
+        plain = {}
+        for mode in MODES:
+            advance = begin(f"plain, T={mode.temperature}")
+            plain[mode] = examination.plain(llm, mode)
+            advance(len(prompts))
+        landscape = distribution.survey(llm)
+    rules = []
+    for rule in distribution.RULES:
+        advance = begin(f"distribution, {rule} rule")
+        rules.append(distribution.check_rule(rule, landscape))
+        advance(len(prompts))
+    return examination, plain, rules
+
+
+def _checks(model: str, name: str, config: dict[str, Any], examination: Examination, plain: PlainTexts, begin: Begin) -> Iterator[Check]:
+    from paceline import LLM
+    from paceline.cli.verify_equality import BATCHES, MODES
+
+    with LLM(model, speculative_config=config, max_num_seqs=max(BATCHES), progress=False) as llm:
+        for mode in MODES:
+            for batch in BATCHES:
+                yield examination.check(llm, name, mode, batch, plain[mode], begin(f"{name}, T={mode.temperature}, batch {batch}"))

@@ -1,0 +1,200 @@
+"""Does unseeded sampling follow the target's distribution? A chi-square test of every accept rule on the model's own logits.
+
+The target's next-token logits are read at one text and after each of its likely continuations; the draft's logits are the same
+model's when it sees only the end of that text, so p and q differ as those of a real pair do. Then the engine's own `accept`
+judges thousands of drafts, and the texts are counted against their exact probabilities. The noise is keyed by the number
+of the sample, so a run can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from paceline.params import SamplingParams
+from paceline.types import Draft, Request
+from paceline.verify.accept import accept
+from paceline.verify.noise import Purpose
+from paceline.verify.sampling import guess, noise_of, probabilities, warped
+from paceline.verify.tree import Tree
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+TEXT = "On the way to the market we met a"
+NUM_SEEN_BY_DRAFT = 3  # tokens
+DEPTH = 3  # tokens a sample
+WIDTH = 4  # tokens the target may choose from at each place
+NUM_SAMPLES = 2000
+SMALLEST_P_VALUE = 0.001
+
+Path = tuple[int, ...]
+
+
+class RuleResult(NamedTuple):
+    rule: str
+    p_value: float
+
+    @property
+    def is_ok(self) -> bool:
+        return self.p_value > SMALLEST_P_VALUE
+
+
+@dataclass(frozen=True, slots=True)
+class Landscape:
+    """Logits [tokens] after each path of likely tokens, over the few tokens that matter, renumbered from 0."""
+
+    target: dict[Path, torch.Tensor]
+    draft: dict[Path, torch.Tensor]
+    num_tokens: int
+
+    def target_rows(self, emitted: Sequence[int], tree: Tree) -> torch.Tensor:
+        """[nodes, tokens]. A node off the map cannot be accepted, so its row is never read."""
+        unread = torch.zeros(self.num_tokens)
+        paths = ((*emitted, *(tree.tokens[n] for n in tree.ancestors(i)[1:])) for i in range(len(tree.tokens)))
+        return torch.stack([self.target.get(path, unread) for path in paths])
+
+
+def survey(llm: LLM) -> Landscape:
+    """Ask the model for its logits along every likely path, as the log-probabilities that `generate` reports."""
+    context = llm.tokenizer.encode(TEXT)
+    target: dict[Path, list[tuple[int, float]]] = {}
+    draft: dict[Path, list[tuple[int, float]]] = {}
+    paths: list[Path] = [()]
+    for _ in range(DEPTH):
+        target.update(zip(paths, _likely(llm, [[*context, *path] for path in paths]), strict=True))
+        draft.update(zip(paths, _likely(llm, [[*context[-NUM_SEEN_BY_DRAFT:], *path] for path in paths]), strict=True))
+        paths = [(*path, token) for path in paths for token, _ in target[path]]
+    ids = sorted({token for row in chain(target.values(), draft.values()) for token, _ in row})
+    number = {token: i for i, token in enumerate(ids)}
+    return Landscape(_renumbered(target, number), _renumbered(draft, number), len(ids))
+
+
+def _likely(llm: LLM, contexts: list[list[int]]) -> list[list[tuple[int, float]]]:
+    results = llm.generate(contexts, SamplingParams(temperature=0, max_tokens=1, logprobs=WIDTH, ignore_eos=True, num_speculative_tokens=0))
+    return [list(entry.top) for result in results for entry in result.outputs[0].logprobs or ()]
+
+
+def _renumbered(rows: dict[Path, list[tuple[int, float]]], number: dict[int, int]) -> dict[Path, torch.Tensor]:
+    logits = {}
+    for path, row in rows.items():
+        values = torch.full((len(number),), -torch.inf)
+        values[[number[token] for token, _ in row]] = torch.tensor([logprob for _, logprob in row])
+        logits[tuple(number[token] for token in path)] = values
+    return logits
+
+
+def _sampled_chain(request: Request, landscape: Landscape, depth: int) -> Draft:
+    """What a draft model offers: each token sampled after the one before (or guessed with the request's own seed)."""
+    path: list[int] = []
+    q: dict[int, torch.Tensor] = {}
+    while len(path) < depth and (*request.output, *path) in landscape.draft:
+        token, probability = guess(request, path, landscape.draft[(*request.output, *path)])
+        if probability is not None:
+            q[len(path)] = probability
+        path.append(token)
+    return Draft(Tree.chain(request.tokens[-1], path), "check", q or None)
+
+
+def _one_sampled_token(request: Request, landscape: Landscape, depth: int) -> Draft:
+    """One sampled token, then the likeliest: q is known at the root alone, which leads to the token rule."""
+    draft = _sampled_chain(request, landscape, min(depth, 1))
+    after = landscape.draft.get((*request.output, *draft.tree.tokens[1:]))
+    if depth < 2 or after is None:
+        return draft
+    return Draft(Tree.chain(request.tokens[-1], [*draft.tree.tokens[1:], int(after.argmax())]), "check", draft.q)
+
+
+def _sampled_siblings(request: Request, landscape: Landscape, depth: int) -> Draft:
+    """Two tokens sampled without replacement at each node."""
+
+    def pair(path: Path) -> tuple[list[int], torch.Tensor]:
+        logits = warped(request.params, landscape.draft[(*request.output, *path)])
+        weights, noise, position = logits.numpy().copy(), noise_of(request), request.num_tokens + len(path)
+        first = noise.draw(weights, position, Purpose.DRAFT)
+        weights[first] = -torch.inf
+        return [first, noise.draw(weights, position, Purpose.DRAFT)], logits.softmax(0)
+
+    return _grow(request, landscape, depth, pair)
+
+
+def _best_siblings(request: Request, landscape: Landscape, depth: int) -> Draft:
+    """The two likeliest tokens at each node: nothing was sampled, so there is no q."""
+    return _grow(request, landscape, depth, lambda path: (landscape.draft[(*request.output, *path)].topk(2).indices.tolist(), None))
+
+
+def _grow(request: Request, landscape: Landscape, depth: int, pair: Callable[[Path], tuple[list[int], torch.Tensor | None]]) -> Draft:
+    paths: list[Path] = [()]
+    parents, q = [-1], {}
+    for node in _growing(paths):
+        if len(paths[node]) < depth and (*request.output, *paths[node]) in landscape.draft:
+            pair_tokens, probability = pair(paths[node])
+            if probability is not None:
+                q[node] = probability
+            paths += [(*paths[node], token) for token in pair_tokens]
+            parents += [node] * len(pair_tokens)
+    tokens = (request.tokens[-1], *(path[-1] for path in paths[1:]))
+    return Draft(Tree(tokens, tuple(parents)), "check", q or None)
+
+
+def _growing(items: list[Path]) -> Iterator[int]:
+    """Indices of a list that grows while it is read."""
+    index = 0
+    while index < len(items):
+        yield index
+        index += 1
+
+
+RULES: dict[str, Callable[[Request, Landscape, int], Draft]] = {
+    "token": _one_sampled_token,
+    "block": _sampled_chain,
+    "siblings": _sampled_siblings,
+    "deterministic": _best_siblings,
+    "coupled": _sampled_chain,
+}
+
+
+def check_rule(rule: str, landscape: Landscape, num_samples: int = NUM_SAMPLES) -> RuleResult:
+    """Sample with drafts, count, and compare with the exact probabilities."""
+    first = list(RULES).index(rule) * num_samples  # no two rules share noise, so their p-values are independent
+    counts = Counter(_sample(rule, landscape, seed) for seed in range(first, first + num_samples))
+    return RuleResult(rule, chi_square(counts, exact_probabilities(landscape), num_samples))
+
+
+def _sample(rule: str, landscape: Landscape, seed: int) -> Path:
+    params = SamplingParams(top_k=WIDTH, seed=seed if rule == "coupled" else None)
+    request = Request("check", params, tokens=[0], num_prompt=1, seed=seed)
+    while request.num_output < DEPTH:
+        draft = RULES[rule](request, landscape, DEPTH - request.num_output - 1)
+        verdict = accept(request, draft, landscape.target_rows(request.output, draft.tree))
+        request.tokens += verdict.tokens
+        request.num_rounds += 1
+    return tuple(request.output)
+
+
+def exact_probabilities(landscape: Landscape) -> dict[Path, float]:
+    """Of every text of DEPTH tokens that the target can write."""
+    params = SamplingParams(top_k=WIDTH)
+    found: dict[Path, float] = {(): 1.0}
+    for _ in range(DEPTH):
+        rows = {path: probabilities(params, landscape.target[path]) for path in found}
+        found = {(*path, int(t)): found[path] * float(row[t]) for path, row in rows.items() for t in row.nonzero()[:, 0]}
+    return found
+
+
+def chi_square(counts: Counter[Path], exact: dict[Path, float], num_samples: int) -> float:
+    """The p-value: how often a faithful sampler would be at least this far off. Rare texts share one cell."""
+    if not set(counts) <= set(exact):
+        return 0.0  # a text that the target cannot write
+    rare = {path for path, probability in exact.items() if probability * num_samples < 5}
+    cells = [(counts[path], probability * num_samples) for path, probability in exact.items() if path not in rare]
+    if rare:
+        cells.append((sum(counts[path] for path in rare), sum(exact[path] for path in rare) * num_samples))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))

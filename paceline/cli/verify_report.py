@@ -1,0 +1,59 @@
+"""The readable half of `paceline verify`: two tables, each difference by name, one verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.cli.verify_distribution import RuleResult
+    from paceline.cli.verify_equality import Check
+
+MAX_NAMED = 10  # differences printed for each check
+
+
+def print_report(screen: Console, checks: list[Check], rules: list[RuleResult]) -> None:
+    _print_checks(screen, checks)
+    _print_differences(screen, checks)
+    _print_rules(screen, rules)
+    num_bad = sum(bool(check.differences) for check in checks) + sum(not rule.is_ok for rule in rules)
+    if num_bad:
+        screen.print(f"{num_bad} of {len(checks) + len(rules)} checks found a difference", style="bold red")
+    else:
+        screen.print(f"all {len(checks) + len(rules)} checks passed: drafts changed the time and not the text", style="bold green")
+
+
+def _print_checks(screen: Console, checks: list[Check]) -> None:
+    from rich.table import Table
+
+    table = Table(
+        "drafter", "mode", "T", "batch", "prompts", "identical", "τ", title="the same text as plain decoding", title_justify="left"
+    )
+    for check in checks:
+        num_same = check.num_prompts - len(check.differences)
+        same = "[green]yes[/green]" if not check.differences else f"[bold red]no[/bold red] ({num_same} of {check.num_prompts})"
+        cells: list[Any] = [check.drafter, check.mode.name, check.mode.temperature, check.batch, check.num_prompts]
+        table.add_row(*map(str, cells), same, f"{check.tau:.2f}")
+    screen.print(table)
+
+
+def _print_differences(screen: Console, checks: list[Check]) -> None:
+    """Where each text first parts from the plain one."""
+    for check in checks:
+        for found in check.differences[:MAX_NAMED]:
+            where = f"{check.drafter}, {check.mode.name}, T={check.mode.temperature}, batch {check.batch}, prompt {found.prompt_id}"
+            screen.print(
+                f"{where}: token {found.position} is {found.drafted}, plain decoding says {found.plain}", style="red", markup=False
+            )
+        if len(check.differences) > MAX_NAMED:
+            screen.print(f"... and {len(check.differences) - MAX_NAMED} more prompts", style="red")
+
+
+def _print_rules(screen: Console, rules: list[RuleResult]) -> None:
+    from rich.table import Table
+
+    table = Table("rule", "p-value", "", title="the same distribution as the target (chi-square)", title_justify="left")
+    for rule in rules:
+        table.add_row(rule.rule, f"{rule.p_value:.4f}", "[green]ok[/green]" if rule.is_ok else "[bold red]differs[/bold red]")
+    screen.print(table)

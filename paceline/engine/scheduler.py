@@ -1,0 +1,150 @@
+"""Decides who computes what in the next pass. No tensors here.
+
+There is no prefill and no decode: a request has tokens known (`num_tokens`, and with its draft `num_tokens_with_spec`) and
+tokens computed (`num_cached`), and the second catches up with the first under a token budget. Drafts come last, from what
+the budget and the free blocks leave (`num_lookahead_tokens`), and never cost another request its turn.
+Invariant: every scheduled request has slots for all its rows, its alone to write.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from paceline.config import EngineConfig
+from paceline.runtime.kv_cache import KvCache
+from paceline.types import FinishReason, Request, Status
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one request does in a pass."""
+
+    request: Request
+    num_new: int  # known tokens computed now
+    num_lookahead_tokens: int = 0  # draft nodes it may add
+
+    @property
+    def is_caught_up(self) -> bool:
+        """All known tokens will be computed: the last of them is a root, and the target speaks after it."""
+        return self.num_new == self.request.num_uncached
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self.request.cache.num_cached + self.num_new + self.num_lookahead_tokens
+
+
+@dataclass(slots=True)
+class Scheduler:
+    config: EngineConfig
+    kv: KvCache
+    waiting: list[Request] = field(default_factory=list)  # by (priority, arrival)
+    running: list[Request] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_prefix_hits: int = 0  # prompt tokens found in the cache
+    num_prefix_queries: int = 0
+    _plan: dict[str, Turn] = field(default_factory=dict)
+    _budget: int = 0
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=_order)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
+    def schedule(self) -> list[Turn]:
+        self._plan, self._budget = {}, self.config.max_num_batched_tokens
+        num_preemptions = self.num_preemptions
+        # Requests with one token to compute go first, so that a long prompt delays no stream.
+        for request in sorted(self.running, key=lambda r: (r.num_uncached > 1, *_order(r))):
+            if request.status is Status.RUNNING and self._budget:
+                self._continue(request)
+        if self.num_preemptions == num_preemptions:
+            self._admit()
+        self._give_drafts()
+        return list(self._plan.values())
+
+    def _continue(self, request: Request) -> None:
+        num_new = min(request.num_uncached, self._budget)
+        while not self.kv.reserve(request.cache, request.cache.num_cached + num_new):
+            victim = max(self.running, key=_order)
+            self._preempt(victim)
+            if victim is request:
+                return
+        self._take(Turn(request, num_new))
+
+    def _admit(self) -> None:
+        for request in list(self.waiting):
+            if len(self.running) >= self.config.max_num_seqs or not self._budget:
+                return
+            if self._waits_for_leader(request):
+                continue
+            if not self._start(request):
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.status = Status.RUNNING
+
+    def _waits_for_leader(self, request: Request) -> bool:
+        leader = request.leader
+        return leader is not None and leader.status is Status.RUNNING and leader.cache.num_cached < request.num_prompt
+
+    def _start(self, request: Request) -> bool:
+        """Find shared blocks, reserve the first chunk. False, with nothing held, if there is no room yet."""
+        leader = request.leader
+        if leader is not None and leader.status is Status.RUNNING and request.num_output == 0:
+            self.kv.fork(leader.cache, request.cache, request.num_prompt - 1)
+        elif self.config.enable_prefix_caching:
+            self.kv.adopt_prefix(request.cache, request.tokens)
+        num_shared = request.cache.num_cached
+        num_new = min(request.num_uncached, self._budget)
+        if not self.kv.reserve(request.cache, request.cache.num_cached + num_new):
+            self.kv.free(request.cache)
+            return False
+        self.num_prefix_hits += num_shared
+        self.num_prefix_queries += request.num_tokens
+        self._take(Turn(request, num_new))
+        return True
+
+    def _take(self, turn: Turn) -> None:
+        self._plan[turn.request.id] = turn
+        self._budget -= turn.num_new
+
+    def _give_drafts(self) -> None:
+        for turn in self._plan.values():
+            wanted = min(self._draft_limit(turn.request), self._budget) if turn.is_caught_up and turn.num_new == 1 else 0
+            if wanted > 0 and self.kv.reserve(turn.request.cache, turn.request.num_tokens + wanted):
+                turn.num_lookahead_tokens = wanted
+                self._budget -= wanted
+
+    def _draft_limit(self, request: Request) -> int:
+        """No more than could still be emitted: the target adds a token of its own to whatever is accepted."""
+        params = request.params
+        asked = self.config.num_speculative_tokens
+        if params.num_speculative_tokens is not None:
+            asked = min(asked, params.num_speculative_tokens)
+        return min(asked, params.max_tokens - request.num_output - 1, self.config.max_model_len - request.num_tokens - 1)
+
+    def _preempt(self, request: Request) -> None:
+        """Take all its blocks; its tokens stay and are computed again when it comes back."""
+        turn = self._plan.pop(request.id, None)
+        if turn is not None:
+            self._budget += turn.num_new
+        self.kv.free(request.cache)
+        self.running.remove(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Remove a request at any moment and give its blocks back."""
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        self.kv.free(request.cache)
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return (request.priority, request.arrival)

@@ -1,0 +1,96 @@
+"""What the engine needs from a model file, whichever format it has.
+
+Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time, so memory stays bounded by the
+largest tensor. See gguf.py and safetensors.py for the two formats and tokenizer.py for the reader of `TokenizerSource`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.errors import ModelFileError
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.models.config import ModelConfig
+
+NUM_SAMPLES, SAMPLE_BYTES = 64, 512
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """Where a tokenizer is described: a tokenizer.json, or the `tokenizer.*` section of a GGUF file. At most one is set."""
+
+    json_path: Path | None = None
+    gguf_metadata: Mapping[str, Any] | None = None  # full keys ("tokenizer.ggml.tokens") to plain Python values
+    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    chat_template: str | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+
+class Checkpoint(Protocol):
+    """An opened model: its description, and its weights on demand."""
+
+    name: str
+    path: Path
+    config: ModelConfig
+    eos_ids: tuple[int, ...]  # every token that ends an answer, chat end tokens included
+    bos_id: int | None
+    fingerprint: str  # of file names, sizes, headers and a sample of the weights
+
+    def tensor(self, name: str) -> torch.Tensor: ...  # float32, a name and shape of `config.weight_names()`
+    def tokenizer_source(self) -> TokenizerSource: ...
+
+
+def open_checkpoint(model: str, progress: bool = True) -> Checkpoint:
+    """Find `model` (a path, the default model's name or a Hugging Face name), fetch it if need be, and open it."""
+    from paceline.loaders import hub
+
+    path = hub.resolve(model, progress=progress)
+    name = hub.display_name(model)
+    if path.is_file():
+        from paceline.loaders.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path, name)
+    from paceline.loaders.safetensors import SafetensorsCheckpoint
+
+    return SafetensorsCheckpoint(path, name)
+
+
+def check_shapes(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Every wanted tensor is in the file with the shape the config asks for, or one error that names the first that is not."""
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelFileError(f"{path}: missing tensor {', '.join(missing[:3])}{more}; the file is incomplete, fetch it again")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ModelFileError(
+                f"{path}: tensor {name} has shape {list(found[name])} where its config asks for {list(shape)}; "
+                "config and weights are not of the same model"
+            )
+
+
+def unique_ids(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...]:
+    """Token ids in order, once each, without the unset and the impossible ones."""
+    return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))
+
+
+def fingerprint(paths: Sequence[Path], header_bytes: int) -> str:
+    """A cheap hash: each file's name, size and first bytes, and a spread of small samples so that a fine-tune differs from its base."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(header_bytes))
+            for i in range(NUM_SAMPLES):
+                file.seek(size * i // NUM_SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

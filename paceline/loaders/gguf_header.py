@@ -1,0 +1,156 @@
+"""The header of a GGUF file: its metadata and where each tensor lies.
+
+Invariant: every count, length and offset is checked against the bytes that are really there before it sizes anything, so a
+damaged or hostile file costs no more memory than itself. (The reader of the gguf package makes an array a token, which takes
+seconds for a vocabulary, and trusts counts; only its dequantizers are used, in gguf.py.)
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ModelFileError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_ENTRIES = 1 << 16  # metadata keys; tensors
+MAX_ELEMENTS = 1 << 23  # of all metadata arrays together; the largest vocabularies need about a million
+MAX_STRING = 1 << 24
+MAX_DIMS = 4
+
+# The format's value types, by number. Strings (8) and arrays (9) have a length of their own.
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]  # outermost dimension first, as numpy and torch have it
+    kind: int  # number of the quantization type
+    offset: int  # from the start of the data section
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    data_start: int
+    file_size: int
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Parse and check the header of `path`, or raise a ModelFileError that names the damage."""
+    try:
+        size = path.stat().st_size
+        if size < len(MAGIC):
+            raise ModelFileError(f"{path} is only {size} bytes long, which no GGUF file is; fetch it again")
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Cursor(path, data, size).header()
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+class _Cursor:
+    """A position in the mapped file that only moves forward, and never past the end."""
+
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self.path, self.data, self.size = path, data, size
+        self.at = 0
+        self.elements_left = MAX_ELEMENTS
+
+    def header(self) -> GgufHeader:
+        if self.take(4) != MAGIC:
+            raise ModelFileError(f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r} instead of {MAGIC!r}")
+        version = self.number("I")
+        if version not in VERSIONS:
+            raise self.damage(f"GGUF version {version} is not one of {VERSIONS} (big-endian files are not read)")
+        num_tensors, num_keys = self.number("Q"), self.number("Q")
+        if max(num_tensors, num_keys) > MAX_ENTRIES:
+            raise self.damage(f"{num_tensors} tensors and {num_keys} metadata keys, more than the {MAX_ENTRIES} allowed")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self.text()
+            self.add(metadata, "metadata key", key, self.value(key, self.number("I")))
+        tensors: dict[str, TensorInfo] = {}
+        for _ in range(num_tensors):
+            info = self.tensor_info()
+            self.add(tensors, "tensor", info.name, info)
+        return GgufHeader(metadata, tensors, self.aligned(metadata.get("general.alignment", 32)), self.size)
+
+    def aligned(self, alignment: Any) -> int:
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise self.damage(f"general.alignment {alignment!r} is not a power of two")
+        return (self.at + alignment - 1) // alignment * alignment
+
+    def tensor_info(self) -> TensorInfo:
+        name = self.text()
+        num_dims = self.number("I")
+        if num_dims > MAX_DIMS:
+            raise self.damage(f"tensor {name!r} has {num_dims} dimensions")
+        shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
+        return TensorInfo(name, shape, self.number("I"), self.number("Q"))
+
+    def value(self, key: str, kind: int) -> Any:
+        if kind == STRING:
+            return self.text()
+        if kind in SCALARS:
+            return self.number(SCALARS[kind])
+        if kind == ARRAY:
+            return self.array(key)
+        raise self.damage(f"metadata key {key!r} has the unknown value type {kind}")
+
+    def array(self, key: str) -> list[Any]:
+        kind, length = self.number("I"), self.number("Q")
+        self.elements_left -= length
+        if self.elements_left < 0:
+            raise self.damage(f"metadata array {key!r} has {length} elements, more than the {MAX_ELEMENTS} allowed")
+        if kind == STRING:
+            text = self.text
+            return [text() for _ in range(length)]
+        if kind not in SCALARS:
+            raise self.damage(f"metadata array {key!r} has the unknown element type {kind}")
+        layout = f"<{length}{SCALARS[kind]}"
+        return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
+
+    def text(self) -> str:
+        length = self.number("Q")
+        if length > MAX_STRING:
+            raise self.damage(f"a string of {length} bytes, more than the {MAX_STRING} allowed")
+        # Some vocabularies hold tokens that are cut inside a character; a tokenizer must see that they are there.
+        return self.take(length).decode("utf-8", errors="replace")
+
+    def number(self, code: str) -> Any:
+        layout, width = _LAYOUTS[code]
+        if self.at + width > self.size:
+            raise self.truncated()
+        value = layout(self.data, self.at)[0]
+        self.at += width
+        return value
+
+    def take(self, length: int) -> bytes:
+        start, self.at = self.at, self.at + length
+        if self.at > self.size:
+            raise self.truncated()
+        return self.data[start : self.at]
+
+    def add(self, entries: dict[str, Any], what: str, name: str, value: Any) -> None:
+        if name in entries:
+            raise self.damage(f"{what} {name!r} is there twice")
+        entries[name] = value
+
+    def truncated(self) -> ModelFileError:
+        return ModelFileError(f"{self.path} is truncated: it ends inside its header, at {self.size} bytes; fetch it again")
+
+    def damage(self, what: str) -> ModelFileError:
+        return ModelFileError(f"{self.path} has a damaged GGUF header: {what}; fetch it again")
+
+
+_LAYOUTS: dict[str, tuple[Callable[[Any, int], tuple[Any, ...]], int]] = {
+    code: (struct.Struct("<" + code).unpack_from, struct.calcsize("<" + code)) for code in SCALARS.values()
+}

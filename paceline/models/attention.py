@@ -1,0 +1,104 @@
+"""Attention of one pass: one name, two ways. Norm and rotate queries and keys, write keys and values at the batch's slots, attend.
+
+`TorchAttention` is plain torch on any device (gather, mask, softmax) and the oracle; `ExactAttention` runs our CPU kernels. Each is
+built once a pass from the batch and called once a layer. A row sees its request's cached prefix, its ancestors, itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from paceline.models.rope import RotaryTables, rotate
+from paceline.types import Batch
+
+KVCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim]
+
+
+class Heads(NamedTuple):
+    """What attention in a layer needs to know beside its input."""
+
+    tables: RotaryTables
+    norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim], for queries and keys
+    eps: float
+    scale: float
+    window: int | None  # a row sees this many positions, itself included
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight).to(x.dtype)
+
+
+class _Span(NamedTuple):
+    """One request's rows and what they may see."""
+
+    rows: slice
+    slots: torch.Tensor  # [C]: the cached prefix, then the rows of this pass
+    visible: torch.Tensor  # [n, C] bool
+    distance: torch.Tensor  # [n, C]: positions back
+
+
+class TorchAttention:
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        starts, prefixes = batch.starts.tolist(), batch.prefix_lens.tolist()
+        self.spans = [self._span(r, slice(starts[r], starts[r + 1]), prefix) for r, prefix in enumerate(prefixes)]
+
+    def _span(self, request: int, rows: slice, prefix: int) -> _Span:
+        batch, size = self.batch, self.batch.block_size
+        cached = torch.arange(prefix, device=batch.slots.device)
+        slots = torch.cat([batch.block_tables[request][cached // size] * size + cached % size, batch.slots[rows]])
+        above = _ancestors(batch.parents[rows].tolist(), rows.start).to(slots.device)
+        visible = torch.cat([above.new_ones(len(above), prefix), above], 1)
+        positions = torch.cat([cached, batch.positions[rows]])
+        return _Span(rows, slots, visible, batch.positions[rows][:, None] - positions)
+
+    def __call__(self, qkv: torch.Tensor, cache: KVCache, heads: Heads) -> torch.Tensor:
+        """qkv [T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""
+        keys, values = cache
+        _, kv_heads, dim = keys.shape
+        q, k, v = qkv.view(len(qkv), -1, dim).tensor_split((-2 * kv_heads, -kv_heads), 1)
+        if heads.norms is not None:
+            q, k = rms_norm(q, heads.norms[0], heads.eps), rms_norm(k, heads.norms[1], heads.eps)
+        cos, sin = (table[self.batch.positions].to(q.dtype) for table in heads.tables)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        keys[self.batch.slots], values[self.batch.slots] = k.to(keys.dtype), v.to(values.dtype)
+        return torch.cat([self._attend(q, keys, values, span, heads) for span in self.spans]).flatten(1)
+
+    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: _Span, heads: Heads) -> torch.Tensor:
+        query = q[span.rows].unflatten(1, (keys.shape[1], -1))  # [n, kv_heads, group, dim]
+        k, v = keys[span.slots].to(q.dtype), values[span.slots].to(q.dtype)  # [C, kv_heads, dim]
+        scores = torch.einsum("nkgd,ckd->kgnc", query, k).float() * heads.scale
+        visible = span.visible if heads.window is None else span.visible & (span.distance < heads.window)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
+        return torch.einsum("kgnc,ckd->nkgd", weights, v).flatten(1, 2)
+
+
+def _ancestors(parents: list[int], start: int) -> torch.Tensor:
+    """[n, n] bool: row i is below row j, or is it. Parents come before their children."""
+    above = torch.eye(len(parents), dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            above[i] |= above[parent - start]
+    return above
+
+
+class ExactAttention:
+    def __init__(self, batch: Batch) -> None:
+        from paceline.cpu import paged, rows
+
+        self.batch, self._place, self._paged = batch, rows.place_rows, paged.attend
+        num_rows = len(batch.input_ids)
+        for ints in (batch.positions, batch.slots, batch.parents, batch.request_of, batch.block_tables, batch.prefix_lens):
+            assert ints.dtype is torch.int64 and ints.is_contiguous(), "batches hold contiguous int64"
+        self.longest = int(batch.prefix_lens.max()) + num_rows
+        self.last_position, self.last_slot = int(batch.positions.max()), int(batch.slots.max())
+
+    def __call__(self, qkv: torch.Tensor, cache: KVCache, heads: Heads) -> torch.Tensor:
+        assert self.last_position < len(heads.tables.cos) and self.last_slot < len(cache[0]), "a position or slot out of range"
+        self._place(qkv, self.batch, heads.tables, cache, heads.norms, heads.eps)
+        return self._paged(qkv, cache, self.batch, self.longest, heads.scale, heads.window)

@@ -1,0 +1,77 @@
+"""Rotary position embedding: frequencies for every scaling, and the tables of cosines and sines.
+
+Layout is rotate-half: dimension i turns with dimension i + head_dim / 2. Angles are float32 products like the models were trained
+with; a table row depends on its position alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.config import RopeConfig
+
+
+class Frequencies(NamedTuple):
+    inverse: torch.Tensor  # [head_dim / 2] float32
+    attention_factor: float  # multiplies cosines and sines
+
+
+class RotaryTables(NamedTuple):
+    cos: torch.Tensor  # [num_positions, head_dim / 2]
+    sin: torch.Tensor
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> Frequencies:
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.divisors is not None:
+        if len(rope.divisors) != head_dim // 2:
+            raise ConfigError(f"{len(rope.divisors)} rotary divisors for a head of {head_dim}; the model file should hold {head_dim // 2}")
+        return Frequencies(plain / torch.tensor(rope.divisors), 1.0)
+    if rope.kind == "linear":
+        return Frequencies(plain / rope.factor, 1.0)
+    if rope.kind == "llama3":
+        return Frequencies(_llama3(plain, rope), 1.0)
+    if rope.kind == "yarn":
+        factor = rope.attention_factor
+        if factor is None:
+            factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        return Frequencies(_yarn(plain, rope, head_dim), factor)
+    return Frequencies(plain, 1.0)
+
+
+def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Long waves are slowed by the factor, short ones stay, those between are blended."""
+    turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
+    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - blend) * plain / rope.factor + blend * plain
+
+
+def _yarn(plain: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """The same idea with the blend linear in the dimension's index, between those of beta_fast and beta_slow turns."""
+
+    def dimension_of(turns: float) -> float:
+        return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension_of(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(rope.beta_slow)), head_dim - 1)
+    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain / rope.factor * slowed + plain * (1 - slowed)
+
+
+def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> RotaryTables:
+    inverse, factor = frequencies(rope, head_dim)
+    angles = np.outer(np.arange(num_positions, dtype=np.float32), inverse.numpy()).astype(np.float64)
+    # numpy in float64, not torch: torch's vector and scalar cosines differ, and which one a position gets depends on the length
+    return RotaryTables(torch.from_numpy((np.cos(angles) * factor).astype(np.float32)), torch.from_numpy((np.sin(angles) * factor).astype(np.float32)))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, head_dim], cos and sin [T, head_dim / 2]."""
+    left, right = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)

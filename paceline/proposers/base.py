@@ -1,0 +1,58 @@
+"""What every drafter shares: how it is made, and the small steps between logits and a Draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.config import require
+from paceline.types import Draft, Request
+from paceline.verify.tree import Tree
+
+if TYPE_CHECKING:
+    from paceline.loaders.checkpoint import Checkpoint
+    from paceline.loaders.tokenizer import Tokenizer
+    from paceline.runtime.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a drafter may use of the target. It never sees the engine."""
+
+    runner: Runner
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    load_model: Callable[..., tuple[Checkpoint, Tokenizer, Runner]]  # (model, bits=None): another model with a KV cache as long as the target's
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """The one option all drafters have. K: how many tokens to draft."""
+
+    num_speculative_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        require(isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= 128, "num_speculative_tokens", k, "use a whole number from 1 to 128")
+
+
+def empty(request: Request, source: str = "") -> Draft:
+    return Draft(Tree.chain(request.tokens[-1]), source)
+
+
+def chain(request: Request, tokens: Sequence[int], source: str, q: Sequence[torch.Tensor | None] = ()) -> Draft:
+    """A chain draft, ended after the first token that would end the request. q: the distribution each token was sampled from."""
+    length = next((i + 1 for i, t in enumerate(tokens) if t in request.stop_ids), len(tokens))
+    known = {i: row for i, row in enumerate(q[:length]) if row is not None}
+    return Draft(Tree.chain(request.tokens[-1], tokens[:length]), source, known or None)
+
+
+def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """Cut or pad the last dimension to the target's vocabulary: families pad theirs differently, and padding is never drafted."""
+    width = logits.shape[-1]
+    if width >= size:
+        return logits[..., :size]
+    return torch.nn.functional.pad(logits, (0, size - width), value=-torch.inf)

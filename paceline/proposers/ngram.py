@@ -1,0 +1,80 @@
+"""Prompt lookup: if the last few tokens occurred before, guess that what followed then follows now.
+
+The longest match wins, and of equally long ones the most recent. Every n-gram is indexed as it appears, so a step costs
+O(prompt_lookup_max) however long the text is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.config import require
+from paceline.proposers.base import DrafterConfig, Surroundings, chain, empty
+from paceline.types import Draft, Needs, Request, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class NgramConfig(DrafterConfig):
+    num_speculative_tokens: int = 3
+    prompt_lookup_max: int = 4  # longest match looked for
+    prompt_lookup_min: int = 2  # shortest match trusted
+
+    def __post_init__(self) -> None:
+        DrafterConfig.__post_init__(self)
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        require(isinstance(high, int) and 1 <= high <= 64, "prompt_lookup_max", high, "use a whole number from 1 to 64")
+        require(isinstance(low, int) and 1 <= low <= high, "prompt_lookup_min", low, f"use a whole number from 1 to prompt_lookup_max ({high})")
+
+
+@dataclass(slots=True)
+class _Index:
+    """Where each n-gram of one request last ended, for every n asked for."""
+
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token that followed it
+    num_indexed: int = 0
+
+    def extend(self, tokens: Sequence[int], low: int, high: int) -> None:
+        """Index n-grams that have a follower: all but the one that ends the text."""
+        for end in range(max(self.num_indexed, 1), len(tokens)):
+            for n in range(low, min(high, end) + 1):
+                self.ends[tuple(tokens[end - n : end])] = end
+        self.num_indexed = len(tokens)
+
+    def follower(self, tokens: Sequence[int], low: int, high: int) -> int | None:
+        for n in range(min(high, len(tokens) - 1), low - 1, -1):
+            found = self.ends.get(tuple(tokens[-n:]))
+            if found is not None:
+                return found
+        return None
+
+
+class Ngram:
+    name = "ngram"
+    needs = Needs()
+    Config = NgramConfig
+
+    def __init__(self, config: NgramConfig, surroundings: Surroundings | None = None) -> None:
+        self.config = config
+        self._indexes: dict[str, _Index] = {}
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        return [self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)]
+
+    def _draft(self, request: Request, budget: int) -> Draft:
+        low, high = self.config.prompt_lookup_min, self.config.prompt_lookup_max
+        index = self._indexes.setdefault(request.id, _Index())
+        index.extend(request.tokens, low, high)
+        start = index.follower(request.tokens, low, high)
+        if start is None:
+            return empty(request, self.name)
+        period = request.num_tokens - start  # a match that overlaps the end repeats: read on from the draft itself
+        tokens = [request.tokens[start + i % period] for i in range(budget)]
+        return chain(request, tokens, self.name)
+
+    def observe(self, requests: Sequence[Request], verdicts: Sequence[Verdict], hidden: dict[int, Any]) -> None:
+        """Nothing to learn: the index follows the request's tokens."""
+
+    def release(self, request: Request) -> None:
+        self._indexes.pop(request.id, None)

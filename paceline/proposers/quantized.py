@@ -1,0 +1,28 @@
+"""The target's own weights in int8 or int4 draft for it: a draft model that needs no second download."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.config import require
+from paceline.proposers.base import DrafterConfig, Surroundings
+from paceline.proposers.draft_model import DraftModel
+from paceline.runtime.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedConfig(DrafterConfig):
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        DrafterConfig.__post_init__(self)
+        require(self.bits in (4, 8), "bits", self.bits, "use 4 or 8")
+
+
+class Quantized(DraftModel):
+    name = "quantized"
+    Config = QuantizedConfig
+
+    def _load(self, surroundings: Surroundings) -> Runner:
+        assert isinstance(self.config, QuantizedConfig)
+        return surroundings.load_model(surroundings.checkpoint, bits=self.config.bits)[2]

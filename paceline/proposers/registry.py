@@ -1,0 +1,37 @@
+"""The drafters by name. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from paceline.config import from_options, nearest
+from paceline.errors import ConfigError
+from paceline.proposers.base import DrafterConfig, Surroundings
+from paceline.types import Proposer
+
+DRAFTERS = {
+    "ngram": "paceline.proposers.ngram:Ngram",
+    "draft_model": "paceline.proposers.draft_model:DraftModel",
+    "early_exit": "paceline.proposers.early_exit:EarlyExit",
+    "quantized": "paceline.proposers.quantized:Quantized",
+}
+
+
+def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
+    """The drafter's class and its checked config, before any model is loaded."""
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"speculative_config is {options!r}; give a dict such as {{'method': 'ngram', 'num_speculative_tokens': 3}}, or None")
+    method = options.get("method", "draft_model" if "model" in options else None)
+    if method not in DRAFTERS:
+        raise ConfigError(f"speculative_config method is {method!r}; {nearest(str(method), list(DRAFTERS))}")
+    module, _, name = DRAFTERS[method].partition(":")
+    kind = getattr(import_module(module), name)
+    rest = {k: v for k, v in options.items() if k != "method"}
+    return kind, from_options(kind.Config, rest, f"speculative_config of method {method!r}")
+
+
+def create(kind: type[Any], config: DrafterConfig, surroundings: Surroundings) -> Proposer:
+    proposer: Proposer = kind(config, surroundings)
+    return proposer

@@ -1,0 +1,70 @@
+"""Flattens the requests of one pass into a Batch. Prefill is a longer query, a draft is a few more rows, plain decoding is one row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
+from paceline.types import Batch, Draft, Request, Segment
+
+
+def segment_of(request: Request, num_new: int, draft: Draft | None) -> Segment:
+    """A request's rows: `num_new` known tokens, then the nodes of its draft, which hangs from the last known token."""
+    start = request.cache.num_cached
+    known = request.tokens[start : start + num_new]
+    if draft is None:
+        return Segment(known, request.cache, None, num_logits=0)
+    root = num_new - 1
+    chain = list(range(-1, root))
+    return Segment(
+        [*known, *draft.tree.tokens[1:]],
+        request.cache,
+        chain + [root + p for p in draft.tree.parents],
+        num_logits=len(draft.tree.tokens),
+    )
+
+
+def build(segments: Sequence[Segment], kv: KvCache) -> Batch:
+    """Slots for every row must have been reserved."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    parents: list[int] = []
+    request_of: list[int] = []
+    starts = [0]
+    rows: list[int] = []
+    for index, segment in enumerate(segments):
+        first, count, base = len(ids), len(segment.tokens), segment.cache.num_cached
+        local = segment.parents if segment.parents is not None else range(-1, count - 1)
+        depths: list[int] = []
+        for parent in local:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        ids.extend(segment.tokens)
+        positions.extend(base + d for d in depths)
+        slots.extend(kv.slots(segment.cache, base, base + count))
+        parents.extend(-1 if p < 0 else first + p for p in local)
+        request_of.extend([index] * count)
+        starts.append(len(ids))
+        rows.extend(range(len(ids) - segment.num_logits, len(ids)))
+    return _to_tensors(segments, kv, ids, positions, slots, parents, request_of, starts, rows)
+
+
+def _to_tensors(segments: Sequence[Segment], kv: KvCache, *columns: list[int]) -> Batch:
+    device = kv.data.device
+    ids, positions, slots, parents, request_of, starts, rows = (torch.tensor(c, dtype=torch.int64, device=device) for c in columns)
+    width = max((len(s.cache.blocks) for s in segments), default=0) or 1
+    tables = [s.cache.blocks + [0] * (width - len(s.cache.blocks)) for s in segments]
+    return Batch(
+        input_ids=ids,
+        positions=positions,
+        slots=slots,
+        parents=parents,
+        request_of=request_of,
+        starts=starts,
+        block_tables=torch.tensor(tables, dtype=torch.int64, device=device).reshape(len(segments), width),
+        prefix_lens=torch.tensor([s.cache.num_cached for s in segments], dtype=torch.int64, device=device),
+        rows=rows,
+        block_size=BLOCK_SIZE,
+    )

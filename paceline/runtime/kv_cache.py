@@ -1,0 +1,141 @@
+"""Paged K/V memory of one model: blocks from the pool, tensors for the values, and the moves between them.
+
+A sequence's token at index i lives in slot `blocks[i // block_size] * block_size + i % block_size`. During a pass the nodes
+of a tree take the slots after the cached tokens in node order; `commit` moves the accepted path into place and gives the
+rest back. Invariant: slots at or beyond `num_cached` hold nothing anyone may read; shared blocks are copied before a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+from paceline.runtime.block_pool import BlockPool, block_names
+from paceline.types import Cached
+
+BLOCK_SIZE = 16
+
+
+class KvSize(NamedTuple):
+    num_blocks: int
+    bytes_per_block: int
+
+
+def kv_size(config: ModelConfig, memory: int, dtype: torch.dtype) -> KvSize:
+    """How many blocks fit into `memory` bytes."""
+    per_block = BLOCK_SIZE * 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    if memory < per_block * 2:
+        raise ConfigError(f"kv_cache_memory is {memory:,} bytes, less than two blocks of {per_block:,}; give more")
+    return KvSize(memory // per_block, per_block)
+
+
+class KvCache:
+    def __init__(self, config: ModelConfig, num_blocks: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        # [layers, 2, slots, kv_heads, head_dim]; zeroed pages are mapped on first touch, so unused memory costs nothing
+        shape = (config.num_layers, 2, num_blocks * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.data = torch.zeros(shape, device=device, dtype=dtype)
+        self.layers = [(self.data[i, 0], self.data[i, 1]) for i in range(config.num_layers)]
+
+    @property
+    def num_slots(self) -> int:
+        return self.pool.num_blocks * BLOCK_SIZE
+
+    def slots(self, cached: Cached, start: int, end: int) -> list[int]:
+        return [cached.blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start, end)]
+
+    def reserve(self, cached: Cached, num_tokens: int) -> bool:
+        """Make slots [num_cached, num_tokens) writable for this sequence alone. False, and nothing changed, if blocks run out."""
+        first = cached.num_cached // BLOCK_SIZE
+        shared = [i for i in range(first, len(cached.blocks)) if not self._is_private(cached.blocks[i])]
+        num_new = -(-num_tokens // BLOCK_SIZE) - len(cached.blocks)
+        fresh = self.pool.allocate(max(num_new, 0) + len(shared))
+        if fresh is None:
+            return False
+        for i in shared:
+            source, copy = cached.blocks[i], fresh.pop()
+            self._copy_block(source, copy)
+            cached.blocks[i] = copy
+            self.pool.release([source])
+        cached.blocks.extend(fresh)
+        return True
+
+    def commit(self, cached: Cached, first: int, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """The accepted nodes of a tree rooted at index `first` become tokens first, first+1, ...; the rest is given back.
+
+        tokens: the sequence's tokens that have K/V now, for naming full blocks.
+        """
+        moves = [(first + node, first + i) for i, node in enumerate(path) if node != i]
+        if moves:
+            source = [self.slots(cached, s, s + 1)[0] for s, _ in moves]
+            target = [self.slots(cached, t, t + 1)[0] for _, t in moves]
+            self.data[:, :, target] = self.data[:, :, source]  # the right side is gathered before anything is written
+        cached.num_cached = first + len(path)
+        self.trim(cached)
+        self._register(cached, tokens[: cached.num_cached])
+
+    def trim(self, cached: Cached) -> None:
+        """Give back the blocks beyond the cached tokens."""
+        keep = -(-cached.num_cached // BLOCK_SIZE)
+        self.pool.release(cached.blocks[keep:])
+        del cached.blocks[keep:]
+
+    def rewind(self, cached: Cached, num_cached: int) -> None:
+        """Forget the tokens from `num_cached` on: what a drafter does with the ones that were rejected."""
+        cached.num_cached = min(cached.num_cached, num_cached)
+        del cached.block_hashes[cached.num_cached // BLOCK_SIZE :]
+        self.trim(cached)
+
+    def free(self, cached: Cached) -> None:
+        self.pool.release(cached.blocks)
+        cached.blocks.clear()
+        cached.block_hashes.clear()
+        cached.num_cached = 0
+
+    def adopt_prefix(self, cached: Cached, tokens: Sequence[int]) -> int:
+        """Start a sequence with the longest known prefix of `tokens`, whole blocks, the last token left to compute."""
+        assert not cached.blocks, "only a sequence without blocks can adopt a prefix"
+        for name in block_names(tokens[:-1], BLOCK_SIZE):
+            block = self.pool.find(name)
+            if block is None:
+                break
+            self.pool.hold(block)
+            cached.blocks.append(block)
+            cached.block_hashes.append(name)
+        cached.num_cached = len(cached.blocks) * BLOCK_SIZE
+        return cached.num_cached
+
+    def fork(self, source: Cached, target: Cached, num_tokens: int) -> None:
+        """`target` shares the first `num_tokens` tokens of `source`, the last block too if it is only part full."""
+        assert not target.blocks and num_tokens <= source.num_cached
+        target.blocks.extend(source.blocks[: -(-num_tokens // BLOCK_SIZE)])
+        for block in target.blocks:
+            self.pool.hold(block)
+        target.block_hashes.extend(source.block_hashes[: num_tokens // BLOCK_SIZE])
+        target.num_cached = num_tokens
+
+    def _register(self, cached: Cached, tokens: Sequence[int]) -> None:
+        known = len(cached.block_hashes)
+        if len(tokens) // BLOCK_SIZE == known:
+            return
+        cached.block_hashes[:] = block_names(tokens, BLOCK_SIZE, cached.block_hashes)
+        for block, name in zip(cached.blocks[known:], cached.block_hashes[known:], strict=False):
+            self.pool.register(block, name)
+
+    def _is_private(self, block: int) -> bool:
+        """May its only holder write to it? Not if others can find it by name: they would read what it held before."""
+        return self.pool.num_holders(block) == 1 and not self.pool.is_registered(block)
+
+    def _copy_block(self, source: int, target: int) -> None:
+        a, b = source * BLOCK_SIZE, target * BLOCK_SIZE
+        self.data[:, :, b : b + BLOCK_SIZE] = self.data[:, :, a : a + BLOCK_SIZE]
+
+    def waste(self, sequences: Sequence[Cached]) -> float:
+        """The share of allocated slots that hold no token."""
+        slots = len({b for s in sequences for b in s.blocks}) * BLOCK_SIZE
+        used = sum(s.num_cached for s in sequences)
+        return 1 - used / slots if slots else 0.0

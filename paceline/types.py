@@ -1,0 +1,186 @@
+"""The nouns. Everything else in the package is a verb on these.
+
+p is the target, q the draft. Token ids are plain ints outside the model and int64 tensors inside.
+Invariant of a request: `tokens` = prompt + emitted; KV is valid for `tokens[:num_cached]`; while decoding exactly one
+token is uncached, and it is the root of the next tree. Only the engine's commit changes a request.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.errors import PacelineError
+    from paceline.params import SamplingParams
+    from paceline.verify.tree import Tree
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"
+    ERROR = "error"  # the request's constraints leave no token to choose
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Constraint(Protocol):
+    """A grammar's view of one request: which tokens may come next. Advanced by commit; verify and drafters advance and roll back."""
+
+    def allowed(self) -> torch.Tensor: ...  # bool [vocab]
+    def advance(self, token: int) -> None: ...
+    def rollback(self, num_tokens: int) -> None: ...
+    @property
+    def is_finished(self) -> bool: ...
+
+
+class TextStop(Protocol):
+    """Turns emitted ids into text and sees stop strings. `push` says whether a stop string was completed by this token."""
+
+    def push(self, token: int) -> bool: ...
+
+
+class TokenLogprobs(NamedTuple):
+    token: int
+    logprob: float  # of the target's raw logits, before any sampling option
+    top: tuple[tuple[int, float], ...]  # the k most likely (token, logprob), most likely first
+
+
+@dataclass(slots=True)
+class Cached:
+    """A sequence's share of a KV cache: the blocks it holds and how many of its tokens have valid K/V in them."""
+
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of the full blocks that are registered for reuse
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    id: str
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+    seed: int  # keys all noise; drawn from the system when the user gave none
+    priority: int = 0  # lower runs first
+    arrival: int = 0
+    stop_ids: frozenset[int] = frozenset()  # end tokens (unless ignored) and stop_token_ids
+    banned_until_min: frozenset[int] = frozenset()  # ids that may not be chosen before min_tokens
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
+    text_stop: TextStop | None = None
+    leader: Request | None = None  # with n > 1: the sibling whose prompt blocks this one shares
+    cache: Cached = field(default_factory=Cached)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    error: PacelineError | None = None
+    num_rounds: int = 0  # verify rounds so far; keys the noise of drafts and rejections, which may visit a position twice
+    num_preemptions: int = 0
+
+    @property
+    def is_seeded(self) -> bool:
+        return self.params.seed is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_uncached(self) -> int:
+        return len(self.tokens) - self.cache.num_cached
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess: a token tree whose node 0 is the request's last token."""
+
+    tree: Tree
+    source: str = ""  # who proposed it: statistics and colours
+    q: dict[int, torch.Tensor] | None = None  # node -> [vocab] float64 probabilities its children were sampled from, in order, without replacement
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.tree.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target said about a draft."""
+
+    path: tuple[int, ...]  # accepted nodes, root first
+    tokens: tuple[int, ...]  # accepted tokens, then the target's own next token: len(path) of them
+    num_drafted: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.path) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One request's rows in a pass: known tokens as a chain, then maybe a tree hanging from the last of them."""
+
+    tokens: Sequence[int]
+    cache: Cached
+    parents: Sequence[int] | None = None  # local index of each row's parent, -1 for the first; None: a chain
+    num_logits: int = 1  # logits are wanted for the last `num_logits` rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Everything a forward pass reads, flat over requests. Built by runtime/batch.py, never changed."""
+
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64: where each row's K/V is written
+    parents: torch.Tensor  # [T] int64: row of the parent within this pass, or -1 if the row follows the cached prefix directly
+    request_of: torch.Tensor  # [T] int64: index into the next three
+    starts: torch.Tensor  # [R+1] int64: first row of each request
+    block_tables: torch.Tensor  # [R, max_blocks] int64, padded with 0
+    prefix_lens: torch.Tensor  # [R] int64: cached tokens each row of the request sees, before its ancestors in this pass
+    rows: torch.Tensor  # [L] int64: rows whose logits are wanted
+    block_size: int
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor  # [L, vocab] float32
+    hidden: dict[int, torch.Tensor]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
+
+
+class Needs(NamedTuple):
+    """What a proposer asks of the target's pass."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+
+class Proposer(Protocol):
+    """A drafter. It never sees the engine and never changes a request."""
+
+    name: str
+    needs: Needs
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]: ...
+    def observe(self, requests: Sequence[Request], verdicts: Sequence[Verdict], hidden: dict[int, Any]) -> None: ...
+    def release(self, request: Request) -> None: ...
