@@ -15,7 +15,9 @@ from paceline.loaders.detokenize import Detokenizer
 from paceline.loaders.tokenizer import Tokenizer
 
 BYTES = range(17, 273)  # of the default model: one token a byte, so that broken UTF-8 is common
-ids = st.lists(st.one_of(st.integers(0, 49_151), st.integers(BYTES.start, BYTES.stop - 1), st.sampled_from([0, 1, 2, 49_152, 10**6])), max_size=40)
+ids = st.lists(
+    st.one_of(st.integers(0, 49_151), st.integers(BYTES.start, BYTES.stop - 1), st.sampled_from([0, 1, 2, 49_152, 10**6])), max_size=40
+)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 import tracemalloc
@@ -19,7 +20,8 @@ from paceline.errors import ModelFileError
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.gguf import GgufCheckpoint
-from paceline.loaders.gguf_header import read_header
+from paceline.loaders.gguf_config import read_config
+from paceline.loaders.gguf_header import GgufHeader, read_header
 from paceline.models.config import ModelConfig, RopeConfig
 from tests.make_models import GGUF_FAMILIES, folder_weights, tiny_gguf, tiny_hf, tiny_tokenizer
 
@@ -129,6 +131,33 @@ def test_default_model_opens_fast_and_is_what_it_says() -> None:
     assert source.chat_template is not None
     assert "<|im_start|>" in source.chat_template
     assert checkpoint.tensor("embed_tokens.weight").std().item() == pytest.approx(0.1, abs=0.05)
+
+
+def config_of(arch: str, **keys: Any) -> ModelConfig:
+    sizes = {"embedding_length": 64, "block_count": 8, "feed_forward_length": 128, "context_length": 512, "attention.head_count": 4}
+    metadata = {
+        f"{arch}.{key}": value for key, value in (sizes | {"attention.layer_norm_rms_epsilon": 1e-6, "vocab_size": 9} | keys).items()
+    }
+    header = GgufHeader({"general.architecture": arch, **metadata}, {}, 0, 0)
+    return read_config(Path("m.gguf"), header, lambda: ())
+
+
+def test_rotary_scaling_and_windows_of_the_metadata() -> None:
+    scaled = {"rope.freq_base": 5e4, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    yarn = RopeConfig(theta=5e4, kind="yarn", factor=4.0, original_context=128)
+    assert config_of("qwen2", **scaled, **{"rope.scaling.type": "yarn"}).rope == yarn
+    boosted = config_of("qwen2", **scaled, **{"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}).rope
+    assert boosted.attention_factor == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
+    gemma = config_of("gemma3", **scaled, **{"rope.scaling.type": "linear", "attention.sliding_window": 16})
+    assert (gemma.rope.kind, gemma.rope.factor, gemma.rope_local) == ("linear", 4.0, RopeConfig(theta=1e4))
+    assert gemma.local_layers == (True, True, True, True, True, False, True, True)
+    assert config_of("gemma3", **{"attention.sliding_window": 16, "attention.sliding_window_pattern": 2}).local_layers == (True, False) * 4
+    assert config_of("gemma3").local_layers == ()
+    assert config_of("gemma3", block_count=62).scale == (64 / 4) ** -0.5
+    with pytest.raises(ModelFileError, match=r"rope\.scaling\.type = 'longrope' is not supported"):
+        config_of("llama", **{"rope.scaling.type": "longrope"})
+    with pytest.raises(ModelFileError, match=r"rope\.dimension_count = 8 differs from the head size 16"):
+        config_of("llama", **{"rope.dimension_count": 8})
 
 
 def test_chat_end_tokens_are_found_by_key_and_by_text(llama: Path, llama_gguf: Path, tmp_path: Path) -> None:

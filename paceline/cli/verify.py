@@ -43,7 +43,7 @@ def verify(
     model: options.Model = "default",
     prompts: Annotated[Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 48,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 16,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each category.")] = None,
     methods: Annotated[str | None, typer.Option(help="Only these drafters, separated by commas.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="Who drafts for draft_model; left out: the model itself.")] = None,
@@ -128,7 +128,7 @@ def _plain_half(model: str, prompts: list[Prompt], max_tokens: int, begin: Begin
     rules = []
     for rule in distribution.RULES:
         advance = begin(f"distribution, {rule} rule")
-        rules.append(distribution.check_rule(rule, landscape))
+        rules.append(distribution.check_rule(rule, landscape, distribution.NUM_SAMPLES))
         advance(len(prompts))
     return examination, plain, rules
 

@@ -159,7 +159,7 @@ RULES: dict[str, Callable[[Request, Landscape, int], Draft]] = {
 }
 
 
-def check_rule(rule: str, landscape: Landscape, num_samples: int = NUM_SAMPLES) -> RuleResult:
+def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
     """Sample with drafts, count, and compare with the exact probabilities."""
     first = list(RULES).index(rule) * num_samples  # no two rules share noise, so their p-values are independent
     counts = Counter(_sample(rule, landscape, seed) for seed in range(first, first + num_samples))

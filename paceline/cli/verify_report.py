@@ -43,9 +43,8 @@ def _print_differences(screen: Console, checks: list[Check]) -> None:
     for check in checks:
         for found in check.differences[:MAX_NAMED]:
             where = f"{check.drafter}, {check.mode.name}, T={check.mode.temperature}, batch {check.batch}, prompt {found.prompt_id}"
-            screen.print(
-                f"{where}: token {found.position} is {found.drafted}, plain decoding says {found.plain}", style="red", markup=False
-            )
+            what = f"token {found.position} is {found.drafted}, plain decoding says {found.plain}"
+            screen.print(f"{where}: {what}", style="red", markup=False, soft_wrap=True)
         if len(check.differences) > MAX_NAMED:
             screen.print(f"... and {len(check.differences) - MAX_NAMED} more prompts", style="red")
 

@@ -1,8 +1,8 @@
 """LLVM by hand: sixteen-lane arithmetic for the CPU kernels, on any processor.
 
 Invariant: nothing here lets the compiler reorder floating-point arithmetic. Sums are chains of `llvm.fma`, so a result depends on
-its operands and their order alone, never on the shape of the loop around it. Kernels take addresses as integers: that costs a
-tenth of unboxing arrays, and their torch-facing callers  check shapes and types.
+its operands and their order alone, never on the shape of the loop around it. Kernels take addresses as integers,
+which are cheaper to pass than arrays; the functions that call them with tensors check shapes and types.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -18,6 +19,7 @@ from numba.extending import intrinsic
 
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
+LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 LANES = 16  # output rows in a tile; four NEON, two AVX2 or one AVX-512 register
 
 
@@ -87,10 +89,50 @@ class Emitter:
             vector = self.builder.fadd(self.half(vector, 0), self.half(vector, vector.type.count // 2))
         return self.builder.extract_element(vector, ir.Constant(INT32, 0))
 
+    def largest(self, vector: Any) -> Any:
+        while vector.type.count > 1:
+            low, high = self.half(vector, 0), self.half(vector, vector.type.count // 2)
+            vector = self.builder.select(self.builder.fcmp_ordered(">", low, high), low, high)
+        return self.builder.extract_element(vector, ir.Constant(INT32, 0))
+
     def prefetch(self, address: Any) -> None:
         pointer = self.builder.inttoptr(address, ir.IntType(8).as_pointer())
-        flags = [ir.Constant(INT32, flag) for flag in (0, 1, 1)]  # read, low locality, data
+        flags = [ir.Constant(INT32, flag) for flag in (0, 3, 1)]  # read, into the nearest cache, data
         self._call("llvm.prefetch.p0", ir.VoidType(), [pointer, *flags])
+
+    def constant(self, value: float, width: int) -> Any:
+        return ir.Constant(floats(width), [float(np.float32(value))] * width)
+
+    def widen(self, unsigned: Any, bias: int) -> Any:
+        """Unsigned bytes minus `bias` as floats, exactly: a byte spliced into the bits of 32768.0 makes 32768.0 + byte. Some
+        processors convert integers at half speed, and splice at full speed."""
+        width = unsigned.type.count
+        high = self._interleave(ir.Constant(unsigned.type, [0] * width), unsigned)  # byte << 8 in each half word
+        halves = self.builder.bitcast(high, ir.VectorType(ir.IntType(16), width))
+        words = self._interleave(halves, ir.Constant(halves.type, [0x4700] * width))
+        return self.builder.fsub(self.builder.bitcast(words, floats(width)), self.constant(32768.0 + bias, width))
+
+    def _interleave(self, first: Any, second: Any) -> Any:
+        width = first.type.count
+        mask = [lane for pair in zip(range(width), range(width, 2 * width), strict=True) for lane in pair]
+        return self.builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT32, 2 * width), mask))
+
+    def exponential(self, x: Any) -> Any:
+        """e ** x lane by lane, within 2 units in the last place, for x clamped to [-87, 88]: 2 ** n times a polynomial in the rest."""
+        builder, width = self.builder, x.type.count
+        for predicate, limit in (("<", -87.0), (">", 88.0)):
+            bound = self.constant(limit, width)
+            x = builder.select(builder.fcmp_ordered(predicate, x, bound), bound, x)
+        rounding = self.constant(12582912.0, width)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
+        whole = builder.fsub(self.fma(x, self.constant(LOG2_E, width), rounding), rounding)
+        rest = self.fma(whole, self.constant(-LN2_LOW, width), self.fma(whole, self.constant(-LN2_HIGH, width), x))
+        series = self.constant(1 / 5040, width)
+        for divisor in (720, 120, 24, 6, 2, 1, 1):
+            series = self.fma(series, rest, self.constant(1 / divisor, width))
+        ints = ir.VectorType(INT32, width)
+        exponent = builder.add(builder.fptosi(whole, ints), ir.Constant(ints, [127] * width))
+        power = builder.bitcast(builder.shl(exponent, ir.Constant(ints, [23] * width)), x.type)
+        return builder.fmul(series, power)
 
     @contextmanager
     def loop(self, count: Any) -> Iterator[Any]:
@@ -103,21 +145,21 @@ class Emitter:
 
 
 def _pointer_to(kind: types.Type) -> Callable[..., Any]:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def pointer(_context: Any, address: types.Type) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
         return types.CPointer(kind)(types.int64), generate
 
-    return pointer  # type: ignore[no-any-return]
+    return pointer
 
 
 float_pointer = _pointer_to(types.float32)  # for numba.carray
 int_pointer = _pointer_to(types.int64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def address(_context: Any, array: types.Type) -> Any:
     """Where an array's data lies (`array.ctypes.data` would keep the function out of the disk cache)."""
 
@@ -127,7 +169,7 @@ def address(_context: Any, array: types.Type) -> Any:
     return types.int64(array), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fma(_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
     """a * b + c with one rounding, for scalars; loops over it vectorize without changing a bit."""
 
@@ -135,14 +177,3 @@ def fma(_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
         return Emitter(builder).fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def power_of_two(_context: Any, exponent: types.Type) -> Any:
-    """2 ** exponent for an int32 in [-126, 127], by writing the exponent bits."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        biased = builder.add(arguments[0], ir.Constant(INT32, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(INT32, 23)), FLOAT)
-
-    return types.float32(types.int32), generate

@@ -2,18 +2,19 @@
 
 Weights lie in tiles of 16 output rows: [ceil(N / 16)][K][16] floats, bytes or nibble pairs (two values of k to a byte). SIMD runs
 across the 16 rows, so every output is one chain of fused multiply-adds over k, in order, whichever tile height computes it.
-Quantized weights sum the products of a group of k first, then add the sum times the group's scale.
+Quantized weights are stored plus 2**(bits-1), so never negative; the products of a group of k are summed first, and the sum times
+the group's scale is added to the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 from numba import prange, types
 from numba.extending import intrinsic
 
+from paceline.cpu.compile import kernel, unrolled
 from paceline.cpu.lanes import LANES, Emitter, bytes_, floats
 
 if TYPE_CHECKING:
@@ -31,12 +32,12 @@ def _weights(emit: Emitter, bits: int, address: Any) -> list[Any]:
     if bits == 32:
         return [emit.load(emit.offset(address, 4 * LANES * k), floats(LANES)) for k in range(UNROLL)]
     if bits == 8:
-        quantized = [emit.load(emit.offset(address, LANES * k), bytes_(LANES)) for k in range(UNROLL)]
+        raw = [emit.load(emit.offset(address, LANES * k), bytes_(LANES)) for k in range(UNROLL)]
     else:
         pairs = [emit.load(emit.offset(address, LANES * k), bytes_(LANES)) for k in range(UNROLL // 2)]
-        four = bytes_(LANES)([4] * LANES)
-        quantized = [half for pair in pairs for half in (builder.ashr(builder.shl(pair, four), four), builder.ashr(pair, four))]
-    return [builder.sitofp(q, floats(LANES)) for q in quantized]
+        low, four = bytes_(LANES)([15] * LANES), bytes_(LANES)([4] * LANES)
+        raw = [half for pair in pairs for half in (builder.and_(pair, low), builder.lshr(pair, four))]
+    return [emit.widen(each, 2 ** (bits - 1)) for each in raw]
 
 
 def _chain(emit: Emitter, bits: int, sums: list[Any], weights: Any, x: Any, x_stride: Any, count: Any) -> None:
@@ -46,7 +47,8 @@ def _chain(emit: Emitter, bits: int, sums: list[Any], weights: Any, x: Any, x_st
         here = emit.offset(weights, emit.times(turn, step))
         for line in range(0, step, 64):
             emit.prefetch(emit.offset(here, line + AHEAD))
-        columns = [emit.load(emit.offset(x, emit.times(x_stride, t), emit.times(turn, 4 * UNROLL)), floats(UNROLL)) for t in range(len(sums))]
+        rows = [emit.offset(x, emit.times(x_stride, t), emit.times(turn, 4 * UNROLL)) for t in range(len(sums))]
+        columns = [emit.load(row, floats(UNROLL)) for row in rows]
         for k, weight in enumerate(_weights(emit, bits, here)):
             for total, column in zip(sums, columns, strict=True):
                 emit.accumulate(total, weight, emit.splat(column, k, LANES))
@@ -75,7 +77,7 @@ def _grouped_tile(
             emit.store(emit.fma(emit.builder.load(total), scale, emit.load(output, floats(LANES))), output)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def tile(
     _context: Any, bits: Any, tokens: Any, weights: Any, scales: Any, x: Any, y: Any, bias: Any, k: Any, group: Any, y_stride: Any
 ) -> Any:
@@ -93,7 +95,7 @@ def tile(
     return types.void(bits, tokens, *[types.int64] * 8), generate
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@unrolled
 def _strip(bits, w, scales, x, y, bias, rows, k, group, y_stride):  # type: ignore[no-untyped-def]
     """One tile of weights against `rows` rows of x, in strips of at most MAX_TOKENS of nearly equal height."""
     row = 0
@@ -117,7 +119,7 @@ def _strip(bits, w, scales, x, y, bias, rows, k, group, y_stride):  # type: igno
         row += height
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@unrolled
 def _share(bits, part, parts, w, scales, x, y, bias, rows, k, group, tiles):  # type: ignore[no-untyped-def]
     """One thread's share of the tiles, for a block of rows of x at a time."""
     share = (tiles + parts - 1) // parts
@@ -131,46 +133,53 @@ def _share(bits, part, parts, w, scales, x, y, bias, rows, k, group, tiles):  # 
             )  # fmt: skip
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _product_32(w, scales, x, y, bias, rows, k, group, tiles, threads):  # type: ignore[no-untyped-def]
+class Tiles(NamedTuple):
+    """Where a packed weight lies. It borrows the memory: whoever made it keeps the tensors alive."""
+
+    weight: int  # address of [tiles, K, 16] float32 or uint8, or [tiles, K / 2, 16] uint8 of nibble pairs
+    scales: int  # address of [tiles, K / group, 16] float32; not read for float weights
+    bias: int  # address of [tiles * 16] float32
+    k: int
+    group: int
+    tiles: int
+
+
+@kernel(parallel=True)
+def product_32(w, x, y, rows, threads):  # type: ignore[no-untyped-def]
     for part in prange(threads):
-        _share(32, part, threads, w, scales, x, y, bias, rows, k, group, tiles)
+        _share(32, part, threads, w.weight, w.scales, x, y, w.bias, rows, w.k, w.group, w.tiles)
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _product_8(w, scales, x, y, bias, rows, k, group, tiles, threads):  # type: ignore[no-untyped-def]
+@kernel(parallel=True)
+def product_8(w, x, y, rows, threads):  # type: ignore[no-untyped-def]
     for part in prange(threads):
-        _share(8, part, threads, w, scales, x, y, bias, rows, k, group, tiles)
+        _share(8, part, threads, w.weight, w.scales, x, y, w.bias, rows, w.k, w.group, w.tiles)
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _product_4(w, scales, x, y, bias, rows, k, group, tiles, threads):  # type: ignore[no-untyped-def]
+@kernel(parallel=True)
+def product_4(w, x, y, rows, threads):  # type: ignore[no-untyped-def]
     for part in prange(threads):
-        _share(4, part, threads, w, scales, x, y, bias, rows, k, group, tiles)
+        _share(4, part, threads, w.weight, w.scales, x, y, w.bias, rows, w.k, w.group, w.tiles)
 
 
-def bind(
-    weight: torch.Tensor,  # tiles [n, K, 16] float32 or int8, or [n, K / 2, 16] int8 of nibble pairs
-    scales: torch.Tensor,  # [n, K / group, 16] float32, unused for float weights
-    bias: torch.Tensor,  # [n * 16] float32
-    bits: int,
-    k: int,
-    group: int,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from x [T, K] to y [T, n * 16]. It borrows the tensors' memory: the caller keeps them alive."""
+PRODUCTS = {32: product_32, 8: product_8, 4: product_4}
+
+
+def tiles_of(weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, bits: int, k: int, group: int) -> Tiles:
+    assert all(t.is_contiguous() for t in (weight, scales, bias)), "tiles are contiguous"
+    assert k % UNROLL == 0, "rows are a multiple of the unrolled inner loop"
+    tiles = weight.shape[0]
+    assert weight.numel() * weight.element_size() == tiles * k * bits * LANES // 8, "the tiles do not match the number of bits"
+    return Tiles(weight.data_ptr(), scales.data_ptr(), bias.data_ptr(), k, group, tiles)
+
+
+def product(tiles: Tiles, bits: int, x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] -> [T, tiles * 16]."""
     import torch
 
-    assert weight.is_contiguous() and scales.is_contiguous() and bias.is_contiguous() and k % UNROLL == 0
-    assert weight.numel() * weight.element_size() == len(weight) * k * bits * LANES // 8, "the tiles do not match the number of bits"
-    kernel = {32: _product_32, 8: _product_8, 4: _product_4}[bits]
-    tiles, weight_at, scales_at, bias_at = len(weight), weight.data_ptr(), scales.data_ptr(), bias.data_ptr()
-    width, empty, threads = tiles * LANES, torch.empty, numba.get_num_threads()
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        rows, in_features = x.shape
-        assert in_features == k and x.is_contiguous() and x.dtype is torch.float32
-        y = empty((rows, width))
-        kernel(weight_at, scales_at, x.data_ptr(), y.data_ptr(), bias_at, rows, k, group, tiles, threads)
-        return y
-
-    return product
+    rows, width = x.shape
+    assert width == tiles.k, "the input is as wide as the weights"
+    assert x.is_contiguous() & (x.dtype is torch.float32), "the kernels read contiguous float32"
+    y = torch.empty((rows, tiles.tiles * LANES))
+    PRODUCTS[bits](tiles, x.data_ptr(), y.data_ptr(), rows, numba.get_num_threads())
+    return y

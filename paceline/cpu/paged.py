@@ -7,28 +7,33 @@ alone; tiles of positions and heads only decide which chains run side by side.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
 from numba import carray, prange, types
 from numba.extending import intrinsic
 
-from paceline.cpu.lanes import FLOAT, INT64, LANES, Emitter, address, float_pointer, floats, int_pointer
-from paceline.cpu.rows import exponential
+from paceline.cpu.compile import kernel, piece, unrolled
+from paceline.cpu.lanes import FLOAT, INT64, LANES, Emitter, address, floats, int_pointer
+from paceline.cpu.rows import place
 
 if TYPE_CHECKING:
     import torch
 
+    from paceline.models.attention import Heads
     from paceline.types import Batch
 
-WIDTH = 8  # lanes of a dot product
-SPAN = 4  # positions scored side by side
-MAX_HEADS = 3  # query heads of one KV head side by side: 3 * 4 * 8 floats are 24 NEON registers
+WIDTH = 4  # lanes of a dot product
+SPAN = 4  # positions scored side by side, at most WIDTH
+LOWEST = np.float32(-3e38)  # its exponential is 1e-38, which a sum with a 1 in it does not notice
+MAX_HEADS = 3  # query heads of one KV head side by side: that makes 12 chains, enough to hide the latency of a multiply-add
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def score_tile(_context: Any, heads: Any, q: Any, keys: Any, slots: Any, slot_bytes: Any, last: Any, dim: Any, out: Any, out_stride: Any) -> Any:
+@intrinsic(prefer_literal=True)
+def score_tile(
+    _context: Any, heads: Any, q: Any, keys: Any, slots: Any, slot_bytes: Any, last: Any, dim: Any, out: Any, out_stride: Any
+) -> Any:
     """out[h, p] = q[h] · keys[slots[p]] for SPAN positions; those after `last` repeat it (the caller overwrites or ignores them)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -52,7 +57,7 @@ def score_tile(_context: Any, heads: Any, q: Any, keys: Any, slots: Any, slot_by
     return types.void(heads, *[types.int64] * 8), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def mix_tile(
     _context: Any, heads: Any, weights: Any, weight_stride: Any, values: Any, slots: Any, slot_bytes: Any, count: Any, dim: Any, out: Any
 ) -> Any:
@@ -75,7 +80,7 @@ def mix_tile(
     return types.void(heads, *[types.int64] * 8), generate
 
 
-@numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@piece
 def _context(row, parents, slots, table, block_size, prefix, window, context):  # type: ignore[no-untyped-def]
     """Write the slots row `row` sees, oldest first, into `context`; return how many."""
     depth, node = 0, row
@@ -93,39 +98,53 @@ def _context(row, parents, slots, table, block_size, prefix, window, context):  
     return length - first
 
 
-@numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _softmax(scores, scale):  # type: ignore[no-untyped-def]
-    """exp(scale * (s - max)) in place; returns 1 / sum."""
-    count = scores.size
-    top = scores[0]
-    for i in range(count):
-        top = max(top, scores[i])
-    for i in range(count):
-        scores[i] = exponential((scores[i] - top) * scale)
-    a = b = c = d = np.float32(0)
-    whole = count // 4 * 4
-    for i in range(0, whole, 4):
-        a, b, c, d = a + scores[i], b + scores[i + 1], c + scores[i + 2], d + scores[i + 3]
-    for i in range(whole, count):
-        a += scores[i]
-    return np.float32(1) / ((a + b) + (c + d))
+@intrinsic
+def softmax_lanes(_context: Any, scores: Any, turns: Any, scale: Any) -> Any:
+    """exp(scale * (s - max)) in place over 4 * turns floats; returns their sum, lane by lane and then across lanes."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        scores, turns, scale = arguments
+        emit = Emitter(builder)
+        top, total = emit.variable(emit.load(scores, floats(WIDTH))), emit.variable(emit.zeros(WIDTH))
+        with emit.loop(turns) as turn:
+            score, best = emit.load(emit.offset(scores, emit.times(turn, 4 * WIDTH)), floats(WIDTH)), builder.load(top)
+            builder.store(builder.select(builder.fcmp_ordered(">", score, best), score, best), top)
+        largest, factor = emit.broadcast(emit.largest(builder.load(top)), WIDTH), emit.broadcast(scale, WIDTH)
+        with emit.loop(turns) as turn:
+            here = emit.offset(scores, emit.times(turn, 4 * WIDTH))
+            value = emit.exponential(builder.fmul(builder.fsub(emit.load(here, floats(WIDTH)), largest), factor))
+            emit.store(value, here)
+            builder.store(builder.fadd(builder.load(total), value), total)
+        return emit.total(builder.load(total))
+
+    return types.float32(types.int64, types.int64, types.float32), generate
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@piece
+def _softmax(scores, start, count, scale):  # type: ignore[no-untyped-def]
+    """Softmax of scale * scores[start : start + count], in place; the caller left room to fill up the last lanes."""
+    turns = (count + WIDTH - 1) // WIDTH
+    for i in range(start + count, start + turns * WIDTH):
+        scores[i] = LOWEST
+    shrink = np.float32(1) / softmax_lanes(address(scores) + start * 4, turns, scale)
+    for i in range(start, start + count):
+        scores[i] *= shrink
+
+
+@unrolled
 def _some_heads(heads, q, keys, values, slot_bytes, context, count, scores, scale, dim, out):  # type: ignore[no-untyped-def]
     """Attention of `heads` query heads (a compile-time constant) of one row over one KV head."""
-    at, stride, slots = address(scores), scores.shape[1] * 4, address(context)
+    room = scores.size // MAX_HEADS  # floats a head
+    at, slots = address(scores), address(context)
     for p in range(0, count, SPAN):
-        score_tile(heads, q, keys, slots + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, stride)
+        score_tile(heads, q, keys, slots + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, room * 4)
     for h in range(heads):
-        shrink = _softmax(scores[h, :count], scale)
-        for p in range(count):
-            scores[h, p] *= shrink
+        _softmax(scores, h * room, count, scale)
     for d in range(0, dim, LANES):
-        mix_tile(heads, at, stride, values + d * 4, slots, slot_bytes, count, dim, out + d * 4)
+        mix_tile(heads, at, room * 4, values + d * 4, slots, slot_bytes, count, dim, out + d * 4)
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@unrolled
 def _group(q, keys, values, slot_bytes, context, count, scores, scale, group, dim, out):  # type: ignore[no-untyped-def]
     """All query heads of one KV head, at most MAX_HEADS side by side."""
     head = 0
@@ -142,45 +161,126 @@ def _group(q, keys, values, slot_bytes, context, count, scores, scale, group, di
         head += heads
 
 
-@numba.njit(parallel=True, nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel(parallel=True)
 def _attend(  # type: ignore[no-untyped-def]
-    q_at, q_stride, keys, values, out, parents_at, slots_at, requests_at, tables_at, prefixes_at,
-    rows, num_requests, max_blocks, block_size, kv_heads, group, dim, longest, window, scale, threads,
+    q_at, keys, values, out, rows, heads, kv_heads, dim, window, scale,
+    parents_at, slots_at, requests_at, tables_at, prefixes_at, num_requests, max_blocks, block_size, longest, threads,
 ):  # fmt: skip
     parents, slots = carray(int_pointer(parents_at), rows), carray(int_pointer(slots_at), rows)
     requests, prefixes = carray(int_pointer(requests_at), rows), carray(int_pointer(prefixes_at), num_requests)
     tables = carray(int_pointer(tables_at), (num_requests, max_blocks))
-    slot_bytes, out_stride = kv_heads * dim * 4, kv_heads * group * dim * 4
+    slot_bytes, q_stride = kv_heads * dim * 4, (heads + 2 * kv_heads) * dim * 4
+    # query heads of a KV head share its loads, unless that leaves a thread without work
+    group = heads // kv_heads if rows * kv_heads >= threads else 1
+    items = rows * heads // group
     for part in prange(threads):
-        context, scores = np.empty(longest, np.int64), np.empty((MAX_HEADS, longest + SPAN), np.float32)
-        for item in range(part, rows * kv_heads, threads):  # interleaved: later rows of a prompt see more
-            row, head = item // kv_heads, item % kv_heads
-            request = requests[row]
+        context, scores = np.empty(longest, np.int64), np.empty(MAX_HEADS * (longest + WIDTH), np.float32)
+        for item in range(part, items, threads):  # interleaved: later rows of a prompt see more
+            row, head = item * group // heads, item * group % heads
+            request, skip = requests[row], head // (heads // kv_heads) * dim * 4
             count = _context(row, parents, slots, tables[request], block_size, prefixes[request], window, context)
-            skip = head * dim * 4
             _group(
-                q_at + row * q_stride + skip * group, keys + skip, values + skip, slot_bytes, context, count, scores,
-                np.float32(scale), group, dim, out + row * out_stride + skip * group,
+                q_at + row * q_stride + head * dim * 4, keys + skip, values + skip, slot_bytes, context, count, scores,
+                np.float32(scale), group, dim, out + (row * heads + head) * dim * 4,
             )  # fmt: skip
 
 
-def attend(
-    qkv: torch.Tensor,  # [T, (heads + 2 * kv_heads) * dim], queries first
-    cache: tuple[torch.Tensor, torch.Tensor],  # [num_slots, kv_heads, dim]
-    batch: Batch,
-    longest: int,  # no row's context is longer
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """-> [T, heads * dim]. Keys and values of this pass are in the cache already."""
-    keys, values = cache
-    kv_heads, dim = keys.shape[1:]
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    out = qkv.new_empty(len(qkv), heads * dim)
-    _attend(
-        qkv.data_ptr(), qkv.shape[1] * 4, keys.data_ptr(), values.data_ptr(), out.data_ptr(), batch.parents.data_ptr(),
-        batch.slots.data_ptr(), batch.request_of.data_ptr(), batch.block_tables.data_ptr(), batch.prefix_lens.data_ptr(),
-        len(qkv), len(batch.prefix_lens), batch.block_tables.shape[1], batch.block_size, kv_heads, heads // kv_heads, dim, longest,
-        window or 0, scale, numba.get_num_threads(),
+class Pass(NamedTuple):
+    """Where the batch of a pass lies: addresses of its int64 tensors, and their sizes."""
+
+    rows: int
+    positions: int
+    slots: int
+    parents: int
+    request_of: int
+    block_tables: int
+    prefix_lens: int
+    num_requests: int
+    max_blocks: int
+    block_size: int
+    longest: int  # no row's context is longer
+    threads: int
+
+
+class HeadSpec(NamedTuple):
+    """Attention of a layer, as the kernels read it."""
+
+    cos: int
+    sin: int
+    num_positions: int
+    q_norm: int  # 0: no norm
+    k_norm: int
+    window: int  # 0: no window
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    eps: float
+    scale: float
+
+
+@kernel
+def place_and_attend(b, h, qkv, keys, values, num_slots, out):  # type: ignore[no-untyped-def]
+    """b is a Pass, h a HeadSpec. qkv [T, (heads + 2 * kv_heads) * dim] is changed in place; out is [T, heads * dim]."""
+    place(
+        0, b.rows, qkv, b.positions, b.slots, h.cos, h.sin, h.q_norm, h.k_norm, keys, values,
+        h.num_heads, h.num_kv_heads, h.dim, h.num_positions, num_slots, h.eps,
     )  # fmt: skip
-    return out
+    _attend(
+        qkv, keys, values, out, b.rows, h.num_heads, h.num_kv_heads, h.dim, h.window, h.scale, b.parents, b.slots, b.request_of,
+        b.block_tables, b.prefix_lens, b.num_requests, b.max_blocks, b.block_size, b.longest, b.threads,
+    )  # fmt: skip
+
+
+def head_spec(heads: Heads, num_heads: int, num_kv_heads: int, dim: int) -> HeadSpec:
+    cos, sin = heads.tables
+    assert cos.is_contiguous() & sin.is_contiguous() & (cos.shape[1] * 2 == dim), "tables fit the heads"
+    q_norm, k_norm = (weight.data_ptr() for weight in heads.norms) if heads.norms else (0, 0)
+    window = heads.window or 0
+    return HeadSpec(
+        cos.data_ptr(), sin.data_ptr(), cos.shape[0], q_norm, k_norm, window, num_heads, num_kv_heads, dim, heads.eps, heads.scale
+    )
+
+
+class Attention:
+    """The attention of one pass, called once a layer."""
+
+    def __init__(self, batch: Batch) -> None:
+        import torch
+
+        ints = (batch.positions, batch.slots, batch.parents, batch.request_of, batch.block_tables, batch.prefix_lens)
+        assert all(t.dtype is torch.int64 and t.is_contiguous() for t in ints), "batches hold contiguous int64"
+        num_rows, (num_requests, max_blocks) = batch.slots.shape[0], batch.block_tables.shape
+        longest_prefix = int(batch.prefix_lens.max())
+        assert longest_prefix <= max_blocks * batch.block_size, "a prefix longer than its blocks"
+        self.batch = batch  # keeps the memory alive
+        self.last_position, self.last_slot = int(batch.positions.max()), int(batch.slots.max())
+        sizes = (num_requests, max_blocks, batch.block_size, longest_prefix + num_rows, numba.get_num_threads())
+        self.spec = Pass._make((num_rows, *(t.data_ptr() for t in ints), *sizes))
+
+        self._workspace = torch.empty(0)
+
+    def workspace(self, floats_a_row: int) -> torch.Tensor:
+        """Memory for what lives no longer than a layer, the same for all layers of the pass."""
+        needed = self.spec.rows * floats_a_row
+        if self._workspace.numel() < needed:
+            self._workspace = self._workspace.new_empty(needed)
+        return self._workspace
+
+    def check(self, cache: tuple[torch.Tensor, torch.Tensor], spec: HeadSpec) -> None:
+        """The kernels write where they are told: nothing may lie outside the tables and the cache."""
+        keys, values = cache
+        assert self.last_position < spec.num_positions, "a position beyond the rotary tables"
+        assert self.last_slot < keys.shape[0], "a slot beyond the cache"
+        assert keys.is_contiguous() & values.is_contiguous(), "the kernels read contiguous float32"
+
+    def __call__(self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], heads: Heads) -> torch.Tensor:
+        """qkv [T, (heads + 2 * kv_heads) * dim], changed in place -> [T, heads * dim]; keys and values go to the batch's slots."""
+        import torch
+
+        keys, values = cache  # [num_slots, kv_heads, dim]
+        num_slots, kv_heads, dim = keys.shape
+        spec = head_spec(heads, qkv.shape[1] // dim - 2 * kv_heads, kv_heads, dim)
+        self.check(cache, spec)
+        out = torch.empty((self.spec.rows, spec.num_heads * dim))
+        place_and_attend(self.spec, spec, qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), num_slots, out.data_ptr())
+        return out

@@ -1,49 +1,51 @@
 """Row by row: root-mean-square norm, gated activation, rotary embedding with the write into the KV cache.
 
 Invariant: a row's result is computed by the same instructions in the same order whatever the other rows are. No fast-math: sums are
-written out in four interleaved chains, and the exponential is a polynomial of ours, so vectorizing cannot change a bit.
+written out in four interleaved chains, and the exponential is a polynomial of ours (lanes.py), the same in every lane.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
-from numba import carray, prange
+from numba import carray, prange, types
+from numba.extending import intrinsic
 
-from paceline.cpu.lanes import float_pointer, fma, int_pointer, power_of_two
+from paceline.cpu.compile import kernel, piece
+from paceline.cpu.lanes import LANES, Emitter, float_pointer, floats, fma, int_pointer
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.types import Batch
-
-LOG2_E = np.float32(1.4426950408889634)
-LN2_HIGH = np.float32(0.693359375)
-LN2_LOW = np.float32(-2.12194440e-4)
-ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
-TAYLOR = tuple(np.float32(1 / n) for n in (5040, 720, 120, 24, 6, 2))
 MANY = 16  # fewer rows than this are done before a second thread would wake
-ONE, LOWEST, HIGHEST = np.float32(1), np.float32(-87), np.float32(88)
+ONE = np.float32(1)
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def exponential(x):  # type: ignore[no-untyped-def]
-    """e ** x to within 2 units in the last place, for x clamped to [-87, 88]."""
-    x = min(max(x, LOWEST), HIGHEST)
-    whole = fma(x, LOG2_E, ROUNDING) - ROUNDING
-    rest = fma(whole, -LN2_LOW, fma(whole, -LN2_HIGH, x))
-    series = fma(TAYLOR[0], rest, TAYLOR[1])
-    series = fma(series, rest, TAYLOR[2])
-    series = fma(series, rest, TAYLOR[3])
-    series = fma(series, rest, TAYLOR[4])
-    series = fma(series, rest, TAYLOR[5])
-    series = fma(series, rest, ONE)
-    return fma(series, rest, ONE) * power_of_two(np.int32(whole))
+@intrinsic(prefer_literal=True)
+def gate_lanes(_context: Any, is_gelu: Any, gate: Any, up: Any, out: Any, count: Any) -> Any:
+    """out = act(gate) * up over `count` floats, a multiple of 16. act is z * sigmoid(s): s is z for silu, and for gelu in its tanh
+    form 2 * sqrt(2 / pi) * (z + 0.044715 * z ** 3)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        gate, up, out, count = arguments[1:]
+        emit = Emitter(builder)
+        with emit.loop(builder.sdiv(count, emit.const(LANES))) as turn:
+            step = emit.times(turn, 4 * LANES)
+            z, inner = [emit.load(emit.offset(gate, step), floats(LANES))] * 2
+            if is_gelu.literal_value:
+                cube = builder.fmul(builder.fmul(z, z), builder.fmul(z, emit.constant(0.044715, LANES)))
+                inner = builder.fmul(emit.constant(1.5957691216057308, LANES), builder.fadd(z, cube))
+            below = builder.fadd(emit.constant(1.0, LANES), emit.exponential(builder.fneg(inner)))
+            value = builder.fmul(builder.fdiv(z, below), emit.load(emit.offset(up, step), floats(LANES)))
+            emit.store(value, emit.offset(out, step))
+        return context.get_dummy_value()
+
+    return types.void(is_gelu, *[types.int64] * 4), generate
 
 
-@numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@piece
 def _normalize(x, start, weight, y, eps):  # type: ignore[no-untyped-def]
     """y[start + i] = x[start + i] / rms(x) * weight[i]; the width is a multiple of 4."""
     width = weight.size
@@ -55,40 +57,25 @@ def _normalize(x, start, weight, y, eps):  # type: ignore[no-untyped-def]
         y[start + i] = x[start + i] * factor * weight[i]
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _norm(first, last, x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def]
+@kernel
+def _norm_range(first, last, x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def]
     x, y = carray(float_pointer(x_at), last * width), carray(float_pointer(y_at), last * width)
     weight = carray(float_pointer(weight_at), width)
     for row in range(first, last):
         _normalize(x, row * width, weight, y, np.float32(eps))
 
 
-@numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _silu_gate(gate, up, out):  # type: ignore[no-untyped-def]
-    for i in range(out.size):
-        out[i] = gate[i] / (ONE + exponential(-gate[i])) * up[i]
-
-
-@numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _gelu_gate(gate, up, out):  # type: ignore[no-untyped-def]
-    """The tanh form, written as z * sigmoid(2 * sqrt(2 / pi) * (z + 0.044715 * z ** 3))."""
-    for i in range(out.size):
-        z = gate[i]
-        inner = np.float32(1.5957691216057308) * fma(np.float32(0.044715) * z * z, z, z)
-        out[i] = z / (ONE + exponential(-inner)) * up[i]
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _gate(first, last, x_at, y_at, width, is_gelu):  # type: ignore[no-untyped-def]
-    x, y = carray(float_pointer(x_at), (last, 2 * width)), carray(float_pointer(y_at), (last, width))
+@kernel
+def _gate_range(first, last, x, y, width, is_gelu):  # type: ignore[no-untyped-def]
     for row in range(first, last):
+        here, out = x + row * width * 8, y + row * width * 4
         if is_gelu:
-            _gelu_gate(x[row, :width], x[row, width:], y[row])
+            gate_lanes(1, here, here + width * 4, out, width)
         else:
-            _silu_gate(x[row, :width], x[row, width:], y[row])
+            gate_lanes(0, here, here + width * 4, out, width)
 
 
-@numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@piece
 def _turn(x, start, cos, sin, angle, half, y, out):  # type: ignore[no-untyped-def]
     """Rotate one head, rotate-half layout: pairs are (i, i + half)."""
     for i in range(half):
@@ -97,8 +84,8 @@ def _turn(x, start, cos, sin, angle, half, y, out):  # type: ignore[no-untyped-d
         y[out + half + i] = fma(right, cos[angle + i], left * sin[angle + i])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _place(  # type: ignore[no-untyped-def]
+@kernel
+def place(  # type: ignore[no-untyped-def]
     first, last, qkv_at, positions_at, slots_at, cos_at, sin_at, q_norm_at, k_norm_at, keys_at, values_at,
     heads, kv_heads, dim, num_positions, num_slots, eps,
 ):  # fmt: skip
@@ -119,60 +106,60 @@ def _place(  # type: ignore[no-untyped-def]
             else:
                 _turn(qkv, at, cos, sin, angle, half, keys, out + (head - heads) * dim)
         tail = row * width + (heads + kv_heads) * dim
-        values[out : out + kv_heads * dim] = qkv[tail : tail + kv_heads * dim]
+        for i in range(kv_heads * dim):  # a slice assignment would take three more seconds to compile
+            values[out + i] = qkv[tail + i]
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kernel(parallel=True)
 def _norm_parallel(rows, x_at, weight_at, y_at, width, eps, threads):  # type: ignore[no-untyped-def]
     for part in prange(threads):
-        _norm(rows * part // threads, rows * (part + 1) // threads, x_at, weight_at, y_at, width, eps)
+        first = np.int64(part)  # a loop over threads counts in unsigned integers
+        _norm_range(rows * first // threads, rows * (first + 1) // threads, x_at, weight_at, y_at, width, eps)
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kernel(parallel=True)
 def _gate_parallel(rows, x_at, y_at, width, is_gelu, threads):  # type: ignore[no-untyped-def]
     for part in prange(threads):
-        _gate(rows * part // threads, rows * (part + 1) // threads, x_at, y_at, width, is_gelu)
+        first = np.int64(part)  # a loop over threads counts in unsigned integers
+        _gate_range(rows * first // threads, rows * (first + 1) // threads, x_at, y_at, width, is_gelu)
+
+
+@kernel
+def norm(rows, x, weight, y, width, eps, threads):  # type: ignore[no-untyped-def]
+    if rows < MANY:
+        _norm_range(0, rows, x, weight, y, width, eps)
+    else:
+        _norm_parallel(rows, x, weight, y, width, eps, threads)
+
+
+@kernel
+def gate(rows, x, y, width, is_gelu, threads):  # type: ignore[no-untyped-def]
+    if rows < MANY:
+        _gate_range(0, rows, x, y, width, is_gelu)
+    else:
+        _gate_parallel(rows, x, y, width, is_gelu, threads)
 
 
 def norm_rows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, width] -> [T, width]."""
-    assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == weight.numel() and x.shape[1] % 4 == 0
-    y = x.new_empty(x.shape)
-    arguments = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[1], eps)
-    if len(x) < MANY:
-        _norm(0, len(x), *arguments)
-    else:
-        _norm_parallel(len(x), *arguments, numba.get_num_threads())
+    """x [T, width] -> [T, width]; the width is a multiple of 4."""
+    import torch
+
+    rows, width = x.shape
+    assert x.is_contiguous(), "the kernels read contiguous float32"
+    assert weight.numel() == width, "one weight a column"
+    assert width % 4 == 0, "sums run in four chains"
+    y = torch.empty((rows, width))
+    norm(rows, x.data_ptr(), weight.data_ptr(), y.data_ptr(), width, eps, numba.get_num_threads())
     return y
 
 
 def gate_rows(x: torch.Tensor, activation: str) -> torch.Tensor:
     """x [T, 2 * width] (gate, then up) -> [T, width]."""
-    assert x.is_contiguous()
-    y = x.new_empty(len(x), x.shape[1] // 2)
-    arguments = (x.data_ptr(), y.data_ptr(), y.shape[1], activation == "gelu_tanh")
-    if len(x) < MANY:
-        _gate(0, len(x), *arguments)
-    else:
-        _gate_parallel(len(x), *arguments, numba.get_num_threads())
+    import torch
+
+    rows, width = x.shape[0], x.shape[1] // 2
+    assert x.is_contiguous(), "the kernels read contiguous float32"
+    assert width % LANES == 0, "whole vectors only"
+    y = torch.empty((rows, width))
+    gate(rows, x.data_ptr(), y.data_ptr(), width, activation == "gelu_tanh", numba.get_num_threads())
     return y
-
-
-def place_rows(
-    qkv: torch.Tensor,  # [T, (heads + 2 * kv_heads) * dim]; its queries are normed and rotated in place
-    batch: Batch,
-    tables: tuple[torch.Tensor, torch.Tensor],  # cos and sin, [num_positions, dim / 2]
-    cache: tuple[torch.Tensor, torch.Tensor],  # [num_slots, kv_heads, dim]
-    norms: tuple[torch.Tensor, torch.Tensor] | None,  # [dim] for queries and keys
-    eps: float,
-) -> None:
-    """Norm and rotate queries and keys; write keys and values at `batch.slots`."""
-    (cos, sin), (keys, values) = tables, cache
-    num_slots, kv_heads, dim = keys.shape
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    assert keys.is_contiguous() and values.is_contiguous() and qkv.is_contiguous() and cos.shape[1] * 2 == dim
-    q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0)
-    _place(
-        0, len(qkv), qkv.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_norm, k_norm,
-        keys.data_ptr(), values.data_ptr(), heads, kv_heads, dim, len(cos), num_slots, eps,
-    )  # fmt: skip

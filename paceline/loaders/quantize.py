@@ -56,12 +56,15 @@ def unpack_rows(tiles: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return tiles[ids // LANES, :, ids % LANES]
 
 
-def pack_nibbles(tiles: torch.Tensor) -> torch.Tensor:
-    """int8 tiles [n, K, 16] with values in [-8, 7] -> [n, K / 2, 16]: even k in the low half of a byte, odd k in the high half."""
-    return (tiles[:, 0::2] & 15) | (tiles[:, 1::2] << 4)
+def pack_integers(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 [N, K] -> uint8 tiles of values + 2**(bits-1), [n, K, 16] or, two to a byte, [n, K / 2, 16]: even k low, odd k high."""
+    tiles = pack((values.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8))
+    return tiles if bits == 8 else tiles[:, 0::2] | (tiles[:, 1::2] << 4)
 
 
-def unpack_nibbles(pairs: torch.Tensor) -> torch.Tensor:
-    """[..., K / 2] int8 -> [..., K] int8, the inverse of `pack_nibbles` along the last dimension."""
-    low = (pairs << 4) >> 4  # the arithmetic shift brings the sign back
-    return torch.stack([low, pairs >> 4], -1).flatten(-2)
+def unpack_integer_rows(tiles: torch.Tensor, ids: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows `ids` [n] of `pack_integers` tiles -> int8 [n, K]."""
+    rows = unpack_rows(tiles, ids)
+    if bits == 4:
+        rows = torch.stack([rows & 15, rows >> 4], -1).flatten(1)
+    return (rows.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ModelFileError
 
@@ -90,22 +90,28 @@ def rebuild(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 def _read_vocab(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, Sequence) or not 0 < len(tokens) <= MAX_VOCAB or not all(isinstance(t, str) for t in tokens):
-        raise ModelFileError(f"tokenizer.ggml.tokens is no list of 1 to {MAX_VOCAB} strings; the file is damaged, fetch it")
+        raise ModelFileError(f"tokenizer.ggml.tokens is no list of 1 to {MAX_VOCAB} strings; the file is damaged, fetch it again")
     if max(map(len, tokens)) > MAX_TOKEN_CHARS:
-        raise ModelFileError(f"tokenizer.ggml.tokens holds a token of over {MAX_TOKEN_CHARS} characters; the file is damaged, fetch it")
+        raise ModelFileError(
+            f"tokenizer.ggml.tokens holds a token of over {MAX_TOKEN_CHARS} characters; the file is damaged, fetch it again"
+        )
     types = list(metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
     if len(types) != len(tokens):
-        raise ModelFileError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; the file is damaged, fetch it")
+        raise ModelFileError(
+            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; the file is damaged, fetch it again"
+        )
     return list(tokens), types
 
 
 def _ids(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     vocab: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind == UNUSED and PADDING_TOKEN.fullmatch(token):
+        if not token or (kind == UNUSED and PADDING_TOKEN.fullmatch(token)):
             continue
         if vocab.setdefault(token, index) != index:
-            raise ModelFileError(f"tokenizer.ggml.tokens lists {token!r} as {vocab[token]} and as {index}; the file is damaged, fetch it")
+            raise ModelFileError(
+                f"tokenizer.ggml.tokens lists {token!r} as {vocab[token]} and as {index}; the file is damaged, fetch it again"
+            )
     return vocab
 
 
@@ -136,7 +142,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
 def _pair(merge: object) -> tuple[str, str]:
     parts = merge.split(" ") if isinstance(merge, str) else []
     if len(parts) != 2:
-        raise ModelFileError(f"tokenizer.ggml.merges holds {merge!r}, which is no pair; the file is damaged, fetch it")
+        raise ModelFileError(f"tokenizer.ggml.merges holds {merge!r}, which is no pair; the file is damaged, fetch it again")
     return parts[0], parts[1]
 
 
@@ -144,7 +150,7 @@ def _bpe(model: Any, vocab: dict[str, int], pairs: list[tuple[str, str]], **opti
     try:
         return model(vocab=vocab, merges=pairs, **options)
     except Exception as error:  # the library raises bare Exception for merges that name no token
-        raise ModelFileError(f"tokenizer.ggml.merges do not fit the vocabulary ({error}); the file is damaged, fetch it") from error
+        raise ModelFileError(f"tokenizer.ggml.merges do not fit the vocabulary ({error}); the file is damaged, fetch it again") from error
 
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
@@ -176,7 +182,7 @@ def _merges_from_scores(metadata: Mapping[str, Any], tokens: list[str], types: l
     """Every cut of a token into two tokens is a merge; the best score merges first, runs of spaces before all, ties in id order."""
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
-        raise ModelFileError("tokenizer.ggml.scores is missing or of another length than the tokens; the file is damaged, fetch it")
+        raise ModelFileError("tokenizer.ggml.scores is missing or of another length than the tokens; the file is damaged, fetch it again")
     ranked: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for token, index in vocab.items():
         is_spaces = not token.strip(SPACE)
@@ -204,11 +210,12 @@ def _add_whole_tokens(tokenizer: tokenizers.Tokenizer, tokens: list[str], types:
 def _add_ends(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos_by_default: bool) -> None:
     from tokenizers import processors
 
-    ends: dict[Literal["bos", "eos"], tuple[str, int]] = {}
-    for name, by_default in (("bos", bos_by_default), ("eos", False)):
-        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if metadata.get(f"tokenizer.ggml.add_{name}_token", by_default) and index is not None and 0 <= index < len(tokens):
-            ends["bos" if name == "bos" else "eos"] = (tokens[index], index)
-    if ends:
-        single = [ends["bos"][0]] * ("bos" in ends) + ["$A"] + [ends["eos"][0]] * ("eos" in ends)
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ends.values()))
+    def end(name: str, by_default: bool) -> list[tuple[str, int]]:
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id", -1)
+        is_added = metadata.get(f"tokenizer.ggml.add_{name}_token", by_default) and 0 <= index < len(tokens)
+        return [(tokens[index], index)] if is_added else []
+
+    bos, eos = end("bos", bos_by_default), end("eos", False)
+    if bos or eos:
+        single = [token for token, _ in bos] + ["$A"] + [token for token, _ in eos]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*bos, *eos])

@@ -1,7 +1,7 @@
 """Attention of one pass: one name, two ways. Norm and rotate queries and keys, write keys and values at the batch's slots, attend.
 
-`TorchAttention` is plain torch on any device (gather, mask, softmax) and the oracle; `ExactAttention` runs our CPU kernels. Each is
-built once a pass from the batch and called once a layer. A row sees its request's cached prefix, its ancestors, itself.
+`TorchAttention` is plain torch on any device (gather, mask, softmax) and the oracle; `paceline.cpu.paged.Attention` runs our CPU
+kernels. Each is built once a pass from the batch and called once a layer. A row sees its request's cached prefix, its ancestors, itself.
 """
 
 from __future__ import annotations
@@ -85,20 +85,3 @@ def _ancestors(parents: list[int], start: int) -> torch.Tensor:
         if parent >= 0:
             above[i] |= above[parent - start]
     return above
-
-
-class ExactAttention:
-    def __init__(self, batch: Batch) -> None:
-        from paceline.cpu import paged, rows
-
-        self.batch, self._place, self._paged = batch, rows.place_rows, paged.attend
-        num_rows = len(batch.input_ids)
-        for ints in (batch.positions, batch.slots, batch.parents, batch.request_of, batch.block_tables, batch.prefix_lens):
-            assert ints.dtype is torch.int64 and ints.is_contiguous(), "batches hold contiguous int64"
-        self.longest = int(batch.prefix_lens.max()) + num_rows
-        self.last_position, self.last_slot = int(batch.positions.max()), int(batch.slots.max())
-
-    def __call__(self, qkv: torch.Tensor, cache: KVCache, heads: Heads) -> torch.Tensor:
-        assert self.last_position < len(heads.tables.cos) and self.last_slot < len(cache[0]), "a position or slot out of range"
-        self._place(qkv, self.batch, heads.tables, cache, heads.norms, heads.eps)
-        return self._paged(qkv, cache, self.batch, self.longest, heads.scale, heads.window)

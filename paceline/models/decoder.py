@@ -6,14 +6,16 @@ are in the pass, whatever the other rows are and however its context was split i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch.nn import functional
 
 from paceline.errors import ConfigError
-from paceline.models.attention import ExactAttention, Heads, KVCache, TorchAttention, rms_norm
+from paceline.models.attention import Heads, KVCache, TorchAttention, rms_norm
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.linear import ExactLinear, Linear, TorchLinear
 from paceline.models.rope import RotaryTables, rotary_tables
@@ -39,6 +41,19 @@ class Kernels(NamedTuple):
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     gate: Callable[[torch.Tensor, str], torch.Tensor]  # [T, 2 * width] (gate, then up) -> [T, width]
     attention: Callable[[Batch], Attention]  # made anew for each pass
+    scope: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for each pass
+    fuse: Callable[..., Callable[..., torch.Tensor]] | None = None  # makes one call of a whole layer
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Our kernels have their own threads; torch's would spin beside them waiting for work and take their cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Layer(NamedTuple):
@@ -66,18 +81,24 @@ def choose_kernels(kind: str, device: str, dtype: torch.dtype, config: ModelConf
     if torch.device(device).type != "cpu" or dtype is not torch.float32:
         raise ConfigError(f"the exact kernels run in float32 on the CPU, not in {dtype} on {device}; use kernels='torch'")
     if config.head_dim % 16:
-        raise ConfigError(f"the exact CPU kernels need a head dimension that is a multiple of 16, not {config.head_dim}; use kernels='torch'")
+        raise ConfigError(f"the exact kernels need heads whose width is a multiple of 16, not {config.head_dim}; use kernels='torch'")
+    from paceline.cpu.block import fuse
+    from paceline.cpu.paged import Attention as ExactAttention
     from paceline.cpu.rows import gate_rows, norm_rows
 
-    return Kernels(ExactLinear, norm_rows, gate_rows, ExactAttention)
+    return Kernels(ExactLinear, norm_rows, gate_rows, ExactAttention, one_torch_thread, fuse)
 
 
 class Decoder:
     """Built by `Decoder.load`."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, embedding: Linear, layers: list[Layer], norm: torch.Tensor, head: Linear) -> None:
+    def __init__(
+        self, config: ModelConfig, kernels: Kernels, embedding: Linear, layers: list[Layer], norm: torch.Tensor, head: Linear
+    ) -> None:
         self.config, self.kernels = config, kernels
         self.embedding, self.layers, self.norm, self.head = embedding, layers, norm, head
+        fuse = kernels.fuse or (lambda layer, _config: partial(self._block, layer))
+        self._blocks = [fuse(layer, config) for layer in layers]
 
     @classmethod
     def load(
@@ -125,20 +146,21 @@ class Decoder:
         return self.head(self.kernels.norm(hidden, self.norm, self.config.rms_eps)).float()
 
     @torch.inference_mode()
-    def forward(
-        self, batch: Batch, kv: Sequence[KVCache], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
-    ) -> Output:
+    def forward(self, batch: Batch, kv: Sequence[KVCache], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output:
         """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early; hidden[n] is the residual stream
         after n layers, hidden[0] the embeddings."""
         depth = self.config.num_layers if num_layers is None else num_layers
-        assert 0 <= depth <= self.config.num_layers and all(0 <= n <= depth for n in hidden_layers), "no such layer"
-        wanted, hidden = frozenset(hidden_layers), {}
-        attention = self.kernels.attention(batch)
+        assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
+        with self.kernels.scope():
+            return self._pass(batch, kv, depth, frozenset(hidden_layers))
+
+    def _pass(self, batch: Batch, kv: Sequence[KVCache], depth: int, wanted: frozenset[int]) -> Output:
+        attention, hidden = self.kernels.attention(batch), {}
         x = self.embed(batch.input_ids)  # [T, hidden]
         for i in range(depth):
             if i in wanted:
                 hidden[i] = x
-            x = self._block(self.layers[i], x, attention, kv[i])
+            x = self._blocks[i](x, attention, kv[i])
         if depth in wanted:
             hidden[depth] = x
         return Output(self.logits(x[batch.rows]), hidden)
@@ -159,9 +181,7 @@ class Decoder:
 class _Builder:
     """Turns named tensors into layers."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, kernels: Kernels, device: str, dtype: torch.dtype, bits: int | None, group: int
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, device: str, dtype: torch.dtype, bits: int | None, group: int) -> None:
         self.checkpoint, self.config, self.kernels = checkpoint, checkpoint.config, kernels
         self.device, self.dtype, self.bits, self.group = device, dtype, bits, group
         config = self.config

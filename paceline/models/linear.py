@@ -10,12 +10,12 @@ import torch
 from torch.nn import functional
 
 from paceline.errors import ConfigError
-from paceline.loaders.quantize import LANES, dequantize, pack, pack_nibbles, quantize, unpack_nibbles, unpack_rows
+from paceline.loaders.quantize import LANES, Quantized, dequantize, pack, pack_integers, quantize, unpack_integer_rows, unpack_rows
 
 
 class Linear(Protocol):
-    out_features: int
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int: ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, in] -> [T, out]
     def rows(self, ids: torch.Tensor) -> torch.Tensor: ...  # [n] -> [n, in]
@@ -28,8 +28,10 @@ class TorchLinear:
         if bits is not None:
             weight = dequantize(quantize(weight, bits, group)).to(weight.dtype)
         self.weight, self.bias = weight, bias
-        self.out_features = len(weight)
-        self.num_bytes = sum(t.numel() * t.element_size() for t in (weight, bias) if t is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.weight, self.bias) if t is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -46,10 +48,10 @@ class ExactLinear:
 
         self.out_features, self.in_features = weight.shape
         if self.in_features % LANES:
-            raise ConfigError(f"the exact CPU kernels need layers whose width is a multiple of {LANES}, not {self.in_features}; use kernels='torch'")
-        self.bits, self.group = bits or 32, group if bits else self.in_features
-        tiles = -(-self.out_features // LANES)
-        self.bias = torch.zeros(tiles * LANES)
+            raise ConfigError(f"the exact kernels need widths that are multiples of {LANES}, not {self.in_features}; use kernels='torch'")
+        self.bits = bits or 32
+        self._is_padded = self.out_features % LANES != 0
+        self.bias = torch.zeros(-(-self.out_features // LANES) * LANES)
         if bias is not None:
             self.bias[: self.out_features] = bias
         self.scales = torch.empty(0)  # [tiles, K / group, 16] when quantized
@@ -57,24 +59,19 @@ class ExactLinear:
             self.weight = pack(weight.float())  # [tiles, K, 16]
         else:
             values, scales = quantize(weight, bits, group)
-            self.weight, self.scales = pack(values), pack(scales)
-            if bits == 4:
-                self.weight = pack_nibbles(self.weight)  # [tiles, K / 2, 16]
-        self._product = matmul.bind(self.weight, self.scales, self.bias, self.bits, self.in_features, self.group)
+            self.weight, self.scales = pack_integers(values, bits), pack(scales)  # [tiles, K or K / 2, 16]
+        self.tiles = matmul.tiles_of(self.weight, self.scales, self.bias, self.bits, self.in_features, group if bits else self.in_features)
+        self._product = matmul.product
 
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.weight, self.scales, self.bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._product(x)
-        return y if y.shape[1] == self.out_features else y[:, : self.out_features].contiguous()
+        y = self._product(self.tiles, self.bits, x)
+        return y[:, : self.out_features].contiguous() if self._is_padded else y
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        values = unpack_rows(self.weight, ids)  # [n, K], or [n, K / 2] of pairs
         if self.bits == 32:
-            return values
-        if self.bits == 4:
-            values = unpack_nibbles(values)
-        scales = unpack_rows(self.scales, ids)  # [n, K / group]
-        return (values.view(*scales.shape, -1).float() * scales[..., None]).view(values.shape)
+            return unpack_rows(self.weight, ids)
+        return dequantize(Quantized(unpack_integer_rows(self.weight, ids, self.bits), unpack_rows(self.scales, ids)))

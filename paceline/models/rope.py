@@ -67,7 +67,8 @@ def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> Rotary
     inverse, factor = frequencies(rope, head_dim)
     angles = np.outer(np.arange(num_positions, dtype=np.float32), inverse.numpy()).astype(np.float64)
     # numpy in float64, not torch: torch's vector and scalar cosines differ, and which one a position gets depends on the length
-    return RotaryTables(torch.from_numpy((np.cos(angles) * factor).astype(np.float32)), torch.from_numpy((np.sin(angles) * factor).astype(np.float32)))
+    cos, sin = (torch.from_numpy((wave(angles) * factor).astype(np.float32)) for wave in (np.cos, np.sin))
+    return RotaryTables(cos, sin)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,11 @@ def segment_of(request: Request, num_new: int, draft: Draft | None) -> Segment:
     if draft is None:
         return Segment(known, request.cache, None, num_logits=0)
     root = num_new - 1
-    chain = list(range(-1, root))
+    before_root = list(range(-1, root - 1))
     return Segment(
         [*known, *draft.tree.tokens[1:]],
         request.cache,
-        chain + [root + p for p in draft.tree.parents],
+        before_root + [root + p for p in draft.tree.parents],
         num_logits=len(draft.tree.tokens),
     )
 
@@ -38,6 +38,7 @@ def build(segments: Sequence[Segment], kv: KvCache) -> Batch:
     for index, segment in enumerate(segments):
         first, count, base = len(ids), len(segment.tokens), segment.cache.num_cached
         local = segment.parents if segment.parents is not None else range(-1, count - 1)
+        assert len(local) == count, "one parent a row"
         depths: list[int] = []
         for parent in local:
             depths.append(0 if parent < 0 else depths[parent] + 1)

@@ -1,0 +1,32 @@
+"""How kernels are compiled: without the interpreter lock, cached on disk beside the sources or in the user's cache folder.
+
+Invariant: a cached kernel is used only if no source file of this folder has changed. Numba looks at the file of the function alone,
+but our kernels are built from pieces in several files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+SOURCES = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(Path(__file__).parent.glob("*.py")))
+
+
+def kernel(function: Callable[..., None] | None = None, *, parallel: bool = False) -> Any:
+    """Decorates a function that Python calls."""
+    if function is None:
+        return lambda decorated: kernel(decorated, parallel=parallel)
+    compiled = numba.njit(nogil=True, error_model="numpy", parallel=parallel)(function)
+    try:
+        compiled.enable_caching()
+    except RuntimeError:  # no folder can be written: compile anew in each process
+        return compiled
+    compiled._cache._cache_file._source_stamp = SOURCES
+    return compiled
+
+
+piece = numba.njit(nogil=True, error_model="numpy")  # a part of kernels, compiled into each of them
+unrolled = numba.njit(inline="always")  # the same, for parts that get constants or kernels as arguments

@@ -1,0 +1,150 @@
+"""A tiny real decoder, engines over it, and the reference it is held to."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config import EngineConfig
+from paceline.engine.engine import Emission, Engine
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.decoder import Decoder
+from paceline.params import SamplingParams
+from paceline.proposers import registry
+from paceline.proposers.base import Surroundings
+from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
+from paceline.runtime.runner import Runner
+from paceline.types import Cached, Proposer, Request, Segment
+
+VOCAB = 48
+END = 7
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_context=256,
+    rms_eps=1e-5,
+    rope=RopeConfig(),
+    tie_embeddings=True,
+)
+
+
+class RandomCheckpoint:
+    """A model nobody trained: every weight random, from a seed."""
+
+    name = "random"
+    path = Path()
+    fingerprint = "random"
+    eos_ids = (END,)
+    bos_id = None
+
+    def __init__(self, config: ModelConfig = CONFIG, seed: int = 0) -> None:
+        self.config, self.seed = config, seed
+
+    def tensor(self, name: str) -> torch.Tensor:
+        shape = self.config.weight_names()[name]
+        generator = torch.Generator().manual_seed(hash((self.seed, len(name), *name.encode())) % 2**31)
+        if len(shape) == 1:
+            return 1 + 0.1 * torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator) * (1.0 if "embed" in name else 0.2)
+
+
+@functools.cache
+def decoder(seed: int = 0, bits: int | None = None) -> Decoder:
+    return Decoder.load(RandomCheckpoint(seed=seed), bits=bits)
+
+
+def runner(num_blocks: int = 64, seed: int = 0, bits: int | None = None) -> Runner:
+    return Runner(decoder(seed, bits), KvCache(CONFIG, num_blocks))
+
+
+@functools.cache
+def _logits(tokens: tuple[int, ...], seed: int) -> np.ndarray:
+    """The whole sequence in one pass, from nothing: no cache survives."""
+    fresh = runner(len(tokens) // BLOCK_SIZE + 1, seed)
+    cached = Cached()
+    assert fresh.kv.reserve(cached, len(tokens))
+    return fresh.forward([Segment(tokens, cached)]).logits[0].numpy()
+
+
+def model(tokens: Sequence[int], seed: int = 0) -> np.ndarray:
+    return _logits(tuple(tokens), seed)
+
+
+def engine_with(proposer: Proposer | dict[str, Any] | None, num_blocks: int = 64, **limits: Any) -> Engine:
+    """An engine over the tiny model. A dict is a speculative_config for a drafter of the registry."""
+    target = runner(num_blocks)
+    num_draft = limits.pop("num_speculative_tokens", 4)
+    if isinstance(proposer, dict):
+        kind, config = registry.parse({"num_speculative_tokens": num_draft, **proposer})
+
+        def load(source: Any, bits: int | None = None) -> tuple[Any, Any, Runner]:
+            return source, None, runner(num_blocks, seed=int(source) if isinstance(source, str) else 0, bits=bits)
+
+        proposer = registry.create(kind, config, Surroundings(target, RandomCheckpoint(), None, load))
+    limits.setdefault("max_model_len", min(CONFIG.max_context, num_blocks * BLOCK_SIZE))
+    return Engine(target, proposer, EngineConfig(num_speculative_tokens=num_draft if proposer else 0, **limits))
+
+
+_numbers = itertools.count()
+
+
+def request_of(prompt: Sequence[int], params: SamplingParams, **fields: Any) -> Request:
+    ends = frozenset() if params.ignore_eos else frozenset({END})
+    return Request(
+        id=f"q{next(_numbers)}",
+        params=params,
+        tokens=list(prompt),
+        num_prompt=len(prompt),
+        seed=fields.pop("seed", params.seed or 0),
+        stop_ids=ends | frozenset(params.stop_token_ids),
+        banned_until_min=frozenset({END}) | frozenset(params.stop_token_ids),
+        **fields,
+    )
+
+
+def run(engine: Engine, requests: Sequence[Request], max_steps: int = 3000) -> list[Emission]:
+    """To the end, checking the books and the sums after every step."""
+    for request in requests:
+        engine.add(request)
+    emissions: list[Emission] = []
+    for _ in range(max_steps):
+        if not engine.has_work:
+            break
+        emissions += engine.step()
+        engine.check()
+    assert not engine.has_work, "the engine did not finish"
+    assert engine.runner.kv.pool.num_used == 0, "blocks were left behind"
+    for request in requests:
+        check_sums(engine, request, [e for e in emissions if e.request is request])
+    return emissions
+
+
+def check_sums(engine: Engine, request: Request, said: list[Emission]) -> None:
+    stats = engine.stats[request.id]
+    assert [t for e in said for t in e.tokens] == request.output
+    assert stats.num_tokens == request.num_output == stats.num_accepted + stats.num_own
+    assert stats.num_steps - stats.num_own in (0, 1), "only a last step may end inside its draft"
+    assert stats.num_accepted == sum(e.num_accepted for e in said) == sum(stats.accepted_at) <= stats.num_drafted
+    assert stats.num_steps == len(said)
+
+
+def prompts(count: int, low: int = 3, high: int = 40, seed: int = 0) -> list[list[int]]:
+    """Random prompts of low to high tokens that repeat themselves, so that lookup has something to find."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        phrase = rng.integers(8, VOCAB, rng.integers(3, 12)).tolist()
+        made.append((phrase * high)[: int(rng.integers(low, high + 1))])
+    return made

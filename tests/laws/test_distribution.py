@@ -1,0 +1,80 @@
+"""Unseeded sampling through the whole engine, drafting included, has the target's distribution: chi-square against exact probabilities."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.params import SamplingParams
+from paceline.types import Draft, Request
+from paceline.verify.accept import accept
+from paceline.verify.noise import Noise, Purpose
+from paceline.verify.sampling import guess
+from paceline.verify.tree import Tree
+from tests.laws.chi_square import chi_square_p_value
+from tests.laws.harness import model, prompts, request_of, run
+from tests.laws.reference import distribution
+from tests.laws.test_engine_laws import make
+
+PROMPT = prompts(1, low=6, high=14, seed=21)[0]
+LENGTH = 3
+
+
+def p_value_of(drafter: str | None, samples: int, **options: Any) -> float:
+    """Of the joint law of the first tokens."""
+    params = SamplingParams(temperature=8.0, max_tokens=LENGTH, allowed_token_ids=(3, 9, 14, 20), ignore_eos=True, **options)
+    engine = make(drafter, max_num_seqs=64, max_num_batched_tokens=512)
+    requests = [request_of(PROMPT, params, seed=7919 * i + 13) for i in range(samples)]
+    run(engine, requests)
+    return chi_square_p_value(Counter(tuple(r.output) for r in requests), exact_law(params))
+
+
+def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(params.max_tokens):
+        grown = {}
+        for output, mass in law.items():
+            for token, share in enumerate(distribution(model, PROMPT, list(output), params)):
+                if share > 0:
+                    grown[(*output, token)] = mass * float(share)
+        law = grown
+    return law
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "early_exit", "quantized", "RandomTree", "SampledChain", "SampledTree"])
+def test_unseeded_sampling_has_the_targets_distribution(drafter: str | None) -> None:
+    assert p_value_of(drafter, samples=1500) > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"frequency_penalty": 1.0}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.5}])
+def test_unseeded_sampling_with_options(options: dict[str, Any]) -> None:
+    assert p_value_of("SampledChain", samples=1000, **options) > 1e-3
+
+
+def first_token_p_value(samples: int) -> float:
+    """One drafted token, judged: p = (0, .55, .45), q = (.5, .45, .05), with the real noise."""
+    p, q = torch.tensor([0.0, 0.55, 0.45]).log(), torch.tensor([0.5, 0.45, 0.05]).log()
+    counts: Counter[int] = Counter()
+    for seed in range(samples):
+        request = Request("r", SamplingParams(), [0], 1, seed)
+        token, row = guess(request, [], q)
+        assert row is not None
+        verdict = accept(request, Draft(Tree.chain(0, [token]), "", {0: row}), torch.stack([p, p]))
+        counts[verdict.tokens[0]] += 1
+    return chi_square_p_value(counts, {1: 0.55, 2: 0.45})
+
+
+def test_reuse_of_draft_noise_for_resampling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break one thing, the stream that the redraw after a rejection uses, and the law moves: these tests can fail."""
+    assert first_token_p_value(4000) > 1e-3
+    draw = Noise.draw
+
+    def broken(self: Noise, logits: np.ndarray, position: int, purpose: Purpose) -> int:
+        return draw(self, logits, position, Purpose.DRAFT if purpose is Purpose.RESAMPLE else purpose)
+
+    monkeypatch.setattr(Noise, "draw", broken)
+    assert first_token_p_value(4000) < 1e-9

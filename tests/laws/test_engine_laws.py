@@ -1,0 +1,185 @@
+"""The first promise: with every drafter and every option, the engine says what the reference loop says, token for token."""
+
+from __future__ import annotations
+
+
+from typing import Any
+
+import pytest
+
+from paceline.engine.engine import Engine
+from paceline.params import SamplingParams
+from paceline.proposers.registry import DRAFTERS
+from tests.laws.fakes import FAKES
+from tests.laws.harness import END, engine_with, model, prompts, request_of, run
+from tests.laws.reference import reference_loop
+
+# Every drafter of the registry runs here; a new one needs a line, and the test below says so.
+REGISTERED: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "draft_model": {"method": "draft_model", "model": "1"},
+    "draft_model_twin": {"method": "draft_model", "model": "0"},
+    "early_exit": {"method": "early_exit", "num_layers": 2},
+    "quantized": {"method": "quantized", "bits": 4},
+    "quantized_int8": {"method": "quantized", "bits": 8},
+}
+DRAFTER_NAMES = [None, *REGISTERED, *FAKES]
+
+
+def make(drafter: str | None, **limits: Any) -> Engine:
+    if drafter is None:
+        return engine_with(None, **limits)
+    return engine_with(REGISTERED[drafter] if drafter in REGISTERED else FAKES[drafter](), **limits)
+
+
+def test_every_registered_drafter_is_under_the_law() -> None:
+    assert {options["method"] for options in REGISTERED.values()} == set(DRAFTERS)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "repetition": {"repetition_penalty": 1.5},
+    "presence": {"presence_penalty": 1.2},
+    "frequency": {"frequency_penalty": 0.9},
+    "bias": {"logit_bias": {3: 4.0, 9: -5.0, 12: 2.5}},
+    "allowed": {"allowed_token_ids": tuple(range(4, 20))},
+    "min_tokens": {"min_tokens": 12, "logit_bias": {END: 6.0}},
+    "ends": {"logit_bias": {END: 3.0}},
+    "stop_id": {"stop_token_ids": (11, 23), "logit_bias": {11: 3.0}},
+    "ignore_eos": {"ignore_eos": True, "logit_bias": {END: 3.0}},
+    "all": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "min_tokens": 3},
+}
+
+
+def expected(request: Any) -> list[int]:
+    return reference_loop(model, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}), request.bad_sequences)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+def test_same_text_in_a_batch(drafter: str | None, temperature: float) -> None:
+    """Seven requests of different lengths share five places, prompts arrive in chunks, and every text is the reference's."""
+    params = SamplingParams(temperature=temperature, seed=11, max_tokens=24)
+    requests = [request_of(p, params, seed=11 + i) for i, p in enumerate(prompts(7))]
+    engine = make(drafter, max_num_seqs=5, max_num_batched_tokens=23)
+    run(engine, requests)
+    assert [r.output for r in requests] == [expected(r) for r in requests]
+    if drafter in ("AlwaysRight", "draft_model_twin"):
+        assert engine.totals.num_accepted == engine.totals.num_drafted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_with_every_drafter(options: dict[str, Any], temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=14, **options)
+    bad = ((5,), (9, 10), (4, 5, 6))
+    for drafter in DRAFTER_NAMES:
+        requests = [request_of(p, params, seed=i, bad_sequences=bad) for i, p in enumerate(prompts(2, high=20, seed=2))]
+        run(make(drafter), requests)
+        assert [r.output for r in requests] == [expected(r) for r in requests], drafter
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+def test_preemption_changes_nothing(drafter: str | None) -> None:
+    """A cache of ten blocks for six growing requests: they are thrown out and computed again, and say the same."""
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=50, ignore_eos=True)
+    requests = [request_of(p, params, seed=i) for i, p in enumerate(prompts(6, low=10, high=30, seed=4))]
+    engine = make(drafter, num_blocks=10, max_num_batched_tokens=40, max_model_len=100)
+    run(engine, requests)
+    assert engine.scheduler.num_preemptions > 0
+    assert [r.output for r in requests] == [expected(r) for r in requests]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 64])
+def test_chunk_size_changes_nothing(chunk: int) -> None:
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=12)
+    prompt = prompts(1, low=30, high=90, seed=6)[0]
+    request = request_of(prompt, params)
+    run(make("ngram", max_num_seqs=1, max_num_batched_tokens=chunk), [request])
+    assert request.output == expected(request)
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+def test_logprobs_are_those_of_plain_decoding(drafter: str | None) -> None:
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=16, logprobs=3)
+
+    def logprobs(name: str | None) -> list[Any]:
+        requests = [request_of(p, params, seed=i) for i, p in enumerate(prompts(3, seed=8))]
+        said = run(make(name), requests)
+        return [[x for e in said if e.request is r for x in e.logprobs] for r in requests]
+
+    found = logprobs(drafter)
+    assert found == logprobs(None)
+    assert all(x.top[0][1] >= x.logprob and len(x.top) == 3 for row in found for x in row)
+
+
+def test_prefix_cache_hits_change_nothing_and_do_happen() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=10)
+    shared = prompts(1, low=50, high=80, seed=9)[0]
+    engine = make("ngram")
+    for tail in ([1], [2, 3], [1]):
+        request = request_of([*shared, *tail], params)
+        run(engine, [request])
+        assert request.output == expected(request)
+    assert engine.scheduler.num_prefix_hits >= 2 * (len(shared) // 16) * 16
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+def test_siblings_share_the_prompt_and_copy_on_write(drafter: str | None) -> None:
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=20, ignore_eos=True, n=4)
+    prompt = prompts(1, low=37, high=45, seed=10)[0]
+    leader = request_of(prompt, params, seed=100)
+    group = [leader, *(request_of(prompt, params, seed=100 + i, leader=leader) for i in range(1, 4))]
+    engine = make(drafter, num_blocks=32)
+    for request in group:
+        engine.add(request)
+    engine.step()
+    engine.step()
+    num_blocks = len({b for r in group for b in r.cache.blocks})
+    assert num_blocks < sum(len(r.cache.blocks) for r in group), "the siblings hold no block in common"
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert [r.output for r in group] == [expected(r) for r in group]
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+def test_a_request_can_cap_or_refuse_drafts(drafter: str | None) -> None:
+    for cap in (0, 1):
+        params = SamplingParams(temperature=0.0, max_tokens=12, num_speculative_tokens=cap)
+        request = request_of(prompts(1, seed=3)[0], params)
+        engine = make(drafter)
+        run(engine, [request])
+        stats = engine.stats[request.id]
+        assert stats.num_drafted <= cap * stats.num_steps
+        assert request.output == expected(request)
+
+
+def test_abort_at_any_moment_frees_everything_and_disturbs_no_one() -> None:
+    for when in range(8):
+        params = SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True)
+        requests = [request_of(p, params, seed=i) for i, p in enumerate(prompts(4, seed=12))]
+        engine = make("draft_model", max_num_seqs=3, max_num_batched_tokens=16)
+        for request in requests:
+            engine.add(request)
+        for _ in range(when):
+            engine.step()
+        engine.abort(requests[1])
+        engine.check()
+        assert not requests[1].cache.blocks
+        while engine.has_work:
+            engine.step()
+            engine.check()
+        assert engine.runner.kv.pool.num_used == 0
+        assert [r.output for r in requests if r is not requests[1]] == [expected(r) for r in requests if r is not requests[1]]
+        assert requests[1].output == expected(requests[1])[: requests[1].num_output]
+
+
+def test_priorities_run_first() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    low, high = (request_of(p, params, priority=n) for p, n in zip(prompts(2, seed=1), (5, 1), strict=True))
+    said = run(make(None, max_num_seqs=1), [low, high])
+    assert [e.request for e in said[:6]] == [high] * 6

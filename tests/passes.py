@@ -1,0 +1,65 @@
+"""Forward passes for tests: requests laid out over shuffled blocks of a small KV cache, chains and trees."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from paceline.models.config import ModelConfig
+from paceline.types import Batch
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+
+
+class Rows(NamedTuple):
+    """One request's share of a pass."""
+
+    tokens: Sequence[int]
+    blocks: Sequence[int]  # its block table
+    prefix: int = 0  # tokens cached before this pass
+    parents: Sequence[int] | None = None  # local; None: a chain
+
+
+def new_kv(config: ModelConfig) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Filled with large values: reading a slot that was never written is seen at once."""
+    shape = (NUM_BLOCKS * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    return [(torch.full(shape, 1e3), torch.full(shape, 1e3)) for _ in range(config.num_layers)]
+
+
+def shuffled_blocks(num_requests: int, seed: int = 0) -> list[list[int]]:
+    """Disjoint block tables of equal length."""
+    blocks = list(range(NUM_BLOCKS))
+    random.Random(seed).shuffle(blocks)
+    share = NUM_BLOCKS // num_requests
+    return [blocks[i * share : (i + 1) * share] for i in range(num_requests)]
+
+
+def batch_of(requests: Sequence[Rows], rows: Sequence[int] | None = None) -> Batch:
+    """Logits are wanted for `rows`, by default for all."""
+    ids, positions, slots, parents, request_of, starts = [], [], [], [], [], [0]
+    for r, (tokens, blocks, prefix, tree) in enumerate(requests):
+        first, depths = len(ids), []
+        for i, token in enumerate(tokens):
+            parent = i - 1 if tree is None else tree[i]
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            index = prefix + i  # a tree's slots follow each other, whatever the positions
+            ids.append(token)
+            slots.append(blocks[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE)
+            parents.append(first + parent if parent >= 0 else -1)
+            request_of.append(r)
+        positions += [prefix + depth for depth in depths]
+        starts.append(len(ids))
+    columns = (ids, positions, slots, parents, request_of, starts)
+    tensors = [torch.tensor(column, dtype=torch.int64) for column in columns]
+    tables = torch.tensor([list(request.blocks) for request in requests])
+    wanted = torch.tensor(range(len(ids)) if rows is None else rows, dtype=torch.int64)
+    return Batch(*tensors, tables, torch.tensor([request.prefix for request in requests]), wanted, BLOCK_SIZE)
+
+
+def random_parents(draws: Sequence[int]) -> list[int]:
+    """A tree from arbitrary non-negative numbers: node i + 1 hangs from node draws[i] mod (i + 1)."""
+    return [-1] + [draw % (i + 1) for i, draw in enumerate(draws)]

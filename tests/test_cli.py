@@ -1,0 +1,199 @@
+"""The command line as a user meets it: what it prints, where, and its exit status. On a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from tests.make_models import tiny_hf, tiny_tokenizer
+
+VERBS = ("demo", "generate", "chat", "models", "verify")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tiny_hf(tmp_path_factory.mktemp("tiny"), "llama")
+    tiny_tokenizer(folder)
+    return str(folder)
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def generate(tiny: str, *arguments: str, stdin: str | None = None) -> dict[str, Any]:
+    done = invoke("generate", *arguments, "--model", tiny, "--json", stdin=stdin)
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_teaches_by_example(verb: str) -> None:
+    done = invoke(verb, "--help")
+    assert done.exit_code == 0
+    assert f"paceline {verb}" in done.stdout
+
+
+def test_version() -> None:
+    done = invoke("--version")
+    assert (done.exit_code, done.stdout) == (0, "paceline 0.1.0\n")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["generate", "hi", "--nonsense"], ["generate"], ["demo", "--max-tokens", "many"]])
+def test_unknown_words_exit_2(arguments: list[str]) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--max-tokens", "-3"], "max_tokens is -3"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--top-p", "0"], "top_p is 0"),
+        (["--method", "ngrm"], "ngram"),
+        (["--method", "ngram", "-k", "0"], "num_speculative_tokens is 0"),
+        (["--speculative-config", '{"method": "ngram", "depth": 3}'], "depth"),
+        (["--speculative-config", "ngram"], "not JSON"),
+        (["--speculative-config", '{"method": "ngram"}', "--method", "ngram"], "exclude each other"),
+        (["-k", "3"], "--method"),
+        (["--json-schema", "[1]"], "--json-schema"),
+        (["--regex", "a", "--choice", "b"], "exclude each other"),
+        (["--regex", "("], "regex"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(tiny: str, arguments: list[str], named: str) -> None:
+    done = invoke("generate", "hello", "--model", tiny, *arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "hi", "--model", "no-such-model"], "no-such-model"),
+        (["generate", "hi", "--model", str(Path(__file__))], "test_cli.py"),
+        (["demo", "--prompt", "99999"], "99999"),
+        (["demo", "--method", "none"], "nothing to compare"),
+        (["verify", "--methods", "ngram,magic"], "magic"),
+        (["verify", "--prompts", "absent.jsonl"], "absent.jsonl"),
+        (["verify", "--json", "absent/report.json"], "absent"),
+    ],
+)
+def test_wrong_names_are_named(arguments: list[str], named: str) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    assert named in done.stderr
+
+
+def test_empty_and_overlong_prompts_are_refused(tiny: str) -> None:
+    for prompt in ("", "riders " * 2000):
+        done = invoke("generate", "-", "--raw", "--model", tiny, stdin=prompt)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: ")
+
+
+def test_generate_prints_what_the_api_gives(tiny: str) -> None:
+    from paceline import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12)
+    with LLM(tiny) as llm:
+        chat = llm.chat([{"role": "user", "content": "Who rides in front?"}], params)[0]
+        raw = llm.generate("Who rides in front?", params)[0]
+    flags = ("--temperature", "0", "--max-tokens", "12", "--model", tiny)
+    assert invoke("generate", "Who rides in front?", *flags).stdout == chat.text + "\n"
+    assert invoke("generate", "-", "--raw", *flags, stdin="Who rides in front?").stdout == raw.text + "\n"
+
+
+def test_json_has_everything_about_the_answer(tiny: str) -> None:
+    report = generate(tiny, "hello", "--seed", "4", "--max-tokens", "6", "--logprobs", "2")
+    assert set(report) == {"text", "token_ids", "finish_reason", "logprobs", "stats", "timings"}
+    assert [entry["token"] for entry in report["logprobs"]] == report["token_ids"]
+    assert all(len(entry["top"]) == 2 for entry in report["logprobs"])
+    assert report["stats"]["num_tokens"] == len(report["token_ids"]) <= 6
+    assert report["timings"]["total_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "config", ['{"method": "ngram", "prompt_lookup_min": 1}', '{"method": "early_exit"}', '{"method": "quantized", "bits": 8}']
+)
+def test_drafts_do_not_change_a_seeded_answer(tiny: str, config: str) -> None:
+    flags = ("the line the line the line", "--seed", "11", "--temperature", "0.6", "--max-tokens", "24")
+    plain, drafted = generate(tiny, *flags), generate(tiny, *flags, "--speculative-config", config)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert plain["stats"]["num_drafted"] == 0
+    assert drafted["stats"]["num_drafted"] > 0
+
+
+def test_many_answers(tiny: str) -> None:
+    report = generate(tiny, "hello", "-n", "3", "--seed", "1", "--max-tokens", "5")
+    assert len(report["outputs"]) == 3
+    assert report["text"] == report["outputs"][0]["text"]
+    text = invoke("generate", "hello", "-n", "3", "--seed", "1", "--max-tokens", "5", "--model", tiny).stdout
+    assert [f"[{i}]" in text for i in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_structured_answers(tiny: str, tmp_path: Path) -> None:
+    assert generate(tiny, "pick", "--choice", "left", "--choice", "right", "--seed", "1")["text"] in ("left", "right")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}')
+    for given in (str(schema), schema.read_text()):
+        assert isinstance(json.loads(generate(tiny, "pick", "--json-schema", given, "--seed", "1")["text"])["ok"], bool)
+
+
+def test_chat_over_a_pipe_keeps_and_forgets_history(tiny: str) -> None:
+    flags = ("chat", "--model", tiny, "--temperature", "0", "--max-tokens", "8", "--json")
+    done = invoke(*flags, stdin="hello\n\nhello\n/reset\nhello\n/stats\n/nonsense\n/exit\nnot reached\n")
+    assert done.exit_code == 0, done.output
+    first, second, third = (json.loads(line)["token_ids"] for line in done.stdout.splitlines())
+    assert first == third
+    assert first != second
+    assert "3 answers" in done.stderr
+    assert "there is no /nonsense" in done.stderr
+
+
+def test_chat_goes_on_after_a_question_that_does_not_fit(tiny: str) -> None:
+    done = invoke("chat", "--model", tiny, "--max-tokens", "4", "--json", stdin="riders " * 2000 + "\nhello\n")
+    assert done.exit_code == 0
+    assert len(done.stdout.splitlines()) == 1
+    assert "/reset" in done.stderr
+
+
+def test_demo_compares_and_says_identical(tiny: str) -> None:
+    done = invoke("demo", "--model", tiny, "--prompt", "the line the line the line", "--max-tokens", "32")
+    assert done.exit_code == 0, done.output
+    assert all(word in done.stdout for word in ("plain", "ngram", "speedup", "τ", "yes"))
+
+
+def test_models_lists_the_default_model() -> None:
+    listed = json.loads(invoke("models", "--json").stdout)
+    assert listed[0]["name"] == "smollm2-135m-instruct"
+    assert set(listed[0]) == {"name", "path", "bytes", "kind", "is_here"}
+    assert "smollm2-135m-instruct" in invoke("models").stdout
+
+
+def test_pipes_get_no_colours_and_errors_go_to_stderr(tiny: str) -> None:
+    command = [sys.executable, "-c", "from paceline.cli.main import app; app()", "demo", "--model", tiny, "--max-tokens", "8"]
+    done = subprocess.run(
+        [*command, "--prompt", "the line the line"], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b[" not in done.stdout
+    wrong = subprocess.run([*command, "--temperature", "-1"], capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "Traceback" not in wrong.stderr

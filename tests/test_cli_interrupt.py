@@ -1,0 +1,115 @@
+"""Ctrl-C at a real terminal: an answer stops, what was said stays, a chat goes on."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from paceline.loaders import hub
+
+WAIT = 120.0  # seconds until the first word; the model may have to be read from disk on a busy machine
+LONG = ("--temperature", "0", "--max-tokens", "400")
+QUESTION = "Tell me a very long story about a river."
+
+
+@dataclass
+class Terminal:
+    """A paceline process whose stdin, stdout and stderr are one terminal."""
+
+    process: subprocess.Popen[bytes]
+    fd: int
+    seen: str = ""
+
+    def read_until(self, word: str, seconds: float = WAIT) -> str:
+        end = time.monotonic() + seconds
+        while word not in self.seen:
+            assert time.monotonic() < end, f"no {word!r} in {self.seen!r}"
+            self._read()
+        before, _, self.seen = self.seen.partition(word)
+        return before
+
+    def read_at_least(self, num_characters: int) -> None:
+        end = time.monotonic() + WAIT
+        while len(self.seen) < num_characters:
+            assert time.monotonic() < end, f"only {self.seen!r}"
+            self._read()
+
+    def _read(self) -> None:
+        if select.select([self.fd], [], [], 0.2)[0]:
+            try:
+                self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
+            except OSError:  # the process has closed its end
+                time.sleep(0.05)
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def exit_status(self) -> int:
+        end = time.monotonic() + 60
+        while self.process.poll() is None and time.monotonic() < end:
+            self._read()
+        return self.process.wait(timeout=1)
+
+
+@pytest.fixture
+def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    hub.fetch_default(progress=False)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", "from paceline.cli.main import app; app()", *request.param]
+    environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, preexec_fn=_own_terminal
+    )
+    os.close(theirs)
+    yield Terminal(process, ours)
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    os.close(ours)
+
+
+def _own_terminal() -> None:
+    """Make the terminal the child's controlling one, so that typing Ctrl-C signals it as it would a user's shell job."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [["generate", QUESTION, *LONG]], indirect=True, ids=["generate"])
+def test_interrupted_generate_keeps_its_words_and_exits_130(terminal: Terminal) -> None:
+    terminal.read_at_least(20)
+    terminal.type("\x03")
+    assert terminal.exit_status() == 130
+    assert len(terminal.seen.strip()) >= 20
+    assert "Traceback" not in terminal.seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [["chat", *LONG]], indirect=True, ids=["chat"])
+def test_interrupted_chat_goes_on_with_the_session(terminal: Terminal) -> None:
+    terminal.read_until("> ")
+    terminal.type(QUESTION + "\n")
+    terminal.read_until("\n")  # the echo of what was typed
+    terminal.read_at_least(20)
+    terminal.type("\x03")
+    said = terminal.read_until("(stopped)")
+    assert len(said.strip()) >= 20
+    terminal.read_until("> ")
+    terminal.type("/stats\n")
+    terminal.read_until("1 answers")
+    terminal.type("\x03")  # at the prompt it leaves nothing but a hint
+    terminal.read_until("Ctrl-D leaves")
+    terminal.type("/exit\n")
+    assert terminal.exit_status() == 0
+    assert "Traceback" not in terminal.seen

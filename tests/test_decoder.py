@@ -1,0 +1,243 @@
+"""The decoder: it says what transformers says, and a row's bits never depend on its company."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError
+from paceline.loaders.checkpoint import open_checkpoint
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.decoder import Decoder
+from paceline.models.rope import frequencies
+from tests.make_models import FAMILIES, tiny_hf
+from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks
+
+TOKENS = [(37 * i * i + 11 * i + 5) % 384 for i in range(60)]
+
+
+class Loaded:
+    """A checkpoint kept in memory after its folder is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        opened = open_checkpoint(str(folder), progress=False)
+        self.config: ModelConfig = opened.config
+        self.weights = {name: opened.tensor(name).clone() for name in self.config.weight_names()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.weights[name]
+
+
+@cache
+def tiny(family: str, **overrides: Any) -> tuple[Loaded, torch.Tensor]:
+    """A random model and transformers' logits for TOKENS."""
+    from transformers import AutoModelForCausalLM
+
+    with TemporaryDirectory() as name:
+        folder = tiny_hf(Path(name), family, **overrides)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            return Loaded(folder), model(torch.tensor([TOKENS])).logits[0]
+
+
+@cache
+def decoder(family: str, kernels: str = "exact", bits: int | None = None) -> Decoder:
+    return Decoder.load(tiny(family)[0], kernels=kernels, bits=bits, group=32)  # type: ignore[arg-type]
+
+
+def whole(model: Decoder, tokens: list[int], **options: Any) -> Any:
+    return model.forward(batch_of([Rows(tokens, shuffled_blocks(1)[0])]), new_kv(model.config), **options)
+
+
+@pytest.mark.parametrize("kernels", ["exact", "torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_agrees_with_transformers(family: str, kernels: str) -> None:
+    expected = tiny(family)[1]
+    assert expected.std() > 0.1  # not all alike
+    logits = whole(decoder(family, kernels), TOKENS).logits
+    assert logits.dtype is torch.float32
+    assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("vocab", [390, 383])
+@pytest.mark.parametrize("tied", [True, False])
+def test_any_vocabulary_tied_or_not(vocab: int, tied: bool) -> None:
+    loaded, expected = tiny("llama", vocab_size=vocab, tie_word_embeddings=tied)
+    assert (whole(Decoder.load(loaded), TOKENS[:20]).logits - expected[:20]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=12)
+@given(chunks=st.lists(st.integers(1, 17), min_size=1, max_size=12))
+def test_bits_do_not_depend_on_how_a_prompt_is_chunked(family: str, chunks: list[int]) -> None:
+    model, kv, blocks = decoder(family), new_kv(decoder(family).config), shuffled_blocks(1)[0]
+    parts, start = [], 0
+    for size in chunks:
+        tokens = TOKENS[start : start + size]
+        if tokens:
+            parts.append(model.forward(batch_of([Rows(tokens, blocks, start)]), kv).logits)
+        start += size
+    assert torch.equal(torch.cat(parts), whole(model, TOKENS[:start]).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@settings(deadline=None, max_examples=15)
+@given(trees=st.lists(st.lists(st.integers(0, 99), max_size=8), min_size=1, max_size=4), prefix=st.integers(1, 30))
+def test_bits_of_a_tree_node_are_those_of_its_path_alone(family: str, trees: list[list[int]], prefix: int) -> None:
+    model, kv, tables = decoder(family), new_kv(decoder(family).config), shuffled_blocks(len(trees), seed=prefix)
+    prefixes = [(prefix * (r + 1)) % 31 for r in range(len(trees))]
+    for r, length in enumerate(prefixes):
+        if length:
+            model.forward(batch_of([Rows(TOKENS[r : r + length], tables[r])], rows=[]), kv)
+    requests = [
+        Rows([(7 * n + r) % 384 for n in range(len(d) + 1)], tables[r], prefixes[r], random_parents(d)) for r, d in enumerate(trees)
+    ]
+    logits = iter(model.forward(batch_of(requests), kv).logits)
+    for r, request in enumerate(requests):
+        for node in range(len(request.tokens)):
+            path, above = [], node
+            while above >= 0:
+                path.append(request.tokens[above])
+                above = request.parents[above]  # type: ignore[index]
+            assert torch.equal(next(logits), whole(model, TOKENS[r : r + prefixes[r]] + path[::-1]).logits[-1])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_decoder_is_close_to_its_reference_and_as_exact(bits: int) -> None:
+    exact, reference = (whole(decoder("llama3", kernels, bits), TOKENS).logits for kernels in ("exact", "torch"))
+    assert (exact - reference).abs().max() < 1e-4
+    unquantized = whole(decoder("llama3"), TOKENS).logits
+    assert 1e-3 < (exact - unquantized).abs().max() < {8: 0.3, 4: 6.0}[bits]
+    rows = [whole(decoder("llama3", "exact", bits), TOKENS[:n]).logits[-1] for n in (1, 2, 7, 33)]
+    assert torch.equal(torch.stack(rows), exact[[0, 1, 6, 32]])
+    assert decoder("llama3", "exact", bits).num_bytes < decoder("llama3").num_bytes * (bits + 2) / 32
+
+
+@pytest.mark.parametrize("kernels", ["exact", "torch"])
+def test_early_stop_and_hidden_states(kernels: str) -> None:
+    model = decoder("gemma3", kernels)
+    full = whole(model, TOKENS[:20], hidden_layers=(0, 2, 4))
+    assert sorted(full.hidden) == [0, 2, 4]
+    assert torch.equal(full.hidden[0], model.embed(torch.tensor(TOKENS[:20])))
+    assert torch.equal(full.logits, model.logits(full.hidden[4]))
+    early = whole(model, TOKENS[:20], num_layers=2, hidden_layers=(2,))
+    assert torch.equal(early.hidden[2], full.hidden[2])
+    assert torch.equal(early.logits, model.logits(full.hidden[2]))
+    assert not torch.equal(early.logits, full.logits)
+
+
+def test_an_early_stop_writes_the_layers_it_ran_and_no_others() -> None:
+    model = decoder("llama")
+    stopped, complete = new_kv(model.config), new_kv(model.config)
+    batch = batch_of([Rows(TOKENS[:9], shuffled_blocks(1)[0])])
+    model.forward(batch, stopped, num_layers=1)
+    model.forward(batch, complete)
+    assert torch.equal(stopped[0][0], complete[0][0])
+    assert torch.equal(stopped[1][0], new_kv(model.config)[1][0])
+
+
+def test_logits_only_where_they_are_wanted() -> None:
+    model, blocks = decoder("qwen2"), shuffled_blocks(1)[0]
+    every = whole(model, TOKENS[:12]).logits
+    some = model.forward(batch_of([Rows(TOKENS[:12], blocks)], rows=[11, 3]), new_kv(model.config)).logits
+    none = model.forward(batch_of([Rows(TOKENS[:12], blocks)], rows=[]), new_kv(model.config)).logits
+    assert torch.equal(some, every[[11, 3]])
+    assert none.shape == (0, model.config.vocab_size)
+
+
+def test_a_pass_leaves_torch_threads_as_they_were() -> None:
+    before = torch.get_num_threads()
+    whole(decoder("llama"), TOKENS)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        (RopeConfig(theta=5e5), None),
+        (RopeConfig(theta=1e4, kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),
+        (
+            RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_context=8192),
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        ),
+        (
+            RopeConfig(theta=1e6, kind="yarn", factor=4.0, original_context=32768),
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        ),
+    ],
+    ids=["none", "linear", "llama3", "yarn"],
+)
+def test_rotary_frequencies_agree_with_transformers(rope: RopeConfig, scaling: dict[str, Any] | None) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": rope.theta}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=parameters)
+    oracle = LlamaRotaryEmbedding(config)
+    inverse, factor = frequencies(rope, 128)
+    torch.testing.assert_close(inverse, oracle.inv_freq, atol=0, rtol=3e-7)
+    assert factor == pytest.approx(oracle.attention_scaling)
+
+
+def test_rotary_divisors_stand_for_a_scaling() -> None:
+    scaled = frequencies(RopeConfig(kind="llama3", factor=8.0), 64).inverse
+    divisors = tuple((frequencies(RopeConfig(), 64).inverse / scaled).tolist())
+    torch.testing.assert_close(frequencies(RopeConfig(divisors=divisors), 64).inverse, scaled)
+    with pytest.raises(ConfigError, match="31"):
+        frequencies(RopeConfig(divisors=divisors[1:]), 64)
+
+
+@pytest.mark.parametrize(("option", "named"), [({"kernels": "quick"}, "quick"), ({"dtype": torch.bfloat16}, "bfloat16")])
+def test_impossible_options_are_named(option: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Decoder.load(tiny("llama")[0], **option)
+
+
+def test_loading_reports_progress() -> None:
+    seen: list[tuple[int, int]] = []
+    Decoder.load(tiny("llama")[0], progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+
+
+@pytest.mark.slow
+def test_default_model_agrees_with_transformers() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from paceline.loaders import hub
+
+    opened = open_checkpoint(str(hub.fetch_default(progress=False)), progress=False)
+    config = opened.config
+    oracle = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
+            rms_norm_eps=config.rms_eps, tie_word_embeddings=True, max_position_embeddings=config.max_context,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        )
+    )  # fmt: skip
+    names = {f"model.{name}": opened.tensor(name) for name in config.weight_names()}
+    oracle.load_state_dict(names, strict=False)
+    oracle.tie_weights()
+    tokens = [(7919 * i + 13) % config.vocab_size for i in range(48)]
+    with torch.no_grad():
+        expected = oracle(torch.tensor([tokens])).logits[0]
+    model = Decoder.load(opened)
+    logits = whole(model, tokens).logits
+    assert (logits - expected).abs().max() < 1e-3
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    kv, blocks = new_kv(config), shuffled_blocks(1)[0]
+    steps = [model.forward(batch_of([Rows([token], blocks, i)]), kv).logits for i, token in enumerate(tokens)]
+    assert torch.equal(torch.cat(steps), logits)

@@ -1,0 +1,130 @@
+"""`paceline verify` finds nothing where there is nothing to find, and does find a fault that is put in on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from paceline import LLM
+from paceline.cli import verify_distribution as distribution
+from paceline.cli.main import app
+from paceline.cli.verify_equality import MODES, Examination, first_difference
+from paceline.engine import engine
+from paceline.prompts import Prompt
+from paceline.types import Draft, Request, Verdict
+from paceline.verify.accept import accept
+from tests.make_models import tiny_hf, tiny_tokenizer
+
+TEXTS = ("the line the line the line", "who rides in front? who rides", "def ride(line): return")
+KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "tau"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tiny_hf(tmp_path_factory.mktemp("tiny"), "llama")
+    tiny_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def landscape(tiny: str) -> distribution.Landscape:
+    with LLM(tiny) as llm:
+        return distribution.survey(llm)
+
+
+def run_verify(tiny: str, folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    prompts, report = folder / "prompts.txt", folder / "report.json"
+    prompts.write_text("\n".join(TEXTS))
+    flags = ["verify", "--model", tiny, "--prompts", str(prompts), "--json", str(report), "--max-tokens", "12", *arguments]
+    done = CliRunner().invoke(app, flags)
+    return done.exit_code, done.stdout, json.loads(report.read_text()) if report.exists() else {}
+
+
+def test_every_drafter_passes(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution, "NUM_SAMPLES", 400)
+    status, text, report = run_verify(tiny, tmp_path)
+    assert status == 0, text
+    assert set(report) == {"ok", "checks", "distribution"}
+    assert report["ok"] is True
+    assert all(set(check) == KEYS and check["identical"] is True and check["prompts"] == len(TEXTS) for check in report["checks"])
+    ran = {(check["drafter"], check["temperature"], check["batch"]) for check in report["checks"]}
+    drafters = ("ngram", "draft_model", "early_exit", "quantized")
+    assert ran == {(name, mode.temperature, batch) for name in drafters for mode in MODES for batch in (1, 8)}
+    assert [rule["rule"] for rule in report["distribution"]] == list(distribution.RULES)
+    own_draft = [check["tau"] for check in report["checks"] if check["drafter"] == "draft_model"]
+    assert min(own_draft) > 2  # a model that drafts for itself is always right
+    assert "passed" in text
+
+
+def test_a_broken_rule_is_reported_with_its_place(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept_all(request: Request, draft: Draft, logits: torch.Tensor, *rest: Any) -> Verdict:
+        honest = accept(request, draft, logits, *rest)
+        whole = tuple(range(len(draft.tree.tokens))) if draft.tree.is_chain else honest.path
+        return dataclasses.replace(honest, path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1]))
+
+    monkeypatch.setattr(engine, "accept", accept_all)
+    monkeypatch.setattr(distribution, "NUM_SAMPLES", 200)
+    status, text, report = run_verify(tiny, tmp_path, "--methods", "early_exit")
+    assert status == 1
+    assert report["ok"] is False
+    assert not all(check["identical"] for check in report["checks"])
+    assert "plain decoding says" in text
+    assert "prompt 1: token" in " ".join(text.split())
+
+
+def test_a_changed_token_is_found_where_it_is(tiny: str) -> None:
+    prompts = [Prompt(f"p{i}", "x", (text,)) for i, text in enumerate(TEXTS)]
+    examination = Examination(prompts, TEXTS, 10)
+    with LLM(tiny, speculative_config={"method": "ngram"}) as llm:
+        plain = examination.plain(llm, MODES[1])
+        done: list[int] = []
+        assert examination.check(llm, "ngram", MODES[1], 1, plain, done.append).differences == ()
+        assert done == [1, 1, 1]
+        plain[2][4] += 1
+        (found,) = examination.check(llm, "ngram", MODES[1], 8, plain, done.append).differences
+    assert (found.prompt_id, found.position) == ("p2", 4)
+    assert found.plain.startswith(f"{plain[2][4]} ")
+
+
+def test_a_text_that_ends_early_differs_at_its_end() -> None:
+    found = first_difference("p", [1, 2, 3], [1, 2], chr)
+    assert found is not None
+    assert (found.position, found.drafted) == (2, "the end")
+    assert first_difference("p", [1, 2], [1, 2], chr) is None
+
+
+@pytest.mark.parametrize("rule", distribution.RULES)
+def test_each_rule_follows_the_target(landscape: distribution.Landscape, rule: str) -> None:
+    assert distribution.check_rule(rule, landscape, 600).is_ok
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "siblings"])
+def test_a_rule_that_keeps_all_is_caught(landscape: distribution.Landscape, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep_first(request: Request, draft: Draft, logits: torch.Tensor) -> Verdict:
+        path = (*request.output, *draft.tree.tokens[1:2])
+        if draft.num_drafted == 0 or path not in landscape.target:
+            return accept(request, draft, logits)
+        return Verdict((0, 1), (draft.tree.tokens[1], int(logits[1].argmax())), draft.num_drafted)
+
+    monkeypatch.setattr(distribution, "accept", keep_first)
+    assert not distribution.check_rule(rule, landscape, 600).is_ok
+
+
+def test_exact_probabilities_are_a_distribution(landscape: distribution.Landscape) -> None:
+    exact = distribution.exact_probabilities(landscape)
+    assert len(exact) == distribution.WIDTH**distribution.DEPTH
+    assert sum(exact.values()) == pytest.approx(1.0)
+
+
+def test_chi_square_is_the_known_one() -> None:
+    exact = {(0,): 0.5, (1,): 0.5}
+    # (60 - 50)² / 50 twice is 4 with one degree of freedom, whose p-value is 0.0455.
+    assert distribution.chi_square(Counter({(0,): 60, (1,): 40}), exact, 100) == pytest.approx(0.0455, abs=1e-4)
+    assert distribution.chi_square(Counter({(2,): 1}), exact, 1) == 0.0
