@@ -49,7 +49,7 @@ def tiny(family: str, **overrides: Any) -> tuple[Loaded, torch.Tensor]:
 
 @cache
 def decoder(family: str, kernels: str = "exact", bits: int | None = None) -> Decoder:
-    return Decoder.load(tiny(family)[0], kernels=kernels, bits=bits, group=32)  # type: ignore[arg-type]
+    return Decoder.load(tiny(family)[0], kernels=kernels, bits=bits, group=32)
 
 
 def whole(model: Decoder, tokens: list[int], **options: Any) -> Any:
@@ -107,6 +107,14 @@ def test_bits_of_a_tree_node_are_those_of_its_path_alone(family: str, trees: lis
                 path.append(request.tokens[above])
                 above = request.parents[above]  # type: ignore[index]
             assert torch.equal(next(logits), whole(model, TOKENS[r : r + prefixes[r]] + path[::-1]).logits[-1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+def test_a_fused_layer_is_its_kernels_one_by_one(family: str, num_tokens: int) -> None:
+    fused = decoder(family)
+    single = Decoder(fused.config, fused.kernels._replace(fuse=None), fused.embedding, fused.layers, fused.norm, fused.head)
+    assert torch.equal(whole(fused, TOKENS[:num_tokens]).logits, whole(single, TOKENS[:num_tokens]).logits)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

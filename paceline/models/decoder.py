@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch.nn import functional
@@ -21,7 +21,6 @@ from paceline.models.linear import ExactLinear, Linear, TorchLinear
 from paceline.models.rope import RotaryTables, rotary_tables
 from paceline.types import Batch, Output
 
-KernelKind = Literal["exact", "torch"]
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
 
@@ -105,7 +104,7 @@ class Decoder:
         cls,
         checkpoint: Checkpoint,
         *,
-        kernels: KernelKind = "exact",
+        kernels: str = "exact",  # or "torch"
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         bits: int | None = None,

@@ -1,0 +1,32 @@
+"""Shared models: a tiny one written to disk with a trained tokenizer, and the default model, fetched once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.llm import LLM
+from tests.make_models import tiny_hf, tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama folder as users have them: config.json, model.safetensors, tokenizer.json, a chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_hf(folder, "llama")
+    tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_folder), progress=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Iterator[LLM]:
+    with LLM(progress=False) as llm:
+        yield llm

@@ -1,0 +1,287 @@
+"""The API as a user meets it: text in, text out, on a tiny model with a real tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import LLM, ConfigError, GrammarError, ModelFileError, ModelNotFound, PacelineError, RequestError, SamplingParams, StructuredOutputs
+
+PROMPT = "In a paceline, cyclists ride one behind the other. In a paceline,"
+METHODS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "early_exit": {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 3},
+    "quantized": {"method": "quantized", "bits": 8},
+    "draft_model": {"method": "draft_model"},
+}
+
+
+@pytest.fixture(scope="module")
+def llms(tiny_folder: Path) -> dict[str, LLM]:
+    made = {}
+    for name, config in METHODS.items():
+        options = {**config, "model": str(tiny_folder)} if name == "draft_model" and config else config
+        made[name] = LLM(str(tiny_folder), speculative_config=options, progress=False)
+    return made
+
+
+def all_texts(llms: dict[str, LLM], params: SamplingParams, prompt: Any = PROMPT) -> dict[str, Any]:
+    results = {name: llm.generate(prompt, params)[0] for name, llm in llms.items()}
+    for llm in llms.values():
+        llm.engine.check()
+        assert llm.engine.runner.kv.pool.num_used == 0
+    return results
+
+
+def only(results: dict[str, Any]) -> Any:
+    """The one answer all methods gave."""
+    first = results["plain"]
+    for name, result in results.items():
+        assert [(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in result.outputs] == [
+            (o.token_ids, o.text, o.finish_reason, o.logprobs) for o in first.outputs
+        ], name
+    return first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_all_methods_say_the_same(llms: dict[str, LLM], temperature: float) -> None:
+    results = all_texts(llms, SamplingParams(temperature=temperature, seed=4, max_tokens=40, logprobs=2, ignore_eos=True))
+    answer = only(results)
+    assert len(answer.token_ids) == 40 and answer.finish_reason == "length"
+    assert results["draft_model"].stats.alpha == 1.0
+    assert results["draft_model"].stats.tau > 4
+
+
+def test_n_completions_differ_and_the_first_is_that_of_n_1(llms: dict[str, LLM]) -> None:
+    many = only(all_texts(llms, SamplingParams(n=4, seed=9, max_tokens=16, ignore_eos=True)))
+    one = llms["plain"].generate(PROMPT, SamplingParams(seed=9, max_tokens=16, ignore_eos=True))[0]
+    assert many.outputs[0].token_ids == one.token_ids
+    assert len({tuple(o.token_ids) for o in many.outputs}) == 4
+
+
+def test_stop_strings_end_the_text_inside_an_accepted_draft(llms: dict[str, LLM]) -> None:
+    free = llms["plain"].generate(PROMPT, SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True))[0]
+    ends_inside_a_draft = 0
+    for start in range(4, 40, 3):
+        stop = free.text[start : start + 3]
+        results = all_texts(llms, SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True, stop=stop))
+        answer = only(results)
+        assert answer.finish_reason == "stop" and answer.text == free.text[: free.text.index(stop)]
+        assert free.token_ids[: len(answer.token_ids)] == answer.token_ids
+        stats = results["draft_model"].stats
+        ends_inside_a_draft += stats.num_own < stats.num_steps
+        kept = llms["ngram"].generate(PROMPT, SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True, stop=stop, include_stop_str_in_output=True))
+        assert kept[0].text == answer.text + stop
+    assert ends_inside_a_draft > 0
+
+
+def test_stop_ids_bad_words_and_min_tokens(llms: dict[str, LLM]) -> None:
+    free = only(all_texts(llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True)))
+    token = free.token_ids[7]
+    first = free.token_ids.index(token)
+    stopped = only(all_texts(llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, stop_token_ids=[token])))
+    assert stopped.token_ids == free.token_ids[: first + 1] and stopped.finish_reason == "stop"
+    later = only(all_texts(llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, stop_token_ids=[token], min_tokens=12)))
+    assert len(later.token_ids) >= 12 and token not in later.token_ids[:12]
+    word = llms["plain"].tokenizer.token_text(free.token_ids[3])
+    clean = only(all_texts(llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, bad_words=[word])))
+    assert llms["plain"].tokenizer.encode(word, add_special=False)[0] not in clean.token_ids or len(llms["plain"].tokenizer.encode(word, add_special=False)) > 1
+
+
+STRUCTURES = {
+    "json": StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "yy"]}}, "required": ["a", "b"]}),
+    "regex": StructuredOutputs(regex=r"[a-c]{3,6}-\d{2}"),
+    "choice": StructuredOutputs(choice=["the rider", "the line", "rest"]),
+    "grammar": StructuredOutputs(grammar='start: pair ("," pair)? \npair: ("up" | "down") " " /[0-9]/'),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_structured_output_with_every_method(llms: dict[str, LLM], kind: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=400, structured_outputs=STRUCTURES[kind])
+    answer = only(all_texts(llms, params))
+    assert answer.finish_reason == "stop"
+    if kind == "json":
+        value = json.loads(answer.text)
+        assert isinstance(value["a"], int) and value["b"] in ("x", "yy")
+    elif kind == "regex":
+        assert re.fullmatch(r"[a-c]{3,6}-\d{2}", answer.text)
+    elif kind == "choice":
+        assert answer.text in ("the rider", "the line", "rest")
+    else:
+        assert re.fullmatch(r"(up|down) \d(,(up|down) \d)?", answer.text)
+
+
+def test_unseeded_structured_output_ends_well(llms: dict[str, LLM]) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=60, structured_outputs=STRUCTURES["regex"], n=6)
+    for name, llm in llms.items():
+        for output in llm.generate(PROMPT, params)[0].outputs:
+            assert re.fullmatch(r"[a-c]{3,6}-\d{2}", output.text), name
+
+
+def test_a_stream_is_the_text_in_pieces(llms: dict[str, LLM]) -> None:
+    params = SamplingParams(temperature=0.7, seed=6, max_tokens=30, ignore_eos=True)
+    for name, llm in llms.items():
+        chunks = list(llm.stream(PROMPT, params))
+        whole = llm.generate(PROMPT, params)[0]
+        assert "".join(c.text for c in chunks) == whole.text
+        assert [t.id for c in chunks for t in c.tokens] == whole.token_ids
+        assert chunks[-1].result is not None and chunks[-1].result.text == whole.text
+        sources = {t.source for c in chunks for t in c.tokens}
+        assert sources <= {None, name}
+        assert sum(t.source is not None for c in chunks for t in c.tokens) == whole.stats.num_accepted
+
+
+def test_streams_may_be_interleaved_and_dropped(tiny: LLM) -> None:
+    params = SamplingParams(temperature=0.7, seed=6, max_tokens=20, ignore_eos=True)
+    one, two, three = (tiny.stream(PROMPT + " a" * i, params) for i in range(3))
+    firsts = [next(one), next(two), next(three)]
+    two.close()
+    rest = [*one]
+    assert firsts[0].text + "".join(c.text for c in rest) == tiny.generate(PROMPT, params)[0].text
+    three.close()
+    assert tiny.engine.runner.kv.pool.num_used == 0 and not tiny.engine.has_work
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone(llms: dict[str, LLM]) -> None:
+    prompts = [PROMPT[:n] for n in range(5, 60, 4)]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=10 + i) for i in range(len(prompts))]
+    for llm in llms.values():
+        together = llm.generate(prompts, params)
+        assert [r.token_ids for r in together] == [llm.generate(p, s)[0].token_ids for p, s in zip(prompts, params, strict=True)]
+
+
+def test_chat_uses_the_template(tiny: LLM) -> None:
+    messages = [{"role": "user", "content": "faster together?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    answer = tiny.chat(messages, params)[0]
+    assert answer.token_ids == tiny.generate("<|im_start|>user\nfaster together?<|im_end|>\n<|im_start|>assistant\n", params)[0].token_ids
+    assert [r.token_ids for r in tiny.chat([messages, messages], params)] == [answer.token_ids] * 2
+
+
+def test_one_impossible_request_does_not_take_the_others_with_it(tiny: LLM) -> None:
+    impossible = SamplingParams(max_tokens=5, allowed_token_ids=[40], bad_words=[tiny.tokenizer.token_text(40)])
+    results = tiny.generate(["a b", "a b"], [impossible, SamplingParams(max_tokens=5, ignore_eos=True)])
+    assert results[0].finish_reason == "error" and "relax" in str(results[0].outputs[0].error)
+    assert len(results[1].token_ids) == 5
+    with pytest.raises(GrammarError, match="leave no token"):
+        tiny.generate("a b", impossible)
+
+
+BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": -3}, "max_tokens is -3"),
+    ({"temperature": float("nan")}, "temperature is nan"),
+    ({"temperature": -0.1}, "temperature is -0.1"),
+    ({"top_p": 0.0}, "top_p is 0.0"),
+    ({"top_p": 1.1}, "top_p is 1.1"),
+    ({"top_k": -2}, "top_k is -2"),
+    ({"min_p": 2}, "min_p is 2"),
+    ({"n": 0}, "n is 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ({"presence_penalty": 3}, "presence_penalty is 3"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens is 9"),
+    ({"stop": [""]}, "stop is"),
+    ({"logit_bias": {3: float("inf")}}, "logit_bias holds inf"),
+    ({"logit_bias": {"3": 1.0}}, "logit_bias holds '3'"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"bad_words": "word"}, "bad_words is 'word'"),
+    ({"seed": 1.5}, "seed is 1.5"),
+    ({"logprobs": -1}, "logprobs is -1"),
+    ({"structured_outputs": {"jsn": "{}"}}, "no key 'jsn'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_PARAMS, ids=[m for _, m in BAD_PARAMS])
+def test_bad_sampling_parameters_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids", "allowed_token_ids"])
+def test_ids_outside_the_vocabulary_are_named(tiny: LLM, field: str) -> None:
+    value: Any = {999_999: 1.0} if field == "logit_bias" else [999_999]
+    with pytest.raises(ConfigError, match=f"{field} holds token id 999999"):
+        tiny.generate("a", SamplingParams(**{field: value}))
+
+
+def test_bad_prompts_are_named(tiny: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        tiny.generate("")
+    with pytest.raises(RequestError, match="no prompt"):
+        tiny.generate([])
+    with pytest.raises(RequestError, match="empty"):
+        tiny.generate(["a", ""])
+    with pytest.raises(RequestError, match="context holds 512"):
+        tiny.generate("word " * 2000)
+    with pytest.raises(ConfigError, match="prompt holds token id"):
+        tiny.generate([[1, 2, 999_999]])
+    assert not tiny.engine.has_work
+
+
+BAD_GRAMMARS: list[tuple[dict[str, Any], type[PacelineError]]] = [
+    ({"regex": "(unclosed"}, GrammarError),
+    ({"json": '{"type": "nonsense"}'}, GrammarError),
+    ({"json": "{not json"}, GrammarError),
+    ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, GrammarError),
+    ({"grammar": "start: missing_rule"}, GrammarError),
+    ({"choice": []}, ConfigError),
+    ({}, ConfigError),
+    ({"regex": "a", "choice": ["b"]}, ConfigError),
+]
+
+
+@pytest.mark.parametrize(("spec", "kind"), BAD_GRAMMARS, ids=[str(s) for s, _ in BAD_GRAMMARS])
+def test_grammars_that_cannot_be_are_refused(tiny: LLM, spec: dict[str, Any], kind: type[PacelineError]) -> None:
+    with pytest.raises(kind):
+        tiny.generate("a", SamplingParams(structured_outputs=StructuredOutputs(**spec)))
+
+
+BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
+    ({"speculative_config": {"method": "ngrm"}}, "did you mean 'ngram'"),
+    ({"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}}, "did you mean 'prompt_lookup_max'"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "num_speculative_tokens is 0"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 100}, "max_model_len": 64}, "num_speculative_tokens is 100"),
+    ({"speculative_config": {"method": "early_exit", "num_layers": 9}}, "num_layers is 9"),
+    ({"speculative_config": {"method": "quantized", "bits": 3}}, "bits is 3"),
+    ({"speculative_config": {"method": "draft_model"}}, "name the draft model"),
+    ({"speculative_config": "ngram"}, "give a dict"),
+    ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+    ({"max_model_len": 10**9}, "max_model_len is 1000000000"),
+    ({"kv_cache_memory": 100}, "kv_cache_memory is 100"),
+    ({"kv_cache_memory": -1}, "kv_cache_memory is -1"),
+    ({"kv_cache_memory": 1.5}, "kv_cache_memory is 1.5"),
+    ({"kv_cache_memory": 2**17, "max_model_len": 512}, "the KV cache holds"),
+    ({"kernels": "fast"}, "kernels"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_ENGINES, ids=[m for _, m in BAD_ENGINES])
+def test_bad_engine_options_are_named(tiny_folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LLM(str(tiny_folder), progress=False, **options)
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        LLM(str(tiny_folder), speculative_config={"method": "draft_model", "model": "default"}, progress=False)
+
+
+def test_unknown_models_and_wrong_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="nosuchmodel"):
+        LLM("nosuchmodel", progress=False)
+    wrong = tmp_path / "notes.gguf"
+    wrong.write_text("not a model")
+    with pytest.raises(ModelFileError, match="notes.gguf"):
+        LLM(str(wrong), progress=False)
+
+
+def test_kv_memory_is_what_was_asked(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder), kv_cache_memory=2**20, progress=False)
+    assert llm.engine.runner.kv.data.numel() * 4 <= 2**20 < llm.engine.runner.kv.data.numel() * 4 * 1.05

@@ -1,0 +1,84 @@
+"""The scheduler and the block pool under random schedules: the books balance after every step, and nobody's text changes."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.params import SamplingParams
+from paceline.types import Request
+from tests.laws.fakes import Ragged
+from tests.laws.harness import END, engine_with, model, prompts, request_of
+from tests.laws.reference import reference_loop
+
+NUM_STEPS = 2000
+
+
+@settings(max_examples=2, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int) -> None:
+    chance = random.Random(seed)
+    engine = engine_with(chance.choice([{"method": "ngram", "prompt_lookup_min": 1}, {"method": "early_exit"}]), num_blocks=14, max_num_batched_tokens=32)
+    shared = prompts(1, low=40, high=60, seed=seed % 1000)[0]
+    alive: list[Request] = []
+    finished: list[Request] = []
+    for _ in range(NUM_STEPS):
+        if len(alive) < 8 and chance.random() < 0.3:
+            alive += _arrivals(chance, shared)
+            for request in alive:
+                if request.arrival == 0:
+                    engine.add(request)
+        if alive and chance.random() < 0.05:
+            engine.abort(chance.choice(alive))
+            engine.check()
+        engine.step()
+        engine.check()
+        finished += [r for r in alive if r.is_finished]
+        alive = [r for r in alive if not r.is_finished]
+    for request in alive:
+        engine.abort(request)
+    engine.check()
+    assert engine.runner.kv.pool.num_used == 0
+    assert engine.scheduler.num_preemptions > 0
+    for request in chance.sample(finished, min(10, len(finished))):
+        expected = reference_loop(model, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}))
+        assert request.output == expected[: request.num_output]
+
+
+def _arrivals(chance: random.Random, shared: list[int]) -> list[Request]:
+    """A request, or a few that share its prompt; prompts share beginnings."""
+    prompt = shared[: chance.randint(1, len(shared))] + [chance.randint(8, 40) for _ in range(chance.randint(0, 20))]
+    count = chance.choice([1, 1, 3])
+    params = SamplingParams(temperature=chance.choice([0.0, 1.0]), seed=chance.randint(0, 99), max_tokens=chance.randint(1, 60), n=count)
+    leader = request_of(prompt, params, priority=chance.randint(0, 2))
+    return [leader, *(request_of(prompt, params, seed=i, leader=leader, priority=leader.priority) for i in range(1, count))]
+
+
+def test_little_of_the_kv_memory_is_wasted() -> None:
+    """Mixed lengths, drafts in flight: between steps a request wastes at most the end of its last block."""
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    lengths = [40, 150, 390, 520, 270, 660, 185, 480]
+    engine = engine_with(Ragged(), num_blocks=240, max_num_batched_tokens=512)
+    for i, length in enumerate(lengths):
+        engine.add(request_of(prompts(1, low=length, high=length, seed=i)[0], params))
+    seen = []
+    for _ in range(40):
+        engine.step()
+        seen.append(engine.runner.kv.waste([r.cache for r in engine.scheduler.running]))
+    waste = sum(seen) / len(seen)
+    print(f"KV waste at mixed lengths: mean {waste:.1%}, worst {max(seen):.1%}")
+    assert waste < 0.04
+
+
+def test_a_request_that_fills_the_whole_cache_still_finishes() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    engine = engine_with(Ragged(), num_blocks=4, max_num_batched_tokens=16)
+    request = request_of(prompts(1, low=20, high=20)[0], params)
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert request.num_tokens == 64
+    assert request.finish_reason == "length"
