@@ -20,7 +20,7 @@ from paceline.proposers.base import Surroundings
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, kv_size
 from paceline.runtime.runner import Runner
 
-SPARE = 0.25  # of the free memory, at most, for the KV cache when nothing is said
+SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
 
 
 class Built(NamedTuple):

@@ -22,7 +22,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            require(isinstance(getattr(self, name), int) and getattr(self, name) >= 1, name, getattr(self, name), "use a whole number, 1 or more")
+            require(
+                isinstance(getattr(self, name), int) and getattr(self, name) >= 1,
+                name,
+                getattr(self, name),
+                "use a whole number, 1 or more",
+            )
         require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",

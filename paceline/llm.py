@@ -15,7 +15,7 @@ from paceline.intake import Intake
 from paceline.loaders.detokenize import Detokenizer
 from paceline.params import SamplingParams
 from paceline.results import Chunk, Completion, Result, Token
-from paceline.types import FinishReason, Request
+from paceline.types import Request
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -164,7 +164,8 @@ class LLM:
 
     def _completion(self, request: Request, index: int) -> Completion:
         detokenizer = request.text_stop
-        assert isinstance(detokenizer, Detokenizer) and request.finish_reason is not None
+        assert isinstance(detokenizer, Detokenizer)
+        assert request.finish_reason is not None
         detokenizer.finish()
         emissions = self._inboxes[request.id].emissions
         return Completion(

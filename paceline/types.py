@@ -117,7 +117,9 @@ class Draft:
 
     tree: Tree
     source: str = ""  # who proposed it: statistics and colours
-    q: dict[int, torch.Tensor] | None = None  # node -> [vocab] float64 probabilities its children were sampled from, in order, without replacement
+    q: dict[int, torch.Tensor] | None = (
+        None  # node -> [vocab] float64 probabilities its children were sampled from, in order, without replacement
+    )
 
     @property
     def num_drafted(self) -> int:

@@ -10,7 +10,8 @@ from paceline.runtime.block_pool import BlockPool, block_names, chain_hash
 def test_blocks_are_held_by_counts_and_come_back() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(3)
-    assert blocks is not None and pool.allocate(2) is None
+    assert blocks is not None
+    assert pool.allocate(2) is None
     pool.hold(blocks[0])
     pool.release(blocks)
     assert (pool.num_used, pool.num_free) == (1, 3)
@@ -28,7 +29,8 @@ def test_a_freed_block_is_found_by_name_until_it_is_needed() -> None:
     pool.hold(first)
     pool.release([first])
     (other,) = pool.allocate(1) or []  # the unnamed one goes first
-    assert other != first and pool.find(b"a") == first
+    assert other != first
+    assert pool.find(b"a") == first
     assert pool.allocate(1) == [first]
     assert pool.find(b"a") is None
 
@@ -47,7 +49,9 @@ def test_the_least_recently_used_name_is_forgotten_first() -> None:
 def test_names_depend_on_everything_before() -> None:
     one = block_names(list(range(33)), 16)
     two = block_names([99, *range(1, 33)], 16)
-    assert len(one) == 2 and one[0] != two[0] and one[1] != two[1]
+    assert len(one) == 2
+    assert one[0] != two[0]
+    assert one[1] != two[1]
     assert block_names(list(range(33)), 16, one[:1]) == one
     assert chain_hash(b"", [1, 2]) != chain_hash(b"", [2, 1])
 

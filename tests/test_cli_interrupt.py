@@ -107,7 +107,8 @@ def test_interrupted_chat_goes_on_with_the_session(terminal: Terminal) -> None:
     assert len(said.strip()) >= 20
     terminal.read_until("> ")
     terminal.type("/stats\n")
-    terminal.read_until("1 answers")
+    terminal.read_until("1 answers (1 stopped)")
+    terminal.read_until("> ")
     terminal.type("\x03")  # at the prompt it leaves nothing but a hint
     terminal.read_until("Ctrl-D leaves")
     terminal.type("/exit\n")

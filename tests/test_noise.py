@@ -35,7 +35,6 @@ def test_streams_differ_in_every_part_of_the_key() -> None:
         uniform(1, 3, Purpose.TARGET, ids),
         uniform(1, 2, Purpose.DRAFT, ids),
         uniform(1, 2, Purpose.TARGET, ids, round=1),
-        uniform(1, 2, Purpose.TARGET, ids, stream=1),
     ]
     assert all((base != other).all() for other in others)
 

@@ -20,7 +20,9 @@ NUM_STEPS = 2000
 @given(st.integers(0, 2**32))
 def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int) -> None:
     chance = random.Random(seed)
-    engine = engine_with(chance.choice([{"method": "ngram", "prompt_lookup_min": 1}, {"method": "early_exit"}]), num_blocks=14, max_num_batched_tokens=32)
+    engine = engine_with(
+        chance.choice([{"method": "ngram", "prompt_lookup_min": 1}, {"method": "early_exit"}]), num_blocks=14, max_num_batched_tokens=32
+    )
     shared = prompts(1, low=40, high=60, seed=seed % 1000)[0]
     alive: list[Request] = []
     finished: list[Request] = []

@@ -20,6 +20,7 @@ from paceline.engine import engine
 from paceline.prompts import Prompt
 from paceline.types import Draft, Request, Verdict
 from paceline.verify.accept import accept
+from paceline.verify.chi_square import chi_square_p_value
 from tests.make_models import tiny_hf, tiny_tokenizer
 
 TEXTS = ("the line the line the line", "who rides in front? who rides", "def ride(line): return")
@@ -126,5 +127,5 @@ def test_exact_probabilities_are_a_distribution(landscape: distribution.Landscap
 def test_chi_square_is_the_known_one() -> None:
     exact = {(0,): 0.5, (1,): 0.5}
     # (60 - 50)² / 50 twice is 4 with one degree of freedom, whose p-value is 0.0455.
-    assert distribution.chi_square(Counter({(0,): 60, (1,): 40}), exact, 100) == pytest.approx(0.0455, abs=1e-4)
-    assert distribution.chi_square(Counter({(2,): 1}), exact, 1) == 0.0
+    assert chi_square_p_value(Counter({(0,): 60, (1,): 40}), exact) == pytest.approx(0.0455, abs=1e-4)
+    assert chi_square_p_value(Counter({(2,): 1}), exact) == 0.0

@@ -19,6 +19,7 @@ import torch
 from paceline.params import SamplingParams
 from paceline.types import Draft, Request
 from paceline.verify.accept import accept
+from paceline.verify.chi_square import chi_square_p_value
 from paceline.verify.noise import Purpose
 from paceline.verify.sampling import guess, noise_of, probabilities, warped
 from paceline.verify.tree import Tree
@@ -163,7 +164,7 @@ def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
     """Sample with drafts, count, and compare with the exact probabilities."""
     first = list(RULES).index(rule) * num_samples  # no two rules share noise, so their p-values are independent
     counts = Counter(_sample(rule, landscape, seed) for seed in range(first, first + num_samples))
-    return RuleResult(rule, chi_square(counts, exact_probabilities(landscape), num_samples))
+    return RuleResult(rule, chi_square_p_value(counts, exact_probabilities(landscape)))
 
 
 def _sample(rule: str, landscape: Landscape, seed: int) -> Path:
@@ -185,16 +186,3 @@ def exact_probabilities(landscape: Landscape) -> dict[Path, float]:
         rows = {path: probabilities(params, landscape.target[path]) for path in found}
         found = {(*path, int(t)): found[path] * float(row[t]) for path, row in rows.items() for t in row.nonzero()[:, 0]}
     return found
-
-
-def chi_square(counts: Counter[Path], exact: dict[Path, float], num_samples: int) -> float:
-    """The p-value: how often a faithful sampler would be at least this far off. Rare texts share one cell."""
-    if not set(counts) <= set(exact):
-        return 0.0  # a text that the target cannot write
-    rare = {path for path, probability in exact.items() if probability * num_samples < 5}
-    cells = [(counts[path], probability * num_samples) for path, probability in exact.items() if path not in rare]
-    if rare:
-        cells.append((sum(counts[path] for path in rare), sum(exact[path] for path in rare) * num_samples))
-    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
-    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))

@@ -47,7 +47,9 @@ class Engine:
         """Refuse what could never run, before anything is queued."""
         limit = self.config.max_model_len
         if request.num_tokens >= limit:
-            raise RequestError(f"the prompt has {request.num_tokens:,} tokens and the context holds {limit:,}; shorten it to at most {limit - 1:,}")
+            raise RequestError(
+                f"the prompt has {request.num_tokens:,} tokens and the context holds {limit:,}; shorten it to at most {limit - 1:,}"
+            )
 
     def add(self, request: Request) -> None:
         self.check_fits(request)

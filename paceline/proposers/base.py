@@ -25,7 +25,9 @@ class Surroundings:
     runner: Runner
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
-    load_model: Callable[..., tuple[Checkpoint, Tokenizer, Runner]]  # (model, bits=None): another model with a KV cache as long as the target's
+    load_model: Callable[
+        ..., tuple[Checkpoint, Tokenizer, Runner]
+    ]  # (model, bits=None): another model with a KV cache as long as the target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,12 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
-        require(isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= 128, "num_speculative_tokens", k, "use a whole number from 1 to 128")
+        require(
+            isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= 128,
+            "num_speculative_tokens",
+            k,
+            "use a whole number from 1 to 128",
+        )
 
 
 def empty(request: Request, source: str = "") -> Draft:

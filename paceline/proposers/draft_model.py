@@ -26,7 +26,12 @@ class DraftModelConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
-        require(bool(self.model) and isinstance(self.model, str), "model", self.model, "name the draft model: a path, 'default' or a Hugging Face name")
+        require(
+            bool(self.model) and isinstance(self.model, str),
+            "model",
+            self.model,
+            "name the draft model: a path, 'default' or a Hugging Face name",
+        )
 
 
 @dataclass(slots=True)
@@ -52,7 +57,9 @@ class DraftModel:
         _, tokenizer, runner = surroundings.load_model(self.config.model)
         difference = surroundings.tokenizer.same_as(tokenizer) if surroundings.tokenizer else None
         if difference:
-            raise ConfigError(f"draft model {self.config.model!r} has another tokenizer than the target ({difference}); use a draft of the same family")
+            raise ConfigError(
+                f"draft model {self.config.model!r} has another tokenizer than the target ({difference}); use a draft of the same family"
+            )
         return runner
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:

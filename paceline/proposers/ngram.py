@@ -25,7 +25,9 @@ class NgramConfig(DrafterConfig):
         DrafterConfig.__post_init__(self)
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         require(isinstance(high, int) and 1 <= high <= 64, "prompt_lookup_max", high, "use a whole number from 1 to 64")
-        require(isinstance(low, int) and 1 <= low <= high, "prompt_lookup_min", low, f"use a whole number from 1 to prompt_lookup_max ({high})")
+        require(
+            isinstance(low, int) and 1 <= low <= high, "prompt_lookup_min", low, f"use a whole number from 1 to prompt_lookup_max ({high})"
+        )
 
 
 @dataclass(slots=True)

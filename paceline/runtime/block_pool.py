@@ -90,7 +90,8 @@ class BlockPool:
         assert counts == self._holders, "a block's count differs from the number of sequences that list it"
         assert all((self._holders[b] == 0) == (b in self._free) for b in range(self.num_blocks)), "a block is both held and free"
         assert self.num_free + self.num_used == self.num_blocks
-        assert all(self._hash_of[b] == name for name, b in self._by_hash.items()) and len(self._by_hash) == len(self._hash_of)
+        assert all(self._hash_of[b] == name for name, b in self._by_hash.items())
+        assert len(self._by_hash) == len(self._hash_of)
 
 
 def block_names(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = ()) -> list[bytes]:

@@ -34,7 +34,9 @@ def kv_size(config: ModelConfig, memory: int, dtype: torch.dtype) -> KvSize:
 
 
 class KvCache:
-    def __init__(self, config: ModelConfig, num_blocks: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         # [layers, 2, slots, kv_heads, head_dim]; zeroed pages are mapped on first touch, so unused memory costs nothing
         shape = (config.num_layers, 2, num_blocks * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
@@ -111,7 +113,8 @@ class KvCache:
 
     def fork(self, source: Cached, target: Cached, num_tokens: int) -> None:
         """`target` shares the first `num_tokens` tokens of `source`, the last block too if it is only part full."""
-        assert not target.blocks and num_tokens <= source.num_cached
+        assert not target.blocks
+        assert num_tokens <= source.num_cached
         target.blocks.extend(source.blocks[: -(-num_tokens // BLOCK_SIZE)])
         for block in target.blocks:
             self.pool.hold(block)

@@ -38,22 +38,22 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack([c0, c1, c2, c3], axis=1)
 
 
-def uniform(seed: int, position: int, purpose: Purpose, ids: np.ndarray, round: int = 0, stream: int = 0) -> np.ndarray:
-    """One float64 strictly inside (0, 1) for each id. `stream` keeps apart the nodes of a tree that share a position."""
+def uniform(seed: int, position: int, purpose: Purpose, ids: np.ndarray, round: int = 0) -> np.ndarray:
+    """One float64 strictly inside (0, 1) for each id."""
     ids = ids.astype(np.uint64)
     dense = ids.size * 4 > int(ids.max(initial=0))  # cheaper to make the whole range, four words a counter, and pick
     blocks = np.arange(int(ids.max(initial=0)) // 4 + 1, dtype=np.uint64) if dense else ids // np.uint64(4)
     counter = np.empty((blocks.size, 4), np.uint64)
     counter[:, 0] = blocks
-    counter[:, 1:] = (position & 0xFFFFFFFF, (stream << 8 | int(purpose)) & 0xFFFFFFFF, round & 0xFFFFFFFF)
+    counter[:, 1:] = (position & 0xFFFFFFFF, int(purpose), round & 0xFFFFFFFF)
     words = philox(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
     picked = words.reshape(-1)[ids] if dense else words[np.arange(ids.size), ids % np.uint64(4)]
     return (picked.astype(np.float64) + 0.5) * 2.0**-32
 
 
-def gumbel(seed: int, position: int, purpose: Purpose, ids: np.ndarray, round: int = 0, stream: int = 0) -> np.ndarray:
+def gumbel(seed: int, position: int, purpose: Purpose, ids: np.ndarray, round: int = 0) -> np.ndarray:
     """Standard Gumbel noise for each id: argmax(log p + gumbel) over the ids is a draw from p."""
-    return -np.log(-np.log(uniform(seed, position, purpose, ids, round, stream)))
+    return -np.log(-np.log(uniform(seed, position, purpose, ids, round)))
 
 
 GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))  # no draw exceeds it: tokens further behind the best cannot win

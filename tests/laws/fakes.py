@@ -122,9 +122,8 @@ class SampledTree(Fake):
             else:
                 q[node] = left = probabilities(request.params, logits)
                 picks = []
-                for _ in range(min(2, int((left > 0).sum()))):
-                    # every node its own stretch of positions, so that nodes at one depth do not share noise
-                    picks.append(noise.draw(left.log().numpy(), 10_000 * (node + 1) + request.num_tokens, Purpose.DRAFT))
+                for _ in range(min(2, int((left > 0).sum()))):  # the best two of one noisy row: a sample without replacement
+                    picks.append(noise.draw(left.log().numpy(), request.num_tokens + len(path), Purpose.DRAFT))
                     left = left.clone()
                     left[picks[-1]] = 0
             tokens.extend(picks)

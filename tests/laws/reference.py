@@ -61,7 +61,11 @@ def constrained(
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += np.float32(bias)
     for token in set(text):
-        logits[token] = logits[token] / np.float32(params.repetition_penalty) if logits[token] > 0 else logits[token] * np.float32(params.repetition_penalty)
+        logits[token] = (
+            logits[token] / np.float32(params.repetition_penalty)
+            if logits[token] > 0
+            else logits[token] * np.float32(params.repetition_penalty)
+        )
     for token in set(output):
         logits[token] -= np.float32(params.frequency_penalty * output.count(token) + params.presence_penalty)
     return logits

@@ -12,10 +12,10 @@ import torch
 from paceline.params import SamplingParams
 from paceline.types import Draft, Request
 from paceline.verify.accept import accept
+from paceline.verify.chi_square import chi_square_p_value
 from paceline.verify.noise import Noise, Purpose
 from paceline.verify.sampling import guess
 from paceline.verify.tree import Tree
-from tests.laws.chi_square import chi_square_p_value
 from tests.laws.harness import model, prompts, request_of, run
 from tests.laws.reference import distribution
 from tests.laws.test_engine_laws import make

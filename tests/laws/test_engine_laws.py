@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from typing import Any
 
 import pytest
@@ -50,12 +49,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ends": {"logit_bias": {END: 3.0}},
     "stop_id": {"stop_token_ids": (11, 23), "logit_bias": {11: 3.0}},
     "ignore_eos": {"ignore_eos": True, "logit_bias": {END: 3.0}},
-    "all": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "min_tokens": 3},
+    "all": {
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "min_tokens": 3,
+    },
 }
 
 
 def expected(request: Any) -> list[int]:
-    return reference_loop(model, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}), request.bad_sequences)
+    return reference_loop(
+        model, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}), request.bad_sequences
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
