@@ -149,6 +149,6 @@ class Conversation:
         speed = sum(len(a.token_ids) - a.num_first for a in timed) / seconds if seconds else 0.0
         tau = num_tokens / num_steps if num_steps else 0.0
         console.stderr().print(
-            f"{len(self.answers)} answers ({len(self.answers) - len(done)} stopped), {num_tokens} tokens in {num_steps} steps (τ {tau:.2f}), "
+            f"{len(self.answers)} answers ({len(self.answers) - len(done)} stopped), {num_tokens} tokens, {num_steps} steps (τ {tau:.2f}), "
             f"{accepted} of {drafted} drafted tokens accepted, {speed:.1f} tokens/s"
         )
