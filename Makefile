@@ -1,5 +1,6 @@
 # make demo     install, fetch the default model, show plain and speculative decoding side by side
 # make test     install with the test tools, fetch the default model, run the whole suite
+#               (first what may share the machine, one process a core, then what measures time, alone)
 # make check    ruff and mypy
 # make install  only the environment;  make clean  remove it and every build product
 # PYTHON=... chooses the interpreter (3.11 or newer).
@@ -19,7 +20,8 @@ demo: install
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/paceline models --fetch default > /dev/null
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial' -n auto --dist worksteal
+	@$(BIN)/python -m pytest -m serial -s
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .

@@ -109,6 +109,7 @@ def test_interrupted_chat_goes_on_with_the_session(terminal: Terminal) -> None:
     terminal.type("/stats\n")
     terminal.read_until("1 answers (1 stopped)")
     terminal.read_until("> ")
+    time.sleep(0.5)  # readline shows its prompt a moment before it listens
     terminal.type("\x03")  # at the prompt it leaves nothing but a hint
     terminal.read_until("Ctrl-D leaves")
     terminal.type("/exit\n")

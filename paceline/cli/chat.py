@@ -6,6 +6,7 @@ Invariant: Ctrl-C stops the answer, not the session; what had been said by then 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,11 +50,12 @@ def chat(
       printf 'Hello\\nWhat did I just say?\\n' | paceline chat --temperature 0 --json
     """
     from paceline import LLM, SamplingParams
+    from paceline.cli.streaming import on_interrupt
 
     sampling = options.given(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     config = options.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
-    with LLM(model, speculative_config=config) as llm:
+    with LLM(model, speculative_config=config) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
         conversation = Conversation(llm, params, system, as_json)
         if sys.stdin.isatty():
             console.stderr().print(HELP, style="dim")
@@ -84,10 +86,13 @@ def _lines() -> Iterator[str]:
 
 
 def _ask() -> str:
-    if sys.stdout.isatty():
-        return input("> ")
-    console.write(console.stderr(), "> ")  # stdout is being collected: keep it to the answers
-    return input()
+    from paceline.cli.streaming import on_interrupt
+
+    with on_interrupt(signal.default_int_handler):
+        if sys.stdout.isatty():
+            return input("> ")
+        console.write(console.stderr(), "> ")  # stdout is being collected: keep it to the answers
+        return input()
 
 
 @dataclass(slots=True)

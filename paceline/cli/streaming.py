@@ -83,6 +83,16 @@ def collect(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> Answer:
 
 
 @contextmanager
+def on_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Within, Ctrl-C calls this handler."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def _noting_interrupts() -> Iterator[list[int]]:
     """Ctrl-C is noted in the list; a second one, for the impatient, is raised."""
     noted: list[int] = []
@@ -92,11 +102,8 @@ def _noting_interrupts() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         noted.append(number)
 
-    before = signal.signal(signal.SIGINT, note)
-    try:
+    with on_interrupt(note):
         yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
