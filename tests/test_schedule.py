@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def _arrivals(chance: random.Random, shared: list[int]) -> list[Request]:
     return [leader, *(request_of(prompt, params, seed=i, leader=leader, priority=leader.priority) for i in range(1, count))]
 
 
+@pytest.mark.serial
 def test_little_of_the_kv_memory_is_wasted() -> None:
     """Mixed lengths, drafts in flight: between steps a request wastes at most the end of its last block."""
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

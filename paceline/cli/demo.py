@@ -76,7 +76,7 @@ def _warm_up(llm: LLM, prompt: str | list[int]) -> None:
     """Compile, page the weights in and cache the prompt, so that both runs are timed under the same conditions."""
     from paceline import SamplingParams
 
-    with console.stderr().status("warming up"):
+    with console.stderr().status("warming up (the first time kernels are compiled: about 20 s)"):
         for limit in (0, None):
             llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8, num_speculative_tokens=limit))
 

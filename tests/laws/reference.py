@@ -89,6 +89,8 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def distribution(model: Model, prompt: Sequence[int], output: Sequence[int], params: SamplingParams) -> np.ndarray:
+def distribution(
+    model: Model, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, allowed: Allowed | None = None
+) -> np.ndarray:
     """p(next | prompt, output) after every option."""
-    return softmax(warped(constrained(model([*prompt, *output]), prompt, output, params), params))
+    return softmax(warped(constrained(model([*prompt, *output]), prompt, output, params, allowed=allowed), params))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,15 +12,18 @@ import torch
 
 import paceline.verify.accept as accept_module
 from paceline.params import SamplingParams
+from paceline.proposers.base import chain
 from paceline.types import Draft, Request
 from paceline.verify.accept import accept
 from paceline.verify.noise import Noise, Purpose
 from paceline.verify.sampling import guess, probabilities, processed
 from paceline.verify.tree import Tree
 from tests.laws.chances import enumerate_law
+from tests.laws.grammar import NoEqualRests, allowed_after
 from tests.laws.reference import distribution
 
 VOCAB, PROMPT = 5, [3, 1, 2]
+END = 4  # ends a text where an option says so
 LENGTH = 3  # tokens compared: two drafted and one more
 
 OPTIONS = {
@@ -32,6 +35,9 @@ OPTIONS = {
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7},
     "bias": {"logit_bias": {0: 1.5, 4: -2.0}},
     "allowed": {"allowed_token_ids": (0, 2, 4)},
+    "grammar": {"grammar": True},
+    "end": {"end": True},
+    "grammar, end, penalty": {"grammar": True, "end": True, "frequency_penalty": 1.0, "temperature": 0.8},
     "all": {"temperature": 1.3, "top_k": 4, "top_p": 0.95, "min_p": 0.02, "frequency_penalty": 0.4, "logit_bias": {1: 0.5}},
 }
 
@@ -49,8 +55,12 @@ def table(salt: int) -> Callable[[Sequence[int]], np.ndarray]:
 target, drafter = table(1), table(3)
 
 
-def request_with(options: dict[str, object], seed: int | None = None) -> Request:
-    return Request("r", SamplingParams(seed=seed, **options), list(PROMPT), len(PROMPT), seed or 0)  # type: ignore[arg-type]
+def request_with(options: dict[str, object]) -> Request:
+    sampling = {k: v for k, v in options.items() if k not in ("grammar", "end")}
+    request = Request("r", SamplingParams(**sampling), list(PROMPT), len(PROMPT), seed=0)  # type: ignore[arg-type]
+    request.constraint = NoEqualRests(VOCAB) if "grammar" in options else None
+    request.stop_ids = frozenset({END}) if "end" in options else frozenset()
+    return request
 
 
 def target_logits(request: Request, tree: Tree) -> torch.Tensor:
@@ -58,24 +68,41 @@ def target_logits(request: Request, tree: Tree) -> torch.Tensor:
     return torch.stack([torch.from_numpy(target(c)) for c in contexts])
 
 
+def drafter_logits(request: Request, path: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(drafter([*request.tokens, *path]))
+
+
+@contextmanager
+def grammar_along(request: Request, path: Sequence[int]) -> Iterator[None]:
+    """Within, the request's grammar has read `path`."""
+    steps = [t for t in path if t not in request.stop_ids] if request.constraint else []
+    for token in steps:
+        request.constraint.advance(token)  # type: ignore[union-attr]
+    yield
+    if steps:
+        request.constraint.rollback(len(steps))  # type: ignore[union-attr]
+
+
 def sampled_chain(request: Request, noise: Noise, length: int = 2) -> Draft:
     tokens: list[int] = []
-    q = {}
-    for i in range(length):
-        token, row = guess(request, tokens, torch.from_numpy(drafter([*request.tokens, *tokens])), noise)
-        assert row is not None
-        q[i] = row
+    q: list[torch.Tensor | None] = []
+    while len(tokens) < length and not set(tokens) & request.stop_ids:
+        with grammar_along(request, tokens):
+            token, row = guess(request, tokens, drafter_logits(request, tokens), noise)
+        q.append(row)
         tokens.append(token)
-    return Draft(Tree.chain(request.tokens[-1], tokens), "chain", q)
+    return chain(request, tokens, "chain", q)
 
 
 def sampled_tree(request: Request, noise: Noise) -> Draft:
     """Two children of the root, two of the first child, each pair drawn without replacement."""
     tokens, parents, q = [request.tokens[-1]], [-1], {}
-    for node, path in ((0, []), (1, [1])):
-        context = [tokens[i] for i in path]
-        row = torch.from_numpy(drafter([*request.tokens, *context]))
-        q[node] = probabilities(request.params, processed(request, context, row))
+    for node in (0, 1):
+        path = tokens[1 : node + 1]
+        if set(path) & request.stop_ids:
+            break
+        with grammar_along(request, path):
+            q[node] = probabilities(request.params, processed(request, path, drafter_logits(request, path)))
         left = q[node].clone()
         for _ in range(min(2, int((left > 0).sum()))):
             token = noise.draw(left.log().numpy(), request.num_tokens + len(path), Purpose.DRAFT)
@@ -91,13 +118,33 @@ def fixed_tree(request: Request, noise: Noise) -> Draft:
 
 def fixed_branch_on_sampled_chain(request: Request, noise: Noise) -> Draft:
     """Mixed sources: a sampled child at the root, then candidates nobody sampled."""
-    chain = sampled_chain(request, noise, 1)
-    assert chain.q is not None
-    return Draft(Tree((*chain.tree.tokens, 0, 3), (-1, 0, 1, 1)), "mixed", chain.q)
+    sampled = sampled_chain(request, noise, 1)
+    return Draft(Tree((*sampled.tree.tokens, 0, 3), (-1, 0, 1, 1)), "mixed", sampled.q)
 
 
-def emitted_law(options: dict[str, object], draft_of: Callable[[Request, Noise], Draft]) -> dict[tuple[int, ...], float]:
-    """Exact law of the first LENGTH tokens: one verdict, completed by the target itself."""
+Law = dict[tuple[int, ...], float]  # of texts: LENGTH tokens, or fewer up to an end
+
+
+def is_whole(text: Sequence[int], options: dict[str, object]) -> bool:
+    return len(text) == LENGTH or ("end" in options and bool(text) and text[-1] == END)
+
+
+def targets_law(options: dict[str, object], start: tuple[int, ...] = ()) -> Law:
+    """What the reference says the target writes after `start`."""
+    if is_whole(start, options):
+        return {start: 1.0}
+    allowed = functools.partial(allowed_after, vocab=VOCAB) if "grammar" in options else None
+    p = distribution(target, PROMPT, start, request_with(options).params, allowed)
+    return {
+        text: share * mass
+        for token, share in enumerate(p.tolist())
+        if share > 0
+        for text, mass in targets_law(options, (*start, token)).items()
+    }
+
+
+def emitted_law(options: dict[str, object], draft_of: Callable[[Request, Noise], Draft]) -> Law:
+    """Exact law of the text: one draft and its verdict, completed by the target itself."""
 
     def program(noise: Noise) -> tuple[int, ...]:
         request = request_with(options)
@@ -105,27 +152,20 @@ def emitted_law(options: dict[str, object], draft_of: Callable[[Request, Noise],
         verdict = accept(request, draft, target_logits(request, draft.tree), noise)
         assert len(verdict.tokens) == len(verdict.path)
         assert [draft.tree.tokens[n] for n in verdict.path[1:]] == list(verdict.tokens[:-1])
-        return verdict.tokens[:LENGTH]
+        assert request.constraint is None or not request.constraint.output, "the grammar was not rolled back"  # type: ignore[attr-defined]
+        return next(verdict.tokens[:n] for n in range(1, 9) if n == len(verdict.tokens) or is_whole(verdict.tokens[:n], options))
 
-    law: dict[tuple[int, ...], float] = {}
-    for tokens, mass in enumerate_law(program).items():
-        assert isinstance(tokens, tuple)
-        for rest in itertools.product(range(VOCAB), repeat=LENGTH - len(tokens)):
-            law[(*tokens, *rest)] = law.get((*tokens, *rest), 0.0) + mass * continuation(options, tokens, rest)
+    law: Law = {}
+    for emitted, mass in enumerate_law(program).items():
+        assert isinstance(emitted, tuple)
+        for text, share in targets_law(options, emitted).items():
+            law[text] = law.get(text, 0.0) + mass * share
     return law
 
 
-def continuation(options: dict[str, object], tokens: Sequence[int], rest: Sequence[int]) -> float:
-    params, output, mass = request_with(options).params, list(tokens), 1.0
-    for token in rest:
-        mass *= float(distribution(target, PROMPT, output, params)[token])
-        output.append(token)
-    return mass
-
-
-def largest_error(law: dict[tuple[int, ...], float], options: dict[str, object]) -> float:
-    sequences = itertools.product(range(VOCAB), repeat=LENGTH)
-    return max(abs(law.get(s, 0.0) - continuation(options, (), s)) for s in sequences)
+def largest_error(law: Law, options: dict[str, object]) -> float:
+    exact = targets_law(options)
+    return max(abs(law.get(text, 0.0) - exact.get(text, 0.0)) for text in law.keys() | exact.keys())
 
 
 DRAFTS = {

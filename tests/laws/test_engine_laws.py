@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from paceline.engine.engine import Engine
 from paceline.params import SamplingParams
 from paceline.proposers.registry import DRAFTERS
 from tests.laws.fakes import FAKES
-from tests.laws.harness import END, engine_with, model, prompts, request_of, run
+from tests.laws.grammar import NoEqualRests, allowed_after
+from tests.laws.harness import END, VOCAB, engine_with, model, prompts, request_of, run
 from tests.laws.reference import reference_loop
 
 # Every drafter of the registry runs here; a new one needs a line, and the test below says so.
@@ -20,6 +22,7 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "draft_model_twin": {"method": "draft_model", "model": "0"},
     "early_exit": {"method": "early_exit", "num_layers": 2},
     "quantized": {"method": "quantized", "bits": 4},
+    "draft_model_padded": {"method": "draft_model", "model": "2"},
     "quantized_int8": {"method": "quantized", "bits": 8},
 }
 DRAFTER_NAMES = [None, *REGISTERED, *FAKES]
@@ -89,6 +92,18 @@ def test_every_option_with_every_drafter(options: dict[str, Any], temperature: f
         requests = [request_of(p, params, seed=i, bad_sequences=bad) for i, p in enumerate(prompts(2, high=20, seed=2))]
         run(make(drafter), requests)
         assert [r.output for r in requests] == [expected(r) for r in requests], drafter
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
+def test_a_grammar_holds_on_every_path(drafter: str | None, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=2, max_tokens=16, frequency_penalty=0.5)
+    requests = [request_of(p, params, seed=i, constraint=NoEqualRests(VOCAB)) for i, p in enumerate(prompts(3, seed=5))]
+    run(make(drafter), requests)
+    allowed = functools.partial(allowed_after, vocab=VOCAB)
+    assert [r.output for r in requests] == [
+        reference_loop(model, r.tokens[: r.num_prompt], params, r.seed, frozenset({END}), allowed=allowed) for r in requests
+    ]
 
 
 @pytest.mark.parametrize("drafter", DRAFTER_NAMES)
