@@ -20,7 +20,7 @@ demo: install
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/paceline models --fetch default > /dev/null
-	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial' -n auto --dist worksteal
+	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial' -n auto --dist worksteal --durations=10
 	@$(BIN)/python -m pytest -m serial -s
 
 check: $(VENV)/.installed-dev

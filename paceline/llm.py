@@ -15,7 +15,7 @@ from paceline.intake import Intake
 from paceline.loaders.detokenize import Detokenizer
 from paceline.params import SamplingParams
 from paceline.results import Chunk, Completion, Result, Token
-from paceline.types import Request
+from paceline.types import FinishReason, Request
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -72,10 +72,21 @@ class LLM:
             for inbox in list(self._inboxes.values()):
                 self._drop(inbox.request)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Result]:
-        """Complete raw prompts (text or token ids), all of them together. A failed request carries its error; alone, it raises."""
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[Result]:
+        """Complete raw prompts (text or token ids), all of them together. A failed request carries its error; alone, it raises.
+
+        priority: one number a prompt; lower runs first.
+        """
         many = _as_list(prompts)
-        groups = [self._requests(p, s) for p, s in zip(many, _per_prompt(params, len(many)), strict=True)]
+        ranks = priority if priority is not None else [0] * len(many)
+        if len(ranks) != len(many):
+            raise ConfigError(f"there are {len(ranks)} priorities for {len(many)} prompts; give one for each")
+        groups = [self._requests(*fields) for fields in zip(many, _per_prompt(params, len(many)), ranks, strict=True)]
         return self._run(many, groups)
 
     def chat(
@@ -98,11 +109,11 @@ class LLM:
         """Answer a conversation piece by piece."""
         return self.stream(self.tokenizer.encode_chat(messages), params)
 
-    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+    def _requests(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
-        requests = self._intake.requests(tokens, params)
+        requests = self._intake.requests(tokens, params, priority)
         self.engine.check_fits(requests[0])
         return requests
 
@@ -113,6 +124,8 @@ class LLM:
             for request in flat:
                 while not request.is_finished:
                     self._pump()
+            if any(r.finish_reason is FinishReason.ABORT for r in flat):
+                raise RequestError("the LLM was closed while it was generating; make a new one")
             results = [_result(p, [self._completion(r, i) for i, r in enumerate(g)], g[0]) for p, g in zip(prompts, groups, strict=True)]
         finally:
             for request in flat:
@@ -125,6 +138,7 @@ class LLM:
     def _stream(self, prompt: Prompt, request: Request) -> Iterator[Chunk]:
         self._add([request])
         inbox, seen = self._inboxes[request.id], 0
+        tokens: tuple[Token, ...] = ()
         detokenizer = request.text_stop
         assert isinstance(detokenizer, Detokenizer)
         try:
@@ -139,6 +153,8 @@ class LLM:
                 yield Chunk(detokenizer.take(), tokens)
             if request.error is not None:
                 raise request.error
+            if request.finish_reason is FinishReason.ABORT:
+                return  # the LLM was closed under it
             result = _result(prompt, [self._completion(request, 0)], request)
             yield Chunk(detokenizer.take(), tokens, request.finish_reason, result)
         finally:

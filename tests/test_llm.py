@@ -187,6 +187,23 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(llms: dict[str, LLM]) -> N
         assert [r.token_ids for r in together] == [llm.generate(p, s)[0].token_ids for p, s in zip(prompts, params, strict=True)]
 
 
+def test_closing_ends_what_is_running(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder), progress=False)
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    llm.close()
+    assert list(stream) == []
+    assert llm.engine.runner.kv.pool.num_used == 0
+
+
+def test_priorities_are_one_a_prompt(tiny: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    plain = [r.token_ids for r in tiny.generate(["a", "b c"], params)]
+    assert [r.token_ids for r in tiny.generate(["a", "b c"], params, priority=[5, 1])] == plain
+    with pytest.raises(ConfigError, match="1 priorities for 2 prompts"):
+        tiny.generate(["a", "b c"], params, priority=[5])
+
+
 def test_chat_uses_the_template(tiny: LLM) -> None:
     messages = [{"role": "user", "content": "faster together?"}]
     params = SamplingParams(temperature=0.0, max_tokens=8)

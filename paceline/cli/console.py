@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def stdout() -> Console:
+def stdout(is_recorded: bool = False) -> Console:
+    """A recorded console can be saved as a picture."""
     from rich.console import Console
 
-    return Console(highlight=False)
+    return Console(highlight=False, record=is_recorded)
 
 
 def stderr() -> Console:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +31,7 @@ def demo(
     prompt: Annotated[str, typer.Option(help="Your own text, or the number of a shipped prompt.")] = DEFAULT_PROMPT,
     max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="Above 0 both runs use the same seed.")] = 0.0,
+    svg: Annotated[Path | None, typer.Option(help="Also save what is shown as a picture.")] = None,
 ) -> None:
     """Show plain and speculative decoding of one prompt side by side.
 
@@ -42,6 +44,8 @@ def demo(
     from paceline import LLM, SamplingParams
     from paceline.cli.streaming import as_prompt
 
+    if svg is not None and not svg.absolute().parent.is_dir():
+        raise ConfigError(f"--svg {svg}: there is no folder {svg.absolute().parent}; make it first")
     config = options.speculative_config(None, method, num_speculative_tokens, draft_model)
     if config is None:
         raise ConfigError(f"--method is {method}, so there is nothing to compare; use ngram, draft_model, early_exit or quantized")
@@ -52,11 +56,15 @@ def demo(
     with LLM(model, speculative_config=config) as llm:
         prompt_ids = as_prompt(llm, text)
         _warm_up(llm, prompt_ids)
-        screen = console.stdout()
+        screen = console.stdout(is_recorded=svg is not None)
         screen.rule("prompt", style="dim")
         console.write(screen, text + "\n")
         answers = [_run(screen, llm, prompt_ids, name, params) for name, params in (("plain", plain), (config["method"], drafted))]
-    _print_table(screen, config["method"], *answers)
+    is_same = _print_table(screen, config["method"], *answers)
+    if svg is not None:
+        screen.save_svg(str(svg), title="paceline demo")
+    if not is_same:
+        raise typer.Exit(1)
 
 
 def _find_prompt(prompt: str) -> str:
@@ -106,7 +114,7 @@ def _run(screen: Console, llm: LLM, prompt: str | list[int], title: str, params:
     return answer
 
 
-def _print_table(screen: Console, method: str, plain: Answer, drafted: Answer) -> None:
+def _print_table(screen: Console, method: str, plain: Answer, drafted: Answer) -> bool:
     from rich.table import Table
 
     table = Table(title_justify="left")
@@ -122,5 +130,4 @@ def _print_table(screen: Console, method: str, plain: Answer, drafted: Answer) -
         table.add_row(name, f"{answer.tokens_per_second:.1f}", f"{stats.tau:.2f}", alpha, f"{ratio:.2f}x", same)
     screen.print(table)
     console.write(screen, "τ: tokens a step of the target; α: share of drafted tokens accepted; time: decoding alone.\n", style="dim")
-    if not is_same:
-        raise typer.Exit(1)
+    return is_same

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.errors import GrammarError
 from paceline.proposers.base import fit_vocabulary
 from paceline.runtime.runner import Runner
 from paceline.types import Cached, Request, Segment
@@ -49,7 +50,11 @@ def grow(runner: Runner, chains: Sequence[Chain], vocab_size: int, num_layers: i
 
 
 def _extend(chain: Chain, logits: torch.Tensor) -> None:
-    token, q = guess(chain.request, chain.tokens, logits)
+    try:
+        token, q = guess(chain.request, chain.tokens, logits)
+    except GrammarError:  # the drafter's vocabulary holds nothing the request allows here; the target's may
+        chain.budget = len(chain.tokens)
+        return
     chain.tokens.append(token)
     chain.q.append(q)
     chain.pending = [token]

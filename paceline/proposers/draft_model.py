@@ -74,6 +74,8 @@ class DraftModel:
     def _start(self, request: Request, budget: int, batch: Sequence[Request]) -> Chain | None:
         state = self._states.get(request.id) or self._states.setdefault(request.id, self._new_state(request))
         self._rewind(state, request)
+        if max(request.tokens[state.cache.num_cached :]) >= self.runner.config.vocab_size:
+            return None  # the text holds a token that the draft model cannot read
         while not self.runner.kv.reserve(state.cache, request.num_tokens + budget):
             if not self._evict_one(batch):
                 return None  # no memory for this one: the target decodes it plainly

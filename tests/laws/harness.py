@@ -61,12 +61,13 @@ class RandomCheckpoint:
         return torch.randn(shape, generator=generator) * (1.0 if "embed" in name else 0.2)
 
 
-WIDER = replace(CONFIG, vocab_size=VOCAB + 16)  # model 2 pads its vocabulary, as families do
+# Families pad their vocabularies differently: model 2 has more ids than the target, model 3 fewer.
+VOCABULARIES = {2: VOCAB + 16, 3: VOCAB - 16}
 
 
 @functools.cache
 def decoder(seed: int = 0, bits: int | None = None) -> Decoder:
-    return Decoder.load(RandomCheckpoint(WIDER if seed == 2 else CONFIG, seed), bits=bits)
+    return Decoder.load(RandomCheckpoint(replace(CONFIG, vocab_size=VOCABULARIES.get(seed, VOCAB)), seed), bits=bits)
 
 
 def runner(num_blocks: int = 64, seed: int = 0, bits: int | None = None) -> Runner:

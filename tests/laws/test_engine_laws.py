@@ -23,6 +23,7 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "early_exit": {"method": "early_exit", "num_layers": 2},
     "quantized": {"method": "quantized", "bits": 4},
     "draft_model_padded": {"method": "draft_model", "model": "2"},
+    "draft_model_narrow": {"method": "draft_model", "model": "3"},
     "quantized_int8": {"method": "quantized", "bits": 8},
 }
 DRAFTER_NAMES = [None, *REGISTERED, *FAKES]
@@ -48,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 0.9},
     "bias": {"logit_bias": {3: 4.0, 9: -5.0, 12: 2.5}},
     "allowed": {"allowed_token_ids": tuple(range(4, 20))},
+    "allowed_high": {"allowed_token_ids": tuple(range(40, 48))},
     "min_tokens": {"min_tokens": 12, "logit_bias": {END: 6.0}},
     "ends": {"logit_bias": {END: 3.0}},
     "stop_id": {"stop_token_ids": (11, 23), "logit_bias": {11: 3.0}},
