@@ -128,6 +128,13 @@ def test_quantized_decoder_is_close_to_its_reference_and_as_exact(bits: int) -> 
     assert decoder("llama3", "exact", bits).num_bytes < decoder("llama3").num_bytes * (bits + 2) / 32
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_widths_that_are_no_multiple_of_the_group_are_quantized_too(bits: int) -> None:
+    checkpoint = tiny("llama", hidden_size=96, intermediate_size=160, head_dim=16)[0]
+    exact, reference = (whole(Decoder.load(checkpoint, kernels=kernels, bits=bits), TOKENS).logits for kernels in ("exact", "torch"))
+    torch.testing.assert_close(exact, reference, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kernels", ["exact", "torch"])
 def test_early_stop_and_hidden_states(kernels: str) -> None:
     model = decoder("gemma3", kernels)

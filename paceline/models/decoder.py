@@ -6,6 +6,7 @@ are in the pass, whatever the other rows are and however its context was split i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -199,7 +200,9 @@ class _Builder:
         weight = torch.cat([self.tensor(f"{prefix}{name}.weight") for name in names])
         has_bias = f"{prefix}{names[0]}.bias" in self.config.weight_names()
         bias = torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-        return self.kernels.linear(weight, bias, bits=self.bits, group=self.group)
+        # Not every width is a multiple of the group asked for; a smaller group is only more precise.
+        group = math.gcd(weight.shape[1], self.group)
+        return self.kernels.linear(weight, bias, bits=self.bits, group=group)
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"layers.{index}."
