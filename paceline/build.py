@@ -41,6 +41,9 @@ def build(
     drafter = registry.parse(speculative_config) if speculative_config is not None else None
     num_draft = drafter[1].num_speculative_tokens if drafter else 0
     config = EngineConfig(num_speculative_tokens=0, **limits)  # checked before a model is read
+    require(isinstance(model, str) and bool(model), "model", model, "give a path, 'default' or a Hugging Face name")
+    if max_model_len is not None:
+        require(_is_whole(max_model_len) and max_model_len >= 2, "max_model_len", max_model_len, "use a whole number, 2 or more")
     checkpoint = open_checkpoint(model, progress)
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
     memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len)
@@ -51,7 +54,7 @@ def build(
     def load(source: str | Checkpoint, bits: int | None = None) -> tuple[Checkpoint, Tokenizer, Runner]:
         other = open_checkpoint(source, progress) if isinstance(source, str) else source
         words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
-        decoder = Decoder.load(other, kernels=kernels, bits=bits)
+        decoder = Decoder.load(other, kernels=kernels, bits=bits, context=length)
         return other, words, Runner(decoder, KvCache(other.config, num_blocks))
 
     runner = load(checkpoint)[2]
@@ -67,10 +70,15 @@ def _kv_memory(asked: int | float | None, model: ModelConfig, config: EngineConf
         require(asked < 1, "kv_cache_memory", asked, "a fraction must be below 1; give bytes as a whole number")
         return int(asked * free_memory())
     if asked is not None:
+        require(asked <= free_memory(), "kv_cache_memory", asked, f"there are {free_memory():,} bytes free; give less")
         return asked
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * torch.float32.itemsize
     length = max_model_len or model.max_context
     return min((length + BLOCK_SIZE) * config.max_num_seqs * per_token, int(SPARE * free_memory()))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
@@ -78,7 +86,6 @@ def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
     room = num_blocks * BLOCK_SIZE
     if asked is None:
         return min(model.max_context, room)
-    require(isinstance(asked, int) and asked >= 2, "max_model_len", asked, "use a whole number, 2 or more")
     require(asked <= model.max_context, "max_model_len", asked, f"the model's context is {model.max_context:,} tokens")
     require(asked <= room, "max_model_len", asked, f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len")
     return asked

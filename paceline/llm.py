@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from types import TracebackType
 from typing import Any
 
 from paceline.build import build
 from paceline.engine.engine import Emission
+from paceline.engine.stats import SpecStats
 from paceline.errors import ConfigError, RequestError
 from paceline.intake import Intake
 from paceline.loaders.detokenize import Detokenizer
@@ -23,10 +25,37 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Inbox:
-    """What a request has said and its reader has not yet seen."""
+    """All that a request has said, and how much of it its reader has seen."""
 
     request: Request
+    stats: SpecStats
     emissions: list[Emission] = field(default_factory=list)
+    num_seen: int = 0
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        assert isinstance(self.request.text_stop, Detokenizer)
+        return self.request.text_stop
+
+    def take(self) -> tuple[list[Emission], str, bool]:
+        """What is new: emissions, settled text, and whether that was the end."""
+        new = self.emissions[self.num_seen :]
+        self.num_seen = len(self.emissions)
+        return new, self.detokenizer.take(), self.request.is_finished
+
+    def completion(self, index: int) -> Completion:
+        request = self.request
+        assert request.finish_reason is not None
+        self.detokenizer.finish()
+        return Completion(
+            text=self.detokenizer.text,
+            token_ids=request.output,
+            finish_reason=request.finish_reason,
+            logprobs=[p for e in self.emissions for p in e.logprobs] if request.params.logprobs is not None else None,
+            stats=self.stats,
+            index=index,
+            error=request.error,
+        )
 
 
 class LLM:
@@ -58,6 +87,8 @@ class LLM:
         self.engine, self.checkpoint, self.tokenizer = built
         self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
         self._inboxes: dict[str, _Inbox] = {}
+        self._dropped: list[Request] = []
+        self._is_stepping = False
         self._lock = threading.RLock()
 
     def __enter__(self) -> LLM:
@@ -83,9 +114,9 @@ class LLM:
         priority: one number a prompt; lower runs first.
         """
         many = _as_list(prompts)
-        ranks = priority if priority is not None else [0] * len(many)
-        if len(ranks) != len(many):
-            raise ConfigError(f"there are {len(ranks)} priorities for {len(many)} prompts; give one for each")
+        ranks = [0] * len(many) if priority is None else priority
+        if not isinstance(ranks, Sequence) or len(ranks) != len(many) or not all(isinstance(rank, int) for rank in ranks):
+            raise ConfigError(f"priority is {priority!r:.40}; give one whole number for each of the {len(many)} prompts")
         groups = [self._requests(*fields) for fields in zip(many, _per_prompt(params, len(many)), ranks, strict=True)]
         return self._run(many, groups)
 
@@ -94,23 +125,28 @@ class LLM:
     ) -> list[Result]:
         """Answer one conversation or several, through the model's own chat template."""
         many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [self.tokenizer.encode_chat(m) for m in many]  # type: ignore[arg-type]
+        prompts = [self._encode_chat(m) for m in many]  # type: ignore[arg-type]
         groups = [self._requests(p, s) for p, s in zip(prompts, _per_prompt(params, len(prompts)), strict=True)]
         return self._run(prompts, groups)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one raw prompt piece by piece. Closing the iterator stops the request."""
-        params = params or SamplingParams()
+        (params,) = _per_prompt(params, 1)
         if params.n != 1:
             raise ConfigError(f"n is {params.n}; a stream is one completion: use n=1, or generate")
         return self._stream(prompt, self._requests(prompt, params)[0])
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Answer a conversation piece by piece."""
-        return self.stream(self.tokenizer.encode_chat(messages), params)
+        return self.stream(self._encode_chat(messages), params)
+
+    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if not messages or not any(message.get("content") for message in messages):
+            raise RequestError("the conversation is empty; give at least one message with content")
+        return self.tokenizer.encode_chat(messages)
 
     def _requests(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         requests = self._intake.requests(tokens, params, priority)
@@ -118,81 +154,72 @@ class LLM:
         return requests
 
     def _run(self, prompts: Sequence[Prompt], groups: list[list[Request]]) -> list[Result]:
-        flat = [r for group in groups for r in group]
+        inboxes = self._add([r for group in groups for r in group])
         try:
-            self._add(flat)
-            for request in flat:
-                while not request.is_finished:
+            for inbox in inboxes:
+                while not inbox.request.is_finished:
                     self._pump()
-            if any(r.finish_reason is FinishReason.ABORT for r in flat):
-                raise RequestError("the LLM was closed while it was generating; make a new one")
-            results = [_result(p, [self._completion(r, i) for i, r in enumerate(g)], g[0]) for p, g in zip(prompts, groups, strict=True)]
         finally:
-            for request in flat:
-                self._drop(request)
+            for inbox in inboxes:
+                self._drop(inbox.request)
+        if any(inbox.request.finish_reason is FinishReason.ABORT for inbox in inboxes):
+            raise RequestError("the LLM was closed while it was generating; make a new one")
+        said = iter(inboxes)
+        results = [_result(p, [next(said).completion(i) for i in range(len(g))], g[0]) for p, g in zip(prompts, groups, strict=True)]
         failed = results[0].outputs[0].error if len(results) == 1 else None
         if failed is not None:
             raise failed
         return results
 
     def _stream(self, prompt: Prompt, request: Request) -> Iterator[Chunk]:
-        self._add([request])
-        inbox, seen = self._inboxes[request.id], 0
-        tokens: tuple[Token, ...] = ()
-        detokenizer = request.text_stop
-        assert isinstance(detokenizer, Detokenizer)
+        (inbox,) = self._add([request])
         try:
-            while not request.is_finished or seen < len(inbox.emissions):
-                if seen == len(inbox.emissions):
-                    self._pump()
-                    continue
-                tokens = tuple(t for e in inbox.emissions[seen:] for t in self._tokens(e))
-                seen = len(inbox.emissions)
-                if request.is_finished:
-                    break
-                yield Chunk(detokenizer.take(), tokens)
+            is_finished = False
+            while not is_finished:
+                with self._lock:  # one look at what another thread's step may be changing
+                    emissions, text, is_finished = inbox.take()
+                    if not emissions and not is_finished:
+                        self._pump()
+                        continue
+                tokens = tuple(t for e in emissions for t in self._tokens(e))
+                if not is_finished:
+                    yield Chunk(text, tokens)
             if request.error is not None:
                 raise request.error
-            if request.finish_reason is FinishReason.ABORT:
-                return  # the LLM was closed under it
-            result = _result(prompt, [self._completion(request, 0)], request)
-            yield Chunk(detokenizer.take(), tokens, request.finish_reason, result)
+            if request.finish_reason is not FinishReason.ABORT:  # else the LLM was closed under it
+                result = _result(prompt, [inbox.completion(0)], request)
+                yield Chunk(text + inbox.detokenizer.take(), tokens, request.finish_reason, result)
         finally:
             self._drop(request)
 
-    def _add(self, requests: Sequence[Request]) -> None:
+    def _add(self, requests: Sequence[Request]) -> list[_Inbox]:
         with self._lock:
+            made = []
             for request in requests:
-                self._inboxes[request.id] = _Inbox(request)
                 self.engine.add(request)
+                made.append(_Inbox(request, self.engine.stats[request.id]))
+                self._inboxes[request.id] = made[-1]
+            return made
 
     def _pump(self) -> None:
         """One step of the engine, for whoever is waiting."""
         with self._lock:
-            for emission in self.engine.step():
-                self._inboxes[emission.request.id].emissions.append(emission)
+            self._is_stepping = True
+            try:
+                for emission in self.engine.step():
+                    self._inboxes[emission.request.id].emissions.append(emission)
+            finally:
+                self._is_stepping = False
+            while self._dropped:
+                self._drop(self._dropped.pop())
 
     def _drop(self, request: Request) -> None:
         with self._lock:
-            if self._inboxes.pop(request.id, None) is not None:
+            if self._is_stepping:  # a stream may be closed by the garbage collector, even in the middle of a step
+                self._dropped.append(request)
+            elif self._inboxes.pop(request.id, None) is not None:
                 self.engine.abort(request)
                 self.engine.stats.pop(request.id, None)
-
-    def _completion(self, request: Request, index: int) -> Completion:
-        detokenizer = request.text_stop
-        assert isinstance(detokenizer, Detokenizer)
-        assert request.finish_reason is not None
-        detokenizer.finish()
-        emissions = self._inboxes[request.id].emissions
-        return Completion(
-            text=detokenizer.text,
-            token_ids=request.output,
-            finish_reason=request.finish_reason,
-            logprobs=[p for e in emissions for p in e.logprobs] if request.params.logprobs is not None else None,
-            stats=self.engine.stats[request.id],
-            index=index,
-            error=request.error,
-        )
 
     def _tokens(self, emission: Emission) -> list[Token]:
         texts = [self.tokenizer.token_text(t) for t in emission.tokens]
@@ -204,17 +231,31 @@ def _result(prompt: Prompt, outputs: list[Completion], request: Request) -> Resu
     return Result(prompt if isinstance(prompt, str) else None, request.tokens[: request.num_prompt], outputs)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    if not prompts:
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(f"the prompt is {prompts!r:.40}; give a text, token ids, or a list of them")
+    many = list(prompts)
+    if not many:
         raise RequestError("there is no prompt; give a text, token ids, or a list of them")
-    return list(prompts)  # type: ignore[arg-type]
+    return many if isinstance(many[0], Iterable) else [many]
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        if any(isinstance(token, bool) for token in prompt):
+            raise TypeError
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise RequestError(f"the prompt holds {prompt!r:.40}; give a text or a list of token ids") from None
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ConfigError(f"params is {params!r:.60}; give a SamplingParams, or a list with one for each prompt")
     if len(params) != count:
         raise ConfigError(f"there are {len(params)} SamplingParams for {count} prompts; give one, or one for each")
     return list(params)

@@ -6,7 +6,7 @@ Checks that need the model (ids inside the vocabulary, a schema that compiles) a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,13 @@ class StructuredOutputs:
         given = [n for n in ("json", "regex", "choice", "grammar") if getattr(self, n) is not None] + ["json_object"] * self.json_object
         if len(given) != 1:
             raise ConfigError(f"structured_outputs takes exactly one of json, json_object, regex, choice, grammar; got {given or 'none'}")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"structured_outputs.{name} is {getattr(self, name)!r:.40}; give a string")
         if self.choice is not None:
-            if isinstance(self.choice, str) or not self.choice or not all(isinstance(c, str) and c for c in self.choice):
-                raise ConfigError(f"structured_outputs.choice is {self.choice!r}; give a list of one or more non-empty strings")
-            object.__setattr__(self, "choice", tuple(self.choice))
+            object.__setattr__(self, "choice", _strings("structured_outputs.choice", self.choice))
+            if not self.choice:
+                raise ConfigError("structured_outputs.choice is empty; give a list of one or more non-empty strings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,6 @@ class SamplingParams:
         return self.temperature == 0
 
     def _check_numbers(self) -> None:
-        whole = lambda v: isinstance(v, int) and not isinstance(v, bool)  # noqa: E731
         for name, low, high, remedy in (
             ("n", 1, 1024, "ask for 1 to 1024 completions"),
             ("max_tokens", 1, None, "ask for at least 1 token"),
@@ -81,54 +83,73 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in ("logprobs", "seed", "num_speculative_tokens"):
                 continue
-            if not whole(value) or value < low or (high is not None and value > high):
-                raise ConfigError(f"{name} is {value!r}; {remedy}")
-        for name, ok, remedy in (
-            ("temperature", lambda v: v >= 0, "use 0 for greedy or a positive number"),
-            ("top_p", lambda v: 0 < v <= 1, "use a number in (0, 1]"),
-            ("min_p", lambda v: 0 <= v <= 1, "use a number in [0, 1]"),
-            ("repetition_penalty", lambda v: v > 0, "use a positive number; 1 means none"),
-            ("presence_penalty", lambda v: -2 <= v <= 2, "use a number in [-2, 2]"),
-            ("frequency_penalty", lambda v: -2 <= v <= 2, "use a number in [-2, 2]"),
+            if not _is_whole(value) or value < low or (high is not None and value > high):
+                raise ConfigError(f"{name} is {value!r:.40}; {remedy}")
+        for name, least, most, remedy in (
+            ("temperature", 0.0, 1e4, "use 0 for greedy, or 0.00001 to 10000"),
+            ("top_p", 1e-9, 1.0, "use a number above 0, at most 1"),
+            ("min_p", 0.0, 1.0, "use a number from 0 to 1"),
+            ("repetition_penalty", 0.01, 100.0, "use a number from 0.01 to 100; 1 means none"),
+            ("presence_penalty", -2.0, 2.0, "use a number from -2 to 2"),
+            ("frequency_penalty", -2.0, 2.0, "use a number from -2 to 2"),
         ):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not ok(value):
-                raise ConfigError(f"{name} is {value!r}; {remedy}")
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+                raise ConfigError(f"{name} is {value!r:.40}; {remedy}")
+        if 0 < self.temperature < 1e-5:
+            raise ConfigError(f"temperature is {self.temperature!r}; use 0 for greedy, or 0.00001 to 10000")
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it or raise max_tokens")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r:.40}; use True or False")
 
     def _freeze_collections(self) -> None:
         freeze = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(isinstance(s, str) and s for s in stop):
-            raise ConfigError(f"stop is {self.stop!r}; give non-empty strings")
-        freeze("stop", stop)
-        if isinstance(self.bad_words, str) or not all(isinstance(w, str) and w for w in self.bad_words or ()):
-            raise ConfigError(f"bad_words is {self.bad_words!r}; give a list of non-empty strings")
-        freeze("bad_words", tuple(self.bad_words or ()))
+        freeze("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        freeze("bad_words", _strings("bad_words", self.bad_words))
         freeze("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ()))
         if self.allowed_token_ids is not None:
-            ids = _ids("allowed_token_ids", self.allowed_token_ids)
-            if not ids:
+            freeze("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
                 raise ConfigError("allowed_token_ids is empty; give at least one token id, or None to allow all")
-            freeze("allowed_token_ids", ids)
         if self.logit_bias is not None:
-            ids = _ids("logit_bias", self.logit_bias)
-            bias = {t: float(self.logit_bias[t]) for t in ids}
-            bad = [b for b in bias.values() if math.isnan(b) or b == math.inf]
-            if bad:
-                raise ConfigError(f"logit_bias holds {bad[0]!r}; use finite numbers, or -inf to ban a token")
-            freeze("logit_bias", bias)
+            freeze("logit_bias", _biases(self.logit_bias))
         if isinstance(self.structured_outputs, Mapping):
             unknown = set(self.structured_outputs) - set(StructuredOutputs.__slots__)
             if unknown:
-                raise ConfigError(f"structured_outputs has no key {sorted(unknown)[0]!r}; use json, json_object, regex, choice or grammar")
+                raise ConfigError(
+                    f"structured_outputs has no key {min(map(str, unknown))!r}; use json, json_object, regex, choice or grammar"
+                )
             freeze("structured_outputs", StructuredOutputs(**self.structured_outputs))
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise ConfigError(f"structured_outputs is {self.structured_outputs!r:.40}; give a StructuredOutputs or a dict of its fields")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _strings(name: str, values: Any) -> tuple[str, ...]:
+    many = values if isinstance(values, Sequence) and not isinstance(values, str) else () if values is None else (None,)
+    if not all(isinstance(s, str) and s for s in many):
+        raise ConfigError(f"{name} is {values!r:.60}; give a list of non-empty strings")
+    return tuple(many)
 
 
 def _ids(name: str, values: Any) -> tuple[int, ...]:
-    ids = tuple(values)
-    for value in ids:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"{name} holds {value!r}; give token ids (whole numbers, 0 or more)")
-    return ids
+    if not isinstance(values, (Sequence, Mapping, Set)) or isinstance(values, str):
+        raise ConfigError(f"{name} is {values!r:.60}; give a list of token ids")
+    for value in values:
+        if not _is_whole(value) or value < 0:
+            raise ConfigError(f"{name} holds {value!r:.40}; give token ids (whole numbers, 0 or more)")
+    return tuple(values)
+
+
+def _biases(biases: Any) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise ConfigError(f"logit_bias is {biases!r:.60}; give a dict from token ids to numbers")
+    for token, bias in biases.items():
+        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not (-math.inf <= bias <= 1e4):
+            raise ConfigError(f"logit_bias holds {bias!r:.40} for {token!r:.20}; use a number up to 10000, or -inf to ban a token")
+    return {token: float(biases[token]) for token in _ids("logit_bias", biases)}

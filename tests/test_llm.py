@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline import (
     LLM,
     ConfigError,
     GrammarError,
+    ModelError,
     ModelFileError,
     ModelNotFound,
     PacelineError,
@@ -20,6 +24,7 @@ from paceline import (
     SamplingParams,
     StructuredOutputs,
 )
+from tests.make_models import tiny_hf, tiny_tokenizer
 
 PROMPT = "In a paceline, cyclists ride one behind the other. In a paceline,"
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -146,6 +151,50 @@ def test_structured_output_with_every_method(llms: dict[str, LLM], kind: str, te
         assert re.fullmatch(r"(up|down) \d(,(up|down) \d)?", answer.text)
 
 
+def test_thousands_of_choices(tiny: LLM) -> None:
+    choices = [f"rider {i}" for i in range(3000)]
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, structured_outputs=StructuredOutputs(choice=choices))
+    assert tiny.generate(PROMPT, params)[0].text in choices
+
+
+def test_more_logprobs_than_tokens(tiny: LLM) -> None:
+    (entry,) = tiny.generate(PROMPT, SamplingParams(max_tokens=1, logprobs=1000))[0].outputs[0].logprobs or []
+    assert len(entry.top) == tiny.checkpoint.config.vocab_size
+
+
+def test_threads_share_an_llm(tiny: LLM) -> None:
+    """Streams and batches from several threads: everyone gets what it gets alone."""
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=25, ignore_eos=True) for i in range(8)]
+    alone = [tiny.generate(PROMPT, p)[0].token_ids for p in params]
+
+    def stream(p: SamplingParams) -> list[int]:
+        return [t.id for c in tiny.stream(PROMPT, p) for t in c.tokens]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            streamed = list(pool.map(stream, params))
+            batched = list(pool.map(lambda p: tiny.generate(PROMPT, p)[0].token_ids, params))
+    finally:
+        sys.setswitchinterval(before)
+    assert streamed == batched == alone
+    assert tiny.engine.runner.kv.pool.num_used == 0
+
+
+def test_a_model_of_nan_is_an_error_and_not_a_text(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_hf(tmp_path, "llama")
+    tiny_tokenizer(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors")
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ModelError, match="not finite"):
+            LLM(str(tmp_path), progress=False).generate("a", SamplingParams(temperature=temperature, max_tokens=2))
+
+
 def test_unseeded_structured_output_ends_well(llms: dict[str, LLM]) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=60, structured_outputs=STRUCTURES["regex"], n=6)
     for name, llm in llms.items():
@@ -200,7 +249,7 @@ def test_priorities_are_one_a_prompt(tiny: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
     plain = [r.token_ids for r in tiny.generate(["a", "b c"], params)]
     assert [r.token_ids for r in tiny.generate(["a", "b c"], params, priority=[5, 1])] == plain
-    with pytest.raises(ConfigError, match="1 priorities for 2 prompts"):
+    with pytest.raises(ConfigError, match="priority is"):
         tiny.generate(["a", "b c"], params, priority=[5])
 
 
@@ -243,6 +292,19 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, "seed is 1.5"),
     ({"logprobs": -1}, "logprobs is -1"),
     ({"structured_outputs": {"jsn": "{}"}}, "no key 'jsn'"),
+    ({"structured_outputs": "x"}, "structured_outputs is 'x'"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex is 5"),
+    ({"structured_outputs": {"choice": 5}}, "structured_outputs.choice is 5"),
+    ({"temperature": 1e-310}, "temperature is 1e-310"),
+    ({"temperature": 10**400}, "temperature is 1000"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40"),
+    ({"stop": 5}, "stop is 5"),
+    ({"bad_words": 5}, "bad_words is 5"),
+    ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+    ({"allowed_token_ids": 3}, "allowed_token_ids is 3"),
+    ({"logit_bias": {5: "x"}}, "logit_bias holds 'x'"),
+    ({"logit_bias": [1, 2]}, "logit_bias is [1, 2]"),
+    ({"ignore_eos": "no"}, "ignore_eos is 'no'"),
 ]
 
 
@@ -270,7 +332,29 @@ def test_bad_prompts_are_named(tiny: LLM) -> None:
         tiny.generate("word " * 2000)
     with pytest.raises(ConfigError, match="prompt holds token id"):
         tiny.generate([[1, 2, 999_999]])
+    for messages in ([], [{"role": "user", "content": ""}]):
+        with pytest.raises(RequestError, match="conversation is empty"):
+            tiny.chat(messages)
+    with pytest.raises(ConfigError, match="params is"):
+        tiny.stream("a", {"temperature": 0})  # type: ignore[arg-type]
+    bad_calls: list[tuple[Any, ...]] = [
+        (5,),
+        (b"abc",),
+        ([True],),
+        ([None],),
+        ("a", {"temperature": 0}),
+        ("a", None, 3),
+        (["a", "b"], None, ["x", 1]),
+    ]
+    for call in bad_calls:
+        with pytest.raises(PacelineError, match="give"):
+            tiny.generate(*call)
     assert not tiny.engine.has_work
+
+
+def test_token_ids_may_come_from_numpy(tiny: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    assert tiny.generate(np.array([5, 6, 7]), params)[0].token_ids == tiny.generate([5, 6, 7], params)[0].token_ids
 
 
 BAD_GRAMMARS: list[tuple[dict[str, Any], type[PacelineError]]] = [
@@ -279,6 +363,7 @@ BAD_GRAMMARS: list[tuple[dict[str, Any], type[PacelineError]]] = [
     ({"json": "{not json"}, GrammarError),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, GrammarError),
     ({"grammar": "start: missing_rule"}, GrammarError),
+    ({"choice": ["\ud800"]}, GrammarError),
     ({"choice": []}, ConfigError),
     ({}, ConfigError),
     ({"regex": "a", "choice": ["b"]}, ConfigError),
@@ -307,6 +392,10 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_memory": 1.5}, "kv_cache_memory is 1.5"),
     ({"kv_cache_memory": 2**17, "max_model_len": 512}, "the KV cache holds"),
     ({"kernels": "fast"}, "kernels"),
+    ({"max_model_len": -100}, "max_model_len is -100"),
+    ({"max_model_len": "x"}, "max_model_len is 'x'"),
+    ({"kv_cache_memory": 10**15}, "bytes free"),
+    ({"speculative_config": {"method": ["ngram"]}}, "method is ['ngram']"),
 ]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.params import SamplingParams
+from paceline.proposers.draft_model import DraftModel
 from paceline.types import Request
 from tests.laws.fakes import Ragged
 from tests.laws.harness import END, engine_with, model, prompts, request_of
@@ -17,13 +18,14 @@ from tests.laws.reference import reference_loop
 NUM_STEPS = 2000
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int) -> None:
     chance = random.Random(seed)
-    engine = engine_with(
-        chance.choice([{"method": "ngram", "prompt_lookup_min": 1}, {"method": "early_exit"}]), num_blocks=14, max_num_batched_tokens=32
+    drafter = chance.choice(
+        [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "early_exit"}, {"method": "draft_model", "model": "1"}]
     )
+    engine = engine_with(drafter, num_blocks=14, max_num_batched_tokens=32)
     shared = prompts(1, low=40, high=60, seed=seed % 1000)[0]
     alive: list[Request] = []
     finished: list[Request] = []
@@ -44,6 +46,8 @@ def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int)
         engine.abort(request)
     engine.check()
     assert engine.runner.kv.pool.num_used == 0
+    if isinstance(engine.proposer, DraftModel):
+        assert engine.proposer.runner.kv.pool.num_used == 0
     assert engine.scheduler.num_preemptions > 0
     for request in chance.sample(finished, min(10, len(finished))):
         expected = reference_loop(model, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}))

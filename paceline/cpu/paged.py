@@ -272,6 +272,8 @@ class Attention:
         assert self.last_position < spec.num_positions, "a position beyond the rotary tables"
         assert self.last_slot < keys.shape[0], "a slot beyond the cache"
         assert keys.is_contiguous() & values.is_contiguous(), "the kernels read contiguous float32"
+        assert keys.dtype == values.dtype == self._workspace.dtype, "the kernels read contiguous float32"
+        assert keys.shape[1:] == values.shape[1:] == (spec.num_kv_heads, spec.dim), "a cache of another model"
 
     def __call__(self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], heads: Heads) -> torch.Tensor:
         """qkv [T, (heads + 2 * kv_heads) * dim], changed in place -> [T, heads * dim]; keys and values go to the batch's slots."""

@@ -112,8 +112,12 @@ class Engine:
             reason = self._ending(request, token)
             if reason is not None:
                 break
-            if request.constraint is not None:
-                request.constraint.advance(token)
+            try:
+                if request.constraint is not None:
+                    request.constraint.advance(token)
+            except PacelineError as error:  # a grammar may prove too complex on the way: this request fails, the others go on
+                request.error, reason = error, FinishReason.ERROR
+                break
         request.num_rounds += 1
         num_accepted = min(verdict.num_accepted, emitted)
         depth = max(draft.tree.depths())

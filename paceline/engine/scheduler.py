@@ -41,8 +41,8 @@ class Scheduler:
     waiting: list[Request] = field(default_factory=list)  # by (priority, arrival)
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
-    num_prefix_hits: int = 0  # prompt tokens found in the cache
-    num_prefix_queries: int = 0
+    num_prefix_queries: int = 0  # tokens of the requests that were started or started again
+    num_prefix_hits: int = 0  # of them, found in the cache or shared with a sibling
     _plan: dict[str, Turn] = field(default_factory=dict)
     _budget: int = 0
 
@@ -114,9 +114,10 @@ class Scheduler:
     def _give_drafts(self) -> None:
         for turn in self._plan.values():
             wanted = min(self._draft_limit(turn.request), self._budget) if turn.is_caught_up and turn.num_new == 1 else 0
-            if wanted > 0 and self.kv.reserve(turn.request.cache, turn.request.num_tokens + wanted):
-                turn.num_lookahead_tokens = wanted
-                self._budget -= wanted
+            turn.num_lookahead_tokens = max(wanted, 0)
+            if not self.kv.reserve(turn.request.cache, turn.num_tokens_with_spec):
+                turn.num_lookahead_tokens = 0
+            self._budget -= turn.num_lookahead_tokens
 
     def _draft_limit(self, request: Request) -> int:
         """No more than could still be emitted: the target adds a token of its own to whatever is accepted."""

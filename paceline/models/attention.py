@@ -13,7 +13,7 @@ import torch
 from paceline.models.rope import RotaryTables, rotate
 from paceline.types import Batch
 
-KVCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim]
+LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim]
 
 
 class Heads(NamedTuple):
@@ -57,7 +57,7 @@ class TorchAttention:
         positions = torch.cat([cached, batch.positions[rows]])
         return _Span(rows, slots, visible, batch.positions[rows][:, None] - positions)
 
-    def __call__(self, qkv: torch.Tensor, cache: KVCache, heads: Heads) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, cache: LayerCache, heads: Heads) -> torch.Tensor:
         """qkv [T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""
         keys, values = cache
         _, kv_heads, dim = keys.shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol, Self
 
@@ -16,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from paceline.errors import ConfigError
-from paceline.models.attention import Heads, KVCache, TorchAttention, rms_norm
+from paceline.models.attention import Heads, LayerCache, TorchAttention, rms_norm
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.linear import ExactLinear, Linear, TorchLinear
 from paceline.models.rope import RotaryTables, rotary_tables
@@ -31,7 +32,7 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> torch.Tensor: ...  # float32
 
 
-Attention = Callable[[torch.Tensor, KVCache, Heads], torch.Tensor]
+Attention = Callable[[torch.Tensor, LayerCache, Heads], torch.Tensor]
 
 
 class Kernels(NamedTuple):
@@ -110,11 +111,12 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         bits: int | None = None,
         group: int = 64,
+        context: int | None = None,
         progress: Progress | None = None,
     ) -> Self:
-        """Read every weight; `bits` quantizes all linear layers."""
-        config = checkpoint.config
-        builder = _Builder(checkpoint, choose_kernels(kernels, device, dtype, config), device, dtype, bits, group)
+        """Read every weight; `bits` quantizes all linear layers; positions from `context` on will not be asked for."""
+        config = replace(checkpoint.config, max_context=min(checkpoint.config.max_context, context or checkpoint.config.max_context))
+        builder = _Builder(checkpoint, config, choose_kernels(kernels, device, dtype, config), device, dtype, bits, group)
         layers = []
         for i in range(config.num_layers):
             layers.append(builder.layer(i))
@@ -146,7 +148,9 @@ class Decoder:
         return self.head(self.kernels.norm(hidden, self.norm, self.config.rms_eps)).float()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: Sequence[KVCache], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output:
+    def forward(
+        self, batch: Batch, kv: Sequence[LayerCache], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
+    ) -> Output:
         """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early; hidden[n] is the residual stream
         after n layers, hidden[0] the embeddings."""
         depth = self.config.num_layers if num_layers is None else num_layers
@@ -154,7 +158,7 @@ class Decoder:
         with self.kernels.scope():
             return self._pass(batch, kv, depth, frozenset(hidden_layers))
 
-    def _pass(self, batch: Batch, kv: Sequence[KVCache], depth: int, wanted: frozenset[int]) -> Output:
+    def _pass(self, batch: Batch, kv: Sequence[LayerCache], depth: int, wanted: frozenset[int]) -> Output:
         attention, hidden = self.kernels.attention(batch), {}
         x = self.embed(batch.input_ids)  # [T, hidden]
         for i in range(depth):
@@ -165,7 +169,7 @@ class Decoder:
             hidden[depth] = x
         return Output(self.logits(x[batch.rows]), hidden)
 
-    def _block(self, layer: Layer, x: torch.Tensor, attention: Attention, cache: KVCache) -> torch.Tensor:
+    def _block(self, layer: Layer, x: torch.Tensor, attention: Attention, cache: LayerCache) -> torch.Tensor:
         """One layer: x [T, hidden] -> [T, hidden], in new memory."""
         norm, eps = self.kernels.norm, self.config.rms_eps
         added = layer.out(attention(layer.qkv(norm(x, layer.attention_norm, eps)), cache, layer.heads))
@@ -181,10 +185,11 @@ class Decoder:
 class _Builder:
     """Turns named tensors into layers."""
 
-    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, device: str, dtype: torch.dtype, bits: int | None, group: int) -> None:
-        self.checkpoint, self.config, self.kernels = checkpoint, checkpoint.config, kernels
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, kernels: Kernels, device: str, dtype: torch.dtype, bits: int | None, group: int
+    ) -> None:
+        self.checkpoint, self.config, self.kernels = checkpoint, config, kernels
         self.device, self.dtype, self.bits, self.group = device, dtype, bits, group
-        config = self.config
         self.tables = self._tables(config.rope)
         self.local_tables = self._tables(config.rope_local) if config.rope_local is not None else self.tables
 

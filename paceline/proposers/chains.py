@@ -6,14 +6,15 @@ Invariant: requests are only read. A grammar is advanced along the guesses and r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
-from paceline.errors import GrammarError
-from paceline.proposers.base import fit_vocabulary
+from paceline.errors import GrammarError, PacelineError
+from paceline.proposers.base import chain, empty, fit_vocabulary
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Request, Segment
+from paceline.types import Cached, Draft, Request, Segment
 from paceline.verify.sampling import guess
 
 
@@ -40,25 +41,32 @@ def grow(runner: Runner, chains: Sequence[Chain], vocab_size: int, num_layers: i
         while growing := [c for c in chains if c.is_growing]:
             segments = [Segment(c.pending, c.cache) for c in growing]
             logits = fit_vocabulary(runner.forward(segments, num_layers=num_layers).logits, vocab_size)
-            for chain, row in zip(growing, logits, strict=True):
-                chain.cache.num_cached += len(chain.pending)
-                _extend(chain, row)
+            for c, row in zip(growing, logits, strict=True):
+                c.cache.num_cached += len(c.pending)
+                _extend(c, row)
     finally:
-        for chain in chains:
-            if chain.num_advanced and chain.request.constraint is not None:
-                chain.request.constraint.rollback(chain.num_advanced)
+        for c in chains:
+            if c.num_advanced and c.request.constraint is not None:
+                with suppress(GrammarError):  # a broken grammar fails its request when the target reads it
+                    c.request.constraint.rollback(c.num_advanced)
 
 
-def _extend(chain: Chain, logits: torch.Tensor) -> None:
+def _extend(c: Chain, logits: torch.Tensor) -> None:
+    constraint = c.request.constraint
     try:
-        token, q = guess(chain.request, chain.tokens, logits)
-    except GrammarError:  # the drafter's vocabulary holds nothing the request allows here; the target's may
-        chain.budget = len(chain.tokens)
+        token, q = guess(c.request, c.tokens, logits)
+        if constraint is not None and token not in c.request.stop_ids:
+            constraint.advance(token)
+            c.num_advanced += 1
+    except PacelineError:  # the drafter has nothing to say that the request allows; the target may
+        c.budget = len(c.tokens)
         return
-    chain.tokens.append(token)
-    chain.q.append(q)
-    chain.pending = [token]
-    constraint = chain.request.constraint
-    if constraint is not None and token not in chain.request.stop_ids:
-        constraint.advance(token)
-        chain.num_advanced += 1
+    c.tokens.append(token)
+    c.q.append(q)
+    c.pending = [token]
+
+
+def drafts_of(chains: Sequence[Chain], requests: Sequence[Request], source: str) -> list[Draft]:
+    """A draft for each request, empty for those without a chain."""
+    grown = {id(c.request): c for c in chains}
+    return [chain(r, c.tokens, source, c.q) if (c := grown.get(id(r))) else empty(r, source) for r in requests]

@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.config import require
 from paceline.errors import ConfigError
-from paceline.proposers.base import DrafterConfig, Surroundings, chain, empty
-from paceline.proposers.chains import Chain, grow
+from paceline.proposers.base import DrafterConfig, Surroundings
+from paceline.proposers.chains import Chain, drafts_of, grow
 from paceline.runtime.runner import Runner
 from paceline.types import Cached, Draft, Needs, Request, Segment, Verdict
 
@@ -63,19 +63,19 @@ class DraftModel:
         return runner
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        chains = {id(r): c for r, b in zip(requests, budgets, strict=True) if b and (c := self._start(r, b, requests))}
-        self._read_long_prompts(list(chains.values()))
-        grow(self.runner, list(chains.values()), self.vocab_size)
-        for grown in chains.values():
+        chains = [c for r, b in zip(requests, budgets, strict=True) if b and (c := self._start(r, b, requests))]
+        self._read_long_prompts(chains)
+        grow(self.runner, chains, self.vocab_size)
+        for grown in chains:
             self._remember(grown)
-        drafts = {key: chain(c.request, c.tokens, self.name, c.q) for key, c in chains.items()}
-        return [drafts.get(id(r)) or empty(r, self.name) for r in requests]
+        return drafts_of(chains, requests, self.name)
 
     def _start(self, request: Request, budget: int, batch: Sequence[Request]) -> Chain | None:
         state = self._states.get(request.id) or self._states.setdefault(request.id, self._new_state(request))
         self._rewind(state, request)
-        if max(request.tokens[state.cache.num_cached :]) >= self.runner.config.vocab_size:
-            return None  # the text holds a token that the draft model cannot read
+        model = self.runner.config
+        if max(request.tokens[state.cache.num_cached :]) >= model.vocab_size or request.num_tokens + budget > model.max_context:
+            return None  # the text holds a token that the draft model cannot read, or is too long for it
         while not self.runner.kv.reserve(state.cache, request.num_tokens + budget):
             if not self._evict_one(batch):
                 return None  # no memory for this one: the target decodes it plainly
@@ -104,7 +104,7 @@ class DraftModel:
 
     def _remember(self, grown: Chain) -> None:
         state = self._states[grown.request.id]
-        state.fed = [*grown.request.tokens, *grown.tokens[:-1]]
+        state.fed = [*grown.request.tokens, *grown.tokens][: state.cache.num_cached]
         state.num_settled = grown.request.num_tokens
         self.runner.kv.commit(state.cache, 0, range(state.cache.num_cached), state.fed)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import require
-from paceline.proposers.base import DrafterConfig, Surroundings, chain, empty
-from paceline.proposers.chains import Chain, grow
+from paceline.proposers.base import DrafterConfig, Surroundings
+from paceline.proposers.chains import Chain, drafts_of, grow
 from paceline.types import Cached, Draft, Needs, Request, Verdict
 
 
@@ -40,10 +40,9 @@ class EarlyExit:
         self.runner = surroundings.runner
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        chains = {id(r): self._start(r, b) for r, b in zip(requests, budgets, strict=True) if b}
-        grow(self.runner, list(chains.values()), self.runner.config.vocab_size, self.num_layers)
-        drafts = {key: chain(c.request, c.tokens, self.name, c.q) for key, c in chains.items()}
-        return [drafts.get(id(r)) or empty(r, self.name) for r in requests]
+        chains = [self._start(r, b) for r, b in zip(requests, budgets, strict=True) if b]
+        grow(self.runner, chains, self.runner.config.vocab_size, self.num_layers)
+        return drafts_of(chains, requests, self.name)
 
     def _start(self, request: Request, budget: int) -> Chain:
         view = Cached(request.cache.blocks, request.cache.num_cached)  # the request's own blocks, read on from its newest token

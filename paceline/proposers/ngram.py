@@ -19,15 +19,20 @@ from paceline.types import Draft, Needs, Request, Verdict
 class NgramConfig(DrafterConfig):
     num_speculative_tokens: int = 3
     prompt_lookup_max: int = 4  # longest match looked for
-    prompt_lookup_min: int = 2  # shortest match trusted
+    prompt_lookup_min: int | None = None  # shortest match trusted; None: 2, or less if the longest is
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        high = self.prompt_lookup_max
         require(isinstance(high, int) and 1 <= high <= 64, "prompt_lookup_max", high, "use a whole number from 1 to 64")
+        low = self.shortest
         require(
             isinstance(low, int) and 1 <= low <= high, "prompt_lookup_min", low, f"use a whole number from 1 to prompt_lookup_max ({high})"
         )
+
+    @property
+    def shortest(self) -> int:
+        return min(2, self.prompt_lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class Ngram:
         return [self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> Draft:
-        low, high = self.config.prompt_lookup_min, self.config.prompt_lookup_max
+        low, high = self.config.shortest, self.config.prompt_lookup_max
         index = self._indexes.setdefault(request.id, _Index())
         index.extend(request.tokens, low, high)
         start = index.follower(request.tokens, low, high)

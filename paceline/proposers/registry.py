@@ -26,7 +26,7 @@ def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
             f"speculative_config is {options!r}; give a dict such as {{'method': 'ngram', 'num_speculative_tokens': 3}}, or None"
         )
     method = options.get("method", "draft_model" if "model" in options else None)
-    if method not in DRAFTERS:
+    if not isinstance(method, str) or method not in DRAFTERS:
         raise ConfigError(f"speculative_config method is {method!r}; {nearest(str(method), list(DRAFTERS))}")
     module, _, name = DRAFTERS[method].partition(":")
     kind = getattr(import_module(module), name)

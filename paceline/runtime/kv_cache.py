@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.runtime.block_pool import BlockPool, block_names
+from paceline.runtime.block_pool import BlockPool, block_names, chain_hash
 from paceline.types import Cached
 
 BLOCK_SIZE = 16
@@ -42,10 +42,6 @@ class KvCache:
         shape = (config.num_layers, 2, num_blocks * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.data = torch.zeros(shape, device=device, dtype=dtype)
         self.layers = [(self.data[i, 0], self.data[i, 1]) for i in range(config.num_layers)]
-
-    @property
-    def num_slots(self) -> int:
-        return self.pool.num_blocks * BLOCK_SIZE
 
     def slots(self, cached: Cached, start: int, end: int) -> list[int]:
         return [cached.blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start, end)]
@@ -101,7 +97,8 @@ class KvCache:
     def adopt_prefix(self, cached: Cached, tokens: Sequence[int]) -> int:
         """Start a sequence with the longest known prefix of `tokens`, whole blocks, the last token left to compute."""
         assert not cached.blocks, "only a sequence without blocks can adopt a prefix"
-        for name in block_names(tokens[:-1], BLOCK_SIZE):
+        for start in range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE):
+            name = chain_hash(cached.block_hashes[-1] if cached.block_hashes else b"", tokens[start : start + BLOCK_SIZE])
             block = self.pool.find(name)
             if block is None:
                 break

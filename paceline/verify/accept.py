@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from paceline.errors import GrammarError
 from paceline.types import Draft, Request, Verdict
 from paceline.verify.noise import Noise, Purpose
 from paceline.verify.sampling import choose, logprobs_of, noise_of, probabilities, processed
@@ -44,7 +45,8 @@ class _Walk:
         self.path = [0]
         self.tokens: list[int] = []
         self.num_advanced = 0  # steps of the grammar to take back
-        self.has_ended = False  # the path holds an end token
+        self.has_ended = False  # the path holds an end token or a dead end: what follows is never emitted
+        self.dead_end: int | None = None  # where on the path the request's options leave no token to choose
 
     @property
     def position(self) -> int:
@@ -68,9 +70,15 @@ class _Walk:
         return next((c for c in self.children[self.path[-1]] if self.draft.tree.tokens[c] == token), None)
 
     def target_logits(self) -> torch.Tensor:
+        """Of the node the walk is at. What follows an end is cut off again, so any distribution will do there: a grammar has none."""
         row = self.logits[self.path[-1]]
-        # Whatever follows an end token is cut off by commit: any distribution will do there, and a grammar has none.
-        return row if self.has_ended else processed(self.request, self.tokens, row)
+        try:
+            return row if self.has_ended else processed(self.request, self.tokens, row)
+        except GrammarError:
+            if not self.tokens:
+                raise
+            self.has_ended, self.dead_end = True, len(self.path) - 1
+            return row
 
     def target_probabilities(self) -> torch.Tensor:
         return probabilities(self.request.params, self.target_logits())
@@ -142,6 +150,10 @@ class _Walk:
         return self.noise.draw(weights.log().cpu().numpy(), self.position, Purpose.RESAMPLE)
 
     def verdict(self) -> Verdict:
+        if self.dead_end is not None and self.dead_end < len(self.path):
+            # As plain decoding does: emit the token that led here, and fail when the next one is asked for.
+            del self.path[self.dead_end :]
+            del self.tokens[self.dead_end :]
         num_top = self.request.params.logprobs
         pairs = zip(self.path, self.tokens, strict=True)
         logprobs = () if num_top is None else tuple(logprobs_of(self.logits[node], token, num_top) for node, token in pairs)

@@ -156,8 +156,9 @@ def _to_grammar(spec: StructuredOutputs) -> tuple[str, str]:
     if spec.choice is not None:
         if len(spec.choice) > MAX_CHOICES:
             raise GrammarError(f"structured_outputs.choice has {len(spec.choice)} entries; give at most {MAX_CHOICES}")
-        choices = " | ".join(json.dumps(c, ensure_ascii=False) for c in spec.choice)
-        return "choice", LLMatcher.grammar_from_lark(_checked_size("choice", f"start: {choices}"))
+        # One terminal: a rule with thousands of branches would overflow the parser's row.
+        choices = " | ".join(json.dumps(c) for c in spec.choice)
+        return "choice", LLMatcher.grammar_from_lark(_checked_size("choice", f"start: CHOICE\nCHOICE: {choices}"))
     assert spec.grammar is not None, "StructuredOutputs holds exactly one field"
     return "grammar", LLMatcher.grammar_from_lark(_to_lark(_checked_size("grammar", spec.grammar)))
 
@@ -185,6 +186,8 @@ def _to_lark(grammar: str) -> str:
 
 
 def _checked_size(kind: str, text: str) -> str:
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise GrammarError(f"structured_outputs.{kind} holds half a surrogate pair, which is no text; remove it")
     if len(text) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"structured_outputs.{kind} is {len(text)} characters long; keep it under {MAX_GRAMMAR_CHARS}")
     return text

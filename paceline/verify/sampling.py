@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.errors import GrammarError
+from paceline.errors import GrammarError, ModelError
 from paceline.params import SamplingParams
 from paceline.types import Request, TokenLogprobs
 from paceline.verify.noise import Noise, Purpose
@@ -33,6 +33,8 @@ def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> to
     A grammar is read in its present state: the caller has advanced it along `path`.
     """
     params = request.params
+    if not bool(logits.max().isfinite()):  # NaN and +inf both show in the maximum
+        raise ModelError(f"request {request.id}: the model's logits are not finite; its file is damaged, or it overflows in this precision")
     if not _has_options(request):
         return logits
     logits = logits.float().clone()
@@ -154,6 +156,6 @@ def guess(request: Request, path: Sequence[int], logits: torch.Tensor, noise: No
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
     """Log-probabilities under the target's raw logits [vocab]."""
     scores = logits.double().log_softmax(0)
-    top = scores.topk(num_top) if num_top else None
+    top = scores.topk(min(num_top, scores.numel())) if num_top else None
     pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
     return TokenLogprobs(token, float(scores[token]), pairs)

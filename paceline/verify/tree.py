@@ -48,12 +48,3 @@ class Tree:
             path.append(node)
             node = self.parents[node]
         return path[::-1]
-
-    def mask(self) -> list[list[bool]]:
-        """mask[i][j]: may node i look at node j? Its ancestors and itself."""
-        rows = [set(self.ancestors(i)) for i in range(len(self.tokens))]
-        return [[j in row for j in range(len(self.tokens))] for row in rows]
-
-    def pruned(self, num_nodes: int) -> Tree:
-        """The first `num_nodes` nodes, root included: still a tree, since parents come first."""
-        return self if num_nodes >= len(self.tokens) else Tree(self.tokens[:num_nodes], self.parents[:num_nodes])

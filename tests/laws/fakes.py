@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.errors import GrammarError
 from paceline.proposers.base import chain, empty
 from paceline.types import Draft, Needs, Request, Verdict
 from paceline.verify.noise import Purpose
@@ -73,6 +74,11 @@ class Ragged(Fake):
         return chain(request, [t if i < right else (t + 1) % VOCAB for i, t in enumerate(truth)], self.name)
 
 
+class Fives(Fake):
+    def draft(self, request: Request, budget: int) -> Draft:
+        return chain(request, [5] * budget, self.name)
+
+
 class RandomTree(Fake):
     """Random shape, random tokens, with the target's next few hidden in some branch."""
 
@@ -100,7 +106,10 @@ class SampledChain(Fake):
         path: list[int] = []
         rows: list[torch.Tensor | None] = []
         for _ in range(budget if request.constraint is None else 1):
-            token, q = guess(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)))
+            try:
+                token, q = guess(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)))
+            except GrammarError:
+                break
             path.append(token)
             rows.append(q)
         return chain(request, path, self.name, rows)
@@ -116,7 +125,10 @@ class SampledTree(Fake):
             if node >= len(tokens) or len(tokens) + 2 > budget + 1 or (node and request.constraint is not None):
                 break
             path = [tokens[n] for n in Tree(tuple(tokens), tuple(parents)).ancestors(node)[1:]]
-            logits = processed(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)))
+            try:
+                logits = processed(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)))
+            except GrammarError:
+                break
             if request.params.is_greedy:
                 picks = logits.topk(2).indices.tolist()
             else:

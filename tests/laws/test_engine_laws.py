@@ -10,7 +10,7 @@ import pytest
 from paceline.engine.engine import Engine
 from paceline.params import SamplingParams
 from paceline.proposers.registry import DRAFTERS
-from tests.laws.fakes import FAKES
+from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
 from tests.laws.harness import END, VOCAB, engine_with, model, prompts, request_of, run
 from tests.laws.reference import reference_loop
@@ -24,8 +24,10 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "quantized": {"method": "quantized", "bits": 4},
     "draft_model_padded": {"method": "draft_model", "model": "2"},
     "draft_model_narrow": {"method": "draft_model", "model": "3"},
+    "draft_model_short": {"method": "draft_model", "model": "4"},
     "quantized_int8": {"method": "quantized", "bits": 8},
 }
+DEAD_END: dict[str, Any] = {"allowed_token_ids": (5,), "max_tokens": 9}
 DRAFTER_NAMES = [None, *REGISTERED, *FAKES]
 
 
@@ -94,6 +96,32 @@ def test_every_option_with_every_drafter(options: dict[str, Any], temperature: f
         requests = [request_of(p, params, seed=i, bad_sequences=bad) for i, p in enumerate(prompts(2, high=20, seed=2))]
         run(make(drafter), requests)
         assert [r.output for r in requests] == [expected(r) for r in requests], drafter
+
+
+class StopsAt:
+    """A text that ends with its n-th token, as a stop string would end it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def push(self, token: int) -> bool:
+        self.count -= 1
+        return self.count == 0
+
+
+@pytest.mark.parametrize("stop", [2, 9])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0.0, **DEAD_END), SamplingParams(temperature=1.0, **DEAD_END)], ids=["greedy", "unseeded"]
+)
+@pytest.mark.parametrize("drafter", [None, "Fives", "draft_model_twin", "SampledChain", "SampledTree", "ngram"])
+def test_a_dead_end_inside_a_draft_ends_as_in_plain_decoding(drafter: str | None, params: SamplingParams, stop: int) -> None:
+    """Only 5 may follow 5, and three of them in a row may not: plain decoding emits two, then fails, or stops before it has to."""
+    request = request_of([20, 21], params, bad_sequences=((5, 5, 5),), text_stop=StopsAt(stop))
+    engine = engine_with(Fives()) if drafter == "Fives" else make(drafter)
+    run(engine, [request])
+    assert request.output == [5, 5]
+    assert request.finish_reason == ("stop" if stop == 2 else "error")
+    assert (request.error is None) == (stop == 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
