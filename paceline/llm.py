@@ -62,7 +62,7 @@ class LLM:
     """A model with, if asked, a drafter.
 
     speculative_config: {"method": "ngram" | "draft_model" | "early_exit" | "quantized", "num_speculative_tokens": K, ...}
-    kv_cache_memory: bytes, or a fraction of the free memory.
+    kv_cache_memory: bytes, or a fraction of the free memory, for the target; a draft model takes as many blocks of its own.
     """
 
     def __init__(

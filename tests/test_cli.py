@@ -188,7 +188,16 @@ def test_models_lists_the_default_model() -> None:
 
 
 def test_pipes_get_no_colours_and_errors_go_to_stderr(tiny: str) -> None:
-    command = [sys.executable, "-c", "from paceline.cli.main import app; app()", "demo", "--model", tiny, "--max-tokens", "8"]
+    command = [
+        sys.executable,
+        "-c",
+        "from paceline.cli.entry import main; raise SystemExit(main())",
+        "demo",
+        "--model",
+        tiny,
+        "--max-tokens",
+        "8",
+    ]
     done = subprocess.run(
         [*command, "--prompt", "the line the line"], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -197,3 +206,137 @@ def test_pipes_get_no_colours_and_errors_go_to_stderr(tiny: str) -> None:
     wrong = subprocess.run([*command, "--temperature", "-1"], capture_output=True, text=True)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize("arguments", [["generate", ""], ["generate", "-"], ["generate", " \n", "--raw"], ["demo", "--prompt", ""]])
+def test_an_empty_prompt_is_refused_before_a_model_is_read(arguments: list[str]) -> None:
+    done = invoke(*arguments, "--model", "no-such-model", stdin="")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "error: the prompt is empty; write something to answer\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "hi", "--nonsense"], "--nonsense"),
+        (["nonsense"], "nonsense"),
+        (["--nonsense"], "--nonsense"),
+        (["generate"], "Missing argument"),
+        (["demo", "--max-tokens", "many"], "--max-tokens"),
+        (["verify", "--max-tokens", "0"], "--max-tokens"),
+    ],
+)
+def test_usage_errors_are_one_line_that_leads_to_help(arguments: list[str], named: str) -> None:
+    done = invoke(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+    assert "--help" in done.stderr
+
+
+def test_no_verb_shows_the_help() -> None:
+    assert "paceline demo" in invoke().stdout
+
+
+def test_help_names_no_type_for_a_flag() -> None:
+    for arguments in ([], ["generate"], ["verify"]):
+        text = invoke(*arguments, "--help").stdout
+        assert "--help" in text
+        assert "<bool>" not in text
+
+
+def test_demo_json_is_one_object(tiny: str) -> None:
+    flags = ("demo", "--model", tiny, "--prompt", "the line the line the line", "--json")
+    report = json.loads(invoke(*flags, "--max-tokens", "24").stdout)
+    assert set(report) == {"prompt", "method", "plain", "drafted", "tau", "alpha", "speedup", "identical"}
+    assert report["identical"] is (report["plain"]["token_ids"] == report["drafted"]["token_ids"])
+    assert report["plain"]["text"] == report["drafted"]["text"]
+    speeds = [report[name]["tokens_per_second"] for name in ("plain", "drafted")]
+    assert report["speedup"] == pytest.approx(speeds[1] / speeds[0], rel=0.01)
+    short = json.loads(invoke(*flags, "--max-tokens", "1").stdout)
+    assert (short["speedup"], short["plain"]["tokens_per_second"]) == (None, None)
+
+
+def test_demo_of_one_token_says_there_is_nothing_to_time(tiny: str) -> None:
+    done = invoke("demo", "--model", tiny, "--prompt", "hello", "--max-tokens", "1")
+    assert done.exit_code == 0
+    assert "nothing to time" in done.stdout
+    assert "0.0" not in done.stdout
+
+
+def test_demo_explains_colours_only_where_there_are_some(tiny: str, tmp_path: Path) -> None:
+    flags = ("demo", "--model", tiny, "--method", "quantized", "--prompt", "the line the line the line", "--max-tokens", "24")
+    assert "■" not in invoke(*flags).stdout
+    assert "■" in invoke(*flags, "--svg", str(tmp_path / "demo.svg")).stdout
+    assert "<svg" in (tmp_path / "demo.svg").read_text()
+
+
+@pytest.mark.parametrize(("verb", "option"), [("verify", "--json"), ("demo", "--svg")])
+def test_a_target_that_is_a_folder_is_refused_before_the_work(tmp_path: Path, verb: str, option: str) -> None:
+    done = invoke(verb, "--model", "no-such-model", option, str(tmp_path))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "is a folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--method", "none", "-k", "4"], "-k is 4"),
+        (["--method", "none", "--draft-model", "x"], "--draft-model is x"),
+        (["--regex", ""], "--regex is empty"),
+        (["--grammar", ""], "--grammar is empty"),
+        (["--grammar", "nosuch.lark"], "nosuch.lark: there is no such file"),
+        (["--json-schema", "./absent/nosuch.json"], "there is no such file"),
+        (["--logit-bias", "five=1"], "'five=1'"),
+        (["--logit-bias", "5"], "ID=VALUE"),
+        (["--kv-cache-memory", "lots"], "'lots'"),
+        (["--kv-cache-memory", "1.5"], "kv_cache_memory is 1.5"),
+        (["--max-model-len", "1"], "max_model_len is 1"),
+        (["--raw", "--system", "Be brief."], "--system"),
+        (["--model", "x" * 300], "x" * 77 + "...'"),
+        (["--model", "org/" + "x" * 300], "x" * 73 + "..."),
+    ],
+)
+def test_options_that_cannot_be_honoured(tiny: str, arguments: list[str], named: str) -> None:
+    done = invoke("generate", "hello", "--model", tiny, *arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+def test_sampling_options_reach_the_engine(tiny: str) -> None:
+    flags = ("hello", "--temperature", "0", "--max-tokens", "8", "--ignore-eos")
+    plain = generate(tiny, *flags)["token_ids"]
+    assert len(plain) == 8
+    assert plain[0] not in generate(tiny, *flags, "--logit-bias", f"{plain[0]}=-inf")["token_ids"]
+    assert generate(tiny, *flags, "--stop-token-id", str(plain[0]))["token_ids"] == plain[:1]
+    assert len(generate(tiny, *flags, "--stop-token-id", str(plain[0]), "--min-tokens", "3")["token_ids"]) >= 3
+    assert generate(tiny, *flags, "--system", "Be brief.")["token_ids"] != plain
+    penalties = ("--repetition-penalty", "5", "--presence-penalty", "2", "--frequency-penalty", "2")
+    assert len(set(generate(tiny, *flags, *penalties)["token_ids"])) == 8
+    word = generate(tiny, *flags, "--max-tokens", "1")["text"].strip()
+    assert generate(tiny, *flags, "--max-tokens", "1", "--bad-word", word)["token_ids"] != plain[:1]
+    done = invoke("generate", "who rides in front? " * 10, "--model", tiny, "--max-model-len", "16", "--kv-cache-memory", "0.01")
+    assert "the context holds 16" in done.stderr
+
+
+def test_chat_stops_at_a_text(tiny: str) -> None:
+    flags = ("chat", "--model", tiny, "--temperature", "0", "--max-tokens", "12", "--json")
+    text = json.loads(invoke(*flags, stdin="hello\n").stdout)["text"]
+    stopped = json.loads(invoke(*flags, "--stop", text[2:4], stdin="hello\n").stdout)
+    assert stopped["text"] == text[: text.index(text[2:4])]
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_the_terminal_samples_by_its_own_defaults(verb: str) -> None:
+    words = " ".join(invoke(verb, "--help").stdout.replace("│", " ").split())
+    assert "[default: 0.7]" in words
+    assert "[default: 0.95]" in words
+
+
+def test_default_sampling_is_what_help_says(tiny: str) -> None:
+    flags = ("hello", "--seed", "3", "--max-tokens", "24", "--ignore-eos")
+    assert generate(tiny, *flags)["token_ids"] == generate(tiny, *flags, "--temperature", "0.7", "--top-p", "0.95")["token_ids"]
+    assert generate(tiny, *flags)["token_ids"] != generate(tiny, *flags, "--temperature", "1", "--top-p", "1")["token_ids"]

@@ -64,7 +64,7 @@ class Terminal:
 def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
     hub.fetch_default(progress=False)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from paceline.cli.main import app; app()", *request.param]
+    command = [sys.executable, "-c", "from paceline.cli.entry import main; raise SystemExit(main())", *request.param]
     environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, preexec_fn=_own_terminal
@@ -115,3 +115,16 @@ def test_interrupted_chat_goes_on_with_the_session(terminal: Terminal) -> None:
     terminal.type("/exit\n")
     assert terminal.exit_status() == 0
     assert "Traceback" not in terminal.seen
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0])
+def test_an_interrupt_during_the_first_imports_leaves_no_traceback(seconds: float) -> None:
+    code = "from paceline.cli.entry import main; print(flush=True); raise SystemExit(main())"
+    command = [sys.executable, "-c", code, "generate", QUESTION, *LONG]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # from here on the interrupt is ours to handle
+        time.sleep(seconds + 0.02)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WAIT)
+    assert (process.returncode, errors) == (130, b"")

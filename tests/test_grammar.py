@@ -101,6 +101,14 @@ def test_blanks_between_json_values_are_bounded(tokenizer: Tokenizer, compiler: 
     assert not constraint.allowed()[blank]
 
 
+@pytest.mark.parametrize("schema", ["true", "{}"])
+def test_a_schema_that_allows_all_allows_any_value(tokenizer: Tokenizer, compiler: GrammarCompiler, schema: str) -> None:
+    constraint = compiler.compile(StructuredOutputs(json=schema))
+    for token in tokenizer.encode("[1, null]", add_special=False):
+        constraint.advance(token)
+    assert constraint.is_finished
+
+
 def test_json_object_is_an_object(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     constraint = compiler.compile(StructuredOutputs(json_object=True))
     for token in tokenizer.encode('{"a": [1, null]}', add_special=False):
@@ -174,6 +182,8 @@ def test_rollback_past_end_tokens(tokenizer: Tokenizer, compiler: GrammarCompile
         (StructuredOutputs(regex=r"[^\x00-\U0010ffff]"), "allows no text at all"),
         (StructuredOutputs(json={"type": "nope"}), "structured_outputs.json does not compile: Invalid type: nope"),
         (StructuredOutputs(json={"const": 1, "enum": [2]}), "Unsatisfiable"),
+        (StructuredOutputs(json=False), "allows no text at all"),  # type: ignore[arg-type]
+        (StructuredOutputs(json="false"), "allows no text at all"),
         (StructuredOutputs(json="{x"), "is no JSON"),
         (StructuredOutputs(json="[1]"), "give a JSON schema"),
         (StructuredOutputs(json={"default": object()}), "is no JSON"),

@@ -267,6 +267,8 @@ def test_paths_resolve_to_a_file_or_a_folder(tmp_path: Path, cache: Path) -> Non
         ("./absent.gguf", r"no model './absent.gguf' here; give a \.gguf file"),
         ("a/b/c", "no model 'a/b/c' here"),
         ("tests/absent", "no model 'tests/absent' here"),
+        ("x" * 300, f"no model '{'x' * 77}...' here"),
+        ("~nobody-of-this-name/model", "no model '~nobody-of-this-name/model' here"),
     ],
 )
 def test_unknown_names_say_what_is_valid(name: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +276,16 @@ def test_unknown_names_say_what_is_valid(name: str, message: str, cache: Path, m
     with pytest.raises(ModelNotFound, match=message) as caught:
         hub.resolve(name)
     assert "Hugging Face name" in str(caught.value)
+
+
+def test_a_long_name_has_a_display_name() -> None:
+    assert hub.display_name("x" * 300) == "x" * 300
+
+
+def test_a_cache_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelNotFound, match=r"set PACELINE_CACHE to a folder you can write$"):
+        get(tmp_path / "file" / "cache")
 
 
 def test_models_in_the_cache_are_listed_and_found(cache: Path, tmp_path: Path) -> None:

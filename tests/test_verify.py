@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline import LLM
+from paceline.cli import verify
 from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
 from paceline.cli.verify_equality import MODES, Examination, first_difference
@@ -62,6 +64,28 @@ def test_every_drafter_passes(tiny: str, tmp_path: Path, monkeypatch: pytest.Mon
     own_draft = [check["tau"] for check in report["checks"] if check["drafter"] == "draft_model"]
     assert min(own_draft) > 2  # a model that drafts for itself is always right
     assert "passed" in text
+
+
+def test_a_prompt_that_does_not_fit_is_named(tiny: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text("\n".join(json.dumps({"question_id": i, "prompt": "riders " * n}) for i, n in ((501, 2), (502, 4000))))
+    done = CliRunner().invoke(app, ["verify", "--model", tiny, "--prompts", str(prompts)])
+    assert done.exit_code == 2
+    assert "error: prompt 502: the prompt has" in done.stderr
+
+
+def test_another_tokenizer_is_found_before_the_work(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny, other)
+    words = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    monkeypatch.setattr(verify, "_examine", lambda *rest: pytest.fail("the work was begun"))
+    done = CliRunner().invoke(app, ["verify", "--model", tiny, "--draft-model", str(other)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: --draft-model")
+    assert "another tokenizer" in done.stderr
 
 
 def test_a_broken_rule_is_reported_with_its_place(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,16 @@ Invariant: Ctrl-C stops the answer, not the session; what had been said by then 
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from paceline.cli import console, options
+from paceline.cli import console, options, parsing
+from paceline.cli.streaming import checked_prompt, collect, on_interrupt
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
@@ -28,17 +28,20 @@ HELP = "/exit or Ctrl-D leaves, /reset forgets the conversation, /stats shows ho
 
 def chat(
     model: options.Model = "default",
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: options.System = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", rich_help_panel="Sampling")] = 512,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
+    temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
+    top_p: options.TopP = options.DEFAULT_TOP_P,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
     seed: options.Seed = None,
+    stop: options.Stop = None,
     method: options.Method = None,
     num_speculative_tokens: options.NumSpeculative = None,
     draft_model: options.DraftModel = None,
     speculative_config: options.SpeculativeConfig = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory: options.KvCacheMemory = None,
     as_json: options.Json = False,
 ) -> None:
     """Talk with a model. /help lists what else can be typed.
@@ -50,25 +53,26 @@ def chat(
       printf 'Hello\\nWhat did I just say?\\n' | paceline chat --temperature 0 --json
     """
     from paceline import LLM, SamplingParams
-    from paceline.cli.streaming import on_interrupt
 
-    sampling = options.given(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    sampling = parsing.given(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    config = options.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
-    with LLM(model, speculative_config=config) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
+    config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
+    limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory)}
+    source = console.stdin()
+    with LLM(model, speculative_config=config, **limits) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
         conversation = Conversation(llm, params, system, as_json)
-        if sys.stdin.isatty():
+        if source.isatty():
             console.stderr().print(HELP, style="dim")
-        for line in _lines():
+        for line in _lines(source):
             if line == "/exit":
                 break
             conversation.hear(line)
 
 
-def _lines() -> Iterator[str]:
+def _lines(source: TextIO) -> Iterator[str]:
     """What the user types, without empty lines. At a terminal with line editing and history."""
-    if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
+    if not source.isatty():
+        yield from (line.strip() for line in source if line.strip())
         return
     import readline  # noqa: F401  (importing it is what gives input() its history)
 
@@ -86,8 +90,6 @@ def _lines() -> Iterator[str]:
 
 
 def _ask() -> str:
-    from paceline.cli.streaming import on_interrupt
-
     with on_interrupt(signal.default_int_handler):
         if sys.stdout.isatty():
             return input("> ")
@@ -124,8 +126,6 @@ class Conversation:
             self.answer(line)
 
     def answer(self, text: str) -> None:
-        from paceline.cli.streaming import collect
-
         screen = console.stdout()
 
         def show(chunk: Chunk) -> None:
@@ -134,6 +134,7 @@ class Conversation:
 
         self.messages.append({"role": "user", "content": text})
         try:
+            checked_prompt(text)
             answer = collect(self.llm.stream_chat(self.messages, self.params), show)
         except RequestError as error:  # most often a conversation that no longer fits: the session can go on without it
             self.messages.pop()
@@ -141,7 +142,10 @@ class Conversation:
             return
         self.messages.append({"role": "assistant", "content": answer.text})
         self.answers.append(answer)
-        console.write(screen, json.dumps(answer.to_json(), ensure_ascii=False) + "\n" if self.as_json else "\n")
+        if self.as_json:
+            console.write_json(screen, answer.to_json())
+        else:
+            console.write(screen, "\n")
         if answer.is_interrupted:
             console.stderr().print("(stopped)", style="dim")
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli import console, options
+from paceline.cli import console, demo_report, options, parsing
+from paceline.cli.streaming import Answer, Prompt, as_prompt, checked_prompt, collect
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.cli.streaming import Answer
     from paceline.llm import LLM
     from paceline.params import SamplingParams
     from paceline.results import Chunk
@@ -32,6 +33,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="Above 0 both runs use the same seed.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(help="Also save what is shown as a picture.")] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show plain and speculative decoding of one prompt side by side.
 
@@ -41,30 +43,41 @@ def demo(
 
       paceline demo --method early_exit --prompt "Tell me about tides." --max-tokens 64
     """
-    from paceline import LLM, SamplingParams
-    from paceline.cli.streaming import as_prompt
+    from paceline import LLM
 
-    if svg is not None and not svg.absolute().parent.is_dir():
-        raise ConfigError(f"--svg {svg}: there is no folder {svg.absolute().parent}; make it first")
-    config = options.speculative_config(None, method, num_speculative_tokens, draft_model)
+    parsing.check_target("--svg", svg)
+    if svg is not None and as_json:
+        raise ConfigError(f"--svg is {svg} but --json shows nothing to draw; use one of them")
+    config = parsing.speculative_config(None, method, num_speculative_tokens, draft_model)
     if config is None:
         raise ConfigError(f"--method is {method}, so there is nothing to compare; use ngram, draft_model, early_exit or quantized")
-    text = _find_prompt(prompt)
-    seed = None if temperature == 0 else 7
-    drafted = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    plain = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, num_speculative_tokens=0)
+    text = checked_prompt(_find_prompt(prompt))
+    plain, drafted = _params(temperature, max_tokens)
+    screen = None if as_json else console.stdout(is_recorded=svg is not None)
     with LLM(model, speculative_config=config) as llm:
         prompt_ids = as_prompt(llm, text)
         _warm_up(llm, prompt_ids)
-        screen = console.stdout(is_recorded=svg is not None)
-        screen.rule("prompt", style="dim")
-        console.write(screen, text + "\n")
-        answers = [_run(screen, llm, prompt_ids, name, params) for name, params in (("plain", plain), (config["method"], drafted))]
-    is_same = _print_table(screen, config["method"], *answers)
-    if svg is not None:
+        if screen is not None:
+            screen.rule("prompt", style="dim")
+            console.write(screen, text + "\n")
+        runs = (("plain", plain), (config["method"], drafted))
+        comparison = demo_report.Comparison(text, config["method"], *(_run(screen, llm, prompt_ids, name, params) for name, params in runs))
+    if screen is None:
+        console.write_json(console.stdout(), comparison.to_json())
+    else:
+        demo_report.print_table(screen, comparison)
+    if svg is not None and screen is not None:
         screen.save_svg(str(svg), title="paceline demo")
-    if not is_same:
+    if not comparison.is_same:
         raise typer.Exit(1)
+
+
+def _params(temperature: float, max_tokens: int) -> tuple[SamplingParams, SamplingParams]:
+    """Without drafts and with them, otherwise alike."""
+    from paceline import SamplingParams
+
+    drafted = SamplingParams(temperature=temperature, seed=None if temperature == 0 else 7, max_tokens=max_tokens)
+    return dataclasses.replace(drafted, num_speculative_tokens=0), drafted
 
 
 def _find_prompt(prompt: str) -> str:
@@ -80,7 +93,7 @@ def _find_prompt(prompt: str) -> str:
     return shipped[prompt]
 
 
-def _warm_up(llm: LLM, prompt: str | list[int]) -> None:
+def _warm_up(llm: LLM, prompt: Prompt) -> None:
     """Compile, page the weights in and cache the prompt, so that both runs are timed under the same conditions."""
     from paceline import SamplingParams
 
@@ -89,13 +102,14 @@ def _warm_up(llm: LLM, prompt: str | list[int]) -> None:
             llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8, num_speculative_tokens=limit))
 
 
-def _run(screen: Console, llm: LLM, prompt: str | list[int], title: str, params: SamplingParams) -> Answer:
-    from paceline.cli.streaming import collect
-
+def _run(screen: Console | None, llm: LLM, prompt: Prompt, title: str, params: SamplingParams) -> Answer:
+    """One run, shown as it comes, or in silence where there is no screen."""
     colour_of: dict[str, str] = {}
     to_text = codecs.getincrementaldecoder("utf-8")("replace").decode  # a token may be a part of a character
 
     def show(chunk: Chunk) -> None:
+        if screen is None:
+            return
         for token in chunk.tokens:
             style = None
             if token.source is not None:
@@ -103,31 +117,19 @@ def _run(screen: Console, llm: LLM, prompt: str | list[int], title: str, params:
             if token.id not in llm.tokenizer.special_ids:
                 console.write(screen, to_text(llm.tokenizer.token_bytes(token.id)), style=style)
 
-    screen.rule(title, style="dim")
+    if screen is not None:
+        screen.rule(title, style="dim")
     answer = collect(llm.stream(prompt, params), show)
-    console.write(screen, "\n")
+    if screen is not None:
+        console.write(screen, "\n")
     if answer.is_interrupted:
         raise KeyboardInterrupt
-    for source, colour in colour_of.items():
-        console.write(screen, "■ ", style=colour)
-        console.write(screen, f"drafted by {source} and accepted; the rest is the target's own\n", style="dim")
+    if screen is not None and console.has_colours(screen):  # without colours a legend of colours says nothing
+        _print_legend(screen, colour_of)
     return answer
 
 
-def _print_table(screen: Console, method: str, plain: Answer, drafted: Answer) -> bool:
-    from rich.table import Table
-
-    table = Table(title_justify="left")
-    for heading in ("", "tokens/s", "τ", "α", "speedup", "identical"):
-        table.add_column(heading, justify="left" if heading in ("", "identical") else "right")
-    is_same = plain.token_ids == drafted.token_ids
-    rows = (("plain", plain, ""), (method, drafted, "[green]yes[/green]" if is_same else "[bold red]no[/bold red]"))
-    for name, answer, same in rows:
-        assert answer.completion is not None, "a stream that was not interrupted ends with its result"
-        stats = answer.completion.stats
-        ratio = answer.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
-        alpha = f"{stats.alpha:.2f}" if stats.num_drafted else "-"
-        table.add_row(name, f"{answer.tokens_per_second:.1f}", f"{stats.tau:.2f}", alpha, f"{ratio:.2f}x", same)
-    screen.print(table)
-    console.write(screen, "τ: tokens a step of the target; α: share of drafted tokens accepted; time: decoding alone.\n", style="dim")
-    return is_same
+def _print_legend(screen: Console, colour_of: dict[str, str]) -> None:
+    for source, colour in colour_of.items():
+        console.write(screen, "■ ", style=colour)
+        console.write(screen, f"drafted by {source} and accepted; the rest is the target's own\n", style="dim")

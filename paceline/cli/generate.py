@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli import console, options
+from paceline.cli import console, options, parsing
+from paceline.cli.streaming import Prompt, as_prompt, checked_prompt, collect, completion_json
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,13 +23,22 @@ _PANEL = "Structure"
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")],
     model: options.Model = "default",
+    system: options.System = None,
     max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
+    temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
+    top_p: options.TopP = options.DEFAULT_TOP_P,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    min_tokens: options.MinTokens = None,
+    ignore_eos: options.IgnoreEos = False,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    logit_bias: options.LogitBias = None,
+    bad_word: options.BadWord = None,
     n: Annotated[int | None, typer.Option("--n", "-n", help="How many answers.", rich_help_panel="Sampling")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Report this many likely tokens beside each (in --json).")] = None,
     json_schema: Annotated[str | None, typer.Option(help="A JSON schema: a file or the text.", rich_help_panel=_PANEL)] = None,
@@ -40,6 +49,8 @@ def generate(
     num_speculative_tokens: options.NumSpeculative = None,
     draft_model: options.DraftModel = None,
     speculative_config: options.SpeculativeConfig = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory: options.KvCacheMemory = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -53,38 +64,53 @@ def generate(
 
       paceline generate "Is water wet?" --choice yes --choice no
     """
-    from paceline import LLM, SamplingParams
-    from paceline.cli.streaming import as_prompt
+    from paceline import SamplingParams
 
-    structured = _structured_outputs(json_schema, regex, choice, grammar)
-    sampling = options.given(
+    params = SamplingParams(**parsing.given(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop, n=n,
-        logprobs=logprobs, structured_outputs=structured,
-    )  # fmt: skip
-    params = SamplingParams(**sampling)
-    config = options.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    with LLM(model, speculative_config=config) as llm:
+        stop_token_ids=stop_token_id, min_tokens=min_tokens, ignore_eos=ignore_eos, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=parsing.logit_bias(logit_bias),
+        bad_words=bad_word, logprobs=logprobs, structured_outputs=_structured_outputs(json_schema, regex, choice, grammar),
+    ))  # fmt: skip
+    config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
+    if raw and system is not None:
+        raise ConfigError(f"--system is {system[:40]!r} but --raw leaves the chat template out; put it into the prompt")
+    text = checked_prompt(console.stdin().read() if prompt == "-" else prompt)
+    limits = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory)}
+    _run(model, config, limits, lambda llm: as_prompt(llm, text, raw, system), params, as_json)
+
+
+def _run(
+    model: str,
+    config: dict[str, Any] | None,
+    limits: dict[str, Any],
+    prompt: Callable[[LLM], Prompt],
+    params: SamplingParams,
+    as_json: bool,
+) -> None:
+    from paceline import LLM
+
+    with LLM(model, speculative_config=config, **limits) as llm:
         answer = _answer_many if params.n > 1 else _answer_one
-        answer(llm, as_prompt(llm, text, raw), params, as_json)
+        answer(llm, prompt(llm), params, as_json)
 
 
 def _structured_outputs(schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None) -> StructuredOutputs | None:
     from paceline.params import StructuredOutputs
 
-    wanted = options.given(json=schema, regex=regex, choice=choice, grammar=grammar)
+    wanted = parsing.given(json=schema, regex=regex, choice=choice, grammar=grammar)
     if len(wanted) > 1:
         raise ConfigError("--json-schema, --regex, --choice and --grammar exclude each other; use one of them")
+    if regex == "":
+        raise ConfigError("--regex is empty, which allows no text; write an expression, for instance '[a-z]+'")
     if schema is not None:
-        wanted["json"] = options.parse_json_object("--json-schema", options.file_or_text(schema))
+        wanted["json"] = parsing.parse_json_object("--json-schema", parsing.file_or_text("--json-schema", schema))
     if grammar is not None:
-        wanted["grammar"] = options.file_or_text(grammar)
+        wanted["grammar"] = parsing.file_or_text("--grammar", grammar)
     return StructuredOutputs(**wanted) if wanted else None
 
 
-def _answer_one(llm: LLM, prompt: str | list[int], params: SamplingParams, as_json: bool) -> None:
-    from paceline.cli.streaming import collect
-
+def _answer_one(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
     screen = console.stdout()
 
     def show(chunk: Chunk) -> None:
@@ -92,14 +118,15 @@ def _answer_one(llm: LLM, prompt: str | list[int], params: SamplingParams, as_js
             console.write(screen, chunk.text)
 
     answer = collect(llm.stream(prompt, params), show)
-    console.write(screen, json.dumps(answer.to_json(), ensure_ascii=False) + "\n" if as_json else "\n")
+    if as_json:
+        console.write_json(screen, answer.to_json())
+    else:
+        console.write(screen, "\n")
     if answer.is_interrupted:
         raise KeyboardInterrupt
 
 
-def _answer_many(llm: LLM, prompt: str | list[int], params: SamplingParams, as_json: bool) -> None:
-    from paceline.cli.streaming import completion_json
-
+def _answer_many(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
     started = time.perf_counter()
     result = llm.generate([prompt], params)[0]
     seconds = time.perf_counter() - started
@@ -107,7 +134,7 @@ def _answer_many(llm: LLM, prompt: str | list[int], params: SamplingParams, as_j
     if as_json:
         completions = [completion_json(completion) for completion in result.outputs]
         report: dict[str, Any] = {**completions[0], "timings": {"total_s": round(seconds, 4)}, "outputs": completions}
-        console.write(screen, json.dumps(report, ensure_ascii=False) + "\n")
+        console.write_json(screen, report)
         return
     for number, completion in enumerate(result.outputs, start=1):
         console.write(screen, f"[{number}]\n", style="dim")

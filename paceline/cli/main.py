@@ -5,32 +5,71 @@ Exit status: 0 done, 1 a check found a difference, 2 something the user can mend
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from paceline.cli import chat, console, demo, generate, models, verify
 from paceline.errors import PacelineError
+
+# Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
+UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+class _Verb(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_flag_types(super().get_params(ctx))
 
 
 class _Verbs(TyperGroup):
     """Turns what a user can mend into one line, for every verb alike."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_flag_types(super().get_params(ctx))
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        console.prepare_streams()
+        sys.exit(self._status(*args, **{**kwargs, "prog_name": "paceline", "standalone_mode": False}))
+
+    def _status(self, *args: Any, **kwargs: Any) -> int:
         try:
-            return super().invoke(ctx)
+            status = super().main(*args, **kwargs)
+            return status if isinstance(status, int) else 0
+        except UsageError as error:
+            path = error.ctx.command_path if error.ctx is not None else "paceline"
+            console.print_error(f"{error.format_message().rstrip('.')}; `{path} --help` lists what can be given")
         except PacelineError as error:
             console.print_error(error)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+        except OSError as error:
+            _forget_unwritten()
+            console.print_error(f"{error.filename or 'a stream'} cannot be read or written ({error.strerror or error}); choose another")
+        except typer.Abort:
+            return 130
+        return 2
+
+
+def _forget_unwritten() -> None:
+    """Else Python would try once more at exit to write what a full disk refused, and complain in many lines."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _without_flag_types(params: list[Any]) -> list[Any]:
+    """A flag takes no value, so its help names no type."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.display_type_rich = lambda ctx: None
+    return params
 
 
 app = typer.Typer(
     name="paceline",
     cls=_Verbs,
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -48,13 +87,18 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    pass
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
-app.command(rich_help_panel="Run")(demo.demo)
-app.command(rich_help_panel="Run")(generate.generate)
-app.command(rich_help_panel="Run")(chat.chat)
-app.command(rich_help_panel="Inspect")(models.models)
-app.command(rich_help_panel="Inspect")(verify.verify)
+for _panel, _function in (
+    ("Run", demo.demo),
+    ("Run", generate.generate),
+    ("Run", chat.chat),
+    ("Inspect", models.models),
+    ("Inspect", verify.verify),
+):
+    app.command(cls=_Verb, rich_help_panel=_panel)(_function)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,7 +31,7 @@ def models(
     found = hub.local_models()
     screen = console.stdout()
     if as_json:
-        console.write(screen, json.dumps([_to_json(model) for model in found], ensure_ascii=False) + "\n")
+        console.write_json(screen, [_to_json(model) for model in found])
     else:
         _print_table(found)
         console.stderr().print("Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name.", style="dim")

@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import ConfigError, RequestError
+
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.results import Chunk, Completion
+
+Prompt = str | list[int]
 
 
 @dataclass(slots=True)
@@ -46,6 +50,11 @@ class Answer:
         seconds = self.last_at - self.first_at
         return (len(self.token_ids) - self.num_first) / seconds if seconds > 0 else 0.0
 
+    @property
+    def is_timed(self) -> bool:
+        """Has anything come after the first chunk?"""
+        return len(self.token_ids) > self.num_first and self.last_at > self.first_at
+
     def timings(self) -> dict[str, float]:
         return {
             "first_token_s": round(self.first_at - self.started, 4),
@@ -59,11 +68,26 @@ class Answer:
         return {**completion_json(self.completion), "timings": self.timings()}
 
 
-def as_prompt(llm: LLM, text: str, is_raw: bool = False) -> str | list[int]:
+def checked_prompt(text: str) -> str:
+    """Refuse what no model can answer, before one is loaded."""
+    if not text.strip():
+        raise RequestError("the prompt is empty; write something to answer")
+    try:
+        text.encode("utf-8")  # bytes that were not UTF-8 have become surrogates, which cannot be encoded
+    except UnicodeEncodeError:
+        raise RequestError("the prompt is not UTF-8 text; convert it, for instance with iconv") from None
+    return text
+
+
+def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = None) -> Prompt:
     """A user's text as the model's chat template puts it; the text itself where that is asked for or there is no template."""
+    checked_prompt(text)
     if is_raw or llm.checkpoint.tokenizer_source().chat_template is None:
+        if system is not None:
+            raise ConfigError(f"the system text is {system[:40]!r} but the model has no chat template for it; put it into the prompt")
         return text
-    return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+    before = [{"role": "system", "content": system}] if system is not None else []
+    return llm.tokenizer.encode_chat([*before, {"role": "user", "content": text}])
 
 
 def collect(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> Answer:

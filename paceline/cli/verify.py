@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli import console, options
-from paceline.errors import ConfigError
+from paceline.cli import console, options, parsing
+from paceline.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from paceline.cli.verify_distribution import RuleResult
     from paceline.cli.verify_equality import Check, Examination
+    from paceline.llm import LLM
     from paceline.prompts import Prompt
 
 
@@ -64,25 +65,42 @@ def verify(
     chosen = prompt_files.load(prompts)
     chosen = prompt_files.first_of_each(chosen, limit) if limit is not None else chosen
     configs = _drafters(methods, draft_model or model)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}; make it first")
+    parsing.check_target("--json", json_file)
+    _check_draft_model(model, configs)
     report = _examine(model, chosen, max_tokens, configs)
+    print_report(console.stdout(), report.checks, report.rules)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-    print_report(console.stdout(), report.checks, report.rules)
     if not report.is_ok:
         raise typer.Exit(1)
 
 
 def _drafters(methods: str | None, draft_model: str) -> dict[str, dict[str, Any]]:
     from paceline.config import nearest
-    from paceline.proposers.registry import DRAFTERS
+    from paceline.proposers.registry import DRAFTERS, parse
 
     names = [name.strip() for name in methods.split(",")] if methods is not None else list(DRAFTERS)
     for name in names:
         if name not in DRAFTERS:
             raise ConfigError(f"--methods holds {name!r}; {nearest(name, list(DRAFTERS))}")
-    return {name: {"method": name, **({"model": draft_model} if name == "draft_model" else {})} for name in names}
+    configs = {name: {"method": name, **({"model": draft_model} if name == "draft_model" else {})} for name in names}
+    for config in configs.values():
+        parse(config)
+    return configs
+
+
+def _check_draft_model(model: str, configs: dict[str, dict[str, Any]]) -> None:
+    """Another tokenizer would only be noticed when the drafter is built, after half of the work."""
+    from paceline.loaders.checkpoint import open_checkpoint
+    from paceline.loaders.tokenizer import Tokenizer
+
+    draft = configs.get("draft_model", {}).get("model", model)
+    if draft == model:
+        return
+    ours, theirs = (Tokenizer.from_source(open_checkpoint(name).tokenizer_source()) for name in (model, draft))
+    difference = ours.same_as(theirs)
+    if difference:
+        raise ConfigError(f"--draft-model {draft} has another tokenizer than {model} ({difference}); use a draft of the same family")
 
 
 def _examine(model: str, prompts: list[Prompt], max_tokens: int, configs: dict[str, dict[str, Any]]) -> Report:
@@ -114,11 +132,10 @@ def _plain_half(model: str, prompts: list[Prompt], max_tokens: int, begin: Begin
     """What needs no drafter: the texts to compare with, and the accept rules on this model's logits."""
     from paceline import LLM
     from paceline.cli import verify_distribution as distribution
-    from paceline.cli.streaming import as_prompt
     from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
     with LLM(model, max_num_seqs=max(BATCHES)) as llm:
-        examination = Examination(prompts, [as_prompt(llm, prompt.text) for prompt in prompts], max_tokens)
+        examination = Examination(prompts, [_input(llm, prompt) for prompt in prompts], max_tokens)
         plain = {}
         for mode in MODES:
             advance = begin(f"plain, T={mode.temperature}")
@@ -131,6 +148,21 @@ def _plain_half(model: str, prompts: list[Prompt], max_tokens: int, begin: Begin
         rules.append(distribution.check_rule(rule, landscape, distribution.NUM_SAMPLES))
         advance(len(prompts))
     return examination, plain, rules
+
+
+def _input(llm: LLM, prompt: Prompt) -> list[int]:
+    """The prompt as the model reads it; one that cannot be run is named."""
+    from paceline.cli.streaming import as_prompt
+    from paceline.params import SamplingParams
+    from paceline.types import Request
+
+    try:
+        text = as_prompt(llm, prompt.text)
+        tokens = llm.tokenizer.encode(text) if isinstance(text, str) else text
+        llm.engine.check_fits(Request(prompt.id, SamplingParams(), tokens=tokens, num_prompt=len(tokens), seed=0))
+    except RequestError as error:
+        raise RequestError(f"prompt {prompt.id}: {error}") from None
+    return tokens
 
 
 def _checks(model: str, name: str, config: dict[str, Any], examination: Examination, plain: PlainTexts, begin: Begin) -> Iterator[Check]:

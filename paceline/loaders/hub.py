@@ -29,6 +29,7 @@ HF_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<file>[\w./ -]+\.gguf))?")
 HF_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 HF_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 MAX_NAMED = 8  # names listed in an error
+MAX_NAME = 80  # characters of a name in an error
 
 Kind = Literal["gguf", "safetensors"]
 
@@ -58,11 +59,9 @@ def resolve(model: str, progress: bool = True) -> Path:
     """A .gguf file or a model folder for a path or name, fetched first if need be."""
     if not model.strip():
         raise ModelNotFound(f"the model's name is empty; {_valid_names()}")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _in_folder(path)
-    if path.is_file():
-        return _gguf_file(path)
+    path = _existing(model)
+    if path is not None:
+        return _in_folder(path) if path.is_dir() else _gguf_file(path)
     if model.lower() in DEFAULT_ALIASES:
         return fetch_default(progress)
     cached = next((local.path for local in _in_cache() if local.name == model), None)
@@ -76,8 +75,8 @@ def resolve(model: str, progress: bool = True) -> Path:
 
 def display_name(model: str) -> str:
     """What to call the model that `model` names."""
-    path = Path(model).expanduser()
-    if path.exists():
+    path = _existing(model)
+    if path is not None:
         return path.resolve().stem if path.is_file() else path.resolve().name
     return DEFAULT_MODEL if model.lower() in DEFAULT_ALIASES else model
 
@@ -87,6 +86,15 @@ def local_models() -> list[LocalModel]:
     default = cache_dir() / "models" / DEFAULT_WHEEL.file_name
     first = LocalModel(DEFAULT_MODEL, default, DEFAULT_WHEEL.num_bytes, "gguf", is_whole(default, DEFAULT_WHEEL))
     return [first, *_in_cache(), *_in_hf_cache()]
+
+
+def _existing(model: str) -> Path | None:
+    """None also where nothing can lie under such a name: too long, or in the home of nobody."""
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def _in_folder(folder: Path) -> Path:
@@ -106,7 +114,9 @@ def _gguf_file(path: Path) -> Path:
 
 
 def _is_like_path(model: str) -> bool:
-    return model.startswith((".", "~", os.sep)) or (len(Path(model).parts) > 1 and Path(model).parent.is_dir())
+    if model.startswith((".", "~", os.sep)):
+        return True
+    return len(Path(model).parts) > 1 and _existing(str(Path(model).parent)) is not None
 
 
 def _in_cache() -> Iterator[LocalModel]:
@@ -151,7 +161,7 @@ def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
     except Exception as error:  # the hub's errors have no common base, and each of them means the same to the user
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelNotFound(
-            f"{repo} could not be fetched from Hugging Face ({reason}); check the name and the connection, or {_valid_names()}"
+            f"{_short(repo)} could not be fetched from Hugging Face ({reason}); check the name and the connection, or {_valid_names()}"
         ) from error
     finally:
         if not were_disabled:
@@ -176,6 +186,10 @@ def _download_repo(repo: str, file: str | None) -> Path:
     raise ModelNotFound(f"{repo} has neither safetensors nor GGUF weights; only those are read, choose another model")
 
 
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
 
@@ -188,4 +202,4 @@ def _unknown(model: str) -> str:
     known = [*DEFAULT_ALIASES, *(local.name for local in local_models())]
     near = difflib.get_close_matches(model.lower(), known, n=1)
     guess = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"no model {model!r} here{guess}; {_valid_names()}"
+    return f"no model {_short(model)!r} here{guess}; {_valid_names()}"

@@ -168,7 +168,9 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
         value = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(value, (Mapping, bool)):
             raise GrammarError(f"structured_outputs.json is {value!r:.60}; give a JSON schema: an object such as {{'type': 'object'}}")
-        return json.dumps(value)
+        if value is False:
+            raise GrammarError("structured_outputs.json is false, which allows no text at all; give a JSON schema that some text fits")
+        return "{}" if value is True else json.dumps(value)
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, GrammarError):
             raise
