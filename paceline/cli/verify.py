@@ -116,6 +116,8 @@ def _examine(model: str, prompts: list[Prompt], max_tokens: int, configs: dict[s
 
         def begin(what: str) -> Callable[[int], None]:
             progress.update(task, description=what)
+            if not progress.console.is_terminal:
+                console.write(progress.console, f"{what}\n")  # a log gets a line where a terminal gets a bar
             return lambda num_done: progress.advance(task, num_done)
 
         examination, plain, rules = _plain_half(model, prompts, max_tokens, begin)
