@@ -17,7 +17,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.proposers import registry
 from paceline.proposers.base import Surroundings
-from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, kv_size
+from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, blocks_in
 from paceline.runtime.runner import Runner
 
 SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
@@ -47,7 +47,7 @@ def build(
     checkpoint = open_checkpoint(model, progress)
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
     memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len)
-    num_blocks = kv_size(checkpoint.config, memory, torch.float32).num_blocks
+    num_blocks = blocks_in(memory, checkpoint.config, torch.float32)
     length = _context(max_model_len, checkpoint.config, num_blocks)
     config = EngineConfig(max_model_len=length, num_speculative_tokens=num_draft, **limits)
 

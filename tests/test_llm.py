@@ -182,7 +182,7 @@ def test_threads_share_an_llm(tiny: LLM) -> None:
     assert tiny.engine.runner.kv.pool.num_used == 0
 
 
-def test_a_model_of_nan_is_an_error_and_not_a_text(tmp_path: Path) -> None:
+def test_a_model_of_nan_is_an_error_and_not_a_text(tiny_folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tiny_hf(tmp_path, "llama")
@@ -193,6 +193,11 @@ def test_a_model_of_nan_is_an_error_and_not_a_text(tmp_path: Path) -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(ModelError, match="not finite"):
             LLM(str(tmp_path), progress=False).generate("a", SamplingParams(temperature=temperature, max_tokens=2))
+    spoilt_draft = {"method": "draft_model", "model": str(tmp_path)}
+    llm = LLM(str(tiny_folder), speculative_config=spoilt_draft, progress=False)
+    with pytest.raises(ModelError, match="not finite"):  # said aloud, not hidden by drafting nothing
+        llm.generate("a b", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert llm.engine.runner.kv.pool.num_used == 0
 
 
 def test_unseeded_structured_output_ends_well(llms: dict[str, LLM]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.errors import GrammarError, PacelineError
+from paceline.errors import GrammarError
 from paceline.proposers.base import chain, empty, fit_vocabulary
 from paceline.runtime.runner import Runner
 from paceline.types import Cached, Draft, Request, Segment
@@ -58,7 +58,7 @@ def _extend(c: Chain, logits: torch.Tensor) -> None:
         if constraint is not None and token not in c.request.stop_ids:
             constraint.advance(token)
             c.num_advanced += 1
-    except PacelineError:  # the drafter has nothing to say that the request allows; the target may
+    except GrammarError:  # the drafter has nothing to say that the request allows; the target may
         c.budget = len(c.tokens)
         return
     c.tokens.append(token)

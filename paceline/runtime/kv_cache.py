@@ -8,7 +8,6 @@ rest back. Invariant: slots at or beyond `num_cached` hold nothing anyone may re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -20,17 +19,12 @@ from paceline.types import Cached
 BLOCK_SIZE = 16
 
 
-class KvSize(NamedTuple):
-    num_blocks: int
-    bytes_per_block: int
-
-
-def kv_size(config: ModelConfig, memory: int, dtype: torch.dtype) -> KvSize:
+def blocks_in(memory: int, config: ModelConfig, dtype: torch.dtype) -> int:
     """How many blocks fit into `memory` bytes."""
     per_block = BLOCK_SIZE * 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     if memory < per_block * 2:
         raise ConfigError(f"kv_cache_memory is {memory:,} bytes, less than two blocks of {per_block:,}; give more")
-    return KvSize(memory // per_block, per_block)
+    return memory // per_block
 
 
 class KvCache:

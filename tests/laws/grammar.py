@@ -15,8 +15,6 @@ def allowed_after(output: Sequence[int], vocab: int) -> np.ndarray:
 class NoEqualRests:
     """The constraint an engine sees; `allowed_after` is the same as the reference sees it."""
 
-    is_finished = False
-
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
         self.output: list[int] = []
