@@ -2,15 +2,20 @@
 # make test     install with the test tools, fetch the default model, run the whole suite
 #               (first what may share the machine, one process a core, then what measures time, alone)
 # make check    ruff and mypy
-# make install  only the environment;  make clean  remove it and every build product
+# make test-peers  the tests of the benchmark's peers, where they are installed (minutes; not part of make test)
+# make peers    what `paceline bench --peers` compares with, each in an environment of its own (about 20 minutes on two cores:
+#               llama.cpp is compiled for this machine, with cmake and g++); make peers/llamacpp installs one of them
+# make install  only the environment;  make clean  remove it and every build product;  make clean-peers  remove the peers
 # PYTHON=... chooses the interpreter (3.11 or newer).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+PEERS := $(or $(PACELINE_PEERS),.peers)
+QUIETLY := -m pip --quiet --quiet --disable-pip-version-check
+PIP := $(BIN)/python $(QUIETLY)
 
-.PHONY: install demo test check clean
+.PHONY: install demo test test-peers check clean clean-peers peers peers/llamacpp peers/transformers peers/vllm
 .DEFAULT_GOAL := demo
 
 install: $(VENV)/.installed
@@ -20,17 +25,29 @@ demo: install
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/paceline models --fetch default > /dev/null
-	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial' -n auto --dist worksteal --durations=10
-	@$(BIN)/python -m pytest -m serial -s
+	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial and not peers' -n auto --dist worksteal --durations=10
+	@$(BIN)/python -m pytest -m 'serial and not peers' -s
+
+test-peers: $(VENV)/.installed-dev
+	@$(BIN)/paceline models --fetch default > /dev/null
+	@$(BIN)/python -m pytest -m peers -rs --durations=10
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+peers: peers/llamacpp peers/transformers peers/vllm
+peers/llamacpp: $(PEERS)/llamacpp/.installed
+peers/transformers: $(PEERS)/transformers/.installed
+peers/vllm: $(PEERS)/vllm/.installed
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find paceline tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-peers:
+	rm -rf $(addprefix $(PEERS)/,llamacpp transformers vllm)
 
 # Stamps: a second run of any target above starts at once.
 $(VENV)/bin/python:
@@ -50,4 +67,21 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the test tools"
 	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# TLS and grammars are of no use to a benchmark and would make the build longer.
+$(PEERS)/llamacpp/.installed: export CMAKE_ARGS := -DLLAMA_LLGUIDANCE=OFF -DLLAMA_BUILD_BORINGSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+$(PEERS)/llamacpp/.installed: export CMAKE_GENERATOR := $(if $(shell command -v ninja),Ninja,Unix Makefiles)
+$(PEERS)/llamacpp/.installed: peers/llamacpp.txt
+	@command -v cmake > /dev/null && command -v g++ > /dev/null \
+		|| { echo "error: llama.cpp is compiled with cmake and g++, and one of them is missing; install both and run make again" >&2; exit 1; }
+	@echo "building llama.cpp (about ten minutes on two cores)"
+	@$(PYTHON) -m venv $(@D)
+	@MAKEFLAGS= $(@D)/bin/python $(QUIETLY) install -r $<
+	@touch $@
+
+$(PEERS)/transformers/.installed $(PEERS)/vllm/.installed: $(PEERS)/%/.installed: peers/%.txt
+	@echo "installing $* (its torch is large: a few minutes)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python $(QUIETLY) install --no-deps -r $<
 	@touch $@

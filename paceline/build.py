@@ -12,13 +12,14 @@ from paceline.config import EngineConfig, require
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.quantize import bits_of
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Decoder
 from paceline.proposers import registry
 from paceline.proposers.base import Surroundings
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, blocks_in
-from paceline.runtime.runner import Runner
+from paceline.runtime.runner import Runner, load_decoder
+from paceline.waiting import waiting
 
 SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
 
@@ -35,6 +36,7 @@ def build(
     kv_cache_memory: int | float | None,
     max_model_len: int | None,
     kernels: str,
+    dtype: str,
     progress: bool,
     **limits: Any,
 ) -> Built:
@@ -42,6 +44,8 @@ def build(
     num_draft = drafter[1].num_speculative_tokens if drafter else 0
     config = EngineConfig(num_speculative_tokens=0, **limits)  # checked before a model is read
     require(isinstance(model, str) and bool(model), "model", model, "give a path, 'default' or a Hugging Face name")
+    if dtype != "auto":
+        bits_of(dtype)
     if max_model_len is not None:
         require(_is_whole(max_model_len) and max_model_len >= 2, "max_model_len", max_model_len, "use a whole number, 2 or more")
     checkpoint = open_checkpoint(model, progress)
@@ -51,11 +55,15 @@ def build(
     length = _context(max_model_len, checkpoint.config, num_blocks)
     config = EngineConfig(max_model_len=length, num_speculative_tokens=num_draft, **limits)
 
-    def load(source: str | Checkpoint, bits: int | None = None) -> tuple[Checkpoint, Tokenizer, Runner]:
+    def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, Runner]:
         other = open_checkpoint(source, progress) if isinstance(source, str) else source
         words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
-        decoder = Decoder.load(other, kernels=kernels, bits=bits, context=length)
-        return other, words, Runner(decoder, KvCache(other.config, num_blocks))
+        with waiting("packing the weights for this machine (once)", progress):
+            decoder = load_decoder(other, kernels=kernels, dtype=its_dtype, context=length)
+        runner = Runner(decoder, KvCache(other.config, num_blocks))
+        with waiting("compiling the kernels for this machine (once, half a minute)", progress):
+            runner.warm_up()
+        return other, words, runner
 
     runner = load(checkpoint)[2]
     proposer = registry.create(*drafter, Surroundings(runner, checkpoint, tokenizer, load)) if drafter else None

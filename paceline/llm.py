@@ -62,6 +62,7 @@ class LLM:
     """A model with, if asked, a drafter.
 
     speculative_config: {"method": "ngram" | "draft_model" | "early_exit" | "quantized", "num_speculative_tokens": K, ...}
+    dtype: of the weights, "int8" (on CPUs what "auto" means), "int4" or "float32".
     kv_cache_memory: bytes, or a fraction of the free memory, for the target; a draft model takes as many blocks of its own.
     """
 
@@ -75,6 +76,7 @@ class LLM:
         max_model_len: int | None = None,
         kv_cache_memory: int | float | None = None,
         enable_prefix_caching: bool = True,
+        dtype: str = "auto",
         kernels: str = "exact",
         progress: bool = True,
     ) -> None:
@@ -83,7 +85,7 @@ class LLM:
             "max_num_batched_tokens": max_num_batched_tokens,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        built = build(model, speculative_config, kv_cache_memory, max_model_len, kernels, progress, **limits)
+        built = build(model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, progress, **limits)
         self.engine, self.checkpoint, self.tokenizer = built
         self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
         self._inboxes: dict[str, _Inbox] = {}

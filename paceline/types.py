@@ -148,19 +148,67 @@ class Segment:
     num_logits: int = 1  # logits are wanted for the last `num_logits` rows
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Everything a forward pass reads, flat over requests. Built by runtime/batch.py, never changed."""
+class Columns(NamedTuple):
+    """Everything a forward pass reads, flat over requests, as lists of whole numbers."""
 
-    input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64: where each row's K/V is written
-    parents: torch.Tensor  # [T] int64: row of the parent within this pass, or -1 if the row follows the cached prefix directly
-    request_of: torch.Tensor  # [T] int64: index into the next three
-    starts: torch.Tensor  # [R+1] int64: first row of each request
-    block_tables: torch.Tensor  # [R, max_blocks] int64, padded with 0
-    prefix_lens: torch.Tensor  # [R] int64: cached tokens each row of the request sees, before its ancestors in this pass
-    rows: torch.Tensor  # [L] int64: rows whose logits are wanted
+    input_ids: list[int]  # [T]
+    positions: list[int]  # [T]
+    slots: list[int]  # [T]: where each row's K/V is written
+    parents: list[int]  # [T]: row of the parent within this pass, or -1 if the row follows the cached prefix directly
+    request_of: list[int]  # [T]: index into the next three
+    starts: list[int]  # [R+1]: first row of each request
+    block_tables: list[int]  # [R * max_blocks], padded with 0
+    prefix_lens: list[int]  # [R]: cached tokens each row of the request sees, before its ancestors in this pass
+    rows: list[int]  # [L]: rows whose logits are wanted
+
+
+class Batch:
+    """The columns as int64 in one piece of memory, cut apart when asked for: making an array costs more than the few numbers in it.
+
+    Built by runtime/batch.py, never changed.
+    """
+
+    __slots__ = ("block_size", "columns", "device", "flat")
+
+    def __init__(self, columns: Columns, block_size: int, device: Any = "cpu") -> None:
+        import numpy as np
+
+        self.columns, self.block_size, self.device = columns, block_size, device
+        self.flat = np.array([number for column in columns for number in column], np.int64)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.columns.prefix_lens)
+
+    def addresses(self) -> list[int]:
+        """Where each column lies."""
+        at, found = self.flat.__array_interface__["data"][0], []
+        for column in self.columns:
+            found.append(at)
+            at += 8 * len(column)
+        return found
+
+    def tensors(self) -> BatchTensors:
+        import torch
+
+        whole = torch.from_numpy(self.flat).to(self.device)
+        parts = whole.split([len(column) for column in self.columns])
+        tensors = BatchTensors(*parts, self.block_size)
+        return tensors._replace(block_tables=tensors.block_tables.view(self.num_requests, -1))
+
+
+class BatchTensors(NamedTuple):
+    """A batch as torch reads it, int64; the comments of `Columns` hold."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    parents: torch.Tensor
+    request_of: torch.Tensor
+    starts: torch.Tensor
+    block_tables: torch.Tensor  # [R, max_blocks]
+    prefix_lens: torch.Tensor
+    rows: torch.Tensor
     block_size: int
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from paceline.models.config import ModelConfig
-from paceline.types import Batch
+from paceline.types import Batch, Columns
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 64
+NUM_BLOCKS = 128
 
 
 class Rows(NamedTuple):
@@ -53,11 +53,9 @@ def batch_of(requests: Sequence[Rows], rows: Sequence[int] | None = None) -> Bat
             request_of.append(r)
         positions += [prefix + depth for depth in depths]
         starts.append(len(ids))
-    columns = (ids, positions, slots, parents, request_of, starts)
-    tensors = [torch.tensor(column, dtype=torch.int64) for column in columns]
-    tables = torch.tensor([list(request.blocks) for request in requests])
-    wanted = torch.tensor(range(len(ids)) if rows is None else rows, dtype=torch.int64)
-    return Batch(*tensors, tables, torch.tensor([request.prefix for request in requests]), wanted, BLOCK_SIZE)
+    tables = [block for request in requests for block in request.blocks]
+    prefixes, wanted = [request.prefix for request in requests], list(range(len(ids)) if rows is None else rows)
+    return Batch(Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, wanted), BLOCK_SIZE)
 
 
 def random_parents(draws: Sequence[int]) -> list[int]:

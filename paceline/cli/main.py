@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli import chat, console, demo, generate, models, verify
+from paceline.cli import bench, chat, console, demo, generate, models, verify
 from paceline.errors import PacelineError
 
 # Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
@@ -102,3 +102,4 @@ for _panel, _function in (
     ("Inspect", verify.verify),
 ):
     app.command(cls=_Verb, rich_help_panel=_panel)(_function)
+app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")

@@ -1,6 +1,6 @@
 """How kernels are compiled: without the interpreter lock, cached on disk beside the sources or in the user's cache folder.
 
-Invariant: a cached kernel is used only if no source file of this folder has changed. Numba looks at the file of the function alone,
+Invariant: a cached kernel is used only if no source file of this folder and no instruction set has changed. Numba looks at the file of the function alone,
 but our kernels are built from pieces in several files.
 """
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import numba
 
-SOURCES = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(Path(__file__).parent.glob("*.py")))
+from paceline.cpu.features import VARIANT
+
+SOURCES = (VARIANT, *((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def kernel(function: Callable[..., None] | None = None, *, parallel: bool = False) -> Any:

@@ -34,6 +34,8 @@ def bytes_(width: int) -> ir.VectorType:
 class Emitter:
     """Writes instructions at the builder's position. Addresses are 64-bit integers; `+` on them is `offset`."""
 
+    first = ir.Constant(INT32, 0)  # the index of a vector's first lane
+
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
@@ -65,7 +67,7 @@ class Emitter:
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         suffix = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
-        return self._call(f"llvm.fma.{suffix}", a.type, [a, b, c])
+        return self.call(f"llvm.fma.{suffix}", a.type, [a, b, c])
 
     def accumulate(self, slot: Any, a: Any, b: Any) -> None:
         self.builder.store(self.fma(a, b, self.builder.load(slot)), slot)
@@ -75,7 +77,13 @@ class Emitter:
         return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
 
     def broadcast(self, scalar: Any, width: int) -> Any:
-        return self.splat(self.builder.insert_element(self.zeros(width), scalar, ir.Constant(INT32, 0)), 0, width)
+        return self.splat(self.builder.insert_element(self.zeros(width), scalar, self.first), 0, width)
+
+    def spread(self, integer: Any, width: int) -> Any:
+        """A 32-bit integer in every lane."""
+        kind = ir.VectorType(INT32, width)
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), integer, self.first)
+        return self.splat(first, 0, width)
 
     def half(self, vector: Any, first: int) -> Any:
         """Half of the lanes of `vector`, from lane `first` on."""
@@ -87,42 +95,38 @@ class Emitter:
         """The sum of all lanes, halves first: one fixed order."""
         while vector.type.count > 1:
             vector = self.builder.fadd(self.half(vector, 0), self.half(vector, vector.type.count // 2))
-        return self.builder.extract_element(vector, ir.Constant(INT32, 0))
+        return self.builder.extract_element(vector, self.first)
+
+    def totals(self, vectors: list[Any]) -> Any:
+        """The sums of four vectors of four lanes, neighbours first, as one vector."""
+        while len(vectors) > 1:
+            vectors = [self._add_neighbours(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
+
+    def _add_neighbours(self, first: Any, second: Any) -> Any:
+        lanes = first.type.count
+        even, odd = (ir.Constant(ir.VectorType(INT32, lanes), list(range(start, 2 * lanes, 2))) for start in (0, 1))
+        return self.builder.fadd(self.builder.shuffle_vector(first, second, even), self.builder.shuffle_vector(first, second, odd))
 
     def largest(self, vector: Any) -> Any:
         while vector.type.count > 1:
             low, high = self.half(vector, 0), self.half(vector, vector.type.count // 2)
             vector = self.builder.select(self.builder.fcmp_ordered(">", low, high), low, high)
-        return self.builder.extract_element(vector, ir.Constant(INT32, 0))
+        return self.builder.extract_element(vector, self.first)
 
     def prefetch(self, address: Any) -> None:
         pointer = self.builder.inttoptr(address, ir.IntType(8).as_pointer())
         flags = [ir.Constant(INT32, flag) for flag in (0, 3, 1)]  # read, into the nearest cache, data
-        self._call("llvm.prefetch.p0", ir.VoidType(), [pointer, *flags])
+        self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, *flags])
 
     def constant(self, value: float, width: int) -> Any:
         return ir.Constant(floats(width), [float(np.float32(value))] * width)
 
-    def widen(self, unsigned: Any, bias: int) -> Any:
-        """Unsigned bytes minus `bias` as floats, exactly: a byte spliced into the bits of 32768.0 makes 32768.0 + byte. Some
-        processors convert integers at half speed, and splice at full speed."""
-        width = unsigned.type.count
-        high = self._interleave(ir.Constant(unsigned.type, [0] * width), unsigned)  # byte << 8 in each half word
-        halves = self.builder.bitcast(high, ir.VectorType(ir.IntType(16), width))
-        words = self._interleave(halves, ir.Constant(halves.type, [0x4700] * width))
-        return self.builder.fsub(self.builder.bitcast(words, floats(width)), self.constant(32768.0 + bias, width))
-
-    def _interleave(self, first: Any, second: Any) -> Any:
-        width = first.type.count
-        mask = [lane for pair in zip(range(width), range(width, 2 * width), strict=True) for lane in pair]
-        return self.builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT32, 2 * width), mask))
-
     def exponential(self, x: Any) -> Any:
         """e ** x lane by lane, within 2 units in the last place, for x clamped to [-87, 88]: 2 ** n times a polynomial in the rest."""
         builder, width = self.builder, x.type.count
-        for predicate, limit in (("<", -87.0), (">", 88.0)):
-            bound = self.constant(limit, width)
-            x = builder.select(builder.fcmp_ordered(predicate, x, bound), bound, x)
+        for function, limit in (("maxnum", -87.0), ("minnum", 88.0)):
+            x = self.call(f"llvm.{function}.v{width}f32", x.type, [x, self.constant(limit, width)])
         rounding = self.constant(12582912.0, width)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
         whole = builder.fsub(self.fma(x, self.constant(LOG2_E, width), rounding), rounding)
         rest = self.fma(whole, self.constant(-LN2_LOW, width), self.fma(whole, self.constant(-LN2_HIGH, width), x))
@@ -139,7 +143,7 @@ class Emitter:
         with cgutils.for_range(self.builder, count) as loop:
             yield loop.index
 
-    def _call(self, name: str, result: ir.Type, operands: list[Any]) -> Any:
+    def call(self, name: str, result: ir.Type, operands: list[Any]) -> Any:
         kind = ir.FunctionType(result, [operand.type for operand in operands])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), operands)
 
@@ -157,6 +161,7 @@ def _pointer_to(kind: types.Type) -> Callable[..., Any]:
 
 float_pointer = _pointer_to(types.float32)  # for numba.carray
 int_pointer = _pointer_to(types.int64)
+byte_pointer = _pointer_to(types.int8)
 
 
 @intrinsic
@@ -177,3 +182,4 @@ def fma(_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
         return Emitter(builder).fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
+

@@ -1,288 +1,228 @@
-"""Attention over a paged KV cache under token trees.
+"""Attention over a paged KV cache under token trees, flash-style: one pass over the context, a running maximum, no score matrix.
 
 A row sees its request's cached prefix, its ancestors in this pass and itself, in position order, whatever else is in the pass.
-Invariant: scores, softmax and weighted sum of one (row, head) are fixed chains over that context, so its bits depend on the context
-alone; tiles of positions and heads only decide which chains run side by side.
+Invariant: the context is cut into chunks of CHUNK positions at fixed places; the chunk of a (row, head) is a fixed chain of
+operations, and chunks are merged in order. So the bits depend on the context alone: which thread did which chunk, and whether a
+chunk waited in memory to be merged, changes nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import numba
 import numpy as np
-from numba import carray, prange, types
+from numba import carray, types
 from numba.extending import intrinsic
 
-from paceline.cpu.compile import kernel, piece, unrolled
-from paceline.cpu.lanes import FLOAT, INT64, LANES, Emitter, address, floats, int_pointer
-from paceline.cpu.rows import place
-
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.models.attention import Heads
-    from paceline.types import Batch
+from paceline.cpu.compile import piece, unrolled
+from paceline.cpu.lanes import FLOAT, INT64, LANES, Emitter, address, float_pointer, floats, int_pointer
 
 WIDTH = 4  # lanes of a dot product
 SPAN = 4  # positions scored side by side, at most WIDTH
+AHEAD = 8  # positions between the keys scored and those asked for
+CHUNK = 64  # positions: keys and values of a head in a chunk fit the first-level cache
 LOWEST = np.float32(-3e38)  # its exponential is 1e-38, which a sum with a 1 in it does not notice
 MAX_HEADS = 3  # query heads of one KV head side by side: that makes 12 chains, enough to hide the latency of a multiply-add
+EXTRA = 2  # floats beside the weighted sum of a chunk: its maximum and the sum of its weights
+
+
+def _rows_at(emit: Emitter, cache: Any, slots: Any, slot_bytes: Any, first: int, last: Any) -> list[Any]:
+    """Where SPAN consecutive positions lie in a cache; those after `last` are taken to be it."""
+    builder = emit.builder
+    inside = [builder.select(builder.icmp_signed("<", emit.const(first + p), last), emit.const(first + p), last) for p in range(SPAN)]
+    return [emit.offset(cache, emit.times(emit.load(emit.offset(slots, emit.times(p, 8)), INT64), slot_bytes)) for p in inside]
 
 
 @intrinsic(prefer_literal=True)
 def score_tile(
-    _context: Any, heads: Any, q: Any, keys: Any, slots: Any, slot_bytes: Any, last: Any, dim: Any, out: Any, out_stride: Any
+    _context: Any, heads: Any, q: Any, keys: Any, values: Any, slots: Any, slot_bytes: Any, last: Any, dim: Any, out: Any, out_stride: Any
 ) -> Any:
-    """out[h, p] = q[h] · keys[slots[p]] for SPAN positions; those after `last` repeat it (the caller overwrites or ignores them)."""
+    """out[h, p] = q[h] · keys[slots[p]] for SPAN positions; those after `last` repeat it (the caller overwrites or ignores them).
+
+    Rows of a cache lie apart, which no processor foresees, so each turn asks for lines of keys needed soon, and of values.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        q, keys, slots, slot_bytes, last, dim, out, out_stride = arguments[1:]
+        q, keys, values, slots, slot_bytes, last, dim, out, out_stride = arguments[1:]
         emit, num_heads = Emitter(builder), heads.literal_value
-        inside = [builder.select(builder.icmp_signed("<", emit.const(p), last), emit.const(p), last) for p in range(SPAN)]
-        rows = [emit.offset(keys, emit.times(emit.load(emit.offset(slots, emit.times(p, 8)), INT64), slot_bytes)) for p in inside]
+        rows = _rows_at(emit, keys, slots, slot_bytes, 0, last)
+        soon = _rows_at(emit, keys, slots, slot_bytes, AHEAD, last) + _rows_at(emit, values, slots, slot_bytes, 0, last)
         sums = [[emit.variable(emit.zeros(WIDTH)) for _ in rows] for _ in range(num_heads)]
-        with emit.loop(builder.sdiv(dim, emit.const(WIDTH))) as turn:
-            step = emit.times(turn, 4 * WIDTH)
-            queries = [emit.load(emit.offset(q, emit.times(dim, 4 * h), step), floats(WIDTH)) for h in range(num_heads)]
-            for p, row in enumerate(rows):
-                key = emit.load(emit.offset(row, step), floats(WIDTH))
-                for h, query in enumerate(queries):
-                    emit.accumulate(sums[h][p], query, key)
+        with emit.loop(builder.sdiv(dim, emit.const(LANES))) as turn:
+            line = emit.times(turn, 4 * LANES)  # 64 bytes
+            for row in soon:
+                emit.prefetch(emit.offset(row, line))
+            for step in range(0, 4 * LANES, 4 * WIDTH):
+                queries = [emit.load(emit.offset(q, emit.times(dim, 4 * h), line, step), floats(WIDTH)) for h in range(num_heads)]
+                for p, row in enumerate(rows):
+                    key = emit.load(emit.offset(row, line, step), floats(WIDTH))
+                    for h, query in enumerate(queries):
+                        emit.accumulate(sums[h][p], query, key)
         for h, row_sums in enumerate(sums):
-            for p, total in enumerate(row_sums):
-                emit.store(emit.total(builder.load(total)), emit.offset(out, emit.times(out_stride, h), 4 * p))
+            emit.store(emit.totals([builder.load(total) for total in row_sums]), emit.offset(out, emit.times(out_stride, h)))
         return context.get_dummy_value()
 
-    return types.void(heads, *[types.int64] * 8), generate
+    return types.void(heads, *[types.int64] * 9), generate
+
+
+def _add_values(emit: Emitter, sums: list[Any], values: Any, slots: Any, slot_bytes: Any, weights: list[Any], lane: int) -> None:
+    """sums[h] += weights[h][lane] * values of the position whose slot is at `slots`."""
+    value = emit.load(emit.offset(values, emit.times(emit.load(slots, INT64), slot_bytes)), floats(LANES))
+    for total, weight in zip(sums, weights, strict=True):
+        emit.accumulate(total, emit.splat(weight, lane, LANES), value)
 
 
 @intrinsic(prefer_literal=True)
 def mix_tile(
-    _context: Any, heads: Any, weights: Any, weight_stride: Any, values: Any, slots: Any, slot_bytes: Any, count: Any, dim: Any, out: Any
+    _context: Any, heads: Any, weights: Any, weight_stride: Any, values: Any, slots: Any, slot_bytes: Any, count: Any, out: Any, stride: Any
 ) -> Any:
     """out[h, :16] = sum over positions of weights[h, p] * values[slots[p], :16], in order."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, weight_stride, values, slots, slot_bytes, count, dim, out = arguments[1:]
-        emit, num_heads = Emitter(builder), heads.literal_value
-        sums = [emit.variable(emit.zeros(LANES)) for _ in range(num_heads)]
-        with emit.loop(count) as p:
-            slot = emit.load(emit.offset(slots, emit.times(p, 8)), INT64)
-            value = emit.load(emit.offset(values, emit.times(slot, slot_bytes)), floats(LANES))
-            for h, total in enumerate(sums):
-                weight = emit.load(emit.offset(weights, emit.times(weight_stride, h), emit.times(p, 4)), FLOAT)
-                emit.accumulate(total, emit.broadcast(weight, LANES), value)
+        weights, weight_stride, values, slots, slot_bytes, count, out, stride = arguments[1:]
+        emit = Emitter(builder)
+        rows = [emit.offset(weights, emit.times(weight_stride, h)) for h in range(heads.literal_value)]
+        sums = [emit.variable(emit.zeros(LANES)) for _ in rows]
+        spans = builder.sdiv(count, emit.const(SPAN))
+        with emit.loop(spans) as span:
+            first = emit.times(span, 4 * SPAN)
+            fours = [emit.load(emit.offset(row, first), floats(SPAN)) for row in rows]
+            for p in range(SPAN):
+                _add_values(emit, sums, values, emit.offset(slots, emit.times(span, 8 * SPAN), 8 * p), slot_bytes, fours, p)
+        whole = emit.times(spans, SPAN)
+        with emit.loop(builder.sub(count, whole)) as rest:
+            p = builder.add(whole, rest)
+            ones = [emit.load(emit.offset(row, emit.times(p, 4)), floats(1)) for row in rows]
+            _add_values(emit, sums, values, emit.offset(slots, emit.times(p, 8)), slot_bytes, ones, 0)
         for h, total in enumerate(sums):
-            emit.store(builder.load(total), emit.offset(out, emit.times(dim, 4 * h)))
+            emit.store(builder.load(total), emit.offset(out, emit.times(stride, h)))
         return context.get_dummy_value()
 
     return types.void(heads, *[types.int64] * 8), generate
 
 
-@piece
-def _context(row, parents, slots, table, block_size, prefix, window, context):  # type: ignore[no-untyped-def]
-    """Write the slots row `row` sees, oldest first, into `context`; return how many."""
-    depth, node = 0, row
-    while node >= 0:
-        depth += 1
-        node = parents[node]
-    length = prefix + depth
-    first = max(0, length - window) if window > 0 else 0
-    for position in range(first, prefix):
-        context[position - first] = table[position // block_size] * block_size + position % block_size
-    node = row
-    for position in range(length - 1, max(first, prefix) - 1, -1):
-        context[position - first] = slots[node]
-        node = parents[node]
-    return length - first
+@intrinsic
+def weigh_lanes(_context: Any, scores: Any, turns: Any, scale: Any, maximum_at: Any) -> Any:
+    """Scale the scores, then exp(score - maximum) in place over 16 * turns floats; stores the maximum, and after it the sum of the results."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        scores, turns, scale, maximum_at = arguments
+        emit, kind = Emitter(builder), floats(LANES)
+        factor = emit.broadcast(scale, LANES)
+        top, total = emit.variable(emit.constant(float(LOWEST), LANES)), emit.variable(emit.zeros(LANES))
+        with emit.loop(turns) as turn:
+            score = builder.fmul(emit.load(emit.offset(scores, emit.times(turn, 4 * LANES)), kind), factor)
+            builder.store(emit.call(f"llvm.maxnum.v{LANES}f32", kind, [score, builder.load(top)]), top)
+        maximum = emit.largest(builder.load(top))
+        largest = emit.broadcast(maximum, LANES)
+        with emit.loop(turns) as turn:
+            here = emit.offset(scores, emit.times(turn, 4 * LANES))
+            value = emit.exponential(builder.fsub(builder.fmul(emit.load(here, kind), factor), largest))
+            emit.store(value, here)
+            builder.store(builder.fadd(builder.load(total), value), total)
+        emit.store(maximum, maximum_at)
+        emit.store(emit.total(builder.load(total)), emit.offset(maximum_at, 4))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), generate
 
 
 @intrinsic
-def softmax_lanes(_context: Any, scores: Any, turns: Any, scale: Any) -> Any:
-    """exp(scale * (s - max)) in place over 4 * turns floats; returns their sum, lane by lane and then across lanes."""
-
+def exponential(_context: Any, x: Any) -> Any:
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        scores, turns, scale = arguments
         emit = Emitter(builder)
-        top, total = emit.variable(emit.load(scores, floats(WIDTH))), emit.variable(emit.zeros(WIDTH))
-        with emit.loop(turns) as turn:
-            score, best = emit.load(emit.offset(scores, emit.times(turn, 4 * WIDTH)), floats(WIDTH)), builder.load(top)
-            builder.store(builder.select(builder.fcmp_ordered(">", score, best), score, best), top)
-        largest, factor = emit.broadcast(emit.largest(builder.load(top)), WIDTH), emit.broadcast(scale, WIDTH)
-        with emit.loop(turns) as turn:
-            here = emit.offset(scores, emit.times(turn, 4 * WIDTH))
-            value = emit.exponential(builder.fmul(builder.fsub(emit.load(here, floats(WIDTH)), largest), factor))
-            emit.store(value, here)
-            builder.store(builder.fadd(builder.load(total), value), total)
-        return emit.total(builder.load(total))
+        lanes = emit.exponential(emit.broadcast(arguments[0], WIDTH))
+        return builder.extract_element(lanes, emit.first)
 
-    return types.float32(types.int64, types.int64, types.float32), generate
+    return types.float32(types.float32), generate
 
 
 @piece
-def _softmax(scores, start, count, scale):  # type: ignore[no-untyped-def]
-    """Softmax of scale * scores[start : start + count], in place; the caller left room to fill up the last lanes."""
-    turns = (count + WIDTH - 1) // WIDTH
-    for i in range(start + count, start + turns * WIDTH):
-        scores[i] = LOWEST
-    shrink = np.float32(1) / softmax_lanes(address(scores) + start * 4, turns, scale)
-    for i in range(start, start + count):
-        scores[i] *= shrink
+def trace_paths(b, paths_at):  # type: ignore[no-untyped-def]
+    """paths[row, :depth]: slots of the row's ancestors in this pass, oldest first, then its own; paths[row, rows] is how many."""
+    parents, slots = carray(int_pointer(b.parents), b.rows), carray(int_pointer(b.slots), b.rows)
+    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
+    for row in range(b.rows):
+        parent, depth = parents[row], 0
+        if parent >= 0:
+            depth = paths[parent, b.rows]
+            for i in range(depth):
+                paths[row, i] = paths[parent, i]
+        paths[row, depth] = slots[row]
+        paths[row, b.rows] = depth + 1
+
+
+@piece
+def _gather(b, paths, row, first, last, slots):  # type: ignore[no-untyped-def]
+    """The slots of positions first to last of what `row` sees."""
+    request = carray(int_pointer(b.request_of), b.rows)[row]
+    prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
+    table = carray(int_pointer(b.block_tables + request * b.max_blocks * 8), b.max_blocks)
+    for position in range(first, min(last, prefix)):
+        slots[position - first] = table[position // b.block_size] * b.block_size + position % b.block_size
+    for position in range(max(first, prefix), last):
+        slots[position - first] = paths[row, position - prefix]
+
+
+@piece
+def length_of(b, paths_at, row):  # type: ignore[no-untyped-def]
+    """How many positions a row sees, itself included."""
+    request = carray(int_pointer(b.request_of), b.rows)[row]
+    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
+    return carray(int_pointer(b.prefix_lens), b.num_requests)[request] + paths[row, b.rows]
 
 
 @unrolled
-def _some_heads(heads, q, keys, values, slot_bytes, context, count, scores, scale, dim, out):  # type: ignore[no-untyped-def]
-    """Attention of `heads` query heads (a compile-time constant) of one row over one KV head."""
-    room = scores.size // MAX_HEADS  # floats a head
-    at, slots = address(scores), address(context)
+def _some_heads(heads, q, keys, values, slot_bytes, slots, count, scores, scale, dim, out, stride):  # type: ignore[no-untyped-def]
+    """`heads` query heads (a compile-time constant) of one row over one chunk of one KV head: maximum, weight and weighted sum each."""
+    at, where = address(scores), address(slots)
     for p in range(0, count, SPAN):
-        score_tile(heads, q, keys, slots + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, room * 4)
+        score_tile(heads, q, keys, values, where + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, CHUNK * 4)
+    turns = (count + LANES - 1) // LANES
     for h in range(heads):
-        _softmax(scores, h * room, count, scale)
+        for i in range(count, turns * LANES):
+            scores[h * CHUNK + i] = LOWEST
+        weigh_lanes(at + h * CHUNK * 4, turns, np.float32(scale), out + h * stride)
     for d in range(0, dim, LANES):
-        mix_tile(heads, at, room * 4, values + d * 4, slots, slot_bytes, count, dim, out + d * 4)
+        mix_tile(heads, at, CHUNK * 4, values + d * 4, where, slot_bytes, count, out + (EXTRA + d) * 4, stride)
 
 
-@unrolled
-def _group(q, keys, values, slot_bytes, context, count, scores, scale, group, dim, out):  # type: ignore[no-untyped-def]
-    """All query heads of one KV head, at most MAX_HEADS side by side."""
-    head = 0
+@piece
+def attend_chunk(b, h, paths_at, row, kv_head, first, last, q, keys, values, scratch, out):  # type: ignore[no-untyped-def]
+    """All query heads of a KV head over positions first to last; out[head] = maximum, weight, weighted sum [dim]."""
+    slots, scores = carray(int_pointer(scratch), CHUNK), carray(float_pointer(scratch + CHUNK * 8), MAX_HEADS * CHUNK)
+    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
+    _gather(b, paths, row, first, last, slots)
+    group, slot_bytes, skip = h.num_heads // h.num_kv_heads, h.num_kv_heads * h.dim * 4, kv_head * h.dim * 4
+    stride, head = (h.dim + EXTRA) * 4, 0
     while head < group:
         parts = (group - head + MAX_HEADS - 1) // MAX_HEADS
         heads = (group - head + parts - 1) // parts
-        skip = head * dim * 4
+        query, to = q + head * h.dim * 4, out + head * stride
         if heads == 1:
-            _some_heads(1, q + skip, keys, values, slot_bytes, context, count, scores, scale, dim, out + skip)
+            _some_heads(1, query, keys + skip, values + skip, slot_bytes, slots, last - first, scores, h.scale, h.dim, to, stride)
         elif heads == 2:
-            _some_heads(2, q + skip, keys, values, slot_bytes, context, count, scores, scale, dim, out + skip)
+            _some_heads(2, query, keys + skip, values + skip, slot_bytes, slots, last - first, scores, h.scale, h.dim, to, stride)
         else:
-            _some_heads(3, q + skip, keys, values, slot_bytes, context, count, scores, scale, dim, out + skip)
+            _some_heads(3, query, keys + skip, values + skip, slot_bytes, slots, last - first, scores, h.scale, h.dim, to, stride)
         head += heads
 
 
-@kernel(parallel=True)
-def _attend(  # type: ignore[no-untyped-def]
-    q_at, keys, values, out, rows, heads, kv_heads, dim, window, scale,
-    parents_at, slots_at, requests_at, tables_at, prefixes_at, num_requests, max_blocks, block_size, longest, threads,
-):  # fmt: skip
-    parents, slots = carray(int_pointer(parents_at), rows), carray(int_pointer(slots_at), rows)
-    requests, prefixes = carray(int_pointer(requests_at), rows), carray(int_pointer(prefixes_at), num_requests)
-    tables = carray(int_pointer(tables_at), (num_requests, max_blocks))
-    slot_bytes, q_stride = kv_heads * dim * 4, (heads + 2 * kv_heads) * dim * 4
-    # query heads of a KV head share its loads, unless that leaves a thread without work
-    group = heads // kv_heads if rows * kv_heads >= threads else 1
-    items = rows * heads // group
-    for part in prange(threads):
-        context, scores = np.empty(longest, np.int64), np.empty(MAX_HEADS * (longest + WIDTH), np.float32)
-        for item in range(part, items, threads):  # interleaved: later rows of a prompt see more
-            row, head = item * group // heads, item * group % heads
-            request, skip = requests[row], head // (heads // kv_heads) * dim * 4
-            count = _context(row, parents, slots, tables[request], block_size, prefixes[request], window, context)
-            _group(
-                q_at + row * q_stride + head * dim * 4, keys + skip, values + skip, slot_bytes, context, count, scores,
-                np.float32(scale), group, dim, out + (row * heads + head) * dim * 4,
-            )  # fmt: skip
+@piece
+def merge(total_at, chunk_at, dim):  # type: ignore[no-untyped-def]
+    """Add one head's chunk to its running total: the one with the smaller maximum shrinks."""
+    total, chunk = carray(float_pointer(total_at), dim + EXTRA), carray(float_pointer(chunk_at), dim + EXTRA)
+    top = max(total[0], chunk[0])
+    old, new = exponential(total[0] - top), exponential(chunk[0] - top)
+    total[0] = top
+    for i in range(1, dim + EXTRA):
+        total[i] = total[i] * old + chunk[i] * new
 
 
-class Pass(NamedTuple):
-    """Where the batch of a pass lies: addresses of its int64 tensors, and their sizes."""
-
-    rows: int
-    positions: int
-    slots: int
-    parents: int
-    request_of: int
-    block_tables: int
-    prefix_lens: int
-    num_requests: int
-    max_blocks: int
-    block_size: int
-    longest: int  # no row's context is longer
-    threads: int
-
-
-class HeadSpec(NamedTuple):
-    """Attention of a layer, as the kernels read it."""
-
-    cos: int
-    sin: int
-    num_positions: int
-    q_norm: int  # 0: no norm
-    k_norm: int
-    window: int  # 0: no window
-    num_heads: int
-    num_kv_heads: int
-    dim: int
-    eps: float
-    scale: float
-
-
-@kernel
-def place_and_attend(b, h, qkv, keys, values, num_slots, out):  # type: ignore[no-untyped-def]
-    """b is a Pass, h a HeadSpec. qkv [T, (heads + 2 * kv_heads) * dim] is changed in place; out is [T, heads * dim]."""
-    place(
-        0, b.rows, qkv, b.positions, b.slots, h.cos, h.sin, h.q_norm, h.k_norm, keys, values,
-        h.num_heads, h.num_kv_heads, h.dim, h.num_positions, num_slots, h.eps,
-    )  # fmt: skip
-    _attend(
-        qkv, keys, values, out, b.rows, h.num_heads, h.num_kv_heads, h.dim, h.window, h.scale, b.parents, b.slots, b.request_of,
-        b.block_tables, b.prefix_lens, b.num_requests, b.max_blocks, b.block_size, b.longest, b.threads,
-    )  # fmt: skip
-
-
-def head_spec(heads: Heads, num_heads: int, num_kv_heads: int, dim: int) -> HeadSpec:
-    cos, sin = heads.tables
-    assert cos.is_contiguous() & sin.is_contiguous() & (cos.shape[1] * 2 == dim), "tables fit the heads"
-    q_norm, k_norm = (weight.data_ptr() for weight in heads.norms) if heads.norms else (0, 0)
-    window = heads.window or 0
-    return HeadSpec(
-        cos.data_ptr(), sin.data_ptr(), cos.shape[0], q_norm, k_norm, window, num_heads, num_kv_heads, dim, heads.eps, heads.scale
-    )
-
-
-class Attention:
-    """The attention of one pass, called once a layer."""
-
-    def __init__(self, batch: Batch) -> None:
-        import torch
-
-        ints = (batch.positions, batch.slots, batch.parents, batch.request_of, batch.block_tables, batch.prefix_lens)
-        assert all(t.dtype is torch.int64 and t.is_contiguous() for t in ints), "batches hold contiguous int64"
-        num_rows, (num_requests, max_blocks) = batch.slots.shape[0], batch.block_tables.shape
-        longest_prefix = int(batch.prefix_lens.max())
-        assert longest_prefix <= max_blocks * batch.block_size, "a prefix longer than its blocks"
-        self.batch = batch  # keeps the memory alive
-        self.last_position, self.last_slot = int(batch.positions.max()), int(batch.slots.max())
-        sizes = (num_requests, max_blocks, batch.block_size, longest_prefix + num_rows, numba.get_num_threads())
-        self.spec = Pass._make((num_rows, *(t.data_ptr() for t in ints), *sizes))
-
-        self._workspace = torch.empty(0)
-
-    def workspace(self, floats_a_row: int) -> torch.Tensor:
-        """Memory for what lives no longer than a layer, the same for all layers of the pass."""
-        needed = self.spec.rows * floats_a_row
-        if self._workspace.numel() < needed:
-            self._workspace = self._workspace.new_empty(needed)
-        return self._workspace
-
-    def check(self, cache: tuple[torch.Tensor, torch.Tensor], spec: HeadSpec) -> None:
-        """The kernels write where they are told: nothing may lie outside the tables and the cache."""
-        keys, values = cache
-        assert self.last_position < spec.num_positions, "a position beyond the rotary tables"
-        assert self.last_slot < keys.shape[0], "a slot beyond the cache"
-        assert keys.is_contiguous() & values.is_contiguous(), "the kernels read contiguous float32"
-        assert keys.dtype == values.dtype == self._workspace.dtype, "the kernels read contiguous float32"
-        assert keys.shape[1:] == values.shape[1:] == (spec.num_kv_heads, spec.dim), "a cache of another model"
-
-    def __call__(self, qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], heads: Heads) -> torch.Tensor:
-        """qkv [T, (heads + 2 * kv_heads) * dim], changed in place -> [T, heads * dim]; keys and values go to the batch's slots."""
-        import torch
-
-        keys, values = cache  # [num_slots, kv_heads, dim]
-        num_slots, kv_heads, dim = keys.shape
-        spec = head_spec(heads, qkv.shape[1] // dim - 2 * kv_heads, kv_heads, dim)
-        self.check(cache, spec)
-        out = torch.empty((self.spec.rows, spec.num_heads * dim))
-        place_and_attend(self.spec, spec, qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), num_slots, out.data_ptr())
-        return out
+@piece
+def finish(total_at, out_at, first, last):  # type: ignore[no-untyped-def]
+    """The weighted mean, columns first to last of a head."""
+    total, out = carray(float_pointer(total_at), last + EXTRA), carray(float_pointer(out_at), last)
+    shrink = np.float32(1) / total[1]
+    for i in range(first, last):
+        out[i] = total[i + EXTRA] * shrink

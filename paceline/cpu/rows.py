@@ -1,4 +1,4 @@
-"""Row by row: root-mean-square norm, gated activation, rotary embedding with the write into the KV cache.
+"""Row by row: norm, gated activation, rotary embedding with the write into the KV cache, embedding lookup, and the form a product reads.
 
 Invariant: a row's result is computed by the same instructions in the same order whatever the other rows are. No fast-math: sums are
 written out in four interleaved chains, and the exponential is a polynomial of ours (lanes.py), the same in every lane.
@@ -6,21 +6,21 @@ written out in four interleaved chains, and the exponential is a polynomial of o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numba
 import numpy as np
-from numba import carray, prange, types
+from llvmlite import ir
+from numba import carray, types
 from numba.extending import intrinsic
 
-from paceline.cpu.compile import kernel, piece
-from paceline.cpu.lanes import LANES, Emitter, float_pointer, floats, fma, int_pointer
+from paceline.cpu.compile import piece
+from paceline.cpu.dots import BLOCK, GROUP, MAGIC, MAGIC_BITS, ROWS, SCALE_SHIFT
+from paceline.cpu.lanes import FLOAT, INT32, LANES, Emitter, byte_pointer, float_pointer, floats, fma
 
-if TYPE_CHECKING:
-    import torch
-
-MANY = 16  # fewer rows than this are done before a second thread would wake
 ONE = np.float32(1)
+DOT_ROWS, GROUP_8, GROUP_4, BLOCK_8, BLOCK_4 = ROWS, GROUP[8], GROUP[4], BLOCK[8], BLOCK[4]
+WIDTH = 4
+REBASE = float(2.0**SCALE_SHIFT)
 
 
 @intrinsic(prefer_literal=True)
@@ -45,121 +45,142 @@ def gate_lanes(_context: Any, is_gelu: Any, gate: Any, up: Any, out: Any, count:
     return types.void(is_gelu, *[types.int64] * 4), generate
 
 
+@intrinsic(prefer_literal=True)
+def quantize_lanes(_context: Any, group: Any, x: Any, out: Any, scale_at: Any, sum_at: Any) -> Any:
+    """int8 = round(x / s) with s = max|x| / 127 over `group` floats; stores s (rebased, see dots.py) and the sum of the integers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, out, scale_at, sum_at = arguments[1:]
+        emit, turns = Emitter(builder), range(group.literal_value // WIDTH)
+        values = [emit.load(emit.offset(x, 4 * WIDTH * turn), floats(WIDTH)) for turn in turns]
+        sizes = [emit.call(f"llvm.fabs.v{WIDTH}f32", floats(WIDTH), [value]) for value in values]
+        while len(sizes) > 1:
+            pairs = zip(sizes[::2], sizes[1::2], strict=True)
+            sizes = [emit.call(f"llvm.maximum.v{WIDTH}f32", floats(WIDTH), [a, b]) for a, b in pairs]
+        top = emit.call(f"llvm.vector.reduce.fmaximum.v{WIDTH}f32", FLOAT, [sizes[0]])  # unlike a comparison, it passes on what is not a number
+        zero, limit = ir.Constant(FLOAT, 0.0), ir.Constant(FLOAT, 127.0)
+        is_zero = builder.fcmp_ordered("==", top, zero)
+        inverse = emit.broadcast(builder.select(is_zero, zero, builder.fdiv(limit, top)), WIDTH)
+        scale = builder.fmul(builder.fdiv(top, limit), ir.Constant(FLOAT, REBASE))
+        ints = ir.VectorType(INT32, WIDTH)
+        total = ir.Constant(ints, [0] * WIDTH)
+        for turn, value in zip(turns, values, strict=True):
+            bits = builder.bitcast(emit.fma(value, inverse, emit.constant(MAGIC, WIDTH)), ints)
+            whole = builder.sub(bits, ir.Constant(ints, [MAGIC_BITS] * WIDTH))
+            total = builder.add(total, whole)
+            emit.store(builder.trunc(whole, ir.VectorType(ir.IntType(8), WIDTH)), emit.offset(out, WIDTH * turn))
+        emit.store(scale, scale_at)
+        lanes = [builder.extract_element(total, ir.Constant(INT32, lane)) for lane in range(WIDTH)]
+        emit.store(builder.add(builder.add(lanes[0], lanes[1]), builder.add(lanes[2], lanes[3])), sum_at)
+        return context.get_dummy_value()
+
+    return types.void(group, *[types.int64] * 4), generate
+
+
+@intrinsic
+def stored_scale(_context: Any, at: Any) -> Any:
+    """The half-precision scale at this address, as in dots.py; numba itself has no half precision."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        bits = builder.zext(Emitter(builder).load(arguments[0], ir.IntType(16)), INT32)
+        tiny = builder.bitcast(builder.shl(bits, ir.Constant(INT32, 13)), FLOAT)
+        return builder.fmul(tiny, ir.Constant(FLOAT, REBASE))
+
+    return types.float32(types.int64), generate
+
+
 @piece
-def _normalize(x, start, weight, y, eps):  # type: ignore[no-untyped-def]
-    """y[start + i] = x[start + i] / rms(x) * weight[i]; the width is a multiple of 4."""
-    width = weight.size
+def normalize(x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def]
+    """y = x / rms(x) * weight; the width is a multiple of 4. y may be x."""
+    x, y, weight = carray(float_pointer(x_at), width), carray(float_pointer(y_at), width), carray(float_pointer(weight_at), width)
     a = b = c = d = np.float32(0)
-    for i in range(start, start + width, 4):
+    for i in range(0, width, 4):
         a, b, c, d = fma(x[i], x[i], a), fma(x[i + 1], x[i + 1], b), fma(x[i + 2], x[i + 2], c), fma(x[i + 3], x[i + 3], d)
-    factor = ONE / np.sqrt(((a + b) + (c + d)) / np.float32(width) + eps)
+    factor = ONE / np.sqrt(((a + b) + (c + d)) / np.float32(width) + np.float32(eps))
     for i in range(width):
-        y[start + i] = x[start + i] * factor * weight[i]
-
-
-@kernel
-def _norm_range(first, last, x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def]
-    x, y = carray(float_pointer(x_at), last * width), carray(float_pointer(y_at), last * width)
-    weight = carray(float_pointer(weight_at), width)
-    for row in range(first, last):
-        _normalize(x, row * width, weight, y, np.float32(eps))
-
-
-@kernel
-def _gate_range(first, last, x, y, width, is_gelu):  # type: ignore[no-untyped-def]
-    for row in range(first, last):
-        here, out = x + row * width * 8, y + row * width * 4
-        if is_gelu:
-            gate_lanes(1, here, here + width * 4, out, width)
-        else:
-            gate_lanes(0, here, here + width * 4, out, width)
+        y[i] = x[i] * factor * weight[i]
 
 
 @piece
-def _turn(x, start, cos, sin, angle, half, y, out):  # type: ignore[no-untyped-def]
-    """Rotate one head, rotate-half layout: pairs are (i, i + half)."""
+def add(x_at, added_at, width):  # type: ignore[no-untyped-def]
+    x, added = carray(float_pointer(x_at), width), carray(float_pointer(added_at), width)
+    for i in range(width):
+        x[i] += added[i]
+
+
+@piece
+def copy(x_at, y_at, width):  # type: ignore[no-untyped-def]
+    x, y = carray(float_pointer(x_at), width), carray(float_pointer(y_at), width)
+    for i in range(width):
+        y[i] = x[i]
+
+
+@piece
+def fill(x_at, first, last):  # type: ignore[no-untyped-def]
+    """Zeros in columns first to last: the end of a row's last group."""
+    x = carray(float_pointer(x_at), last)
+    for i in range(first, last):
+        x[i] = np.float32(0)
+
+
+@piece
+def put_32(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
+    """Columns first to last of a row of `width` floats into `to`, the Activations of the next product."""
+    copy(x_at + first * 4, to.values + (row * width + first) * 4, min(last, width) - first)
+
+
+@piece
+def put_8(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
+    """The same in int8. `first` and `last` are multiples of the group, and the row goes on with zeros to the end of its last one."""
+    padded = (width + GROUP_8 - 1) // GROUP_8 * GROUP_8
+    for start in range(first, last, GROUP_8):
+        at = (start // GROUP_8 * rows + row) * 4
+        quantize_lanes(GROUP_8, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at)
+
+
+@piece
+def put_4(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
+    """The same for int4 weights, whose groups are shorter."""
+    padded = (width + GROUP_4 - 1) // GROUP_4 * GROUP_4
+    for start in range(first, min(last, padded), GROUP_4):  # `last` may lie in the next row, which another thread writes
+        at = (start // GROUP_4 * rows + row) * 4
+        quantize_lanes(GROUP_4, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at)
+
+
+@piece
+def embed_32(m, token, y_at, width, scale):  # type: ignore[no-untyped-def]
+    """Row `token` of a packed Matrix, times `scale`."""
+    y = carray(float_pointer(y_at), width)
+    tile = carray(float_pointer(m.weight + token // LANES * m.k * LANES * 4), m.k * LANES)
+    for i in range(width):
+        y[i] = tile[i * LANES + token % LANES] * np.float32(scale)
+
+
+@piece
+def embed_8(m, token, y_at, width, scale):  # type: ignore[no-untyped-def]
+    y, lane = carray(float_pointer(y_at), width), token % DOT_ROWS
+    for i in range(width):
+        block = m.weight + (token // DOT_ROWS * (m.k // GROUP_8) + i // GROUP_8) * BLOCK_8
+        at = i % GROUP_8 // 4 * 4 * DOT_ROWS + lane * 4 + i % 4
+        whole = np.float32(carray(byte_pointer(block), BLOCK_8)[at])
+        y[i] = whole * stored_scale(block + BLOCK_8 - 2 * (DOT_ROWS - lane)) * np.float32(scale)
+
+
+@piece
+def gate(is_gelu, gate_at, up_at, out_at, width):  # type: ignore[no-untyped-def]
+    if is_gelu:
+        gate_lanes(1, gate_at, up_at, out_at, width)
+    else:
+        gate_lanes(0, gate_at, up_at, out_at, width)
+
+
+@piece
+def turn(x_at, y_at, cos_at, sin_at, dim):  # type: ignore[no-untyped-def]
+    """Rotate one head, rotate-half layout: pairs are (i, i + half). y may be x."""
+    half = dim // 2
+    x, y = carray(float_pointer(x_at), dim), carray(float_pointer(y_at), dim)
+    cos, sin = carray(float_pointer(cos_at), half), carray(float_pointer(sin_at), half)
     for i in range(half):
-        left, right = x[start + i], x[start + half + i]
-        y[out + i] = fma(left, cos[angle + i], -(right * sin[angle + i]))
-        y[out + half + i] = fma(right, cos[angle + i], left * sin[angle + i])
-
-
-@kernel
-def place(  # type: ignore[no-untyped-def]
-    first, last, qkv_at, positions_at, slots_at, cos_at, sin_at, q_norm_at, k_norm_at, keys_at, values_at,
-    heads, kv_heads, dim, num_positions, num_slots, eps,
-):  # fmt: skip
-    width, half, size = (heads + 2 * kv_heads) * dim, dim // 2, num_slots * kv_heads * dim
-    qkv = carray(float_pointer(qkv_at), last * width)
-    positions, slots = carray(int_pointer(positions_at), last), carray(int_pointer(slots_at), last)
-    cos, sin = carray(float_pointer(cos_at), num_positions * half), carray(float_pointer(sin_at), num_positions * half)
-    q_norm, k_norm = carray(float_pointer(q_norm_at), dim), carray(float_pointer(k_norm_at), dim)
-    keys, values = carray(float_pointer(keys_at), size), carray(float_pointer(values_at), size)
-    for row in range(first, last):
-        angle, out = positions[row] * half, slots[row] * kv_heads * dim
-        for head in range(heads + kv_heads):
-            at, is_query = row * width + head * dim, head < heads
-            if q_norm_at != 0:
-                _normalize(qkv, at, q_norm if is_query else k_norm, qkv, np.float32(eps))
-            if is_query:
-                _turn(qkv, at, cos, sin, angle, half, qkv, at)
-            else:
-                _turn(qkv, at, cos, sin, angle, half, keys, out + (head - heads) * dim)
-        tail = row * width + (heads + kv_heads) * dim
-        for i in range(kv_heads * dim):  # a slice assignment would take three more seconds to compile
-            values[out + i] = qkv[tail + i]
-
-
-@kernel(parallel=True)
-def _norm_parallel(rows, x_at, weight_at, y_at, width, eps, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        first = np.int64(part)  # a loop over threads counts in unsigned integers
-        _norm_range(rows * first // threads, rows * (first + 1) // threads, x_at, weight_at, y_at, width, eps)
-
-
-@kernel(parallel=True)
-def _gate_parallel(rows, x_at, y_at, width, is_gelu, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        first = np.int64(part)  # a loop over threads counts in unsigned integers
-        _gate_range(rows * first // threads, rows * (first + 1) // threads, x_at, y_at, width, is_gelu)
-
-
-@kernel
-def norm(rows, x, weight, y, width, eps, threads):  # type: ignore[no-untyped-def]
-    if rows < MANY:
-        _norm_range(0, rows, x, weight, y, width, eps)
-    else:
-        _norm_parallel(rows, x, weight, y, width, eps, threads)
-
-
-@kernel
-def gate(rows, x, y, width, is_gelu, threads):  # type: ignore[no-untyped-def]
-    if rows < MANY:
-        _gate_range(0, rows, x, y, width, is_gelu)
-    else:
-        _gate_parallel(rows, x, y, width, is_gelu, threads)
-
-
-def norm_rows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, width] -> [T, width]; the width is a multiple of 4."""
-    import torch
-
-    rows, width = x.shape
-    assert x.is_contiguous(), "the kernels read contiguous float32"
-    assert weight.numel() == width, "one weight a column"
-    assert width % 4 == 0, "sums run in four chains"
-    y = torch.empty((rows, width))
-    norm(rows, x.data_ptr(), weight.data_ptr(), y.data_ptr(), width, eps, numba.get_num_threads())
-    return y
-
-
-def gate_rows(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """x [T, 2 * width] (gate, then up) -> [T, width]."""
-    import torch
-
-    rows, width = x.shape[0], x.shape[1] // 2
-    assert x.is_contiguous(), "the kernels read contiguous float32"
-    assert width % LANES == 0, "whole vectors only"
-    y = torch.empty((rows, width))
-    gate(rows, x.data_ptr(), y.data_ptr(), width, activation == "gelu_tanh", numba.get_num_threads())
-    return y
+        left, right = x[i], x[half + i]
+        y[i] = fma(left, cos[i], -(right * sin[i]))
+        y[half + i] = fma(right, cos[i], left * sin[i])

@@ -73,17 +73,20 @@ class Engine:
         output = self.runner.forward(segments, hidden_layers=self.proposer.needs.hidden_layers if self.proposer else ())
         judged: list[tuple[Request, Verdict]] = []
         emissions: list[Emission] = []
-        rows = iter(output.logits.split([s.num_logits for s in segments if s.num_logits]))
+        first = 0  # row of the logits
         for turn in turns:
             request, draft = turn.request, drafts.get(turn.request.id)
             if draft is None:
                 self.runner.kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
                 continue
+            last = first + len(draft.tree.tokens)
             try:
-                verdict = accept(request, draft, next(rows))
+                verdict = accept(request, draft, output.logits[first:last])
             except PacelineError as error:
                 emissions.append(self._fail(request, error))
                 continue
+            finally:
+                first = last
             judged.append((request, verdict))
             emissions.append(self._commit(turn, draft, verdict))
         self._observe(judged, output)

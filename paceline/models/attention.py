@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.models.rope import RotaryTables, rotate
-from paceline.types import Batch
+from paceline.types import BatchTensors
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim]
 
@@ -43,7 +43,7 @@ class _Span(NamedTuple):
 
 
 class TorchAttention:
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: BatchTensors) -> None:
         self.batch = batch
         starts, prefixes = batch.starts.tolist(), batch.prefix_lens.tolist()
         self.spans = [self._span(r, slice(starts[r], starts[r + 1]), prefix) for r, prefix in enumerate(prefixes)]

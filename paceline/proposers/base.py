@@ -27,7 +27,7 @@ class Surroundings:
     tokenizer: Tokenizer | None
     load_model: Callable[
         ..., tuple[Checkpoint, Tokenizer, Runner]
-    ]  # (model, bits=None): another model with a KV cache as long as the target's
+    ]  # (model, dtype of the target if left out): another model with a KV cache as long as the target's
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,4 +25,4 @@ class Quantized(DraftModel):
 
     def _load(self, surroundings: Surroundings) -> Runner:
         assert isinstance(self.config, QuantizedConfig)
-        return surroundings.load_model(surroundings.checkpoint, bits=self.config.bits)[2]
+        return surroundings.load_model(surroundings.checkpoint, f"int{self.config.bits}")[2]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
-from paceline.types import Batch, Draft, Request, Segment
+from paceline.types import Batch, Columns, Draft, Request, Segment
 
 
 def segment_of(request: Request, num_new: int, draft: Draft | None) -> Segment:
@@ -49,23 +47,7 @@ def build(segments: Sequence[Segment], kv: KvCache) -> Batch:
         request_of.extend([index] * count)
         starts.append(len(ids))
         rows.extend(range(len(ids) - segment.num_logits, len(ids)))
-    return _to_tensors(segments, kv, ids, positions, slots, parents, request_of, starts, rows)
-
-
-def _to_tensors(segments: Sequence[Segment], kv: KvCache, *columns: list[int]) -> Batch:
-    device = kv.data.device
-    ids, positions, slots, parents, request_of, starts, rows = (torch.tensor(c, dtype=torch.int64, device=device) for c in columns)
     width = max((len(s.cache.blocks) for s in segments), default=0) or 1
-    tables = [s.cache.blocks + [0] * (width - len(s.cache.blocks)) for s in segments]
-    return Batch(
-        input_ids=ids,
-        positions=positions,
-        slots=slots,
-        parents=parents,
-        request_of=request_of,
-        starts=starts,
-        block_tables=torch.tensor(tables, dtype=torch.int64, device=device).reshape(len(segments), width),
-        prefix_lens=torch.tensor([s.cache.num_cached for s in segments], dtype=torch.int64, device=device),
-        rows=rows,
-        block_size=BLOCK_SIZE,
-    )
+    tables = [block for s in segments for block in (*s.cache.blocks, *[0] * (width - len(s.cache.blocks)))]
+    prefixes = [s.cache.num_cached for s in segments]
+    return Batch(Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, rows), BLOCK_SIZE, kv.data.device)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from paceline.config import EngineConfig
+from paceline.cpu.decoder import CpuDecoder
 from paceline.engine.engine import Emission, Engine
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.decoder import Decoder
 from paceline.params import SamplingParams
 from paceline.proposers import registry
 from paceline.proposers.base import Surroundings
@@ -61,44 +61,45 @@ class RandomCheckpoint:
         return torch.randn(shape, generator=generator) * (1.0 if "embed" in name else 0.2)
 
 
+DTYPE = "int8"  # what the engine uses on a CPU when nothing is said
+
 # Families pad their vocabularies differently: model 2 has more ids than the target, model 3 fewer.
 VOCABULARIES = {2: VOCAB + 16, 3: VOCAB - 16}
 CONTEXTS = {4: 32}  # model 4 reads no further than this
 
 
 @functools.cache
-def decoder(seed: int = 0, bits: int | None = None) -> Decoder:
-    return Decoder.load(
-        RandomCheckpoint(replace(CONFIG, vocab_size=VOCABULARIES.get(seed, VOCAB)), seed), bits=bits, context=CONTEXTS.get(seed)
-    )
+def decoder(seed: int = 0, dtype: str = DTYPE) -> CpuDecoder:
+    checkpoint = RandomCheckpoint(replace(CONFIG, vocab_size=VOCABULARIES.get(seed, VOCAB)), seed)
+    return CpuDecoder.load(checkpoint, dtype=dtype, context=CONTEXTS.get(seed), use_cache=False)
 
 
-def runner(num_blocks: int = 64, seed: int = 0, bits: int | None = None) -> Runner:
-    return Runner(decoder(seed, bits), KvCache(CONFIG, num_blocks))
+def runner(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE) -> Runner:
+    return Runner(decoder(seed, dtype), KvCache(CONFIG, num_blocks))
 
 
 @functools.cache
-def _logits(tokens: tuple[int, ...], seed: int) -> np.ndarray:
+def _logits(tokens: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
     """The whole sequence in one pass, from nothing: no cache survives."""
-    fresh = runner(len(tokens) // BLOCK_SIZE + 1, seed)
+    fresh = runner(len(tokens) // BLOCK_SIZE + 1, seed, dtype)
     cached = Cached()
     assert fresh.kv.reserve(cached, len(tokens))
     return fresh.forward([Segment(tokens, cached)]).logits[0].numpy()
 
 
-def model(tokens: Sequence[int], seed: int = 0) -> np.ndarray:
-    return _logits(tuple(tokens), seed)
+def model(tokens: Sequence[int], seed: int = 0, dtype: str = DTYPE) -> np.ndarray:
+    return _logits(tuple(tokens), seed, dtype)
 
 
-def engine_with(proposer: Proposer | dict[str, Any] | None, num_blocks: int = 64, **limits: Any) -> Engine:
+def engine_with(proposer: Proposer | dict[str, Any] | None, num_blocks: int = 64, target_dtype: str = DTYPE, **limits: Any) -> Engine:
     """An engine over the tiny model. A dict is a speculative_config for a drafter of the registry."""
-    target = runner(num_blocks)
+    target = runner(num_blocks, dtype=target_dtype)
     num_draft = limits.pop("num_speculative_tokens", 4)
     if isinstance(proposer, dict):
         kind, config = registry.parse({"num_speculative_tokens": num_draft, **proposer})
 
-        def load(source: Any, bits: int | None = None) -> tuple[Any, Any, Runner]:
-            return source, None, runner(num_blocks, seed=int(source) if isinstance(source, str) else 0, bits=bits)
+        def load(source: Any, dtype: str = target_dtype) -> tuple[Any, Any, Runner]:
+            return source, None, runner(num_blocks, seed=int(source) if isinstance(source, str) else 0, dtype=dtype)
 
         proposer = registry.create(kind, config, Surroundings(target, RandomCheckpoint(), None, load))
     limits.setdefault("max_model_len", min(CONFIG.max_context, num_blocks * BLOCK_SIZE))

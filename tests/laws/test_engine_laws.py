@@ -12,7 +12,7 @@ from paceline.params import SamplingParams
 from paceline.proposers.registry import DRAFTERS
 from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
-from tests.laws.harness import END, VOCAB, engine_with, model, prompts, request_of, run
+from tests.laws.harness import DTYPE, END, VOCAB, engine_with, model, prompts, request_of, run
 from tests.laws.reference import reference_loop
 
 # Every drafter of the registry runs here; a new one needs a line, and the test below says so.
@@ -68,9 +68,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def expected(request: Any) -> list[int]:
+def expected(request: Any, dtype: str = DTYPE) -> list[int]:
+    oracle = functools.partial(model, dtype=dtype)
     return reference_loop(
-        model, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}), request.bad_sequences
+        oracle, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}), request.bad_sequences
     )
 
 
@@ -85,6 +86,18 @@ def test_same_text_in_a_batch(drafter: str | None, temperature: float) -> None:
     assert [r.output for r in requests] == [expected(r) for r in requests]
     if drafter in ("AlwaysRight", "draft_model_twin"):
         assert engine.totals.num_accepted == engine.totals.num_drafted > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "early_exit", "quantized", "SampledTree", "AlwaysRight"])
+def test_same_text_with_weights_of_every_type(drafter: str | None, dtype: str) -> None:
+    """The laws of this file hold for the default type; here the other two, in a batch, with chunked prompts and preemption."""
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=30, ignore_eos=True) for t in (0.0, 0.9)]
+    requests = [request_of(p, params[i % 2], seed=i) for i, p in enumerate(prompts(6, low=10, high=80, seed=7))]
+    engine = make(drafter, num_blocks=20, max_num_batched_tokens=37, max_model_len=150, target_dtype=dtype)
+    run(engine, requests)
+    assert engine.scheduler.num_preemptions > 0
+    assert [r.output for r in requests] == [expected(r, dtype) for r in requests]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

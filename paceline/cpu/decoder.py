@@ -1,0 +1,206 @@
+"""The decoder on the CPU: the interface of models/decoder.py, every pass one compiled call.
+
+Invariant: a row's logits and hidden states are bitwise the same however many rows are in the pass, whatever the other rows are and
+however its context was split into passes, for float32, int8 and int4. Speculation is lossless because of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+import torch
+
+from paceline.cpu import paged
+from paceline.cpu.forward import COLUMNS, FEW_ROWS, FORWARD, LayerRow, Model, Pass, Work
+from paceline.cpu.matmul import Matrix
+from paceline.cpu.sync import BYTES, num_threads
+from paceline.errors import ConfigError
+from paceline.loaders.packed import Progress, Source, Tensors, head_bits, load_packed, pack_model
+from paceline.loaders.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, padded
+from paceline.models.config import ModelConfig
+from paceline.models.rope import RotaryTables, rotary_tables
+from paceline.types import Batch, Columns, Output
+
+LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim] float32
+MULTIPLE = 16  # widths the kernels can handle are multiples of it
+
+
+class CpuDecoder:
+    """Built by `CpuDecoder.load`."""
+
+    def __init__(self, config: ModelConfig, dtype: str, tensors: Tensors) -> None:
+        self.config, self.bits = config, bits_of(dtype)
+        self._tensors = tensors  # the tables below hold addresses into them
+        self._rotary = _rotary(config)
+        self._layers = np.array([_flat(self._layer(i)) for i in range(config.num_layers)], np.int64)
+        self._model = self._describe()
+        self._sync = torch.zeros(BYTES, dtype=torch.uint8)
+        self._work, self._memory = None, torch.empty(0)  # type: Work | None, torch.Tensor
+        self._work_key = (0, 0, 0)
+        self._caches = np.empty(0, np.int64)
+        self._caches_of: Sequence[LayerCache] | None = None
+        self._no_taps = np.zeros(config.num_layers + 1, np.int64)
+
+    @classmethod
+    def load(
+        cls, source: Source, *, dtype: str = "int8", context: int | None = None, progress: Progress | None = None, use_cache: bool = True
+    ) -> Self:
+        """Positions from `context` on will not be asked for; `use_cache` keeps packed weights on disk."""
+        config = source.config
+        for what, size in (("heads", config.head_dim), ("layers", config.hidden_size), ("MLPs", config.intermediate_size)):
+            if size % MULTIPLE:
+                raise ConfigError(f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}; use kernels='torch'")
+        read = load_packed if use_cache else pack_model
+        tensors = read(source, bits_of(dtype), progress)
+        return cls(replace(config, max_context=min(config.max_context, context or config.max_context)), dtype, tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held by weights."""
+        return sum(t.numel() * t.element_size() for t in self._tensors.values())
+
+    def _matrix(self, name: str, width: int, bits: int) -> Matrix:
+        weight, bias = self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"]
+        assert weight.is_contiguous() & bias.is_contiguous(), "the kernels read contiguous tensors"
+        k = width if bits == 32 else padded(width, GROUP[bits])
+        rows = FLOAT_ROWS if bits == 32 else DOT_ROWS
+        return Matrix(weight.data_ptr(), bias.data_ptr(), k, weight.shape[0] * rows)
+
+    def _at(self, name: str) -> int:
+        return self._tensors[name].data_ptr() if name in self._tensors else 0
+
+    def _layer(self, i: int) -> LayerRow:
+        config, name = self.config, f"layers.{i}."
+        tables = self._rotary[config.is_local(i)]
+        after, before_mlp = "post_attention_layernorm", "pre_feedforward_layernorm"
+        has_after = config.sandwich_norm
+        return LayerRow(
+            attention_norm=self._at(f"{name}input_layernorm.weight"),
+            qkv=self._matrix(f"{name}qkv", config.hidden_size, self.bits),
+            q_norm=self._at(f"{name}self_attn.q_norm.weight"),
+            k_norm=self._at(f"{name}self_attn.k_norm.weight"),
+            cos=tables.cos.data_ptr(),
+            sin=tables.sin.data_ptr(),
+            window=(config.sliding_window or 0) if config.is_local(i) else 0,
+            out=self._matrix(f"{name}out", config.num_heads * config.head_dim, self.bits),
+            after_attention=self._at(f"{name}{after}.weight") if has_after else 0,
+            mlp_norm=self._at(f"{name}{before_mlp if has_after else after}.weight"),
+            gate_up=self._matrix(f"{name}gate_up", config.hidden_size, self.bits),
+            down=self._matrix(f"{name}down", config.intermediate_size, self.bits),
+            after_mlp=self._at(f"{name}post_feedforward_layernorm.weight"),
+        )
+
+    def _describe(self) -> Model:
+        config, bits = self.config, head_bits(self.bits)
+        ends = [self._matrix("embedding" if config.tie_embeddings else end, config.hidden_size, bits) for end in ("embedding", "head")]
+        self._ends = np.array(ends, np.int64)  # [2, fields of a Matrix]
+        return Model(
+            _address(self._ends), self._at("norm.weight"), _address(self._layers), config.num_layers, config.hidden_size,
+            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_eps, config.scale,
+            config.embed_scale, config.activation == "gelu_tanh",
+        )  # fmt: skip
+
+    def forward(
+        self, batch: Batch, kv: Sequence[LayerCache], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
+    ) -> Output:
+        """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early; hidden[n] is the residual stream
+        after n layers, hidden[0] the embeddings."""
+        depth = self.config.num_layers if num_layers is None else num_layers
+        assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
+        hidden = {n: torch.empty((len(batch.columns.input_ids), self.config.hidden_size)) for n in hidden_layers}
+        taps = self._no_taps
+        if hidden:
+            taps = self._no_taps.copy()
+            for n, to in hidden.items():
+                taps[n] = to.data_ptr()
+        spec = self._pass(batch, kv, taps, depth)
+        logits = torch.empty((spec.num_outputs, int(self._ends[1, 3])))
+        FORWARD[self.bits](spec, self._model, self._workspace(spec), logits.data_ptr())
+        vocab = self.config.vocab_size
+        return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden)
+
+    def _pass(self, batch: Batch, kv: Sequence[LayerCache], taps: np.ndarray, depth: int) -> Pass:
+        columns, at = batch.columns, Columns(*batch.addresses())
+        last_position = max(columns.positions)
+        self._check(columns, kv, last_position)
+        if kv is not self._caches_of:
+            self._check_cache(kv)
+            self._caches = np.array([[t.data_ptr() for t in cache] for cache in kv], np.int64)
+            self._caches_of = kv
+        return Pass(
+            len(columns.slots), at.input_ids, at.positions, at.slots, at.parents, at.request_of, at.block_tables, at.prefix_lens,
+            batch.num_requests, len(columns.block_tables) // batch.num_requests, batch.block_size, last_position // paged.CHUNK + 1,
+            _address(self._caches), at.rows, len(columns.rows), _address(taps), depth, num_threads(),
+        )  # fmt: skip
+
+    def _check_cache(self, kv: Sequence[LayerCache]) -> None:
+        for cache in (tensor for layer in kv for tensor in layer):
+            assert cache.is_contiguous() and cache.dtype is torch.float32, "the cache is contiguous float32"
+            assert cache.shape[1:] == (self.config.num_kv_heads, self.config.head_dim), "a cache of another model"
+
+    def _check(self, columns: Columns, kv: Sequence[LayerCache], last_position: int) -> None:
+        """The kernels read and write where they are told: nothing may lie outside the tables and the cache."""
+        assert last_position < self.config.max_context, "a position beyond the rotary tables"
+        assert max(columns.slots) < kv[0][0].shape[0], "a slot beyond the cache"
+        assert max(columns.input_ids) < self.config.vocab_size, "a token beyond the vocabulary"
+
+    def _workspace(self, spec: Pass) -> Work:
+        """Memory for the pass, kept for the next one: it grows to the largest pass seen."""
+        key = (spec.rows, spec.num_chunks, spec.threads)
+        if self._work is not None and all(have >= need for have, need in zip(self._work_key, key, strict=True)):
+            return self._work
+        self._work_key = tuple(max(have, need) for have, need in zip(self._work_key, key, strict=True))  # type: ignore[assignment]
+        sizes = self._sizes(*self._work_key)
+        starts = np.cumsum([0, *(padded(size, 64) for size in sizes.values())])
+        self._memory = torch.zeros(int(starts[-1]) + 64, dtype=torch.uint8)
+        base = padded(self._memory.data_ptr(), 64)
+        addresses = dict(zip(sizes, (base + int(start) for start in starts), strict=False))
+        self._work = Work(self._sync.data_ptr(), **addresses, scratch_bytes=_scratch_bytes(), widest=self._widest())
+        return self._work
+
+    def _widest(self) -> int:
+        config = self.config
+        return padded(max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim), COLUMNS)
+
+    def _sizes(self, rows: int, num_chunks: int, threads: int) -> dict[str, int]:
+        """Bytes of each part of the workspace."""
+        config, widest, layer = self.config, self._widest(), self._layer(0)
+        head_bytes = config.num_heads * (config.head_dim + paged.EXTRA) * 4
+        return {
+            "h": rows * config.hidden_size * 4,
+            "ready": rows * widest * 4,
+            "wide": rows * max(layer.qkv.n, layer.gate_up.n) * 4,
+            "narrow": rows * max(layer.out.n, layer.down.n) * 4,
+            "values": rows * widest * 4,
+            "scales": rows * widest // 32 * 4,
+            "sums": rows * widest // 32 * 4,
+            "paths": rows * (rows + 1) * 8,
+            "partials": max(min(rows, FEW_ROWS) * num_chunks, 2 * threads) * head_bytes,
+            "scratch": threads * _scratch_bytes(),
+        }
+
+
+def _address(array: np.ndarray) -> int:
+    """`array.ctypes.data` ten times as fast."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _scratch_bytes() -> int:
+    return padded(paged.CHUNK * 8 + paged.MAX_HEADS * paged.CHUNK * 4, 64)
+
+
+def _rotary(config: ModelConfig) -> tuple[RotaryTables, RotaryTables]:
+    """Tables of the global and of the local layers."""
+    first = rotary_tables(config.rope, config.head_dim, config.max_context)
+    second = rotary_tables(config.rope_local, config.head_dim, config.max_context) if config.rope_local is not None else first
+    for table in (*first, *second):
+        assert table.is_contiguous() and table.shape == (config.max_context, config.head_dim // 2), "tables fit the heads"
+    return first, second
+
+
+def _flat(row: LayerRow) -> list[int]:
+    return [number for field in row for number in (field if isinstance(field, Matrix) else (field,))]

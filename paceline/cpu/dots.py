@@ -1,0 +1,147 @@
+"""Integer dot products: 8 outputs of up to 4 tokens, weights int8 or int4, activations int8, one float scale a group of k.
+
+A tile is one stream of blocks, a block the weights of 8 rows for one group of k and then their scales (and minima, for int4):
+[group / 4][8 rows][4 k] bytes, or for int4 [group / 8][8 rows][4] bytes whose low nibbles are four k and high nibbles the next four.
+Invariant: the integers are exact and the float sum over groups is one chain in order, so neither the number of tokens
+nor the instruction set changes a bit. 4 tokens is what keeps every sum of a tile in 32 registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from paceline.cpu.features import VARIANT
+from paceline.cpu.lanes import FLOAT, INT32, Emitter, bytes_, floats
+
+ROWS = 8  # outputs of a tile
+GROUP = {8: 64, 4: 32}  # values of k that share a scale
+BLOCK = {8: ROWS * 64 + 2 * ROWS, 4: ROWS * 32 // 2 + 4 * ROWS}  # bytes
+MAX_TOKENS = 4
+AHEAD = 512  # prefetch distance in bytes: measured, more or less is slower
+WIDTH = 8 if VARIANT == "vnni" else 4  # outputs of a register
+MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0  # 1.5 * 2**23: adding a small integer to its bits adds it to its value
+# A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8: token scales make up for both.
+SCALE_SHIFT = 112 - 8
+
+
+class Sources(NamedTuple):
+    """Addresses a tile reads, and the strides between tokens or groups."""
+
+    weights: Any
+    x: Any
+    scales: Any
+    sums: Any
+    bias: Any
+    x_stride: Any
+    group_stride: Any
+
+
+def _ints(width: int) -> ir.VectorType:
+    return ir.VectorType(INT32, width)
+
+
+def _dot(emit: Emitter, total: Any, weights: Any, quad: Any) -> Any:
+    """total[r] += sum of weights[4r : 4r+4] * quad[0:4]: `quad` is the same four bytes for every row."""
+    if VARIANT == "sdot":
+        return emit.call("llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, weights, quad])
+    if VARIANT == "vnni":
+        return emit.call("llvm.x86.avx512.vpdpbusd.256", total.type, [total, weights, quad])
+    builder, wide = emit.builder, _ints(4 * WIDTH)
+    products = builder.mul(builder.sext(weights, wide), builder.sext(quad, wide))
+    for lane in range(4):
+        mask = ir.Constant(_ints(WIDTH), [4 * row + lane for row in range(WIDTH)])
+        total = builder.add(total, builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask))
+    return total
+
+
+def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
+    """Four values of k of all rows, as bytes that `_dot` takes."""
+    kind, builder, step = bytes_(4 * WIDTH), emit.builder, 4 * WIDTH
+    start = 4 * ROWS * (quad if bits == 8 else quad // 2)
+    raw = [emit.load(emit.offset(block, start + at), kind) for at in range(0, 4 * ROWS, step)]
+    if bits == 4:
+        if quad % 2:
+            return [builder.lshr(each, kind([4] * step)) for each in raw]
+        return [builder.and_(each, kind([15] * step)) for each in raw]
+    # x86 multiplies unsigned by signed bytes: 128 is added here and taken off the sums before they start
+    return [builder.xor(each, kind([0x80] * step)) for each in raw] if VARIANT == "vnni" else raw
+
+
+def _start(emit: Emitter, bits: int, sources: Sources, token: int, group: Any) -> Any:
+    magic = ir.Constant(_ints(WIDTH), [MAGIC_BITS] * WIDTH)
+    if VARIANT != "vnni" or bits == 4:
+        return magic
+    total = emit.load(emit.offset(sources.sums, emit.times(group, sources.group_stride), 4 * token), INT32)
+    excess = emit.builder.mul(total, ir.Constant(INT32, 128))
+    return emit.builder.sub(magic, emit.spread(excess, WIDTH))
+
+
+def _group_dots(emit: Emitter, bits: int, tokens: int, sources: Sources, block: Any, group: Any) -> list[list[Any]]:
+    """The integer sums of one group, still carrying MAGIC: [token][part]."""
+    parts = ROWS // WIDTH
+    totals = [[_start(emit, bits, sources, t, group)] * parts for t in range(tokens)]
+    rows = [emit.offset(sources.x, emit.times(sources.x_stride, t), emit.times(group, GROUP[bits])) for t in range(tokens)]
+    fours: list[Any] = []
+    for quad in range(GROUP[bits] // 4):
+        if quad % 4 == 0:
+            fours = [emit.load(emit.offset(row, 4 * quad), _ints(4)) for row in rows]
+        if quad * ROWS * bits // 2 % 64 == 0:  # a new line of the weights
+            emit.prefetch(emit.offset(block, quad * ROWS * bits // 2 + AHEAD))
+        weights = _weights(emit, bits, block, quad)
+        for t, four in enumerate(fours):
+            same = emit.builder.bitcast(emit.splat(four, quad % 4, WIDTH), bytes_(4 * WIDTH))
+            totals[t] = [_dot(emit, total, weight, same) for total, weight in zip(totals[t], weights, strict=True)]
+    return totals
+
+
+def _halves(emit: Emitter, address: Any) -> list[Any]:
+    """ROWS half-precision numbers, not negative, as floats 2**-112 times as large. Their bits fit: no conversion instruction is needed."""
+    short = ir.VectorType(ir.IntType(16), WIDTH)
+    raw = [emit.load(emit.offset(address, 2 * at), short) for at in range(0, ROWS, WIDTH)]
+    shift = ir.Constant(_ints(WIDTH), [13] * WIDTH)
+    return [emit.builder.bitcast(emit.builder.shl(emit.builder.zext(each, _ints(WIDTH)), shift), floats(WIDTH)) for each in raw]
+
+
+def _tile(emit: Emitter, bits: int, tokens: int, sources: Sources, groups: Any, y: Any, y_stride: Any) -> None:
+    builder = emit.builder
+    parts = range(ROWS // WIDTH)
+    sums = [[emit.variable(emit.load(emit.offset(sources.bias, 4 * WIDTH * p), floats(WIDTH))) for p in parts] for _ in range(tokens)]
+    with emit.loop(groups) as group:
+        block = emit.offset(sources.weights, emit.times(group, BLOCK[bits]))
+        totals = _group_dots(emit, bits, tokens, sources, block, group)
+        scales = _halves(emit, emit.offset(block, BLOCK[bits] - (2 * ROWS if bits == 8 else 4 * ROWS)))
+        minima = _halves(emit, emit.offset(block, BLOCK[bits] - 2 * ROWS)) if bits == 4 else []
+        for t in range(tokens):
+            at = emit.offset(emit.times(group, sources.group_stride), 4 * t)
+            scale = emit.load(emit.offset(sources.scales, at), FLOAT)
+            spread = emit.broadcast(scale, WIDTH)
+            for p in parts:
+                whole = builder.fsub(builder.bitcast(totals[t][p], floats(WIDTH)), emit.constant(MAGIC, WIDTH))
+                emit.accumulate(sums[t][p], whole, builder.fmul(scales[p], spread))
+            if bits == 4:
+                total = builder.sitofp(emit.load(emit.offset(sources.sums, at), INT32), FLOAT)
+                offset = emit.broadcast(builder.fneg(builder.fmul(total, scale)), WIDTH)
+                for p in parts:
+                    emit.accumulate(sums[t][p], minima[p], offset)
+    for t in range(tokens):
+        for p in parts:
+            emit.store(builder.load(sums[t][p]), emit.offset(y, emit.times(y_stride, t), 4 * WIDTH * p))
+
+
+@intrinsic(prefer_literal=True)
+def dot_tile(
+    _context: Any, bits: Any, tokens: Any, weights: Any, x: Any, scales: Any, sums: Any, bias: Any,
+    x_stride: Any, group_stride: Any, groups: Any, y: Any, y_stride: Any,
+) -> Any:  # fmt: skip
+    """8 outputs of `tokens` consecutive rows of x; `bits` and `tokens` are compile-time constants."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sources, (groups, y, y_stride) = Sources(*arguments[2:9]), arguments[9:]
+        _tile(Emitter(builder), bits.literal_value, tokens.literal_value, sources, groups, y, y_stride)
+        return context.get_dummy_value()
+
+    return types.void(bits, tokens, *[types.int64] * 10), generate

@@ -1,0 +1,162 @@
+"""A model's weights in the layout of the CPU kernels: quantized and packed once, then kept on disk and memory-mapped.
+
+Invariant: a cached file is used only if its name (fingerprint of the model file, type, version of the layout), its tensors' names,
+types and shapes are the ones asked for; anything else is packed anew. The file is a safetensors file whose data start at a multiple of 64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.loaders.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, pack_linear, padded
+from paceline.models.config import ModelConfig
+
+LAYOUT = 2  # raise it when the layout changes
+ALIGNMENT = 64
+GATE_ROWS = 64
+BLOCK_BYTES = {8: DOT_ROWS * 64 + 2 * DOT_ROWS, 4: DOT_ROWS * 16 + 4 * DOT_ROWS}
+TYPES = {torch.uint8: "U8", torch.float32: "F32"}
+LINEARS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+Tensors = dict[str, torch.Tensor]
+Progress = Callable[[int, int], None]  # products done, products in all
+
+
+class Source(Protocol):
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def tensor(self, name: str) -> torch.Tensor: ...  # float32
+
+
+def head_bits(bits: int) -> int:
+    """Embedding and head stay in int8 when the layers are int4: they hold what every token says, and int4 costs them most."""
+    return 8 if bits == 4 else bits
+
+
+def load_packed(source: Source, bits: int, progress: Progress | None = None) -> Tensors:
+    """From the cache if it is there, else packed, and put there. Float weights are only a reordering: too large to keep twice."""
+    if bits == 32:
+        return pack_model(source, bits, progress)
+    path = cache_path(source, bits)
+    found = read(path, source.config, bits)
+    if found is None:
+        tensors = pack_model(source, bits, progress)
+        with contextlib.suppress(OSError):  # a full or read-only disk costs the next start some seconds, no more
+            write(path, tensors)
+        found = read(path, source.config, bits) or tensors
+    return found
+
+
+def cache_path(source: Source, bits: int) -> Path:
+    from paceline.loaders.hub import cache_dir
+
+    name = next(name for name, number in BITS.items() if number == bits)
+    return cache_dir() / "packed" / f"{source.fingerprint[:32]}-{name}-{LAYOUT}.safetensors"
+
+
+def _linears(config: ModelConfig, bits: int) -> Iterator[tuple[str, list[str], int]]:
+    """Every product of the model: its name, the tensors whose rows it stacks, its bits."""
+    for i in range(config.num_layers):
+        for name, parts in LINEARS.items():
+            yield f"layers.{i}.{name}", [f"layers.{i}.{part}" for part in parts], bits
+    yield "embedding", ["embed_tokens"], head_bits(bits)
+    if not config.tie_embeddings:
+        yield "head", ["lm_head"], head_bits(bits)
+
+
+def _vectors(config: ModelConfig) -> list[str]:
+    return [name for name in config.weight_names() if name.endswith("norm.weight")]
+
+
+def gate_up_order(inner: int) -> list[int]:
+    """64 rows of the gate, then the 64 of the other half that it gates, and so on: a thread's outputs are what it needs next."""
+    starts = range(0, inner, GATE_ROWS)
+    blocks = [range(start, min(start + GATE_ROWS, inner)) for start in starts]
+    return [row + half for block in blocks for half in (0, inner) for row in block]
+
+
+def pack_model(source: Source, bits: int, progress: Progress | None = None) -> Tensors:
+    config, names = source.config, source.config.weight_names()
+    tensors = {name: source.tensor(name).float().contiguous() for name in _vectors(config)}
+    linears = list(_linears(config, bits))
+    for done, (to, parts, its_bits) in enumerate(linears, start=1):
+        weight = torch.cat([source.tensor(f"{part}.weight") for part in parts])
+        if to.endswith("gate_up"):
+            weight = weight[gate_up_order(config.intermediate_size)]
+        biases = [source.tensor(f"{part}.bias") for part in parts if f"{part}.bias" in names]
+        packed = pack_linear(weight, torch.cat(biases) if biases else None, its_bits)
+        tensors[f"{to}.weight"], tensors[f"{to}.bias"] = packed
+        if progress is not None:
+            progress(done, len(linears))
+    return tensors
+
+
+def expected(config: ModelConfig, bits: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Name, type and shape of every tensor of a packed model."""
+    shapes = config.weight_names()
+    wanted = {name: (torch.float32, tuple(shapes[name])) for name in _vectors(config)}
+    for to, parts, its_bits in _linears(config, bits):
+        rows, width = sum(shapes[f"{part}.weight"][0] for part in parts), shapes[f"{parts[0]}.weight"][1]
+        size = padded(rows, FLOAT_ROWS if its_bits == 32 else DOT_ROWS)
+        if its_bits == 32:
+            wanted[f"{to}.weight"] = torch.float32, (size // FLOAT_ROWS, width, FLOAT_ROWS)
+        else:
+            groups = padded(width, GROUP[its_bits]) // GROUP[its_bits]
+            wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
+        wanted[f"{to}.bias"] = torch.float32, (size,)
+    return wanted
+
+
+def write(path: Path, tensors: Tensors) -> None:
+    """All of it under another name first, so that nobody reads half a file."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + _size(tensor)]}
+        at += _size(tensor)
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                file.write(memoryview(tensor.numpy()).cast("B"))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def read(path: Path, config: ModelConfig, bits: int) -> Tensors | None:
+    """Memory-mapped tensors, or None if there is no such file or it is not what it should be."""
+    from safetensors import SafetensorError, safe_open
+
+    wanted = expected(config, bits)
+    try:
+        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            if set(file.keys()) != set(wanted):
+                return None
+            tensors = {name: file.get_tensor(name) for name in wanted}
+    except (OSError, SafetensorError):
+        return None
+    is_right = all((tensor.dtype, tuple(tensor.shape)) == wanted[name] for name, tensor in tensors.items())
+    return tensors if is_right else None
+

@@ -1,0 +1,87 @@
+"""Random models of awkward sizes, passes over them and the bits that come out, in this process or in another.
+
+`python -m tests.odd_models int8 1 2` prints the instruction set, then one line for each number of threads: the logits as a hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from functools import cache
+
+import torch
+
+from paceline.cpu.decoder import CpuDecoder
+from paceline.cpu.features import VARIANT
+from paceline.models.config import ModelConfig, RopeConfig
+from tests.laws.harness import RandomCheckpoint
+from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks
+
+DTYPES = ("float32", "int8", "int4")
+
+
+def config_of(
+    hidden: int, inner: int, heads: tuple[int, int, int], vocab: int, window: int | None = None, is_gemma: bool = False, tied: bool = True
+) -> ModelConfig:
+    """`heads`: query heads, KV heads, their width. With a window, the first of two layers has it. gemma has every extra there is."""
+    return ModelConfig(
+        family="gemma3" if is_gemma else "llama",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=2,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        max_context=512,
+        rms_eps=1e-5,
+        rope=RopeConfig(),
+        tie_embeddings=tied,
+        qkv_bias=is_gemma,
+        qk_norm=is_gemma,
+        sandwich_norm=is_gemma,
+        activation="gelu_tanh" if is_gemma else "silu",
+        embed_scale=hidden**0.5 if is_gemma else 1.0,
+        sliding_window=window,
+        local_layers=(True, False) if window else (),
+    )
+
+
+ODD = config_of(80, 112, (6, 2, 16), 203, window=70, tied=False)  # no width is a whole number of groups, the window cuts a chunk
+ALL = (ODD, config_of(48, 208, (7, 1, 16), 61, window=3, is_gemma=True), config_of(96, 64, (2, 1, 48), 17))
+
+
+@cache
+def odd_model(dtype: str, config: ModelConfig = ODD) -> CpuDecoder:
+    return CpuDecoder.load(RandomCheckpoint(config), dtype=dtype, use_cache=False)
+
+
+def logits_of(model: CpuDecoder) -> torch.Tensor:
+    """Few rows and many, a context of several chunks, two requests, a tree: every way through the kernels."""
+    kv, (blocks, others), vocab = new_kv(model.config), shuffled_blocks(2), model.config.vocab_size
+    tokens = [(31 * i * i + 7 * i + 3) % vocab for i in range(190)]
+    parts, start = [], 0
+    for size in (1, 5, 16, 17, 40, 64, 1, 3):
+        parts.append(model.forward(batch_of([Rows(tokens[start : start + size], blocks, start)]), kv).logits)
+        start += size
+    tree = Rows(tokens[start : start + 9], blocks, start, random_parents([0, 0, 1, 2, 2, 5, 0, 7]))
+    parts.append(model.forward(batch_of([tree, Rows(tokens[5:11], others)]), kv).logits)
+    return torch.cat(parts)
+
+
+def digest(dtype: str) -> str:
+    """A hash of the logits of all these models."""
+    return hashlib.sha256(b"".join(logits_of(odd_model(dtype, config)).numpy().tobytes() for config in ALL)).hexdigest()
+
+
+def main(dtype: str, *threads: str) -> None:
+    import numba
+
+    print(VARIANT)
+    for number in map(int, threads):
+        numba.set_num_threads(number)
+        print(digest(dtype), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

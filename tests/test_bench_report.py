@@ -1,0 +1,130 @@
+"""The arithmetic of the benchmark: plans, medians, speedups, identity, with known inputs. Nothing is started here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from paceline.bench import plan as planning
+from paceline.bench.plan import OURS, PLAIN, Row, Task
+from paceline.bench.report import OVERALL, Sample, acceptance_by_position, num_identical, rates_of, report_rows
+from paceline.errors import ConfigError
+
+SLOW, FAST, ALONE = Row(OURS, "float32", PLAIN), Row(OURS, "float32", "ngram"), Row("vllm", "float32", "ngram")
+CODE, CHAT = Task("1", "code", (5, 6), 4), Task("2", "chat", (7,), 4)
+
+
+def answer(ids: list[int], first_s: float = 0.1, total_s: float = 0.4, **counts: Any) -> dict[str, Any]:
+    told = {"num_steps": len(ids), "num_drafted": 0, "num_accepted": 0, **counts}
+    return {"ids": ids, "num_tokens": len(ids), "first_s": first_s, "total_s": total_s, **told}
+
+
+def sample(row: Row, repeat: int, task: Task, wall_s: float, ids: list[int], **counts: Any) -> Sample:
+    return Sample(row, repeat, (task,), wall_s, [answer(ids, **counts)])
+
+
+def all_samples() -> list[Sample]:
+    """Plain needs 1, 2, 4 s for 4 tokens of code; with drafts half of it. Chat takes both 1 s; once, the drafted text differs."""
+    samples = []
+    for repeat, seconds in enumerate((1.0, 2.0, 4.0)):
+        for row, factor in ((SLOW, 1.0), (FAST, 0.5)):
+            counts = {"num_steps": 2, "num_drafted": 4, "num_accepted": 2} if row == FAST else {}
+            samples.append(sample(row, repeat, CODE, seconds * factor, [1, 2, 3, 4], **counts))
+            samples.append(sample(row, repeat, CHAT, 1.0, [9, 9, 9, 8 if row == FAST and repeat == 1 else 9]))
+    return samples
+
+
+def test_rates_are_tokens_over_seconds_of_each_repeat() -> None:
+    mine = [s for s in all_samples() if s.row == SLOW]
+    assert rates_of(mine) == [8 / 2, 8 / 3, 8 / 5]
+
+
+def test_report_has_medians_speedups_and_counts() -> None:
+    records = report_rows([SLOW, FAST], all_samples(), {SLOW: 100.0, FAST: None})
+    assert [(r["method"], r["task"]) for r in records] == [(m, t) for m in (PLAIN, "ngram") for t in ("code", "chat", OVERALL)]
+    by_name = {(r["method"], r["task"]): r for r in records}
+    code = by_name["ngram", "code"]
+    assert code["tokens_per_second"] == 4.0
+    assert code["speedup"] == 2.0
+    assert code["spread"] == pytest.approx((8 - 2) / 4)
+    assert (code["tau"], code["alpha"]) == (2.0, 0.5)
+    assert (code["identical"], code["prompts"], code["repeats"]) == (1, 1, 3)
+    assert (code["ttft_ms"], code["tpot_ms"]) == (100.0, 100.0)
+    assert by_name["ngram", "chat"]["identical"] == 0
+    overall = by_name["ngram", OVERALL]
+    assert (overall["prompts"], overall["identical"], overall["tokens_per_second"]) == (2, 1, 4.0)
+    assert overall["speedup"] == pytest.approx(4.0 / (8 / 3), abs=1e-4)
+    assert by_name[PLAIN, "code"]["alpha"] is None
+    assert by_name[PLAIN, "code"]["speedup"] == 1.0
+    assert (by_name[PLAIN, OVERALL]["peak_mb"], overall["peak_mb"]) == (100.0, None)
+
+
+def test_without_a_plain_row_there_is_no_speedup() -> None:
+    (record, _) = report_rows([ALONE], [sample(ALONE, 0, CODE, 2.0, [1, 2, 3, 4])], {ALONE: 1.0})
+    assert (record["speedup"], record["identical"], record["spread"]) == (None, None, None)
+    assert record["tokens_per_second"] == 2.0
+
+
+def test_a_unit_of_several_requests_counts_its_wall_time_once() -> None:
+    both = Sample(SLOW, 0, (CODE, CODE._replace(id="3")), 2.0, [answer([1] * 4), answer([2] * 4)])
+    (record, _) = report_rows([SLOW], [both], {SLOW: None})
+    assert (record["tokens_per_second"], record["prompts"], record["identical"]) == (4.0, 2, 2)
+
+
+def test_texts_are_compared_where_there_are_no_ids() -> None:
+    def said(row: Row, text: str) -> Sample:
+        return Sample(row, 0, (CODE,), 1.0, [{**{k: v for k, v in answer([1]).items() if k != "ids"}, "text": text}])
+
+    assert num_identical([said(FAST, "a")], [said(SLOW, "a")]) == 1
+    assert num_identical([said(FAST, "b")], [said(SLOW, "a")]) == 0
+
+
+def test_acceptance_by_position_adds_up_over_answers() -> None:
+    answers = [answer([1], drafted_at=[4, 2], accepted_at=[2, 1]), answer([1], drafted_at=[6], accepted_at=[3]), answer([1])]
+    assert acceptance_by_position(answers) == [0.5, 0.5]
+    assert acceptance_by_position([answer([1])]) is None
+
+
+def test_every_row_runs_every_unit_once_in_each_repeat() -> None:
+    rows, units = [SLOW, FAST, ALONE], [(CODE,), (CHAT,)]
+    taken = list(planning.turns(rows, units, 4))
+    assert Counter(taken) == Counter({(r, u, row): 1 for r in range(4) for u in range(2) for row in rows})
+    assert taken == list(planning.turns(rows, units, 4))
+    assert len({tuple(row for _, _, row in taken[i : i + 3]) for i in range(0, len(taken), 3)}) > 1  # not always the same one begins
+
+
+def test_with_concurrency_the_prompts_of_a_task_are_one_unit() -> None:
+    tasks = [CODE, CHAT, CODE._replace(id="3")]
+    assert planning.units_of(tasks, 1) == [(task,) for task in tasks]
+    assert planning.units_of(tasks, 4) == [(CODE, CODE._replace(id="3")), (CHAT,)]
+    assert sorted(planning.warm_up_of(planning.units_of(tasks, 1))) == sorted([(CODE,), (CHAT,)])
+
+
+def test_rows_of_methods_precisions_and_peers() -> None:
+    methods = planning.methods_of("none, ngram", None)
+    assert planning.our_rows("float32", methods) == [SLOW, FAST]
+    assert planning.our_rows("none", methods) == []
+    assert planning.peer_rows("none", methods, 1) == []
+    names = [str(row) for row in planning.peer_rows("llama.cpp:Q8_0,transformers", methods, 1)]
+    assert names == ["llama.cpp Q8_0, plain", "llama.cpp Q8_0, ngram", "transformers float32, plain", "transformers float32, ngram"]
+    assert {row.peer for row in planning.peer_rows("all", methods, 1)} == set(planning.VARIANTS)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: planning.methods_of("ngrams", None), "did you mean 'ngram'"),
+        (lambda: planning.methods_of("none,,ngram", None), "separated by commas"),
+        (lambda: planning.methods_of("draft_model", None), "model"),
+        (lambda: planning.our_rows("int9", [PLAIN]), "--dtypes holds 'int9'"),
+        (lambda: planning.peer_rows("lama.cpp", [PLAIN], 1), "did you mean 'llama.cpp'"),
+        (lambda: planning.peer_rows("llama.cpp:Q5_9", [PLAIN], 1), "runs as Q8_0"),
+        (lambda: planning.peer_rows("vllm", ["quantized"], 1), "the peers have none"),
+        (lambda: planning.peer_rows("transformers", [PLAIN], 4), "one request at a time"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(call: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
