@@ -192,9 +192,9 @@ class Batch:
         import torch
 
         whole = torch.from_numpy(self.flat).to(self.device)
-        parts = whole.split([len(column) for column in self.columns])
-        tensors = BatchTensors(*parts, self.block_size)
-        return tensors._replace(block_tables=tensors.block_tables.view(self.num_requests, -1))
+        parts = dict(zip(Columns._fields, whole.split([len(column) for column in self.columns]), strict=True))
+        parts["block_tables"] = parts["block_tables"].view(self.num_requests, -1)
+        return BatchTensors(**parts, block_size=self.block_size)
 
 
 class BatchTensors(NamedTuple):

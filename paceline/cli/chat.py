@@ -28,6 +28,7 @@ HELP = "/exit or Ctrl-D leaves, /reset forgets the conversation, /stats shows ho
 
 def chat(
     model: options.Model = "default",
+    dtype: options.Dtype = "auto",
     system: options.System = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", rich_help_panel="Sampling")] = 512,
     temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
@@ -57,7 +58,7 @@ def chat(
     sampling = parsing.given(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
-    limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory)}
+    limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory), "dtype": dtype}
     source = console.stdin()
     with LLM(model, speculative_config=config, **limits) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
         conversation = Conversation(llm, params, system, as_json)

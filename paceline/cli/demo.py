@@ -26,6 +26,7 @@ COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 
 def demo(
     model: options.Model = "default",
+    dtype: options.Dtype = "auto",
     method: options.Method = "ngram",
     num_speculative_tokens: options.NumSpeculative = None,
     draft_model: options.DraftModel = None,
@@ -54,7 +55,7 @@ def demo(
     text = checked_prompt(_find_prompt(prompt))
     plain, drafted = _params(temperature, max_tokens)
     screen = None if as_json else console.stdout(is_recorded=svg is not None)
-    with LLM(model, speculative_config=config) as llm:
+    with LLM(model, speculative_config=config, dtype=dtype) as llm:
         prompt_ids = as_prompt(llm, text)
         _warm_up(llm, prompt_ids)
         if screen is not None:
@@ -97,7 +98,7 @@ def _warm_up(llm: LLM, prompt: Prompt) -> None:
     """Compile, page the weights in and cache the prompt, so that both runs are timed under the same conditions."""
     from paceline import SamplingParams
 
-    with console.stderr().status("warming up (the first time kernels are compiled: about 20 s)"):
+    with console.stderr().status("warming up"):
         for limit in (0, None):
             llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8, num_speculative_tokens=limit))
 

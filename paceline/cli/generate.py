@@ -23,6 +23,7 @@ _PANEL = "Structure"
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")],
     model: options.Model = "default",
+    dtype: options.Dtype = "auto",
     system: options.System = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
@@ -76,7 +77,7 @@ def generate(
     if raw and system is not None:
         raise ConfigError(f"--system is {system[:40]!r} but --raw leaves the chat template out; put it into the prompt")
     text = checked_prompt(console.stdin().read() if prompt == "-" else prompt)
-    limits = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory)}
+    limits = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory), "dtype": dtype}
     _run(model, config, limits, lambda llm: as_prompt(llm, text, raw, system), params, as_json)
 
 

@@ -17,6 +17,7 @@ _SAMPLING, _SPECULATION, _MEMORY = "Sampling", "Speculation", "Memory"
 
 MODEL_HELP = "The default model, a local folder or .gguf file, or a Hugging Face name."
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+Dtype = Annotated[str, typer.Option(help="Of the weights: auto (int8 on CPUs), int8, int4 or float32.")]
 System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 

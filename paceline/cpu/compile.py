@@ -1,7 +1,7 @@
 """How kernels are compiled: without the interpreter lock, cached on disk beside the sources or in the user's cache folder.
 
-Invariant: a cached kernel is used only if no source file of this folder and no instruction set has changed. Numba looks at the file of the function alone,
-but our kernels are built from pieces in several files.
+Invariant: a cached kernel is used only if neither a source file of this folder nor the chosen instruction set has changed. Numba looks
+at the file of the function alone, but our kernels are built from pieces in several files.
 """
 
 from __future__ import annotations

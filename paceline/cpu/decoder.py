@@ -123,29 +123,32 @@ class CpuDecoder:
         return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden)
 
     def _pass(self, batch: Batch, kv: Sequence[LayerCache], taps: np.ndarray, depth: int) -> Pass:
-        columns, at = batch.columns, Columns(*batch.addresses())
+        columns, at = batch.columns, dict(zip(Columns._fields, batch.addresses(), strict=True))
         last_position = max(columns.positions)
-        self._check(columns, kv, last_position)
+        self._check(columns, kv, last_position, batch.block_size)
         if kv is not self._caches_of:
             self._check_cache(kv)
             self._caches = np.array([[t.data_ptr() for t in cache] for cache in kv], np.int64)
             self._caches_of = kv
         return Pass(
-            len(columns.slots), at.input_ids, at.positions, at.slots, at.parents, at.request_of, at.block_tables, at.prefix_lens,
-            batch.num_requests, len(columns.block_tables) // batch.num_requests, batch.block_size, last_position // paged.CHUNK + 1,
-            _address(self._caches), at.rows, len(columns.rows), _address(taps), depth, num_threads(),
+            len(columns.slots), at["input_ids"], at["positions"], at["slots"], at["parents"], at["request_of"], at["block_tables"],
+            at["prefix_lens"], batch.num_requests, len(columns.block_tables) // batch.num_requests, batch.block_size, last_position // paged.CHUNK + 1,
+            _address(self._caches), at["rows"], len(columns.rows), _address(taps), depth, num_threads(),
         )  # fmt: skip
 
     def _check_cache(self, kv: Sequence[LayerCache]) -> None:
         for cache in (tensor for layer in kv for tensor in layer):
-            assert cache.is_contiguous() and cache.dtype is torch.float32, "the cache is contiguous float32"
+            assert cache.is_contiguous() & (cache.dtype is torch.float32), "the cache is contiguous float32"
             assert cache.shape[1:] == (self.config.num_kv_heads, self.config.head_dim), "a cache of another model"
 
-    def _check(self, columns: Columns, kv: Sequence[LayerCache], last_position: int) -> None:
+    def _check(self, columns: Columns, kv: Sequence[LayerCache], last_position: int, block_size: int) -> None:
         """The kernels read and write where they are told: nothing may lie outside the tables and the cache."""
         assert last_position < self.config.max_context, "a position beyond the rotary tables"
         assert max(columns.slots) < kv[0][0].shape[0], "a slot beyond the cache"
         assert max(columns.input_ids) < self.config.vocab_size, "a token beyond the vocabulary"
+        room = len(columns.block_tables) // len(columns.prefix_lens) * block_size
+        assert max(columns.prefix_lens) <= room, "a prefix longer than its blocks"
+        assert max(len(columns.rows), *(row + 1 for row in columns.rows), 0) <= len(columns.slots), "logits of a row that is not there"
 
     def _workspace(self, spec: Pass) -> Work:
         """Memory for the pass, kept for the next one: it grows to the largest pass seen."""
@@ -198,7 +201,7 @@ def _rotary(config: ModelConfig) -> tuple[RotaryTables, RotaryTables]:
     first = rotary_tables(config.rope, config.head_dim, config.max_context)
     second = rotary_tables(config.rope_local, config.head_dim, config.max_context) if config.rope_local is not None else first
     for table in (*first, *second):
-        assert table.is_contiguous() and table.shape == (config.max_context, config.head_dim // 2), "tables fit the heads"
+        assert table.is_contiguous() & (table.shape == (config.max_context, config.head_dim // 2)), "tables fit the heads"
     return first, second
 
 

@@ -182,4 +182,3 @@ def fma(_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
         return Emitter(builder).fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
-

@@ -136,9 +136,7 @@ def product_32(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
         count = min(step, rows - first)
         for t in range(tiles * part // threads, tiles * (part + 1) // threads):
             out = y + first * y_stride + t * LANES * 4
-            _float_strip(
-                m.weight + t * m.k * LANES * 4, x.values + first * m.k * 4, m.bias + t * LANES * 4, count, m.k, out, y_stride
-            )
+            _float_strip(m.weight + t * m.k * LANES * 4, x.values + first * m.k * 4, m.bias + t * LANES * 4, count, m.k, out, y_stride)
 
 
 @piece

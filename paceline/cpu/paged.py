@@ -15,7 +15,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.lanes import FLOAT, INT64, LANES, Emitter, address, float_pointer, floats, int_pointer
+from paceline.cpu.lanes import INT64, LANES, Emitter, address, float_pointer, floats, int_pointer
 
 WIDTH = 4  # lanes of a dot product
 SPAN = 4  # positions scored side by side, at most WIDTH
@@ -103,7 +103,7 @@ def mix_tile(
 
 @intrinsic
 def weigh_lanes(_context: Any, scores: Any, turns: Any, scale: Any, maximum_at: Any) -> Any:
-    """Scale the scores, then exp(score - maximum) in place over 16 * turns floats; stores the maximum, and after it the sum of the results."""
+    """Scale the scores, then exp(score - maximum) in place over 16 * turns floats; stores the maximum, then the sum of the results."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         scores, turns, scale, maximum_at = arguments

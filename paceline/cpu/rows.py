@@ -57,7 +57,8 @@ def quantize_lanes(_context: Any, group: Any, x: Any, out: Any, scale_at: Any, s
         while len(sizes) > 1:
             pairs = zip(sizes[::2], sizes[1::2], strict=True)
             sizes = [emit.call(f"llvm.maximum.v{WIDTH}f32", floats(WIDTH), [a, b]) for a, b in pairs]
-        top = emit.call(f"llvm.vector.reduce.fmaximum.v{WIDTH}f32", FLOAT, [sizes[0]])  # unlike a comparison, it passes on what is not a number
+        # unlike a comparison, it passes on what is not a number
+        top = emit.call(f"llvm.vector.reduce.fmaximum.v{WIDTH}f32", FLOAT, [sizes[0]])
         zero, limit = ir.Constant(FLOAT, 0.0), ir.Constant(FLOAT, 127.0)
         is_zero = builder.fcmp_ordered("==", top, zero)
         inverse = emit.broadcast(builder.select(is_zero, zero, builder.fdiv(limit, top)), WIDTH)

@@ -102,5 +102,3 @@ def num_threads() -> int:
     """How many threads a pass may use."""
     threads: int = numba.get_num_threads()
     return threads if threads == 1 or roll_call(threads) else 1
-
-

@@ -135,7 +135,7 @@ def write(path: Path, tensors: Tensors) -> None:
         with part.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors.values():
-                file.write(memoryview(tensor.numpy()).cast("B"))
+                file.write(tensor.view(torch.uint8).numpy().data)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def read(path: Path, config: ModelConfig, bits: int) -> Tensors | None:
 
     wanted = expected(config, bits)
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt") as file:
             if set(file.keys()) != set(wanted):
                 return None
             tensors = {name: file.get_tensor(name) for name in wanted}
@@ -159,4 +159,3 @@ def read(path: Path, config: ModelConfig, bits: int) -> Tensors | None:
         return None
     is_right = all((tensor.dtype, tuple(tensor.shape)) == wanted[name] for name, tensor in tensors.items())
     return tensors if is_right else None
-
