@@ -132,8 +132,8 @@ class CpuDecoder:
             self._caches_of = kv
         return Pass(
             len(columns.slots), at["input_ids"], at["positions"], at["slots"], at["parents"], at["request_of"], at["block_tables"],
-            at["prefix_lens"], batch.num_requests, len(columns.block_tables) // batch.num_requests, batch.block_size, last_position // paged.CHUNK + 1,
-            _address(self._caches), at["rows"], len(columns.rows), _address(taps), depth, num_threads(),
+            at["prefix_lens"], batch.num_requests, len(columns.block_tables) // batch.num_requests, batch.block_size,
+            last_position // paged.CHUNK + 1, _address(self._caches), at["rows"], len(columns.rows), _address(taps), depth, num_threads(),
         )  # fmt: skip
 
     def _check_cache(self, kv: Sequence[LayerCache]) -> None:

@@ -1,12 +1,13 @@
 """A model's weights in the layout of the CPU kernels: quantized and packed once, then kept on disk and memory-mapped.
 
-Invariant: a cached file is used only if its name (fingerprint of the model file, type, version of the layout), its tensors' names,
+Invariant: a cached file is used only if its name (fingerprint, size and date of the model's files, type, version of the layout), its tensors' names,
 types and shapes are the ones asked for; anything else is packed anew. The file is a safetensors file whose data start at a multiple of 64.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ class Source(Protocol):
     def config(self) -> ModelConfig: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
     def tensor(self, name: str) -> torch.Tensor: ...  # float32
 
 
@@ -64,7 +67,14 @@ def cache_path(source: Source, bits: int) -> Path:
     from paceline.loaders.hub import cache_dir
 
     name = next(name for name, number in BITS.items() if number == bits)
-    return cache_dir() / "packed" / f"{source.fingerprint[:32]}-{name}-{LAYOUT}.safetensors"
+    return cache_dir() / "packed" / f"{source.fingerprint[:32]}-{name}-{_version(source.path)}.safetensors"
+
+
+def _version(model: Path) -> str:
+    """Of the layout and of the files: the fingerprint samples them, and a change of one tensor must not be missed."""
+    files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((LAYOUT, stamps)).encode()).hexdigest()[:12]
 
 
 def _linears(config: ModelConfig, bits: int) -> Iterator[tuple[str, list[str], int]]:
@@ -137,6 +147,9 @@ def write(path: Path, tensors: Tensors) -> None:
             for tensor in tensors.values():
                 file.write(tensor.view(torch.uint8).numpy().data)
         part.replace(path)
+        for old in path.parent.glob(f"{path.name.rsplit('-', 1)[0]}-*.safetensors"):
+            if old != path:
+                old.unlink(missing_ok=True)  # packed from an earlier version of the same model; who has it mapped keeps it
     finally:
         part.unlink(missing_ok=True)
 
