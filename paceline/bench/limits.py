@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
-from paceline.cpu.dots import WIDTH, _dot
+from paceline.cpu.dots import WIDTH, dot
 from paceline.cpu.features import VARIANT
 from paceline.cpu.lanes import INT32, LANES, Emitter, bytes_, floats
 from paceline.cpu.sync import num_threads
@@ -73,7 +73,7 @@ def _dot_turns(_context: Any, at: Any, turns: Any) -> Any:
             for weight, its_sums in zip(weights, sums, strict=True):
                 now = builder.load(weight)
                 for slot, each in zip(its_sums, inputs, strict=True):
-                    builder.store(_dot(emit, builder.load(slot), now, each), slot)
+                    builder.store(dot(emit, builder.load(slot), now, each), slot)
                 if VARIANT == "plain":  # ordinary products of what does not change would be moved out of the loop
                     builder.store(builder.add(now, kind([1] * kind.count)), weight)
         return _sum_of_lanes(builder, [builder.load(slot) for its_sums in sums for slot in its_sums])

@@ -39,7 +39,7 @@ class Model:
         """`lengths` of the sequences there will be room for."""
         self.dtype, self.config = dtype, checkpoint.config
         decoder = CpuDecoder.load(checkpoint, dtype=dtype)
-        self.kinds = list(kinds_of(self.config, decoder._tensors, bits_of(dtype)))
+        self.kinds = list(kinds_of(self.config, decoder.tensors, bits_of(dtype)))
         self.runner = Runner(decoder, KvCache(self.config, sum(map(blocks_for, lengths))))
 
     def products(self, widest: int) -> list[Subject]:

@@ -29,7 +29,7 @@ def kernels(
     model: options.Model = "default",
     dtypes: Annotated[str, typer.Option(help="Precisions, separated by commas.")] = "int8,float32,int4",
     peers: Annotated[str, typer.Option(help="llama.cpp, llama.cpp:Q8_0, :Q4_0, :F32 or :file, none, or auto: Q8_0 if installed.")] = "auto",
-    context: Annotated[int, typer.Option(min=1, help="Cached tokens that every pass sees.")] = 200,
+    context: Annotated[int, typer.Option(min=1, help="Cached tokens that every pass sees.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of everything; medians are reported.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
 ) -> None:

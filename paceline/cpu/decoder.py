@@ -33,7 +33,7 @@ class CpuDecoder:
 
     def __init__(self, config: ModelConfig, dtype: str, tensors: Tensors) -> None:
         self.config, self.bits = config, bits_of(dtype)
-        self._tensors = tensors  # the tables below hold addresses into them
+        self.tensors = tensors  # the tables below hold addresses into them
         self._rotary = _rotary(config)
         self._layers = np.array([_flat(self._layer(i)) for i in range(config.num_layers)], np.int64)
         self._model = self._describe()
@@ -60,17 +60,17 @@ class CpuDecoder:
     @property
     def num_bytes(self) -> int:
         """Memory held by weights."""
-        return sum(t.numel() * t.element_size() for t in self._tensors.values())
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def _matrix(self, name: str, width: int, bits: int) -> Matrix:
-        weight, bias = self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"]
+        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
         assert weight.is_contiguous() & bias.is_contiguous(), "the kernels read contiguous tensors"
         k = width if bits == 32 else padded(width, GROUP[bits])
         rows = FLOAT_ROWS if bits == 32 else DOT_ROWS
         return Matrix(weight.data_ptr(), bias.data_ptr(), k, weight.shape[0] * rows)
 
     def _at(self, name: str) -> int:
-        return self._tensors[name].data_ptr() if name in self._tensors else 0
+        return self.tensors[name].data_ptr() if name in self.tensors else 0
 
     def _layer(self, i: int) -> LayerRow:
         config, name = self.config, f"layers.{i}."

@@ -44,7 +44,7 @@ def _ints(width: int) -> ir.VectorType:
     return ir.VectorType(INT32, width)
 
 
-def _dot(emit: Emitter, total: Any, weights: Any, quad: Any) -> Any:
+def dot(emit: Emitter, total: Any, weights: Any, quad: Any) -> Any:
     """total[r] += sum of weights[4r : 4r+4] * quad[0:4]: `quad` is the same four bytes for every row."""
     if VARIANT == "sdot":
         return emit.call("llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, weights, quad])
@@ -59,7 +59,7 @@ def _dot(emit: Emitter, total: Any, weights: Any, quad: Any) -> Any:
 
 
 def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
-    """Four values of k of all rows, as bytes that `_dot` takes."""
+    """Four values of k of all rows, as bytes that `dot` takes."""
     kind, builder, step = bytes_(4 * WIDTH), emit.builder, 4 * WIDTH
     start = 4 * ROWS * (quad if bits == 8 else quad // 2)
     raw = [emit.load(emit.offset(block, start + at), kind) for at in range(0, 4 * ROWS, step)]
@@ -94,7 +94,7 @@ def _group_dots(emit: Emitter, bits: int, tokens: int, sources: Sources, block: 
         weights = _weights(emit, bits, block, quad)
         for t, four in enumerate(fours):
             same = emit.builder.bitcast(emit.splat(four, quad % 4, WIDTH), bytes_(4 * WIDTH))
-            totals[t] = [_dot(emit, total, weight, same) for total, weight in zip(totals[t], weights, strict=True)]
+            totals[t] = [dot(emit, total, weight, same) for total, weight in zip(totals[t], weights, strict=True)]
     return totals
 
 

@@ -1,7 +1,8 @@
 """A model's weights in the layout of the CPU kernels: quantized and packed once, then kept on disk and memory-mapped.
 
-Invariant: a cached file is used only if its name (fingerprint, size and date of the model's files, type, version of the layout), its tensors' names,
-types and shapes are the ones asked for; anything else is packed anew. The file is a safetensors file whose data start at a multiple of 64.
+Invariant: a cached file is used only if its name (fingerprint, sizes and dates of the model's files, type, version of the layout) and
+its tensors' names, types and shapes are the ones asked for; anything else is packed anew. It is a safetensors file whose data start
+at a multiple of 64.
 """
 
 from __future__ import annotations
