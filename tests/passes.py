@@ -40,9 +40,11 @@ def shuffled_blocks(num_requests: int, seed: int = 0) -> list[list[int]]:
 
 def batch_of(requests: Sequence[Rows], rows: Sequence[int] | None = None) -> Batch:
     """Logits are wanted for `rows`, by default for all."""
-    ids, positions, slots, parents, request_of, starts = [], [], [], [], [], [0]
+    ids: list[int] = []
+    positions, slots, parents, request_of, starts = [], [], [], [], [0]
     for r, (tokens, blocks, prefix, tree) in enumerate(requests):
-        first, depths = len(ids), []
+        first = len(ids)
+        depths: list[int] = []
         for i, token in enumerate(tokens):
             parent = i - 1 if tree is None else tree[i]
             depths.append(depths[parent] + 1 if parent >= 0 else 0)

@@ -29,7 +29,7 @@ TOKENS = [(37 * i * i + 11 * i + 5) % 384 for i in range(60)]
 class Loaded:
     """A checkpoint kept in memory after its folder is gone."""
 
-    fingerprint = "none"  # nothing of it is kept on disk
+    fingerprint, path = "none", Path()  # nothing of it is kept on disk
 
     def __init__(self, folder: Path) -> None:
         opened = open_checkpoint(str(folder), progress=False)

@@ -25,10 +25,10 @@ from paceline.loaders.quantize import DOT_ROWS, bits_of
 from paceline.models.attention import rms_norm
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.types import Output
+from paceline.types import Batch, Output
 from tests.laws.harness import RandomCheckpoint
 from tests.odd_models import DTYPES, ODD, config_of, odd_model
-from tests.passes import NUM_BLOCKS, Rows, batch_of, new_kv, random_parents, shuffled_blocks
+from tests.passes import BLOCK_SIZE, NUM_BLOCKS, Rows, batch_of, new_kv, random_parents, shuffled_blocks
 
 TOLERANCE = {"float32": 2e-5, "int8": 0.015, "int4": 0.015}  # mean error, in units of the spread of the logits
 WORST = 8  # times that, for a single logit: a rounding of an activation may go the other way now and then
@@ -243,6 +243,12 @@ def test_what_lies_outside_the_tables_is_refused() -> None:
         model.forward(batch_of([Rows([1], blocks)]), [(k.half(), v.half()) for k, v in kv])
     with pytest.raises(AssertionError, match="no such layer"):
         model.forward(batch_of([Rows([1], blocks)]), kv, num_layers=3)
+    for rows in ([1], [0, 0]):  # beyond the pass, and more than there is memory for
+        with pytest.raises(AssertionError, match="row that is not there"):
+            model.forward(batch_of([Rows([1], blocks)], rows=rows), kv)
+    columns = batch_of([Rows([1], blocks[:1])]).columns._replace(prefix_lens=[BLOCK_SIZE + 1])
+    with pytest.raises(AssertionError, match="longer than its blocks"):
+        model.forward(Batch(columns, BLOCK_SIZE), kv)
     last = short.forward(batch_of([Rows([1], blocks, 7)]), [(k.zero_(), v.zero_()) for k, v in kv])  # the last position there is
     assert last.logits.isfinite().all()
 

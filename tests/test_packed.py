@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.cpu.decoder import CpuDecoder
-from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.checkpoint import NUM_SAMPLES, SAMPLE_BYTES, Checkpoint, open_checkpoint
 from paceline.loaders.packed import ALIGNMENT, Tensors, cache_path, expected, load_packed, pack_model, read, write
-from tests.make_models import tiny_hf
+from tests.make_models import tiny_gguf, tiny_hf, tiny_tokenizer
 from tests.passes import Rows, batch_of, new_kv, shuffled_blocks
 
 BITS = {"int8": 8, "int4": 4}
@@ -58,7 +58,7 @@ class Untouchable:
     """A checkpoint whose weights must not be asked for."""
 
     def __init__(self, opened: Checkpoint) -> None:
-        self.config, self.fingerprint = opened.config, opened.fingerprint
+        self.config, self.fingerprint, self.path = opened.config, opened.fingerprint, opened.path
 
     def tensor(self, name: str) -> torch.Tensor:
         raise AssertionError(f"{name} was read from the model")
@@ -183,6 +183,20 @@ def test_a_changed_model_has_another_name(cache_folder: Path, tmp_path: Path) ->
     paths = {cache_path(model, bits) for model in (before, after) for bits in (8, 4)}
     assert len(paths) == 4
     assert len(files_in(cache_folder)) == 2
+
+
+def test_a_few_changed_bytes_are_noticed(cache_folder: Path, tmp_path: Path) -> None:
+    """A fingerprint is of samples; this change lies between two of them."""
+    path = tiny_gguf(tmp_path / "model.gguf", tiny_tokenizer(tiny_hf(tmp_path / "model", "llama")))
+    before = open_checkpoint(str(path), progress=False)
+    load_packed(before, 8)
+    content = bytearray(path.read_bytes())
+    at = len(content) * 40 // NUM_SAMPLES + SAMPLE_BYTES + 256
+    content[at : at + 400] = bytes(400)
+    path.write_bytes(content)
+    after = open_checkpoint(str(path), progress=False)
+    assert after.fingerprint == before.fingerprint
+    assert same(load_packed(after, 8), pack_model(after, 8))
 
 
 def test_two_processes_at_once_leave_one_good_file(cache_folder: Path, model_folder: Path, opened: Checkpoint) -> None:

@@ -82,6 +82,7 @@ def test_int4_loses_nothing_of_a_file_in_q4_1(seed: int, num_rows: int, groups: 
     quantized = quantize(weight, 4)
     assert torch.equal(quantized.values.view_as(q).long(), q)
     assert torch.equal(quantized.scales, d[:, :, 0])
+    assert quantized.minima is not None
     assert torch.equal(quantized.minima, -m[:, :, 0])
     assert torch.equal(dequantize(quantized, weight.shape[1]), weight)
 

@@ -7,6 +7,8 @@ rest back. Invariant: slots at or beyond `num_cached` hold nothing anyone may re
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -27,14 +29,21 @@ def blocks_in(memory: int, config: ModelConfig, dtype: torch.dtype) -> int:
     return memory // per_block
 
 
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """On a CPU, pages that the system maps when they are first written: unused memory costs nothing, where torch writes its zeros."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1))
+    return torch.frombuffer(pages, dtype=torch.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
 class KvCache:
     def __init__(
         self, config: ModelConfig, num_blocks: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        # [layers, 2, slots, kv_heads, head_dim]; zeroed pages are mapped on first touch, so unused memory costs nothing
         shape = (config.num_layers, 2, num_blocks * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.data = torch.zeros(shape, device=device, dtype=dtype)
+        self.data = _zeros(shape, torch.device(device), dtype)
         self.layers = [(self.data[i, 0], self.data[i, 1]) for i in range(config.num_layers)]
 
     def slots(self, cached: Cached, start: int, end: int) -> list[int]:
