@@ -293,6 +293,7 @@ def test_a_target_that_is_a_folder_is_refused_before_the_work(tmp_path: Path, ve
         (["--kv-cache-memory", "lots"], "'lots'"),
         (["--kv-cache-memory", "1.5"], "kv_cache_memory is 1.5"),
         (["--max-model-len", "1"], "max_model_len is 1"),
+        (["--dtype", "int5"], "dtype is 'int5'"),
         (["--raw", "--system", "Be brief."], "--system"),
         (["--model", "x" * 300], "x" * 77 + "...'"),
         (["--model", "org/" + "x" * 300], "x" * 73 + "..."),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -24,34 +24,21 @@ from paceline.loaders.packed import LINEARS, Tensors, head_bits
 from paceline.loaders.quantize import DOT_ROWS, FLOAT_ROWS, GROUP
 from paceline.models.config import ModelConfig
 
-_compiled = numba.njit(nogil=True, error_model="numpy", parallel=True)
+
+def _over_all(product: Any) -> Any:
+    """A kernel that multiplies with one matrix after another, all threads in one region."""
+
+    @numba.njit(nogil=True, error_model="numpy", parallel=True)
+    def run(matrices_at, count, x, y, rows, threads):  # type: ignore[no-untyped-def]
+        for part in prange(threads):
+            f = carray(int_pointer(matrices_at), (count, 4))
+            for i in range(count):
+                product(np.int64(part), threads, Matrix(f[i, 0], f[i, 1], f[i, 2], f[i, 3]), x, y, rows)
+
+    return run
 
 
-@_compiled
-def _run_32(matrices_at, count, x, y, rows, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        f = carray(int_pointer(matrices_at), (count, 4))
-        for i in range(count):
-            product_32(np.int64(part), threads, Matrix(f[i, 0], f[i, 1], f[i, 2], f[i, 3]), x, y, rows)
-
-
-@_compiled
-def _run_8(matrices_at, count, x, y, rows, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        f = carray(int_pointer(matrices_at), (count, 4))
-        for i in range(count):
-            product_8(np.int64(part), threads, Matrix(f[i, 0], f[i, 1], f[i, 2], f[i, 3]), x, y, rows)
-
-
-@_compiled
-def _run_4(matrices_at, count, x, y, rows, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        f = carray(int_pointer(matrices_at), (count, 4))
-        for i in range(count):
-            product_4(np.int64(part), threads, Matrix(f[i, 0], f[i, 1], f[i, 2], f[i, 3]), x, y, rows)
-
-
-RUN = {32: _run_32, 8: _run_8, 4: _run_4}
+RUN = {bits: _over_all(product) for bits, product in ((32, product_32), (8, product_8), (4, product_4))}
 
 
 class Kind(NamedTuple):

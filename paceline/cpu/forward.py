@@ -171,7 +171,7 @@ def _merge_chunks(part, b, m, layer, w):  # type: ignore[no-untyped-def]
         total = at + first * m.num_heads * stride
         for chunk in range(first + 1, last):
             merge(total, at + chunk * m.num_heads * stride, m.dim)
-        finish(total, w.ready + (row * w.widest + head * m.dim) * 4, 0, m.dim)
+        finish(total, w.ready + (row * w.widest + head * m.dim) * 4, m.dim)
 
 
 @piece
@@ -193,7 +193,7 @@ def _attend_by_row(part, b, m, layer, w, qkv, keys, values):  # type: ignore[no-
                     for head in range(group):
                         merge(total + head * stride, here + head * stride, m.dim)
             for head in range(group):
-                finish(total + head * stride, w.ready + (row * w.widest + (kv_head * group + head) * m.dim) * 4, 0, m.dim)
+                finish(total + head * stride, w.ready + (row * w.widest + (kv_head * group + head) * m.dim) * 4, m.dim)
 
 
 @unrolled

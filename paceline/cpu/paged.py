@@ -220,9 +220,9 @@ def merge(total_at, chunk_at, dim):  # type: ignore[no-untyped-def]
 
 
 @piece
-def finish(total_at, out_at, first, last):  # type: ignore[no-untyped-def]
-    """The weighted mean, columns first to last of a head."""
-    total, out = carray(float_pointer(total_at), last + EXTRA), carray(float_pointer(out_at), last)
+def finish(total_at, out_at, dim):  # type: ignore[no-untyped-def]
+    """The weighted mean of a head."""
+    total, out = carray(float_pointer(total_at), dim + EXTRA), carray(float_pointer(out_at), dim)
     shrink = np.float32(1) / total[1]
-    for i in range(first, last):
+    for i in range(dim):
         out[i] = total[i + EXTRA] * shrink

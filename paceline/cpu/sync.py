@@ -6,6 +6,7 @@ offered to others. All threads must really run at once, which `roll_call` finds 
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -95,10 +96,18 @@ def roll_call(threads: int) -> bool:
     """Whether this many threads are given to a kernel at once. A limit on OpenMP's threads, for instance, gives fewer."""
     memory = np.zeros(BYTES // 8, np.int64)
     _call_roll(memory.ctypes.data, threads)
-    return int(memory[BYTES // 16]) == threads
+    is_complete = int(memory[BYTES // 16]) == threads
+    if not is_complete:
+        _warn(threads)
+    return is_complete
 
 
 def num_threads() -> int:
     """How many threads a pass may use."""
     threads: int = numba.get_num_threads()
     return threads if threads == 1 or roll_call(threads) else 1
+
+
+def _warn(threads: int) -> None:
+    message = f"{threads} threads were asked for and not all run at once, so one is used: look for a limit such as OMP_THREAD_LIMIT"
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -79,14 +79,13 @@ class Engine:
             if draft is None:
                 self.runner.kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
                 continue
-            last = first + len(draft.tree.tokens)
+            logits = output.logits[first : first + len(draft.tree.tokens)]
+            first += len(logits)
             try:
-                verdict = accept(request, draft, output.logits[first:last])
+                verdict = accept(request, draft, logits)
             except PacelineError as error:
                 emissions.append(self._fail(request, error))
                 continue
-            finally:
-                first = last
             judged.append((request, verdict))
             emissions.append(self._commit(turn, draft, verdict))
         self._observe(judged, output)

@@ -1,7 +1,7 @@
-"""Attention of one pass: one name, two ways. Norm and rotate queries and keys, write keys and values at the batch's slots, attend.
+"""Attention of one pass in plain torch. Norm and rotate queries and keys, write keys and values at the batch's slots, attend.
 
-`TorchAttention` is plain torch on any device (gather, mask, softmax) and the oracle; `paceline.cpu.paged.Attention` runs our CPU
-kernels. Each is built once a pass from the batch and called once a layer. A row sees its request's cached prefix, its ancestors, itself.
+The oracle of the compiled attention in paceline/cpu/paged.py. Built once a pass from the batch and called once a layer. A row sees its
+request's cached prefix, its ancestors, itself.
 """
 
 from __future__ import annotations
