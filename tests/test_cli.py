@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from paceline import LLM
 from paceline.cli.main import app
-from tests.make_models import tiny_hf, tiny_tokenizer
 
 VERBS = ("demo", "generate", "chat", "models", "verify")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tiny_hf(tmp_path_factory.mktemp("tiny"), "llama")
-    tiny_tokenizer(folder)
-    return str(folder)
+def tiny(tiny: LLM, tiny_folder: Path) -> str:
+    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says so."""
+    return str(tiny_folder)
 
 
 def invoke(*arguments: str, stdin: str | None = None) -> Any:

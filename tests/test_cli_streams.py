@@ -8,19 +8,19 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from paceline import LLM
 from paceline.cli import console
-from tests.make_models import tiny_hf, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tiny_hf(tmp_path_factory.mktemp("tiny"), "llama")
-    tiny_tokenizer(folder)
-    return str(folder)
+def tiny(tiny: LLM, tiny_folder: Path) -> str:
+    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says so."""
+    return str(tiny_folder)
 
 
 def run_script(*arguments: str, shell: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:

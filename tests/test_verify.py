@@ -23,17 +23,15 @@ from paceline.prompts import Prompt
 from paceline.types import Draft, Request, Verdict
 from paceline.verify.accept import accept
 from paceline.verify.chi_square import chi_square_p_value
-from tests.make_models import tiny_hf, tiny_tokenizer
 
 TEXTS = ("the line the line the line", "who rides in front? who rides", "def ride(line): return")
 KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "tau"}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tiny_hf(tmp_path_factory.mktemp("tiny"), "llama")
-    tiny_tokenizer(folder)
-    return str(folder)
+def tiny(tiny: LLM, tiny_folder: Path) -> str:
+    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says so."""
+    return str(tiny_folder)
 
 
 @pytest.fixture(scope="module")
