@@ -39,7 +39,7 @@ class CpuDecoder:
         self._model = self._describe()
         self._sync = torch.zeros(BYTES, dtype=torch.uint8)
         self._work, self._memory = None, torch.empty(0)  # type: Work | None, torch.Tensor
-        self._work_key = (0, 0, 0)
+        self._work_key = (0, 0, 0, 0)
         self._caches = np.empty(0, np.int64)
         self._caches_of: Sequence[LayerCache] | None = None
         self._no_taps = np.zeros(config.num_layers + 1, np.int64)
@@ -152,7 +152,7 @@ class CpuDecoder:
 
     def _workspace(self, spec: Pass) -> Work:
         """Memory for the pass, kept for the next one: it grows to the largest pass seen."""
-        key = (spec.rows, spec.num_chunks, spec.threads)
+        key = (spec.rows, spec.num_chunks, spec.num_requests * spec.max_blocks * spec.block_size, spec.threads)
         if self._work is not None and all(have >= need for have, need in zip(self._work_key, key, strict=True)):
             return self._work
         self._work_key = tuple(max(have, need) for have, need in zip(self._work_key, key, strict=True))  # type: ignore[assignment]
@@ -168,7 +168,7 @@ class CpuDecoder:
         config = self.config
         return padded(max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim), COLUMNS)
 
-    def _sizes(self, rows: int, num_chunks: int, threads: int) -> dict[str, int]:
+    def _sizes(self, rows: int, num_chunks: int, places: int, threads: int) -> dict[str, int]:
         """Bytes of each part of the workspace."""
         config, widest, layer = self.config, self._widest(), self._layer(0)
         head_bytes = config.num_heads * (config.head_dim + paged.EXTRA) * 4
@@ -181,6 +181,7 @@ class CpuDecoder:
             "scales": rows * widest // 32 * 4,
             "sums": rows * widest // 32 * 4,
             "paths": rows * (rows + 1) * 8,
+            "places": places * 8,
             "partials": max(min(rows, FEW_ROWS) * num_chunks, 2 * threads) * head_bytes,
             "scratch": threads * _scratch_bytes(),
         }

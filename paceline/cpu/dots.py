@@ -23,7 +23,6 @@ BLOCK = {8: ROWS * 64 + 2 * ROWS, 4: ROWS * 32 // 2 + 4 * ROWS}  # bytes
 MAX_TOKENS = 4
 AHEAD = 512  # prefetch distance in bytes: measured, more or less is slower
 WIDTH = 8 if VARIANT == "vnni" else 4  # outputs of a register
-MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0  # 1.5 * 2**23: adding a small integer to its bits adds it to its value
 # A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8: token scales make up for both.
 SCALE_SHIFT = 112 - 8
 
@@ -72,16 +71,16 @@ def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
 
 
 def _start(emit: Emitter, bits: int, sources: Sources, token: int, group: Any) -> Any:
-    magic = ir.Constant(_ints(WIDTH), [MAGIC_BITS] * WIDTH)
+    zero = ir.Constant(_ints(WIDTH), [0] * WIDTH)
     if VARIANT != "vnni" or bits == 4:
-        return magic
+        return zero
     total = emit.load(emit.offset(sources.sums, emit.times(group, sources.group_stride), 4 * token), INT32)
     excess = emit.builder.mul(total, ir.Constant(INT32, 128))
-    return emit.builder.sub(magic, emit.spread(excess, WIDTH))
+    return emit.builder.sub(zero, emit.spread(excess, WIDTH))
 
 
 def _group_dots(emit: Emitter, bits: int, tokens: int, sources: Sources, block: Any, group: Any) -> list[list[Any]]:
-    """The integer sums of one group, still carrying MAGIC: [token][part]."""
+    """The integer sums of one group: [token][part]."""
     parts = ROWS // WIDTH
     totals = [[_start(emit, bits, sources, t, group)] * parts for t in range(tokens)]
     rows = [emit.offset(sources.x, emit.times(sources.x_stride, t), emit.times(group, GROUP[bits])) for t in range(tokens)]
@@ -120,7 +119,7 @@ def _tile(emit: Emitter, bits: int, tokens: int, sources: Sources, groups: Any, 
             scale = emit.load(emit.offset(sources.scales, at), FLOAT)
             spread = emit.broadcast(scale, WIDTH)
             for p in parts:
-                whole = builder.fsub(builder.bitcast(totals[t][p], floats(WIDTH)), emit.constant(MAGIC, WIDTH))
+                whole = builder.sitofp(totals[t][p], floats(WIDTH))
                 emit.accumulate(sums[t][p], whole, builder.fmul(scales[p], spread))
             if bits == 4:
                 total = builder.sitofp(emit.load(emit.offset(sources.sums, at), INT32), FLOAT)

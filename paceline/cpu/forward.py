@@ -15,7 +15,7 @@ from numba import carray, prange
 from paceline.cpu.compile import kernel, piece, unrolled
 from paceline.cpu.lanes import int_pointer
 from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
-from paceline.cpu.paged import CHUNK, EXTRA, attend_chunk, finish, length_of, merge, trace_paths
+from paceline.cpu.paged import CHUNK, EXTRA, attend_chunk, expand_tables, finish, length_of, merge, trace_paths
 from paceline.cpu.rows import add, copy, embed_8, embed_32, fill, gate, normalize, put_4, put_8, put_32, turn
 from paceline.cpu.sync import barrier
 
@@ -96,7 +96,8 @@ class Work(NamedTuple):
     values: int
     scales: int
     sums: int
-    paths: int
+    paths: int  # [rows, rows + 1]
+    places: int  # [requests, room for the longest prefix]
     partials: int  # [rows, chunks, heads, dim + EXTRA], or for many rows [threads, 2, heads, dim + EXTRA]
     scratch: int  # a thread each
     scratch_bytes: int
@@ -142,8 +143,9 @@ def _place(part, b, m, layer, qkv, keys, values):  # type: ignore[no-untyped-def
 def _attend_by_chunk(part, b, m, layer, w, qkv, keys, values):  # type: ignore[no-untyped-def]
     """Few rows: a thread takes a chunk of a KV head for all rows, whose keys and values then lie in its cache."""
     stride, group, scratch = (m.dim + EXTRA) * 4, m.num_heads // m.num_kv_heads, w.scratch + part * w.scratch_bytes
+    requests = carray(int_pointer(b.request_of), b.rows)
     for item in range(part, b.num_chunks * m.num_kv_heads, b.threads):
-        chunk, kv_head = item // m.num_kv_heads, item % m.num_kv_heads
+        chunk, kv_head, last_request = item // m.num_kv_heads, item % m.num_kv_heads, -1
         for row in range(b.rows):
             length = length_of(b, w.paths, row)
             first = max(chunk * CHUNK, length - layer.window if layer.window > 0 else 0)
@@ -151,7 +153,8 @@ def _attend_by_chunk(part, b, m, layer, w, qkv, keys, values):  # type: ignore[n
             if first < last:
                 q = qkv + (row * layer.qkv.n + kv_head * group * m.dim) * 4
                 to = w.partials + ((row * b.num_chunks + chunk) * m.num_heads + kv_head * group) * stride
-                attend_chunk(b, m, w.paths, row, kv_head, first, last, q, keys, values, scratch, to)
+                attend_chunk(b, m, w, row, requests[row] != last_request, kv_head, first, last, q, keys, values, scratch, to)
+                last_request = requests[row]
 
 
 @piece
@@ -188,7 +191,8 @@ def _attend_by_row(part, b, m, layer, w, qkv, keys, values):  # type: ignore[no-
             for chunk in range(first_chunk, (length + CHUNK - 1) // CHUNK):
                 first = max(chunk * CHUNK, length - layer.window if layer.window > 0 else 0)
                 to = total if chunk == first_chunk else here
-                attend_chunk(b, m, w.paths, row, kv_head, first, min((chunk + 1) * CHUNK, length), q, keys, values, scratch, to)
+                last = min((chunk + 1) * CHUNK, length)
+                attend_chunk(b, m, w, row, True, kv_head, first, last, q, keys, values, scratch, to)
                 if chunk > first_chunk:
                     for head in range(group):
                         merge(total + head * stride, here + head * stride, m.dim)
@@ -287,6 +291,7 @@ def _run(part, product, put, head_product, head_put, embed, b, m, w, logits):  #
     ids, outputs = carray(int_pointer(b.input_ids), b.rows), carray(int_pointer(b.outputs), b.num_outputs)
     if part == 0:
         trace_paths(b, w.paths)
+    expand_tables(b, part, w.places)
     for row in range(part, b.rows, b.threads):
         embed(_end(m.ends, 0), ids[row], w.h + row * m.hidden * 4, m.hidden, m.embed_scale)
     for i in range(b.depth):

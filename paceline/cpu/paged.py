@@ -35,18 +35,22 @@ def _rows_at(emit: Emitter, cache: Any, slots: Any, slot_bytes: Any, first: int,
 
 @intrinsic(prefer_literal=True)
 def score_tile(
-    _context: Any, heads: Any, q: Any, keys: Any, values: Any, slots: Any, slot_bytes: Any, last: Any, dim: Any, out: Any, out_stride: Any
-) -> Any:
+    _context: Any, heads: Any, is_new: Any, q: Any, keys: Any, values: Any, slots: Any, slot_bytes: Any, last: Any, dim: Any, out: Any,
+    out_stride: Any,
+) -> Any:  # fmt: skip
     """out[h, p] = q[h] · keys[slots[p]] for SPAN positions; those after `last` repeat it (the caller overwrites or ignores them).
 
-    Rows of a cache lie apart, which no processor foresees, so each turn asks for lines of keys needed soon, and of values.
+    Rows of a cache lie apart, which no processor foresees, so where they are read for the first time (`is_new`, a compile-time
+    constant), each turn asks for lines of keys needed soon, and of values.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        q, keys, values, slots, slot_bytes, last, dim, out, out_stride = arguments[1:]
+        q, keys, values, slots, slot_bytes, last, dim, out, out_stride = arguments[2:]
         emit, num_heads = Emitter(builder), heads.literal_value
         rows = _rows_at(emit, keys, slots, slot_bytes, 0, last)
-        soon = _rows_at(emit, keys, slots, slot_bytes, AHEAD, last) + _rows_at(emit, values, slots, slot_bytes, 0, last)
+        soon = []
+        if is_new.literal_value:
+            soon = _rows_at(emit, keys, slots, slot_bytes, AHEAD, last) + _rows_at(emit, values, slots, slot_bytes, 0, last)
         sums = [[emit.variable(emit.zeros(WIDTH)) for _ in rows] for _ in range(num_heads)]
         with emit.loop(builder.sdiv(dim, emit.const(LANES))) as turn:
             line = emit.times(turn, 4 * LANES)  # 64 bytes
@@ -62,7 +66,7 @@ def score_tile(
             emit.store(emit.totals([builder.load(total) for total in row_sums]), emit.offset(out, emit.times(out_stride, h)))
         return context.get_dummy_value()
 
-    return types.void(heads, *[types.int64] * 9), generate
+    return types.void(heads, is_new, *[types.int64] * 9), generate
 
 
 def _add_values(emit: Emitter, sums: list[Any], values: Any, slots: Any, slot_bytes: Any, weights: list[Any], lane: int) -> None:
@@ -153,15 +157,32 @@ def trace_paths(b, paths_at):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _gather(b, paths, row, first, last, slots):  # type: ignore[no-untyped-def]
-    """The slots of positions first to last of what `row` sees."""
+def expand_tables(b, part, places_at):  # type: ignore[no-untyped-def]
+    """places[request, position]: the slots of the cached prefixes. A thread takes every so many requests."""
+    room = b.max_blocks * b.block_size
+    lengths = carray(int_pointer(b.prefix_lens), b.num_requests)
+    for request in range(part, b.num_requests, b.threads):
+        table = carray(int_pointer(b.block_tables + request * b.max_blocks * 8), b.max_blocks)
+        places = carray(int_pointer(places_at + request * room * 8), room)
+        for position in range(lengths[request]):
+            places[position] = table[position // b.block_size] * b.block_size + position % b.block_size
+
+
+@piece
+def _slots(b, places_at, paths_at, row, first, last, scratch):  # type: ignore[no-untyped-def]
+    """Address of the slots of positions first to last of what `row` sees, put together in `scratch` if not all are cached."""
     request = carray(int_pointer(b.request_of), b.rows)[row]
     prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
-    table = carray(int_pointer(b.block_tables + request * b.max_blocks * 8), b.max_blocks)
-    for position in range(first, min(last, prefix)):
-        slots[position - first] = table[position // b.block_size] * b.block_size + position % b.block_size
+    cached = places_at + (request * b.max_blocks * b.block_size + first) * 8
+    if last <= prefix:
+        return cached
+    slots, places = carray(int_pointer(scratch), CHUNK), carray(int_pointer(cached), CHUNK)
+    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
+    for i in range(prefix - first):
+        slots[i] = places[i]
     for position in range(max(first, prefix), last):
         slots[position - first] = paths[row, position - prefix]
+    return scratch
 
 
 @piece
@@ -173,11 +194,14 @@ def length_of(b, paths_at, row):  # type: ignore[no-untyped-def]
 
 
 @unrolled
-def _some_heads(heads, q, keys, values, slot_bytes, slots, count, scores, scale, dim, out, stride):  # type: ignore[no-untyped-def]
+def _some_heads(heads, is_new, q, keys, values, slot_bytes, where, count, scores, scale, dim, out, stride):  # type: ignore[no-untyped-def]
     """`heads` query heads (a compile-time constant) of one row over one chunk of one KV head: maximum, weight and weighted sum each."""
-    at, where = address(scores), address(slots)
+    at = address(scores)
     for p in range(0, count, SPAN):
-        score_tile(heads, q, keys, values, where + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, CHUNK * 4)
+        if is_new:
+            score_tile(heads, 1, q, keys, values, where + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, CHUNK * 4)
+        else:
+            score_tile(heads, 0, q, keys, values, where + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, CHUNK * 4)
     turns = (count + LANES - 1) // LANES
     for h in range(heads):
         for i in range(count, turns * LANES):
@@ -188,11 +212,10 @@ def _some_heads(heads, q, keys, values, slot_bytes, slots, count, scores, scale,
 
 
 @piece
-def attend_chunk(b, h, paths_at, row, kv_head, first, last, q, keys, values, scratch, out):  # type: ignore[no-untyped-def]
+def attend_chunk(b, h, w, row, is_new, kv_head, first, last, q, keys, values, scratch, out):  # type: ignore[no-untyped-def]
     """All query heads of a KV head over positions first to last; out[head] = maximum, weight, weighted sum [dim]."""
-    slots, scores = carray(int_pointer(scratch), CHUNK), carray(float_pointer(scratch + CHUNK * 8), MAX_HEADS * CHUNK)
-    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
-    _gather(b, paths, row, first, last, slots)
+    where = _slots(b, w.places, w.paths, row, first, last, scratch)
+    scores = carray(float_pointer(scratch + CHUNK * 8), MAX_HEADS * CHUNK)
     group, slot_bytes, skip = h.num_heads // h.num_kv_heads, h.num_kv_heads * h.dim * 4, kv_head * h.dim * 4
     stride, head = (h.dim + EXTRA) * 4, 0
     while head < group:
@@ -200,12 +223,13 @@ def attend_chunk(b, h, paths_at, row, kv_head, first, last, q, keys, values, scr
         heads = (group - head + parts - 1) // parts
         query, to = q + head * h.dim * 4, out + head * stride
         if heads == 1:
-            _some_heads(1, query, keys + skip, values + skip, slot_bytes, slots, last - first, scores, h.scale, h.dim, to, stride)
+            _some_heads(1, is_new, query, keys + skip, values + skip, slot_bytes, where, last - first, scores, h.scale, h.dim, to, stride)
         elif heads == 2:
-            _some_heads(2, query, keys + skip, values + skip, slot_bytes, slots, last - first, scores, h.scale, h.dim, to, stride)
+            _some_heads(2, is_new, query, keys + skip, values + skip, slot_bytes, where, last - first, scores, h.scale, h.dim, to, stride)
         else:
-            _some_heads(3, query, keys + skip, values + skip, slot_bytes, slots, last - first, scores, h.scale, h.dim, to, stride)
+            _some_heads(3, is_new, query, keys + skip, values + skip, slot_bytes, where, last - first, scores, h.scale, h.dim, to, stride)
         head += heads
+        is_new = False
 
 
 @piece
