@@ -16,6 +16,7 @@ import torch
 from paceline.cpu import paged
 from paceline.cpu.forward import COLUMNS, FEW_ROWS, FORWARD, LayerRow, Model, Pass, Work
 from paceline.cpu.matmul import Matrix
+from paceline.cpu.recycle import Recycled
 from paceline.cpu.sync import BYTES, num_threads
 from paceline.errors import ConfigError
 from paceline.loaders.packed import Progress, Source, Tensors, head_bits, load_packed, pack_model
@@ -40,6 +41,7 @@ class CpuDecoder:
         self._sync = torch.zeros(BYTES, dtype=torch.uint8)
         self._work, self._memory = None, torch.empty(0)  # type: Work | None, torch.Tensor
         self._work_key = (0, 0, 0, 0)
+        self._outputs = Recycled()
         self._caches = np.empty(0, np.int64)
         self._caches_of: Sequence[LayerCache] | None = None
         self._no_taps = np.zeros(config.num_layers + 1, np.int64)
@@ -117,7 +119,7 @@ class CpuDecoder:
             for n, to in hidden.items():
                 taps[n] = to.data_ptr()
         spec = self._pass(batch, kv, taps, depth)
-        logits = torch.empty((spec.num_outputs, int(self._ends[1, 3])))
+        logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
         FORWARD[self.bits](spec, self._model, self._workspace(spec), logits.data_ptr())
         vocab = self.config.vocab_size
         return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden)
