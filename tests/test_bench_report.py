@@ -9,7 +9,7 @@ import pytest
 
 from paceline.bench import plan as planning
 from paceline.bench.plan import OURS, PLAIN, Row, Task
-from paceline.bench.report import OVERALL, Sample, acceptance_by_position, num_identical, rates_of, report_rows
+from paceline.bench.report import OVERALL, Sample, acceptance_by_position, decoding, end_to_end, num_identical, rates_of, report_rows
 from paceline.errors import ConfigError
 
 SLOW, FAST, ALONE = Row(OURS, "float32", PLAIN), Row(OURS, "float32", "ngram"), Row("vllm", "float32", "ngram")
@@ -22,7 +22,8 @@ def answer(ids: list[int], first_s: float = 0.1, total_s: float = 0.4, **counts:
 
 
 def sample(row: Row, repeat: int, task: Task, wall_s: float, ids: list[int], **counts: Any) -> Sample:
-    return Sample(row, repeat, (task,), wall_s, [answer(ids, **counts)])
+    """A quarter of the time goes to the first of four tokens."""
+    return Sample(row, repeat, (task,), wall_s, [answer(ids, wall_s / 4, wall_s, **counts)])
 
 
 def all_samples() -> list[Sample]:
@@ -38,7 +39,19 @@ def all_samples() -> list[Sample]:
 
 def test_rates_are_tokens_over_seconds_of_each_repeat() -> None:
     mine = [s for s in all_samples() if s.row == SLOW]
-    assert rates_of(mine) == [8 / 2, 8 / 3, 8 / 5]
+    assert rates_of(mine, end_to_end) == [8 / 2, 8 / 3, 8 / 5]
+    assert rates_of(mine, decoding) == [6 / 1.5, 6 / 2.25, 6 / 3.75]
+
+
+def test_reading_the_prompt_counts_end_to_end_alone() -> None:
+    slow_start = Sample(SLOW, 0, (CODE,), 3.2, [answer([1, 2, 3, 4], 2.5, 3.1)])
+    (record, _) = report_rows([SLOW], [slow_start], {SLOW: None})
+    assert (record["tokens_per_second"], record["end_to_end_tokens_per_second"]) == (5.0, 1.25)
+
+
+def test_answers_of_one_token_have_no_decoding_to_compare() -> None:
+    (record, _) = report_rows([SLOW], [Sample(SLOW, 0, (CODE,), 0.2, [answer([1], 0.1, 0.1)])], {SLOW: None})
+    assert (record["tokens_per_second"], record["speedup"], record["tpot_ms"]) == (0.0, None, None)
 
 
 def test_report_has_medians_speedups_and_counts() -> None:
@@ -51,7 +64,7 @@ def test_report_has_medians_speedups_and_counts() -> None:
     assert code["spread"] == pytest.approx((8 - 2) / 4)
     assert (code["tau"], code["alpha"]) == (2.0, 0.5)
     assert (code["identical"], code["prompts"], code["repeats"]) == (1, 1, 3)
-    assert (code["ttft_ms"], code["tpot_ms"]) == (100.0, 100.0)
+    assert (code["ttft_ms"], code["tpot_ms"]) == (250.0, 250.0)
     assert by_name["ngram", "chat"]["identical"] == 0
     overall = by_name["ngram", OVERALL]
     assert (overall["prompts"], overall["identical"], overall["tokens_per_second"]) == (2, 1, 4.0)
@@ -68,9 +81,10 @@ def test_without_a_plain_row_there_is_no_speedup() -> None:
 
 
 def test_a_unit_of_several_requests_counts_its_wall_time_once() -> None:
-    both = Sample(SLOW, 0, (CODE, CODE._replace(id="3")), 2.0, [answer([1] * 4), answer([2] * 4)])
+    both = Sample(SLOW, 0, (CODE, CODE._replace(id="3")), 2.0, [answer([1] * 4, 0.3, 1.5), answer([2] * 4, 0.25, 2.0)])
     (record, _) = report_rows([SLOW], [both], {SLOW: None})
-    assert (record["tokens_per_second"], record["prompts"], record["identical"]) == (4.0, 2, 2)
+    assert (record["end_to_end_tokens_per_second"], record["prompts"], record["identical"]) == (4.0, 2, 2)
+    assert record["tokens_per_second"] == 7 / 1.75
 
 
 def test_texts_are_compared_where_there_are_no_ids() -> None:

@@ -12,7 +12,7 @@ def test_an_output_that_is_kept_stays_what_it_was() -> None:
     pool = Recycled()
     kept = [pool.take(2, 5).fill_(i) for i in range(6)]
     part = pool.take(2, 5).fill_(99)[1, 2:]  # a view is a reference too
-    for i in range(6):
+    for _ in range(6):
         pool.take(2, 5).fill_(-1)
     assert [float(tensor.sum()) for tensor in kept] == [10.0 * i for i in range(6)]
     assert part.tolist() == [99.0] * 3
@@ -23,7 +23,7 @@ def test_memory_is_used_again() -> None:
     seen = set()
     for rows in (4, 1, 3, 2, 4, 4):
         tensor = pool.take(rows, 7)
-        assert tensor.shape == (rows, 7) and tensor.dtype is torch.float32 and tensor.is_contiguous()
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((rows, 7), torch.float32, True)
         seen.add(tensor.data_ptr())
         del tensor
     assert len(seen) == 1

@@ -1,7 +1,8 @@
 """From samples to the report: pure arithmetic, no process and no clock.
 
-A rate is taken for each repeat over all its requests, prompt reading included; the median of the repeats is reported, and
-their spread, (largest - smallest) / median. Speedup and identity are always against the plain row of the same engine in the same run.
+A rate is taken for each repeat over all its requests, and the median of the repeats is reported with their spread, (largest - smallest)
+/ median. Tokens a second are those of decoding, from the first token on: reading the prompt is what the time to the first token tells,
+and `end_to_end_tokens_per_second` counts both. Speedup and identity are against the plain row of the same engine in the same run.
 """
 
 from __future__ import annotations
@@ -44,30 +45,42 @@ def _of(samples: Sequence[Sample], category: str) -> list[Sample]:
 
 
 def _record(mine: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
-    rates, answers = rates_of(mine), [answer for sample in mine for answer in sample.answers]
-    base = median(rates_of(plain)) if plain else None
+    rates, answers = rates_of(mine, decoding), [answer for sample in mine for answer in sample.answers]
+    base = median(rates_of(plain, decoding)) if plain else None
     num_steps, num_drafted = (sum(answer[name] for answer in answers) for name in ("num_steps", "num_drafted"))
     return {
         "prompts": len({task.id for sample in mine for task in sample.unit}),
         "tokens_per_second": round(median(rates), 2),
-        "speedup": None if base is None else round(median(rates) / base, 4),
+        "speedup": round(median(rates) / base, 4) if base else None,
         "tau": round(sum(answer["num_tokens"] for answer in answers) / num_steps, 4) if num_steps else None,
         "alpha": round(sum(answer["num_accepted"] for answer in answers) / num_drafted, 4) if num_drafted else None,
         "identical": num_identical(mine, plain) if plain else None,
         "ttft_ms": _median_ms(answers, lambda answer: answer["first_s"]),
         "tpot_ms": _median_ms([a for a in answers if a["num_tokens"] > 1], lambda a: (a["total_s"] - a["first_s"]) / (a["num_tokens"] - 1)),
-        "spread": round((max(rates) - min(rates)) / median(rates), 4) if len(rates) > 1 else None,
+        "end_to_end_tokens_per_second": round(median(rates_of(mine, end_to_end)), 2),
+        "spread": round((max(rates) - min(rates)) / median(rates), 4) if len(rates) > 1 and median(rates) else None,
         "repeats": len(rates),
         "acceptance_by_position": acceptance_by_position(answers),
     }
 
 
-def rates_of(samples: Sequence[Sample]) -> list[float]:
-    """New tokens a second, for each repeat."""
+def decoding(sample: Sample) -> tuple[int, float]:
+    """Tokens after the first one, and the seconds they took; of requests in flight together, after the first of any."""
+    num_tokens = sum(answer["num_tokens"] for answer in sample.answers)
+    return num_tokens - 1, max(a["total_s"] for a in sample.answers) - min(a["first_s"] for a in sample.answers)
+
+
+def end_to_end(sample: Sample) -> tuple[int, float]:
+    return sum(answer["num_tokens"] for answer in sample.answers), sample.wall_s
+
+
+def rates_of(samples: Sequence[Sample], counted: Callable[[Sample], tuple[int, float]]) -> list[float]:
+    """Tokens a second, for each repeat."""
     rates = []
     for repeat in sorted({sample.repeat for sample in samples}):
-        ran = [sample for sample in samples if sample.repeat == repeat]
-        rates.append(sum(a["num_tokens"] for sample in ran for a in sample.answers) / sum(sample.wall_s for sample in ran))
+        counts = [counted(sample) for sample in samples if sample.repeat == repeat]
+        tokens, seconds = (sum(column) for column in zip(*counts, strict=True))
+        rates.append(tokens / seconds if seconds > 0 else 0.0)
     return rates
 
 
