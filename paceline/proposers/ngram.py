@@ -1,7 +1,8 @@
 """Prompt lookup: if the last few tokens occurred before, guess that what followed then follows now.
 
-The longest match wins, and of equally long ones the most recent. Every n-gram is indexed as it appears, so a step costs
-O(prompt_lookup_max) however long the text is.
+The longest match wins, and of equally long ones the most recent. A match is trusted as far as it is long: a single word that occurred
+before gives one drafted token, four in a row give four, unless a shortest match was asked for, which is then trusted wholly. Every
+n-gram is indexed as it appears, so a step costs O(prompt_lookup_max) however long the text is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paceline.types import Draft, Needs, Request, Verdict
 class NgramConfig(DrafterConfig):
     num_speculative_tokens: int = 3
     prompt_lookup_max: int = 4  # longest match looked for
-    prompt_lookup_min: int | None = None  # shortest match trusted; None: 2, or less if the longest is
+    prompt_lookup_min: int | None = None  # shortest match trusted; None: 1, and drafts no longer than their match
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
@@ -32,7 +33,11 @@ class NgramConfig(DrafterConfig):
 
     @property
     def shortest(self) -> int:
-        return min(2, self.prompt_lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min
+        return 1 if self.prompt_lookup_min is None else self.prompt_lookup_min
+
+    def trusted(self, match: int) -> int:
+        """How many tokens to draft after a match of so many."""
+        return min(match, self.num_speculative_tokens) if self.prompt_lookup_min is None else self.num_speculative_tokens
 
 
 @dataclass(slots=True)
@@ -49,11 +54,12 @@ class _Index:
                 self.ends[tuple(tokens[end - n : end])] = end
         self.num_indexed = len(tokens)
 
-    def follower(self, tokens: Sequence[int], low: int, high: int) -> int | None:
+    def follower(self, tokens: Sequence[int], low: int, high: int) -> tuple[int, int] | None:
+        """Where the longest match goes on, and how long it is."""
         for n in range(min(high, len(tokens) - 1), low - 1, -1):
             found = self.ends.get(tuple(tokens[-n:]))
             if found is not None:
-                return found
+                return found, n
         return None
 
 
@@ -73,11 +79,12 @@ class Ngram:
         low, high = self.config.shortest, self.config.prompt_lookup_max
         index = self._indexes.setdefault(request.id, _Index())
         index.extend(request.tokens, low, high)
-        start = index.follower(request.tokens, low, high)
-        if start is None:
+        found = index.follower(request.tokens, low, high)
+        if found is None:
             return empty(request, self.name)
+        start, match = found
         period = request.num_tokens - start  # a match that overlaps the end repeats: read on from the draft itself
-        tokens = [request.tokens[start + i % period] for i in range(budget)]
+        tokens = [request.tokens[start + i % period] for i in range(min(budget, self.config.trusted(match)))]
         return chain(request, tokens, self.name)
 
     def observe(self, requests: Sequence[Request], verdicts: Sequence[Verdict], hidden: dict[int, Any]) -> None:

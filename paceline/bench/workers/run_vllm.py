@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MATCH, LONGEST, DRAFTED = 2, 4, 3  # prompt lookup with the settings of Paceline's own drafter
+MATCH, LONGEST, DRAFTED = 2, 4, 3  # the shortest and longest match of its prompt lookup, and the tokens drafted
 KV_GIGABYTES = 1
 
 
