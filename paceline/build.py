@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,13 +11,13 @@ from paceline.config import EngineConfig, require
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
-from paceline.loaders.quantize import bits_of
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.config import ModelConfig
 from paceline.proposers import registry
 from paceline.proposers.base import Surroundings
+from paceline.runtime.device import cache_dtype, free_memory, resolve
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, blocks_in
-from paceline.runtime.runner import Runner, load_decoder
+from paceline.runtime.runner import Runner, check_dtype, default_dtype, load_decoder
 from paceline.waiting import waiting
 
 SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
@@ -37,6 +36,8 @@ def build(
     max_model_len: int | None,
     kernels: str,
     dtype: str,
+    device: str,
+    exact: bool,
     progress: bool,
     **limits: Any,
 ) -> Built:
@@ -44,14 +45,17 @@ def build(
     num_draft = drafter[1].num_speculative_tokens if drafter else 0
     config = EngineConfig(num_speculative_tokens=0, **limits)  # checked before a model is read
     require(isinstance(model, str) and bool(model), "model", model, "give a path, 'default' or a Hugging Face name")
-    if dtype != "auto":
-        bits_of(dtype)
+    place = resolve(device)
+    dtype = default_dtype(place, kernels) if dtype == "auto" else dtype
+    check_dtype(place, dtype)
     if max_model_len is not None:
         require(_is_whole(max_model_len) and max_model_len >= 2, "max_model_len", max_model_len, "use a whole number, 2 or more")
     checkpoint = open_checkpoint(model, progress)
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len)
-    num_blocks = blocks_in(memory, checkpoint.config, torch.float32)
+    kept = cache_dtype(place, dtype)
+    free = free_memory(place, checkpoint.config, dtype)
+    memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len, kept, free)
+    num_blocks = blocks_in(memory, checkpoint.config, kept)
     length = _context(max_model_len, checkpoint.config, num_blocks)
     config = EngineConfig(max_model_len=length, num_speculative_tokens=num_draft, **limits)
 
@@ -59,8 +63,10 @@ def build(
         other = open_checkpoint(source, progress) if isinstance(source, str) else source
         words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
         with waiting("packing the weights for this machine (once)", progress):
-            decoder = load_decoder(other, kernels=kernels, dtype=its_dtype, context=length)
-        runner = Runner(decoder, KvCache(other.config, num_blocks))
+            decoder = load_decoder(
+                other, kernels=kernels, dtype=its_dtype, context=length, device=place, exact_rows=1 + num_draft if exact else 1
+            )
+        runner = Runner(decoder, KvCache(other.config, num_blocks, device=place, dtype=kept, has_spare=place.type == "cuda"))
         with waiting("compiling the kernels for this machine (once, half a minute)", progress):
             runner.warm_up()
         return other, words, runner
@@ -70,19 +76,21 @@ def build(
     return Built(Engine(runner, proposer, config), checkpoint, tokenizer)
 
 
-def _kv_memory(asked: int | float | None, model: ModelConfig, config: EngineConfig, max_model_len: int | None) -> int:
+def _kv_memory(
+    asked: int | float | None, model: ModelConfig, config: EngineConfig, max_model_len: int | None, dtype: torch.dtype, free: int
+) -> int:
     """Bytes for the KV cache: as said, a fraction of the free memory, or enough for every sequence within a bound."""
     if isinstance(asked, bool) or (asked is not None and (not isinstance(asked, (int, float)) or asked <= 0)):
         raise ConfigError(f"kv_cache_memory is {asked!r}; give bytes as a whole number, or a fraction of the free memory between 0 and 1")
     if isinstance(asked, float):
         require(asked < 1, "kv_cache_memory", asked, "a fraction must be below 1; give bytes as a whole number")
-        return int(asked * free_memory())
+        return int(asked * free)
     if asked is not None:
-        require(asked <= free_memory(), "kv_cache_memory", asked, f"there are {free_memory():,} bytes free; give less")
+        require(asked <= free, "kv_cache_memory", asked, f"there are {free:,} bytes free; give less")
         return asked
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * torch.float32.itemsize
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     length = max_model_len or model.max_context
-    return min((length + BLOCK_SIZE) * config.max_num_seqs * per_token, int(SPARE * free_memory()))
+    return min((length + BLOCK_SIZE) * config.max_num_seqs * per_token, int(SPARE * free))
 
 
 def _is_whole(value: object) -> bool:
@@ -97,13 +105,3 @@ def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
     require(asked <= model.max_context, "max_model_len", asked, f"the model's context is {model.max_context:,} tokens")
     require(asked <= room, "max_model_len", asked, f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len")
     return asked
-
-
-def free_memory() -> int:
-    """Bytes that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -62,7 +62,9 @@ class LLM:
     """A model with, if asked, a drafter.
 
     speculative_config: {"method": "ngram" | "draft_model" | "early_exit" | "quantized", "num_speculative_tokens": K, ...}
-    dtype: of the weights, "int8" (on CPUs what "auto" means), "int4" or "float32".
+    device: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one.
+    dtype: of the weights, "int8", "int4" or "float32", on GPUs also "bfloat16" and "float16"; "auto" is int8 on CPUs, bfloat16 on GPUs.
+    exact: on a GPU, plain decoding and checking drafts take the same path bit by bit; on CPUs they always do.
     kv_cache_memory: bytes, or a fraction of the free memory, for the target; a draft model takes as many blocks of its own.
     """
 
@@ -78,6 +80,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         dtype: str = "auto",
         kernels: str = "exact",
+        device: str = "auto",
+        exact: bool = False,
         progress: bool = True,
     ) -> None:
         limits = {
@@ -85,7 +89,7 @@ class LLM:
             "max_num_batched_tokens": max_num_batched_tokens,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        built = build(model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, progress, **limits)
+        built = build(model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, device, exact, progress, **limits)
         self.engine, self.checkpoint, self.tokenizer = built
         self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
         self._inboxes: dict[str, _Inbox] = {}

@@ -138,6 +138,13 @@ class Verdict:
         return len(self.path) - 1
 
 
+class Pick(NamedTuple):
+    """How the token after a row is chosen where that needs nothing but its raw logits: argmax(logits / temperature + gumbel(seed, position))."""
+
+    temperature: float  # 0: greedy
+    seed: int
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One request's rows in a pass: known tokens as a chain, then maybe a tree hanging from the last of them."""
@@ -146,6 +153,7 @@ class Segment:
     cache: Cached
     parents: Sequence[int] | None = None  # local index of each row's parent, -1 for the first; None: a chain
     num_logits: int = 1  # logits are wanted for the last `num_logits` rows
+    pick: Pick | None = None  # a device that can chooses the tokens there itself
 
 
 class Columns(NamedTuple):
@@ -168,12 +176,13 @@ class Batch:
     Built by runtime/batch.py, never changed.
     """
 
-    __slots__ = ("block_size", "columns", "device", "flat")
+    __slots__ = ("block_size", "columns", "device", "flat", "picks")
 
-    def __init__(self, columns: Columns, block_size: int, device: Any = "cpu") -> None:
+    def __init__(self, columns: Columns, block_size: int, device: Any = "cpu", picks: Sequence[Pick] | None = None) -> None:
         import numpy as np
 
         self.columns, self.block_size, self.device = columns, block_size, device
+        self.picks = picks  # one for each of the wanted rows, or None where one of them needs more
         self.flat = np.array([number for column in columns for number in column], np.int64)
 
     @property
@@ -215,6 +224,7 @@ class BatchTensors(NamedTuple):
 class Output(NamedTuple):
     logits: torch.Tensor  # [L, vocab] float32
     hidden: dict[int, torch.Tensor]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
+    picked: Sequence[int] | None = None  # [L]: the tokens chosen on the device, -1 where the logits are not finite
 
 
 class Needs(NamedTuple):

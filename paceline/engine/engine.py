@@ -14,8 +14,9 @@ from paceline.engine.stats import SpecStats
 from paceline.errors import PacelineError, RequestError
 from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
-from paceline.types import Draft, FinishReason, Output, Proposer, Request, TokenLogprobs, Verdict
+from paceline.types import Draft, FinishReason, Output, Proposer, Request, Segment, TokenLogprobs, Verdict
 from paceline.verify.accept import accept
+from paceline.verify.sampling import pick_of
 from paceline.verify.tree import Tree
 
 
@@ -69,7 +70,7 @@ class Engine:
             assert not self.has_work, "requests are waiting and none can run"
             return []
         drafts = self._propose(turns)
-        segments = [segment_of(t.request, t.num_new, drafts.get(t.request.id)) for t in turns]
+        segments = [self._segment(turn, drafts.get(turn.request.id)) for turn in turns]
         output = self.runner.forward(segments, hidden_layers=self.proposer.needs.hidden_layers if self.proposer else ())
         judged: list[tuple[Request, Verdict]] = []
         emissions: list[Emission] = []
@@ -80,9 +81,10 @@ class Engine:
                 self.runner.kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
                 continue
             logits = output.logits[first : first + len(draft.tree.tokens)]
+            picked = output.picked and output.picked[first : first + len(logits)]
             first += len(logits)
             try:
-                verdict = accept(request, draft, logits)
+                verdict = accept(request, draft, logits, picked=picked)
             except PacelineError as error:
                 emissions.append(self._fail(request, error))
                 continue
@@ -90,6 +92,9 @@ class Engine:
             emissions.append(self._commit(turn, draft, verdict))
         self._observe(judged, output)
         return emissions
+
+    def _segment(self, turn: Turn, draft: Draft | None) -> Segment:
+        return segment_of(turn.request, turn.num_new, draft, pick_of(turn.request, draft) if draft is not None else None)
 
     def _propose(self, turns: Sequence[Turn]) -> dict[str, Draft]:
         """A draft for every request that the target will speak for; empty where there is no budget."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
-from paceline.types import Batch, Columns, Draft, Request, Segment
+from paceline.types import Batch, Columns, Draft, Pick, Request, Segment
 
 
-def segment_of(request: Request, num_new: int, draft: Draft | None) -> Segment:
+def segment_of(request: Request, num_new: int, draft: Draft | None, pick: Pick | None = None) -> Segment:
     """A request's rows: `num_new` known tokens, then the nodes of its draft, which hangs from the last known token."""
     start = request.cache.num_cached
     known = request.tokens[start : start + num_new]
@@ -21,6 +21,7 @@ def segment_of(request: Request, num_new: int, draft: Draft | None) -> Segment:
         request.cache,
         before_root + [root + p for p in draft.tree.parents],
         num_logits=len(draft.tree.tokens),
+        pick=pick,
     )
 
 
@@ -50,4 +51,16 @@ def build(segments: Sequence[Segment], kv: KvCache) -> Batch:
     width = max((len(s.cache.blocks) for s in segments), default=0) or 1
     tables = [block for s in segments for block in (*s.cache.blocks, *[0] * (width - len(s.cache.blocks)))]
     prefixes = [s.cache.num_cached for s in segments]
-    return Batch(Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, rows), BLOCK_SIZE, kv.data.device)
+    columns = Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, rows)
+    return Batch(columns, BLOCK_SIZE, kv.data.device, _picks(segments))
+
+
+def _picks(segments: Sequence[Segment]) -> list[Pick] | None:
+    """One a wanted row, if every segment that wants logits says how its tokens are chosen."""
+    picks: list[Pick] = []
+    for segment in segments:
+        if segment.num_logits and segment.pick is None:
+            return None
+        if segment.pick is not None:
+            picks.extend([segment.pick] * segment.num_logits)
+    return picks or None

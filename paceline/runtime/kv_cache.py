@@ -39,10 +39,12 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 class KvCache:
     def __init__(
-        self, config: ModelConfig, num_blocks: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> None:
+        self, config: ModelConfig, num_blocks: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+        has_spare: bool = False,
+    ) -> None:  # fmt: skip
+        """`has_spare`: one block more than the pool gives out, into whose last slot the rows that fill up a CUDA graph write."""
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        shape = (config.num_layers, 2, num_blocks * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, 2, (num_blocks + has_spare) * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.data = _zeros(shape, torch.device(device), dtype)
         self.layers = [(self.data[i, 0], self.data[i, 1]) for i in range(config.num_layers)]
 

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from paceline.errors import ConfigError
+from paceline.loaders.quantize import bits_of
 from paceline.models.config import ModelConfig
 from paceline.runtime.batch import build
 from paceline.runtime.kv_cache import KvCache
 from paceline.types import Batch, Cached, Output, Segment
 
+CPU = torch.device("cpu")
+
 
 class Decoder(Protocol):
-    """What runs a pass: models/decoder.py in torch, cpu/decoder.py compiled."""
+    """What runs a pass: models/decoder.py in torch, cpu/decoder.py compiled, cuda/decoder.py as CUDA graphs."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -23,17 +28,41 @@ class Decoder(Protocol):
     def forward(self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output: ...
 
 
-def load_decoder(source: Any, *, kernels: str = "exact", dtype: str = "auto", context: int | None = None, **options: Any) -> Decoder:
-    """`dtype` is of the weights: "auto" is int8 with the compiled kernels ("exact") and float32 with torch's."""
+def default_dtype(device: torch.device, kernels: str) -> str:
+    """What "auto" means: int8 with the compiled kernels of the CPU, bfloat16 on a GPU, float32 with torch's."""
+    if kernels == "torch":
+        return "float32"
+    return "int8" if device.type == "cpu" else "bfloat16"
+
+
+def check_dtype(device: torch.device, dtype: str) -> None:
+    if device.type == "cpu":
+        bits_of(dtype)
+    else:
+        from paceline.cuda.weights import dtype_of
+
+        dtype_of(dtype)
+
+
+def load_decoder(
+    source: Any, *, kernels: str = "exact", dtype: str = "auto", context: int | None = None, device: torch.device = CPU, exact_rows: int = 1,
+    **options: Any,
+) -> Decoder:  # fmt: skip
+    """`dtype` is of the weights; `exact_rows` see cuda/decoder.py, the CPU's kernels are exact as they are."""
     if kernels not in ("exact", "torch"):
         raise ConfigError(f"unknown kernels {kernels!r}; choose 'exact' or 'torch'")
+    dtype = default_dtype(device, kernels) if dtype == "auto" else dtype
     if kernels == "torch":
         from paceline.models.decoder import Decoder as TorchDecoder
 
-        return TorchDecoder.load(source, dtype="float32" if dtype == "auto" else dtype, context=context)
+        return TorchDecoder.load(source, dtype=dtype, device=str(device), context=context)
+    if device.type == "cuda":
+        from paceline.cuda.decoder import CudaDecoder
+
+        return CudaDecoder.load(source, dtype=dtype, device=str(device), context=context, exact_rows=exact_rows, **options)
     from paceline.cpu.decoder import CpuDecoder
 
-    return CpuDecoder.load(source, dtype="int8" if dtype == "auto" else dtype, context=context, **options)
+    return CpuDecoder.load(source, dtype=dtype, context=context, **options)
 
 
 @dataclass(frozen=True, slots=True)

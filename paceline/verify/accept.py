@@ -13,6 +13,8 @@ Invariant: a verdict's law does not depend on the draft. Nothing here changes th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.errors import GrammarError
@@ -21,9 +23,12 @@ from paceline.verify.noise import Noise, Purpose
 from paceline.verify.sampling import choose, logprobs_of, noise_of, probabilities, processed
 
 
-def accept(request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None) -> Verdict:
-    """Judge a draft. logits: [nodes, vocab], the target's raw logits at every node of the draft's tree."""
-    walk = _Walk(request, draft, logits, noise or noise_of(request))
+def accept(
+    request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None, picked: Sequence[int] | None = None
+) -> Verdict:
+    """Judge a draft. logits: [nodes, vocab], the target's raw logits at every node of the draft's tree; picked: the choices there, if a
+    device has made them already (as sampling.pick_of asked), -1 for none."""
+    walk = _Walk(request, draft, logits, noise or noise_of(request), picked)
     try:
         if not draft.q or request.params.is_greedy or request.is_seeded:
             walk.follow_choices()
@@ -39,8 +44,8 @@ def accept(request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | 
 class _Walk:
     """A walk down the tree: where it is, what it has emitted, and the grammar advanced along with it."""
 
-    def __init__(self, request: Request, draft: Draft, logits: torch.Tensor, noise: Noise) -> None:
-        self.request, self.draft, self.logits, self.noise = request, draft, logits, noise
+    def __init__(self, request: Request, draft: Draft, logits: torch.Tensor, noise: Noise, picked: Sequence[int] | None = None) -> None:
+        self.request, self.draft, self.logits, self.noise, self.picked = request, draft, logits, noise, picked
         self.children = draft.tree.children()
         self.path = [0]
         self.tokens: list[int] = []
@@ -85,7 +90,9 @@ class _Walk:
 
     def follow_choices(self) -> None:
         while True:
-            token = choose(self.request, self.target_logits(), self.position, self.noise)
+            token = -1 if self.picked is None else self.picked[self.path[-1]]
+            if token < 0:
+                token = choose(self.request, self.target_logits(), self.position, self.noise)
             child = self.child_with(token)
             if child is None:
                 self.tokens.append(token)

@@ -15,7 +15,7 @@ import torch
 
 from paceline.errors import GrammarError, ModelError
 from paceline.params import SamplingParams
-from paceline.types import Request, TokenLogprobs
+from paceline.types import Draft, Pick, Request, TokenLogprobs
 from paceline.verify.noise import Noise, Purpose
 
 NEVER = -math.inf
@@ -151,6 +151,16 @@ def choose(request: Request, logits: torch.Tensor, position: int, noise: Noise) 
         _require_finite(request, logits, best)
         return best
     return noise.draw(warped(request.params, logits).cpu().numpy(), position, Purpose.TARGET)
+
+
+def pick_of(request: Request, draft: Draft) -> Pick | None:
+    """What a device must know to choose for this request as `choose` does; None where options or q ask for more than raw logits."""
+    params = request.params
+    if _has_options(request) or params.min_p or params.top_k > 0 or params.top_p < 1 or params.logprobs is not None:
+        return None
+    if params.is_greedy:
+        return Pick(0.0, 0)
+    return None if draft.q and not request.is_seeded else Pick(params.temperature, request.seed)
 
 
 def guess(request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None) -> Guess:

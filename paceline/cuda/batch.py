@@ -1,0 +1,134 @@
+"""A batch in the memory of a GPU: one buffer, filled by one copy, padded to the sizes of a bucket.
+
+A CUDA graph reads from fixed addresses and launches fixed grids, so a batch is padded to a bucket of (rows, requests, rows of one request,
+context) and every bucket has its own buffer. Invariant: padding rows write only to the trash slot, which no request owns, and see
+only themselves; padding requests have no rows but the last, one more than the bucket says, which has all padding rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from paceline.types import Columns, Pick
+
+BLOCK_SIZE = 16
+WORD = 64  # bits of a word of the masks
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 65, 80, 96, 128, 160, 192, 256)
+REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS = tuple(512 * 2**i for i in range(12))
+
+
+class Bucket(NamedTuple):
+    """The sizes a launch is made for."""
+
+    rows: int
+    requests: int
+    max_rows: int  # of one request
+    context: int  # cached tokens of one request, at most
+
+    @property
+    def num_words(self) -> int:
+        return -(-self.max_rows // WORD)
+
+
+class DeviceBatch(NamedTuple):
+    """int32 but for the masks; the comments of types.Columns hold."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T]
+    parents: torch.Tensor  # [T]
+    request_of: torch.Tensor  # [T]
+    starts: torch.Tensor  # [R + 1]
+    prefix_lens: torch.Tensor  # [R]
+    block_tables: torch.Tensor  # [R, B]
+    masks: torch.Tensor  # [T, W] int64: bit j of word w: row starts[r] + 64 w + j is an ancestor in this pass, or the row itself
+
+
+def _next(sizes: tuple[int, ...], size: int) -> int:
+    """The smallest of the sizes that holds it; beyond the largest, the size itself."""
+    return next((each for each in sizes if each >= size), size)
+
+
+def bucket_for(columns: Columns, smallest: int = 1) -> Bucket:
+    num_rows = len(columns.slots)
+    rows, requests = _next(ROWS, max(num_rows, smallest)), _next(REQUESTS, len(columns.prefix_lens))
+    longest = max(b - a for a, b in zip(columns.starts, columns.starts[1:], strict=False))
+    max_rows = _next(ROWS, max(longest, rows - num_rows))
+    return Bucket(rows, requests, min(max_rows, rows), _next(CONTEXTS, max(columns.prefix_lens)))
+
+
+def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
+    """[T, W] int64 masks, each row its parent's and its own bit. Bits wrap around, which only an empty batch's padding needs."""
+    masks = [0] * len(parents)
+    for first, end in zip(starts, starts[1:], strict=False):
+        for row in range(first, end):
+            above = masks[parents[row]] if parents[row] >= 0 else 0
+            masks[row] = above | 1 << (row - first) % (WORD * num_words)
+    size = WORD // 8 * num_words
+    return np.frombuffer(b"".join(mask.to_bytes(size, "little") for mask in masks), np.int64).reshape(len(masks), num_words)
+
+
+NOTHING = Columns([], [], [], [], [], [0], [], [], [])
+
+
+class Inputs:
+    """The buffer of one bucket, here and on the device."""
+
+    def __init__(self, bucket: Bucket, trash_slot: int, device: torch.device) -> None:
+        self.bucket, self.trash_slot = bucket, trash_slot
+        rows, requests = bucket.rows, bucket.requests + 1
+        blocks = bucket.context // BLOCK_SIZE + -(-bucket.max_rows // BLOCK_SIZE) + 1
+        self._shapes: dict[str, tuple[int, ...]] = {
+            "masks": (rows, 2 * bucket.num_words),  # first, so that its 64-bit words are aligned
+            "input_ids": (rows,), "positions": (rows,), "slots": (rows,), "parents": (rows,), "request_of": (rows,),
+            "starts": (requests + 1,), "prefix_lens": (requests,), "block_tables": (requests, blocks),
+        }  # fmt: skip
+        size = sum(int(np.prod(shape)) for shape in self._shapes.values())
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._parts = {name: part.numpy() for name, part in self._cut(self._host).items()}
+        parts = self._cut(self._device)
+        parts["masks"] = parts["masks"].view(torch.int64)
+        self.batch = DeviceBatch(**parts)
+        self._picks_host = torch.zeros((3, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._picks = torch.zeros((3, rows), dtype=torch.int64, device=device)
+        self.temperatures = self._picks[0].view(torch.float64)  # [T], as are the next two
+        self.seeds, self.places = self._picks[1], self._picks[2]
+        self.fill(NOTHING, None)  # a capture launches before there is a batch, and must write nowhere
+
+    def _cut(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = flat.split([int(np.prod(shape)) for shape in self._shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+    def fill(self, columns: Columns, picks: Sequence[Pick] | None) -> None:
+        """Copy a batch to the device. The last copy must have arrived: whoever read a pass's results has waited for it."""
+        if picks is not None:
+            self._fill_picks(columns, picks)
+        to, rows, requests = self._parts, len(columns.slots), len(columns.prefix_lens)
+        extra, last = self.bucket.rows - rows, self.bucket.requests
+        for name, padding in (("input_ids", 0), ("positions", 0), ("slots", self.trash_slot), ("parents", -1), ("request_of", last)):
+            to[name][:rows] = getattr(columns, name)
+            to[name][rows:] = padding
+        to["starts"][: requests + 1] = columns.starts
+        to["starts"][requests + 1 :] = rows
+        to["starts"][-1] = self.bucket.rows
+        to["prefix_lens"][:requests], to["prefix_lens"][requests:] = columns.prefix_lens, 0
+        tables = np.array(columns.block_tables, np.int32).reshape(requests, len(columns.block_tables) // max(requests, 1))
+        width = min(tables.shape[1], to["block_tables"].shape[1])
+        to["block_tables"][:requests, :width] = tables[:, :width]
+        words = ancestor_words([*columns.parents, *[-1] * extra], [*columns.starts, self.bucket.rows], self.bucket.num_words)
+        to["masks"][:] = words.view(np.int32)
+        self._device.copy_(self._host, non_blocking=True)
+
+    def _fill_picks(self, columns: Columns, picks: Sequence[Pick]) -> None:
+        """How the token after each wanted row is chosen, and its position."""
+        to, count = self._picks_host.numpy(), len(columns.rows)
+        to[0, :count] = np.array([each.temperature for each in picks], np.float64).view(np.int64)
+        to[1, :count] = np.array([each.seed for each in picks], np.uint64).view(np.int64)
+        to[2, :count] = [columns.positions[row] + 1 for row in columns.rows]
+        self._picks.copy_(self._picks_host, non_blocking=True)

@@ -1,0 +1,139 @@
+"""The decoder on a GPU: the same interface as models/decoder.py, fused kernels, and one CUDA graph a bucket for the whole pass.
+
+Small passes whose every row wants logits (plain decoding and checking drafts) are padded to a bucket and replayed; prompts run kernel by
+kernel. Invariant: what a row computes depends on the bucket and on its own context alone, so a request gets the same bits whoever
+shares its pass; in exact mode plain decoding and checking use one bucket, and the text is bitwise the same with drafts and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from paceline.cuda import rows
+from paceline.cuda.attention import attend
+from paceline.cuda.batch import Bucket, DeviceBatch, Inputs, bucket_for
+from paceline.cuda.graphs import Capture, CudaCapture, Graphs
+from paceline.cuda.pick import pick
+from paceline.cuda.weights import Layer, Weights, load_weights
+from paceline.models.attention import LayerCache
+from paceline.models.config import ModelConfig
+from paceline.types import Batch, Output
+
+MAX_GRAPH_ROWS = 256  # beyond, a pass is bound by arithmetic and launches hide behind it
+
+
+class _Task(NamedTuple):
+    """What a recording was made for."""
+
+    bucket: Bucket
+    depth: int
+    hidden_layers: tuple[int, ...]
+    has_picks: bool
+
+
+class CudaDecoder:
+    """Built by `CudaDecoder.load`."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device, capture: Capture, smallest: int) -> None:
+        self.config, self.weights, self.device = config, weights, device
+        self._graphs = Graphs(capture)
+        self._smallest = smallest
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Any,
+        *,
+        dtype: str = "bfloat16",
+        device: str = "cuda",
+        context: int | None = None,
+        exact_rows: int = 1,
+        capture: Capture | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """`exact_rows`: passes are padded to at least so many rows, so that fewer are computed by the very same kernels."""
+        config = replace(checkpoint.config, max_context=min(checkpoint.config.max_context, context or checkpoint.config.max_context))
+        place = torch.device(device)
+        weights = load_weights(checkpoint, config, dtype, place, progress or (lambda done, total: None))
+        return cls(config, weights, place, capture or CudaCapture(), exact_rows)
+
+    @property
+    def num_bytes(self) -> int:
+        matrices = [matrix for layer in self.weights.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return sum(matrix.num_bytes for matrix in (*matrices, self.weights.head))
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Batch, kv: Sequence[LayerCache], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
+    ) -> Output:
+        """Write K/V of every row at `batch.slots`; logits of `batch.rows`, and the tokens chosen there where the batch says how."""
+        depth = self.config.num_layers if num_layers is None else num_layers
+        assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
+        columns = batch.columns
+        task = _Task(bucket_for(columns, self._smallest), depth, tuple(hidden_layers), batch.picks is not None)
+        if task.bucket.rows <= MAX_GRAPH_ROWS and len(columns.rows) == len(columns.slots):
+            (recording, inputs) = self._graphs.get((task, id(kv)), lambda: self._prepare(task, kv))
+            inputs.fill(columns, batch.picks)
+            recording.replay()
+            logits, picked, hidden = recording.outputs
+        else:
+            run, inputs = self._prepare(task, kv, columns.rows)
+            inputs.fill(columns, batch.picks)
+            logits, picked, hidden = run()
+        count, num_rows = len(columns.rows), len(columns.slots)
+        chosen = picked[:count].tolist() if picked is not None else None  # waits for the device: the one time in a step
+        return Output(logits[:count].float(), {layer: x[:num_rows].clone() for layer, x in hidden.items()}, chosen)
+
+    def _prepare(self, task: _Task, kv: Sequence[LayerCache], wanted: Sequence[int] | None = None) -> tuple[Callable[[], Any], Inputs]:
+        inputs = Inputs(task.bucket, kv[0][0].shape[0] - 1, self.device)
+        rows = None if wanted is None else torch.tensor(wanted, device=self.device)
+        return partial(self._run, inputs, task, kv, rows), inputs
+
+    def _run(self, inputs: Inputs, task: _Task, kv: Sequence[LayerCache], wanted: torch.Tensor | None) -> Any:
+        """Launch a pass: -> logits [L, vocab], the picked tokens or None, hidden states [T, hidden]."""
+        weights, eps, batch = self.weights, self.config.rms_eps, inputs.batch
+        x = torch.empty((task.bucket.rows, self.config.hidden_size), dtype=weights.dtype, device=self.device)
+        normed, added, after, hidden = torch.empty_like(x), None, None, {}
+        rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, x)
+        for i, layer in enumerate(weights.layers[: task.depth]):
+            rows.add_norm(x, added, after, layer.attention_norm, eps, normed)
+            if i in task.hidden_layers:
+                hidden[i] = x.clone()
+            attended = layer.out(self._attend(layer, layer.qkv(normed), batch, task.bucket, kv[i]))
+            rows.add_norm(x, attended, layer.after_attention, layer.mlp_norm, eps, normed)
+            added, after = layer.down(self._gate(layer.gate_up(normed))), layer.after_mlp
+        rows.add_norm(x, added, after, weights.norm, eps, normed)
+        if task.depth in task.hidden_layers:
+            hidden[task.depth] = x.clone()
+        logits = weights.head(normed if wanted is None else normed[wanted])
+        return logits, self._pick(logits, inputs) if task.has_picks else None, hidden
+
+    def _pick(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """[L]: the chosen tokens, -1 where the logits are not finite."""
+        count = len(logits)
+        best = torch.empty(count, dtype=torch.float32, device=logits.device)
+        ids = pick(logits, inputs.temperatures[:count], inputs.seeds[:count], inputs.places[:count], out_max=best)
+        return torch.where(best.isfinite(), ids, -1)
+
+    def _attend(self, layer: Layer, qkv: torch.Tensor, batch: DeviceBatch, bucket: Bucket, cache: LayerCache) -> torch.Tensor:
+        """[T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""
+        keys, values = cache
+        q = torch.empty((bucket.rows, self.config.num_heads, self.config.head_dim), dtype=qkv.dtype, device=qkv.device)
+        rows.place(
+            qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
+        )  # fmt: skip
+        out = torch.empty_like(q)
+        attend(
+            q, keys, values, batch, scale=self.config.scale, window=layer.window, max_context=bucket.context, max_rows=bucket.max_rows, out=out
+        )  # fmt: skip
+        return out.view(len(out), -1)
+
+    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)
+        rows.gate(gate_up, self.config.activation, out)
+        return out

@@ -1,0 +1,64 @@
+"""CUDA graphs of whole passes, one for each bucket, captured when first needed and replayed ever after.
+
+A launch costs the host a few microseconds and a pass has hundreds; a graph is one launch. Invariant: a recording's outputs lie at fixed
+addresses and are overwritten by the next replay of any recording, since all share one pool of memory: whoever replays copies what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+LIMIT = 64  # recordings kept; the one not used for longest goes first
+WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries make their plans
+
+Run = Callable[[], Any]  # launches kernels, returns the tensors they write
+Capture = Callable[[Run], "Recording"]
+
+
+class Recording(NamedTuple):
+    replay: Callable[[], None]
+    outputs: Any  # what the run returned; its content is as of the last replay
+
+
+class CudaCapture:
+    """Captures on one device, all recordings in one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Recording:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = run()
+        return Recording(graph.replay, outputs)
+
+
+class Graphs:
+    """Recordings by key, at most LIMIT of them."""
+
+    def __init__(self, capture: Capture, limit: int = LIMIT) -> None:
+        self._capture, self._limit = capture, limit
+        self._recordings: OrderedDict[Hashable, tuple[Recording, Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def get(self, key: Hashable, make: Callable[[], tuple[Run, Any]]) -> tuple[Recording, Any]:
+        """The recording of a key and what `make` gave along with it (its inputs); `make` says what to record if there is none."""
+        if key not in self._recordings:
+            while len(self._recordings) >= self._limit:
+                self._recordings.popitem(last=False)
+            run, beside = make()
+            self._recordings[key] = (self._capture(run), beside)
+        self._recordings.move_to_end(key)
+        return self._recordings[key]

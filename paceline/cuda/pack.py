@@ -1,0 +1,99 @@
+"""Weights as small integers in the order the GPU kernels read them (cuda/linear.py).
+
+int8 is w = q * s with q in [-127, 127]; int4 is w = (16 + q) * s - c with q in [0, 15]: in bfloat16 the bits 0x4180 | q << 3 are 16 + q, so
+one multiply-add makes the weight. s and c are bfloat16, one pair for each group of consecutive inputs of a row. An int16 word holds the
+integers of four (int4) or two (int8) equal parts of its group: word j has inputs j, j + words, j + 2 * words ... from its lowest bits up.
+Tiles are thus whole words, the same place of all of them is one run of inputs, and a group of all rows is one run of memory.
+Invariant: `unpack(pack(q))` is q, and `weights` are exactly what the kernels multiply with.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from paceline.errors import ModelFileError
+from paceline.loaders.quantize import padded
+
+GROUP = 128  # inputs that share a scale
+GROUPS = (64, 128)
+ROWS = 128  # rows are filled up to a multiple: no kernel masks a load of weights
+_CHUNK = 8192  # rows quantized at a time: bounds the memory beside the weights
+
+
+class QuantizedWeight(NamedTuple):
+    packed: torch.Tensor  # [groups, rows, words of a group] int16
+    scales: torch.Tensor  # [groups, rows] int32: s in the low half, -c in the high half, both bfloat16
+    bits: int
+    group: int
+    shape: tuple[int, int]  # N, K before filling up
+
+
+class Integers(NamedTuple):
+    values: torch.Tensor  # [N, groups * group] int8
+    scales: torch.Tensor  # [N, groups] bfloat16
+    offsets: torch.Tensor  # [N, groups] bfloat16; zeros for int8
+
+
+def pack(weight: torch.Tensor, bits: int, device: torch.device | None = None, group: int = GROUP) -> QuantizedWeight:
+    """weight [N, K] of any float dtype; the result is on `device`, or where the weight is."""
+    assert bits in (4, 8), f"no kernel for {bits} bits"
+    assert group in GROUPS, f"no kernel for groups of {group}"
+    place, (num_rows, width) = device or weight.device, weight.shape
+    groups, rows = padded(width, group) // group, padded(num_rows, ROWS)
+    packed = torch.zeros((groups, rows, group * bits // 16), dtype=torch.int16, device=place)
+    scales = torch.zeros((groups, rows), dtype=torch.int32, device=place)
+    assert packed.numel() < 2**31, "kernels index with 32 bits"
+    for first in range(0, num_rows, _CHUNK):
+        integers = quantize(weight[first : first + _CHUNK].to(place), bits, group)
+        last = first + len(integers.values)
+        packed[:, first:last] = pack_values(integers.values, bits, group)
+        scales[:, first:last] = torch.stack([integers.scales, -integers.offsets], -1).view(torch.int32).squeeze(-1).T
+    return QuantizedWeight(packed, scales, bits, group, (num_rows, width))
+
+
+def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
+    """weight [N, K] -> the nearest that scales of bfloat16 allow."""
+    extra = padded(weight.shape[1], group) - weight.shape[1]
+    if extra:  # the last value again: it does not widen its group, and is multiplied with zeros
+        weight = torch.cat([weight, weight[:, -1:].expand(-1, extra)], 1)
+    grouped = weight.float().unflatten(1, (-1, group))  # [N, groups, group]
+    low, high = grouped.aminmax(dim=-1)
+    if bits == 8:
+        scales, lowest, highest = torch.maximum(-low, high) / 127, -127, 127
+    else:
+        scales, lowest, highest = (high - low) / 15, 0, 15
+    scales = scales.bfloat16()
+    offsets = (16 * scales.float() - low).bfloat16() if bits == 4 else torch.zeros_like(scales)
+    if not bool(torch.isfinite(scales).all() & torch.isfinite(offsets).all()):
+        raise ModelFileError(f"weights as large as {weight.abs().max():.3g} cannot be quantized; use dtype bfloat16")
+    steps = torch.where(scales == 0, torch.ones_like(scales), scales).float()[..., None]
+    exact = (grouped + offsets.float()[..., None]) / steps - (16 if bits == 4 else 0)
+    return Integers(exact.round().clamp(lowest, highest).to(torch.int8).flatten(1), scales, offsets)
+
+
+def weights(integers: Integers, bits: int, width: int) -> torch.Tensor:
+    """-> [N, width] float32, before they are rounded to the dtype of the product."""
+    grouped = integers.values.float().unflatten(1, (integers.scales.shape[1], -1)) + (16 if bits == 4 else 0)
+    return (grouped * integers.scales.float()[..., None] - integers.offsets.float()[..., None]).flatten(1)[:, :width]
+
+
+def pack_values(values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """[N, groups * group] int8 -> [groups, N, words] int16."""
+    parts = values.int().view(len(values), -1, 16 // bits, group * bits // 16)  # [N, groups, parts, words]
+    words = torch.zeros_like(parts[:, :, 0])
+    for i in range(16 // bits):
+        words |= (parts[:, :, i] & (2**bits - 1)) << (i * bits)
+    return words.to(torch.int16).transpose(0, 1)
+
+
+def unpack(weight: QuantizedWeight) -> Integers:
+    """The inverse of `pack`: what it kept of each weight."""
+    num_rows, bits = weight.shape[0], weight.bits
+    words = weight.packed[:, :num_rows].transpose(0, 1).int()  # [N, groups, words]
+    shifted = [(words >> (i * bits)) & (2**bits - 1) for i in range(16 // bits)]
+    values = torch.stack(shifted, 2).to(torch.int8)  # [N, groups, parts, words]: above 127 wraps to the negative ones
+    pairs = weight.scales[:, :num_rows].T  # a bfloat16 is the upper half of the float32 of its value
+    scales, offsets = (half.view(torch.float32).bfloat16() for half in (pairs << 16, pairs & -65536))
+    return Integers(values.flatten(1), scales, -offsets)

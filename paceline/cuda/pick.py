@@ -1,0 +1,187 @@
+"""The target's choices on the device, and the walk that follows them down the drafted trees: a step copies no logits to the host.
+
+`pick` makes the choice of paceline/verify/sampling.py for requests without further options, with the same noise: the random words are
+those of paceline/verify/noise.py bit for bit, and scores are float64 as there. The only thing that may differ is the last bit of a
+logarithm, so a choice differs from the host's only where two scores agree to about 15 digits; it never differs between two runs here.
+`walk` is the rule of paceline/verify/accept.py for greedy and seeded requests: every token emitted is the target's own choice.
+Invariant: a row's choice depends on its logits, temperature, seed and position, a request's path on its own rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.verify.noise import Purpose
+
+BLOCK = 1024  # ids a program looks at; four share a random counter
+_TARGET = tl.constexpr(int(Purpose.TARGET))
+
+
+class Workspace(NamedTuple):
+    """The best of each block of the vocabulary."""
+
+    scores: torch.Tensor  # [rows, blocks] float64
+    ids: torch.Tensor  # [rows, blocks] int32
+
+
+def workspace(num_rows: int, vocab: int, device: torch.device | str) -> Workspace:
+    shape = (num_rows, triton.cdiv(vocab, BLOCK))
+    return Workspace(torch.empty(shape, dtype=torch.float64, device=device), torch.empty(shape, dtype=torch.int32, device=device))
+
+
+@triton.jit
+def noise_words(first: tl.tensor, position: tl.tensor, seed: tl.tensor, count: tl.constexpr) -> tl.tensor:
+    """[count] uint32: the words of ids first .. first + count - 1, both multiples of four. TARGET noise has no round."""
+    counter = first // 4 + tl.arange(0, count // 4)
+    zero = tl.zeros_like(counter)
+    a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.int32), zero + _TARGET, zero)
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
+def _best_of_blocks(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    vocab: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row, part = tl.program_id(0), tl.program_id(1)
+    ids = part * block + tl.arange(0, block)
+    logits = tl.load(logits_ptr + row.to(tl.int64) * vocab + ids, mask=ids < vocab, other=-float("inf"))
+    score = logits.to(tl.float32).to(tl.float64)
+    temperature = tl.load(temperature_ptr + row).to(tl.float64)
+    if temperature > 0:
+        words = noise_words(part * block, tl.load(positions_ptr + row), tl.load(seeds_ptr + row), block)
+        uniform = (words.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+        score = score / temperature - tl.log(-tl.log(uniform))
+    score = tl.where(score == score, score, float("inf"))  # a NaN wins, so that it is seen
+    best, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    index = row * tl.num_programs(1) + part
+    tl.store(scores_ptr + index, best)
+    tl.store(ids_ptr + index, part * block + at)
+
+
+@triton.jit
+def _best_of_rows(
+    scores_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    out_ids_ptr: tl.tensor,
+    out_max_ptr: tl.tensor,
+    vocab: tl.constexpr,
+    num_blocks: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """Blocks are in the order of their ids, so the first of the best has the lowest id."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, width)
+    scores = tl.load(scores_ptr + row * num_blocks + at, mask=at < num_blocks, other=-float("inf"))
+    block = tl.argmax(scores, 0, tie_break_left=True)
+    token = tl.load(ids_ptr + row * num_blocks + block)
+    tl.store(out_ids_ptr + row, token.to(tl.int64))
+    if out_max_ptr is not None:
+        tl.store(out_max_ptr + row, tl.load(logits_ptr + row * vocab + token).to(tl.float32))
+
+
+def pick(
+    logits: torch.Tensor,  # [L, vocab] float32, bfloat16 or float16
+    temperature: torch.Tensor,  # [L] float64 for the host's choice; float32 is as valid a draw, of a temperature off by 3e-8
+    seeds: torch.Tensor,  # [L] int64: the 64 bits of each request's seed
+    positions: torch.Tensor,  # [L] int64: of the token to be chosen, one past the row's own
+    out_ids: torch.Tensor | None = None,  # [L] int64
+    out_max: torch.Tensor | None = None,  # [L] float32: the chosen token's logit; see below
+    work: Workspace | None = None,  # of at least L rows
+) -> torch.Tensor:
+    """The token of each row, [L] int64: its best where the temperature is 0, its seeded draw elsewhere; the lowest id wins a tie.
+
+    A broken row shows in `out_max`, which is not finite if any logit is NaN or +inf, or all are -inf.
+    """
+    num_rows, vocab = logits.shape
+    out_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out_ids is None else out_ids
+    work = workspace(num_rows, vocab, logits.device) if work is None else work
+    assert logits.is_contiguous(), "rows follow each other"
+    assert len(temperature) == len(seeds) == len(positions) == len(out_ids) == num_rows, "one of each a row"
+    assert seeds.dtype == positions.dtype == out_ids.dtype == torch.int64, "64-bit keys and ids"
+    assert temperature.dtype in (torch.float32, torch.float64), "a temperature is a fraction"
+    assert out_max is None or (out_max.shape == (num_rows,) and out_max.dtype == torch.float32), "one logit a row"
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    assert len(work.scores) >= num_rows, "a workspace of as many rows"
+    assert work.scores.shape[1] == num_blocks, "a workspace of this vocabulary"
+    _best_of_blocks[(num_rows, num_blocks)](logits, temperature, seeds, positions, *work, vocab, BLOCK, num_warps=4)
+    width = triton.next_power_of_2(num_blocks)
+    _best_of_rows[(num_rows,)](*work, logits, out_ids, out_max, vocab, num_blocks, width, num_warps=1)
+    return out_ids
+
+
+class Walked(NamedTuple):
+    """What the walks found; the rows of a padding request without rows hold -1, 0 and -1."""
+
+    path: torch.Tensor  # [R, max_nodes] int32: accepted nodes counted from the root, which is 0 and comes first; then -1
+    num_accepted: torch.Tensor  # [R] int32: nodes on the path, the root not counted
+    bonus: torch.Tensor  # [R] int64: the target's own token after the path
+
+
+def walked(num_requests: int, max_nodes: int, device: torch.device | str) -> Walked:
+    """Memory for the walks of this many requests."""
+    path = torch.empty(num_requests, max_nodes, dtype=torch.int32, device=device)
+    counts = torch.empty(num_requests, dtype=torch.int32, device=device)
+    return Walked(path, counts, torch.empty(num_requests, dtype=torch.int64, device=device))
+
+
+@triton.jit
+def _walk(
+    tokens_ptr: tl.tensor,
+    parents_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    roots_ptr: tl.tensor,
+    picked_ptr: tl.tensor,
+    path_ptr: tl.tensor,
+    num_accepted_ptr: tl.tensor,
+    bonus_ptr: tl.tensor,
+    max_nodes: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """The whole tree is read at once, so that a step down waits for no memory. Nodes count from the root, parents are rows of the pass."""
+    request = tl.program_id(0)
+    root, end = tl.load(roots_ptr + request), tl.load(starts_ptr + request + 1)
+    nodes = tl.arange(0, block)
+    inside = (nodes < max_nodes) & (root + nodes < end)
+    tokens = tl.load(tokens_ptr + root + nodes, mask=inside, other=-1).to(tl.int64)
+    parents = tl.load(parents_ptr + root + nodes, mask=inside, other=-1) - root
+    picked = tl.load(picked_ptr + root + nodes, mask=inside, other=-1).to(tl.int64)
+
+    path = tl.full((block,), -1, tl.int32)
+    node, depth, choice = tl.where(root < end, 0, block), -1, tl.full((), -1, tl.int64)
+    while node < block:
+        depth += 1
+        path = tl.where(nodes == depth, node, path)
+        choice = tl.sum(tl.where(nodes == node, picked, 0), 0)
+        is_choice = inside & (parents == node) & (tokens == choice) & (nodes > node)  # downward only: the walk ends whatever it reads
+        node = tl.min(tl.where(is_choice, nodes, block), 0)
+    tl.store(path_ptr + request * max_nodes + nodes, path, mask=nodes < max_nodes)
+    tl.store(num_accepted_ptr + request, tl.maximum(depth, 0))
+    tl.store(bonus_ptr + request, choice)
+
+
+def walk(
+    tokens: torch.Tensor,  # [T]
+    parents: torch.Tensor,  # [T]: row of the parent in this pass, or -1
+    starts: torch.Tensor,  # [R + 1]
+    roots: torch.Tensor,  # [R]: row of the root of each request's tree, where its last known token is
+    picked: torch.Tensor,  # [T]: the target's choice after each row; those before a root are not read
+    out: Walked,
+) -> None:
+    """Follow the child that is the target's choice, from each root down. A tree has at most as many nodes as a path has room for."""
+    num_requests, max_nodes = out.path.shape
+    assert tokens.shape == parents.shape == picked.shape, "one of each a row"
+    assert (len(starts), len(roots)) == (num_requests + 1, num_requests), "one walk a request"
+    block = triton.next_power_of_2(max_nodes)
+    _walk[(num_requests,)](tokens, parents, starts, roots, picked, *out, max_nodes, block, num_warps=1 if block <= 256 else 4)

@@ -1,0 +1,215 @@
+"""What a decoder does to single rows between its products, one launch each: embed, add and norm, norm and rotate and store, gate.
+
+Everything is computed in float32 and rounded where it is written; `add_norm` also rounds where the torch decoder does, so the residual
+stream has the same bits. `place` and `gate` round once, where torch in bfloat16 would round every step: they are nearer to float32.
+Invariant: a row's result depends on that row alone. Tiles follow from the model's sizes, never from the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_HIDDEN = 16384  # a row of the residual stream is one tile
+TILE = 1024  # elements a program where a row need not be one tile
+HEADS = 4  # heads a program places: a warp has enough to do, and one token still spreads over several multiprocessors
+
+
+def _warps(block: int) -> int:
+    """16 elements a thread, until there are 16 warps."""
+    return min(max(block // 512, 1), 16)
+
+
+def _are_dense(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
+@triton.jit
+def _normed(x: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor, size: tl.constexpr, block: tl.constexpr) -> tl.tensor:
+    """x [block] float32, zero beyond `size`."""
+    at = tl.arange(0, block)
+    weight = tl.load(weight_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
+
+
+@triton.jit
+def _add_norm(
+    x_ptr: tl.tensor,
+    added_ptr: tl.tensor,
+    after_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    start = tl.program_id(0).to(tl.int64) * hidden
+    at = tl.arange(0, block)
+    inside = at < hidden
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+    if added_ptr is not None:
+        added = tl.load(added_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+        if after_ptr is not None:
+            added = _normed(added, after_ptr, eps, hidden, block).to(dtype).to(tl.float32)
+        total = (x + added).to(dtype)
+        tl.store(x_ptr + start + at, total, mask=inside)
+        x = total.to(tl.float32)
+    out = _normed(x, weight_ptr, eps, hidden, block)
+    tl.store(out_ptr + start + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_norm(
+    x: torch.Tensor,  # [T, hidden]: the residual stream, changed in place
+    added: torch.Tensor | None,  # [T, hidden]: what a block adds to it
+    after_weight: torch.Tensor | None,  # [hidden]: gemma norms what is added
+    weight: torch.Tensor,  # [hidden]
+    eps: float,
+    out: torch.Tensor,  # [T, hidden]
+) -> None:
+    """x += added, then out = rms_norm(x) * weight."""
+    num_rows, hidden = x.shape
+    assert hidden <= MAX_HIDDEN, "a row is one tile"
+    assert (out.shape, weight.shape) == (x.shape, (hidden,)), "a norm keeps its shape"
+    assert added is None or (added.shape == x.shape and added.dtype == x.dtype and added.is_contiguous()), "what is added fits"
+    assert after_weight is None or (added is not None and after_weight.shape == (hidden,)), "something is added"
+    assert _are_dense(x, out), "rows follow each other"
+    block = triton.next_power_of_2(hidden)
+    _add_norm[(num_rows,)](x, added, after_weight, weight, out, eps, hidden, block, num_warps=_warps(block))
+
+
+@triton.jit
+def _place(
+    qkv_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    eps: tl.tensor,
+    num_q: tl.constexpr,
+    num_kv: tl.constexpr,
+    dim: tl.constexpr,
+    half_block: tl.constexpr,
+    group: tl.constexpr,
+) -> None:
+    """A tile is `group` heads by half a head: left and right halves turn together. Heads: queries, then keys, then values."""
+    half: tl.constexpr = dim // 2
+    row = tl.program_id(0).to(tl.int64)
+    position, slot = tl.load(positions_ptr + row).to(tl.int64), tl.load(slots_ptr + row).to(tl.int64)
+    head = tl.program_id(1) * group + tl.arange(0, group)[:, None]
+    at = tl.arange(0, half_block)[None, :]
+    is_dim = at < half
+    is_query = (head < num_q) & is_dim
+    is_key = (head >= num_q) & (head < num_q + num_kv) & is_dim
+    is_value = (head >= num_q + num_kv) & (head < num_q + 2 * num_kv) & is_dim
+    inside = is_query | is_key | is_value
+    offsets = head * dim + at
+
+    source = qkv_ptr + row * (num_q + 2 * num_kv) * dim + offsets
+    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + position * half + at, mask=is_dim, other=0.0)
+    sin = tl.load(sin_ptr + position * half + at, mask=is_dim, other=0.0)
+    normed_left, normed_right = left, right
+    if q_norm_ptr is not None:
+        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / dim + eps)[:, None]
+        normed_left = left * scale * _head_weight(q_norm_ptr, k_norm_ptr, is_query, at, is_dim)
+        normed_right = right * scale * _head_weight(q_norm_ptr + half, k_norm_ptr + half, is_query, at, is_dim)
+    turned_left = normed_left * cos - normed_right * sin
+    turned_right = normed_right * cos + normed_left * sin
+
+    q_out = q_out_ptr + row * num_q * dim + offsets
+    tl.store(q_out, turned_left.to(q_out_ptr.dtype.element_ty), mask=is_query)
+    tl.store(q_out + half, turned_right.to(q_out_ptr.dtype.element_ty), mask=is_query)
+    keys = keys_ptr + (slot * num_kv - num_q) * dim + offsets
+    tl.store(keys, turned_left.to(keys_ptr.dtype.element_ty), mask=is_key)
+    tl.store(keys + half, turned_right.to(keys_ptr.dtype.element_ty), mask=is_key)
+    values = values_ptr + (slot * num_kv - num_q - num_kv) * dim + offsets
+    tl.store(values, left.to(values_ptr.dtype.element_ty), mask=is_value)
+    tl.store(values + half, right.to(values_ptr.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _head_weight(q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, is_query: tl.tensor, at: tl.tensor, is_dim: tl.tensor) -> tl.tensor:
+    of_queries = tl.load(q_norm_ptr + at, mask=is_dim, other=0.0).to(tl.float32)
+    of_keys = tl.load(k_norm_ptr + at, mask=is_dim, other=0.0).to(tl.float32)
+    return tl.where(is_query, of_queries, of_keys)
+
+
+def place(
+    qkv: torch.Tensor,  # [T, (heads + 2 * kv_heads) * dim]
+    positions: torch.Tensor,  # [T]
+    slots: torch.Tensor,  # [T]
+    cos: torch.Tensor,  # [context, dim / 2] float32
+    sin: torch.Tensor,  # [context, dim / 2] float32
+    keys: torch.Tensor,  # [num_slots, kv_heads, dim]
+    values: torch.Tensor,  # [num_slots, kv_heads, dim]
+    q_norm: torch.Tensor | None,  # [dim]
+    k_norm: torch.Tensor | None,  # [dim]
+    eps: float,
+    q_out: torch.Tensor,  # [T, heads, dim]
+) -> None:
+    """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots. Slots of padding rows may coincide."""
+    num_rows, num_q, dim = q_out.shape
+    num_kv = keys.shape[1]
+    num_heads = num_q + 2 * num_kv
+    assert (qkv.shape, positions.shape, slots.shape) == ((num_rows, num_heads * dim), (num_rows,), (num_rows,)), "one row of each a token"
+    assert keys.shape == values.shape == (len(keys), num_kv, dim), "keys and values are of the same heads"
+    assert cos.shape == sin.shape == (len(cos), dim / 2), "half a head turns with the other half"
+    assert cos.dtype == sin.dtype == torch.float32, "rotary tables are float32"
+    assert (q_norm is None) == (k_norm is None), "queries and keys are both normed, or neither"
+    assert _are_dense(qkv, cos, sin, keys, values, q_out), "rows follow each other"
+    grid = (num_rows, triton.cdiv(num_heads, HEADS))
+    half_block = triton.next_power_of_2(dim // 2)
+    sizes = (num_q, num_kv, dim, half_block, HEADS)
+    _place[grid](qkv, positions, slots, cos, sin, keys, values, q_norm, k_norm, q_out, eps, *sizes, num_warps=1)
+
+
+@triton.jit
+def _gate(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.constexpr, is_silu: tl.constexpr, tile: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = at < width
+    source = gate_up_ptr + row * 2 * width + at
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a sigmoid; 2 sqrt(2 / pi) = 1.5957691216...
+    steepness = gate if is_silu else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    out = gate / (1.0 + tl.exp(-steepness)) * up
+    tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gate(gate_up: torch.Tensor, activation: Literal["silu", "gelu_tanh"], out: torch.Tensor) -> None:
+    """[T, 2 * width] (gate half, then up half) -> out [T, width] = activation(gate) * up."""
+    num_rows, width = out.shape
+    assert gate_up.shape == (num_rows, 2 * width), "two halves"
+    assert activation in ("silu", "gelu_tanh"), f"no activation {activation}"
+    assert _are_dense(gate_up, out), "rows follow each other"
+    _gate[(num_rows, triton.cdiv(width, TILE))](gate_up, out, width, activation == "silu", TILE, num_warps=4)
+
+
+@triton.jit
+def _embed(
+    ids_ptr: tl.tensor, table_ptr: tl.tensor, out_ptr: tl.tensor, scale: tl.tensor, hidden: tl.constexpr, tile: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * tile + tl.arange(0, tile)
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    x = tl.load(table_ptr + token * hidden + at, mask=at < hidden, other=0.0).to(tl.float32) * scale
+    tl.store(out_ptr + row * hidden + at, x.to(out_ptr.dtype.element_ty), mask=at < hidden)
+
+
+def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """out [T, hidden] = rows `ids` [T] of the table [vocab, hidden], times scale."""
+    num_rows, hidden = out.shape
+    assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
+    assert _are_dense(table, out), "rows follow each other"
+    _embed[(num_rows, triton.cdiv(hidden, TILE))](ids, table, out, scale, hidden, TILE, num_warps=4)

@@ -1,0 +1,50 @@
+"""Where a model runs, and how much memory is free there."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+
+SPARE_ON_GPU = 2**31  # bytes left for activations and graphs
+
+
+def resolve(name: str) -> torch.device:
+    """ "auto" is the first GPU, or the CPU where there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name != "cpu" and not (name == "cuda" or (name.startswith("cuda:") and name[5:].isdigit())):
+        raise ConfigError(f"device is {name!r}; choose auto, cpu, cuda or cuda:N")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r} and no CUDA device can be used here; choose cpu")
+    if name[5:] and int(name[5:]) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r} and there are {torch.cuda.device_count()} CUDA devices; choose cuda:0 or another")
+    return torch.device(name)
+
+
+def cache_dtype(device: torch.device, dtype: str) -> torch.dtype:
+    """Of keys and values: as exact as the arithmetic of the pass."""
+    if device.type == "cpu" or dtype == "float32":
+        return torch.float32
+    return torch.float16 if dtype == "float16" else torch.bfloat16
+
+
+def free_memory(device: torch.device, model: ModelConfig, dtype: str) -> int:
+    """Bytes that a KV cache can have: on a CPU what the system can give without swapping, on a GPU what the weights will leave."""
+    if device.type == "cpu":
+        return _free_on_cpu()
+    weights = sum(torch.Size(shape).numel() for shape in model.weight_names().values())
+    width = {"int4": 0.57, "int8": 1.04, "float32": 4.0}.get(dtype, 2.0)  # bytes a weight, scales counted
+    return max(0, int(torch.cuda.mem_get_info(device)[0] - weights * width - SPARE_ON_GPU))
+
+
+def _free_on_cpu() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,224 @@
+"""Paged tree attention against plain torch, and the bits of a row whoever shares its launch."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from paceline.cuda.attention import attend, launch_for, partials_size
+from paceline.cuda.batch import DeviceBatch, ancestor_words
+from paceline.models.attention import Heads, TorchAttention
+from paceline.types import BatchTensors
+
+BLOCK = 16
+POOL = 160  # blocks of the cache, the last of them trash
+
+
+class Asked(NamedTuple):
+    """One request: its cached tokens and the parent of each of its rows, -1 for one that follows the prefix."""
+
+    prefix: int
+    parents: tuple[int, ...]
+
+
+class Shape(NamedTuple):
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 32
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+
+
+class Case(NamedTuple):
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    batch: DeviceBatch
+    shape: Shape
+    max_context: int
+    max_rows: int
+
+    def attend(self) -> torch.Tensor:
+        out = torch.full_like(self.q, float("nan"))
+        attend(
+            self.q, self.keys, self.values, self.batch, scale=self.shape.dim**-0.5, window=self.shape.window,
+            max_context=self.max_context, max_rows=self.max_rows, out=out,
+        )  # fmt: skip
+        return out
+
+    def oracle(self) -> torch.Tensor:
+        """In float32, from the same numbers."""
+        columns = [column.cpu().long() for column in self.batch]
+        names = dict(zip(DeviceBatch._fields, columns, strict=True))
+        names.pop("masks")
+        heads = Heads((torch.empty(0), torch.empty(0)), None, 0.0, self.shape.dim**-0.5, self.shape.window)
+        plain = TorchAttention(BatchTensors(**names, rows=torch.empty(0), block_size=BLOCK))
+        q, keys, values = self.q.cpu().float(), self.keys.cpu().float(), self.values.cpu().float()
+        return torch.cat([plain._attend(q, keys, values, span, heads) for span in plain.spans])
+
+
+def chain(num_rows: int) -> tuple[int, ...]:
+    return tuple(range(-1, num_rows - 1))
+
+
+def random_tree(num_rows: int, seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return (-1, *(rng.randrange(row) for row in range(1, num_rows)))
+
+
+def depths(parents: tuple[int, ...]) -> list[int]:
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def noise(tag: str, count: int, shape: Shape, heads: int) -> torch.Tensor:
+    """[count, heads, dim], the same for the same tag: a row keeps its numbers wherever it is put."""
+    generator = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(tag)))
+    return torch.randn(count, heads, shape.dim, generator=generator).to(shape.dtype)
+
+
+def make(
+    requests: list[Asked], shape: Shape, device: torch.device, *, padding: int = 0, empty: int = 0, max_context: int = 64, max_rows: int = 0
+) -> Case:
+    """Requests in scattered blocks, then `empty` requests without rows, then one of `padding` rows that see themselves."""
+    free = list(range(POOL - 1))
+    random.Random(len(requests)).shuffle(free)
+    trash = POOL * BLOCK - 1
+    keys = torch.full((POOL * BLOCK, shape.kv_heads, shape.dim), 1e4, dtype=shape.dtype)  # what no row should see would be noticed
+    values, queries = keys.clone(), []
+    columns: dict[str, list[int]] = {name: [] for name in ("positions", "slots", "parents", "request_of", "prefix_lens")}
+    starts, tables = [0], []
+    for index, (prefix, parents) in enumerate(requests):
+        table = [free.pop() for _ in range(-(-(prefix + len(parents)) // BLOCK))]
+        slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(prefix + len(parents))]
+        for name, cache in (("k", keys), ("v", values)):
+            cache[slots] = noise(f"{name}{index}", 2000, shape, shape.kv_heads)[: len(slots)]
+        queries.append(noise(f"q{index}", 200, shape, shape.heads)[: len(parents)])
+        columns["positions"] += [prefix + depth for depth in depths(parents)]
+        columns["slots"] += slots[prefix:]
+        columns["parents"] += [-1 if p < 0 else starts[-1] + p for p in parents]
+        columns["request_of"] += [index] * len(parents)
+        columns["prefix_lens"].append(prefix)
+        starts.append(starts[-1] + len(parents))
+        tables.append(table)
+    last = len(requests) + empty
+    starts += [starts[-1]] * empty
+    columns["prefix_lens"] += [0] * empty
+    tables += [[]] * empty
+    if padding:
+        keys[trash] = values[trash] = 1.0
+        queries.append(noise("padding", padding, shape, shape.heads))
+        for name, number in (("positions", 0), ("slots", trash), ("parents", -1), ("request_of", last)):
+            columns[name] += [number] * padding
+        columns["prefix_lens"].append(0)
+        starts.append(starts[-1] + padding)
+        tables.append([])
+    longest = max(max_rows, padding, *(len(r.parents) for r in requests))
+    context = max(max_context, *(r.prefix for r in requests))
+    width = context // BLOCK + 1
+    flat = {name: torch.tensor(column, dtype=torch.int32, device=device) for name, column in columns.items()}
+    batch = DeviceBatch(
+        **flat,
+        input_ids=torch.zeros(starts[-1], dtype=torch.int32, device=device),
+        starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        block_tables=torch.tensor([(table + [0] * width)[:width] for table in tables], dtype=torch.int32, device=device),
+        masks=torch.from_numpy(ancestor_words(columns["parents"], starts, -(-longest // 64))).to(device),
+    )
+    return Case(torch.cat(queries).to(device), keys.to(device), values.to(device), batch, shape, context, longest)
+
+
+def check(case: Case) -> None:
+    """float32: scores of `dim` products of size 1 and sums of at most 1000 terms, each rounded at 2^-24: 1e-5 is ten times that.
+    Narrow types: the weights, which sum to 1, are rounded once and so is the result (the interpreter cuts off), each by at most eps of
+    the largest value.
+    """
+    expected, out = case.oracle(), case.attend().cpu().float()
+    eps = 0.0 if case.shape.dtype == torch.float32 else torch.finfo(case.shape.dtype).eps
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(out, expected, atol=1e-5 + 2 * eps * largest, rtol=0.0)
+
+
+RAGGED = [Asked(prefix, random_tree(rows, prefix)) for prefix, rows in ((0, 5), (1, 1), (15, 7), (16, 3), (17, 12), (130, 2))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+def test_ragged_trees(dtype: torch.dtype, window: int | None, device: torch.device) -> None:
+    check(make(RAGGED, Shape(dtype=dtype, window=window), device, padding=3, empty=2))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (9, 3), (8, 2), (8, 1), (20, 1)])
+@pytest.mark.parametrize("dim", [16, 80, 96])
+def test_groups_and_widths(heads: int, kv_heads: int, dim: int, device: torch.device) -> None:
+    check(make(RAGGED[1:4], Shape(heads, kv_heads, dim), device, padding=1))
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+def test_long_context_in_splits(window: int | None, device: torch.device) -> None:
+    case = make([Asked(700, random_tree(6, 1)), Asked(3, (-1,))], Shape(window=window), device, padding=1)
+    assert launch_for(case.q, case.keys, case.max_context, case.max_rows).num_splits > 4
+    check(case)
+
+
+def test_more_splits_than_are_added_at_a_time(device: torch.device) -> None:
+    case = make([Asked(700, (-1,))], Shape(2, 1, 16), device, max_context=4096)
+    assert launch_for(case.q, case.keys, case.max_context, case.max_rows).num_splits > 32
+    check(case)
+
+
+@pytest.mark.parametrize("parents", [chain(150), random_tree(150, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("prefix", [0, 63, 77])
+@pytest.mark.parametrize("window", [None, 33])
+def test_rows_of_several_mask_words(parents: tuple[int, ...], prefix: int, window: int | None, device: torch.device) -> None:
+    check(make([Asked(prefix, parents)], Shape(2, 1, 16, window=window), device))
+
+
+def test_prompt_of_more_rows_than_are_split(device: torch.device) -> None:
+    case = make([Asked(40, chain(190)), Asked(0, chain(90))], Shape(2, 1, 16), device)
+    assert launch_for(case.q, case.keys, case.max_context, case.max_rows).num_splits == 1
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_row_whoever_shares_the_launch(dtype: torch.dtype, device: torch.device) -> None:
+    """In one bucket of 24 rows, at most 16 of a request: alone, among others, before further rows of its own request."""
+    shape, tree = Shape(2, 1, dtype=dtype), random_tree(9, 5)
+    alone = make([Asked(300, tree)], shape, device, padding=15, max_rows=16).attend()[:9]
+    others = [Asked(300, tree), Asked(17, chain(7)), Asked(0, chain(4))]
+    grown = [Asked(300, (*tree, *[8] * 7)), Asked(90, chain(8))]
+    assert torch.equal(make(others, shape, device, padding=4, empty=2, max_rows=16).attend()[:9], alone)
+    assert torch.equal(make(grown, shape, device, max_rows=16).attend()[:9], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_chain_however_it_is_cut(dtype: torch.dtype, device: torch.device) -> None:
+    """The last 8 of 323 tokens in one pass have the bits of 8 passes of one row, in the same bucket of rows and any of contexts."""
+    shape = Shape(2, 1, dtype=dtype)
+    together = make([Asked(315, chain(8))], shape, device)
+    out = together.attend()
+    for row in (0, 4, 5, 7):
+        single = make([Asked(315 + row, (-1,))], shape, device, padding=7, max_rows=8, max_context=700)
+        query = torch.cat([together.q[row : row + 1], single.q[1:]])
+        assert torch.equal(single._replace(q=query).attend()[0], out[row])
+
+
+def test_partials_are_used_where_given(device: torch.device) -> None:
+    case = make([Asked(300, chain(2))], Shape(), device, max_context=700)
+    size = partials_size(case.q, case.keys, case.max_context, case.max_rows)
+    partials, out = torch.full((size + 5,), float("nan"), device=device), torch.empty_like(case.q)
+    attend(
+        case.q, case.keys, case.values, case.batch, scale=case.shape.dim**-0.5, window=None,
+        max_context=case.max_context, max_rows=case.max_rows, out=out, partials=partials,
+    )  # fmt: skip
+    assert torch.equal(out, case.attend())
+    assert partials[size:].isnan().all()
+    with pytest.raises(AssertionError, match="too few"):
+        attend(
+            case.q, case.keys, case.values, case.batch, scale=1.0, window=None,
+            max_context=case.max_context, max_rows=case.max_rows, out=out, partials=partials[: size - 1],
+        )  # fmt: skip

@@ -1,0 +1,196 @@
+"""The decoder of GPUs says what the one in plain torch says, for prompts, plain steps and trees, and replays what it has recorded."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for
+from paceline.cuda.decoder import CudaDecoder
+from paceline.cuda.graphs import Graphs, Recording
+from paceline.errors import ConfigError
+from paceline.loaders.dummy import DummyCheckpoint
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.decoder import Decoder
+from paceline.runtime.batch import build
+from paceline.runtime.kv_cache import KvCache
+from paceline.runtime.runner import Runner
+from paceline.types import Cached, Columns, Output, Pick, Segment
+from paceline.verify.noise import Noise, Purpose
+from tests.cuda.recorders import CountingCapture, capture_on
+
+SHAPE: dict[str, Any] = {
+    "family": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "max_context": 256, "rms_eps": 1e-5, "rope": RopeConfig(),
+}  # fmt: skip
+MODELS = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "tie_embeddings": True},
+    "qwen2": {"qkv_bias": True, "num_heads": 6},
+    "gemma": {
+        "sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": 5.5, "sliding_window": 9, "local_layers": (True, False),
+        "rope_local": RopeConfig(theta=500.0), "tie_embeddings": True, "qk_norm": True,
+    },
+}  # fmt: skip
+TREE = [-1, 0, 0, 1, 1, 2, 3]  # a root and six nodes
+GREEDY = Pick(0.0, 0)
+
+
+@cache
+def config_of(name: str) -> ModelConfig:
+    return ModelConfig(**{**SHAPE, **MODELS[name]})
+
+
+class Pair:
+    """The decoder under test and the oracle, each with a cache of its own, fed with the same segments."""
+
+    def __init__(self, name: str, device: torch.device, **options: Any) -> None:
+        config = config_of(name)
+        ours = CudaDecoder.load(DummyCheckpoint(config), dtype="float32", device=str(device), capture=capture_on(device), **options)
+        theirs = Decoder.load(DummyCheckpoint(config))
+        self.runners = [Runner(ours, KvCache(config, 32, device=device, has_spare=True)), Runner(theirs, KvCache(config, 32))]
+        self.caches: list[list[Cached]] = [[], []]
+
+    def forward(self, *parts: tuple[int, list[int], list[int] | None, int], pick: Pick | None = None, **options: Any) -> list[Output]:
+        """parts: (request, tokens, parents, wanted logits)."""
+        outputs = []
+        for runner, caches in zip(self.runners, self.caches, strict=True):
+            while len(caches) <= max(part[0] for part in parts):
+                caches.append(Cached())
+            for request, tokens, _, _ in parts:
+                assert runner.kv.reserve(caches[request], caches[request].num_cached + len(tokens))
+            segments = [Segment(tokens, caches[request], parents, wanted, pick) for request, tokens, parents, wanted in parts]
+            outputs.append(runner.forward(segments, **options))
+        return outputs
+
+    def keep(self, request: int, count: int) -> None:
+        for caches in self.caches:
+            caches[request].num_cached += count
+
+
+def agree(ours: Output, theirs: Output) -> None:
+    assert ours.logits.dtype is torch.float32
+    torch.testing.assert_close(ours.logits.cpu(), theirs.logits, atol=2e-5, rtol=2e-5)  # float32 sums in another order
+
+
+def words(count: int, start: int = 3) -> list[int]:
+    return [(start + 7 * i * i) % 96 for i in range(count)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_says_what_torch_says(name: str, device: torch.device) -> None:
+    pair = Pair(name, device)
+    agree(*pair.forward((0, words(21), None, 1), (1, words(5, 9), None, 5)))
+    pair.keep(0, 21), pair.keep(1, 5)
+    agree(*pair.forward((0, words(1), None, 1), (1, words(1), None, 1)))
+    pair.keep(0, 1)
+    agree(*pair.forward((0, words(7), TREE, 7), (1, words(3), None, 3)))
+    agree(*pair.forward((1, words(7, 2), TREE, 7)))  # nothing was committed: the tree's K/V are overwritten
+
+
+def test_hidden_states_and_an_early_end(device: torch.device) -> None:
+    pair = Pair("llama", device)
+    ours, theirs = pair.forward((0, words(6), None, 6), hidden_layers=(0, 1, 2))
+    for layer in (0, 1, 2):
+        torch.testing.assert_close(ours.hidden[layer].cpu(), theirs.hidden[layer], atol=2e-5, rtol=2e-5)
+    ours, theirs = pair.forward((0, words(6), None, 6), num_layers=1, hidden_layers=(1,))
+    agree(ours, theirs)
+    torch.testing.assert_close(ours.hidden[1].cpu(), theirs.hidden[1], atol=2e-5, rtol=2e-5)
+
+
+def test_tokens_are_chosen_on_the_device(device: torch.device) -> None:
+    pair = Pair("llama", device)
+    ours, theirs = pair.forward((0, words(7), TREE, 7), pick=GREEDY)
+    assert ours.picked == theirs.logits.argmax(-1).tolist()
+    assert theirs.picked is None
+    ours, theirs = pair.forward((0, words(7), TREE, 7), pick=Pick(0.7, 2**63 + 5))
+    positions = [depth + 1 for depth in (0, 1, 1, 2, 2, 2, 3)]
+    rows = [row.double().numpy() / 0.7 for row in ours.logits.cpu()]
+    assert ours.picked == [Noise(2**63 + 5).draw(row, at, Purpose.TARGET) for row, at in zip(rows, positions, strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_broken_row_is_not_chosen_from(device: torch.device) -> None:
+    pair = Pair("llama", device)
+    weights = pair.runners[0].decoder.weights
+    weights.embedding[5] = float("nan")
+    (ours, _) = pair.forward((0, [5, 6], None, 2), (1, [7], None, 1), pick=GREEDY)
+    assert ours.picked is not None
+    assert (ours.picked[0], ours.picked[1]) == (-1, -1)
+    assert ours.picked[2] >= 0
+
+
+def test_a_row_keeps_its_bits_in_company(device: torch.device) -> None:
+    """Passes of one bucket run the same kernels, whatever the other rows are."""
+    pair = Pair("llama", device, exact_rows=16)
+    pair.forward((0, words(21), None, 1), (1, words(40, 9), None, 1))
+    pair.keep(0, 21), pair.keep(1, 40)
+    alone = pair.forward((0, words(1), None, 1))[0].logits[0]
+    as_root = pair.forward((0, words(7), TREE, 7))[0].logits[0]
+    with_others = pair.forward((1, words(5), None, 5), (0, words(4), None, 4))[0].logits[5]
+    assert torch.equal(alone, as_root)
+    assert torch.equal(alone, with_others)
+
+
+def test_a_bucket_is_recorded_once() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("counts captures, which a GPU's capture does not")
+    config, capture = config_of("llama"), CountingCapture()
+    runner = Runner(
+        CudaDecoder.load(DummyCheckpoint(config), dtype="float32", device="cpu", capture=capture), KvCache(config, 8, has_spare=True)
+    )
+    cache = Cached()
+    runner.kv.reserve(cache, 64)
+    for count in (3, 4, 3, 4):  # one bucket
+        runner.forward([Segment(words(count), cache, None, count)])
+    assert capture.num_captured == 1
+    runner.forward([Segment(words(9), cache, None, 1)])  # a prompt is not recorded
+    assert capture.num_captured == 1
+
+
+def test_the_recording_unused_for_longest_goes() -> None:
+    made: list[str] = []
+
+    def make(name: str) -> Any:
+        made.append(name)
+        return (lambda: None), name
+
+    graphs = Graphs(lambda run: Recording(lambda: None, run()), limit=2)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        assert graphs.get(name, lambda name=name: make(name))[1] == name
+    assert made == ["a", "b", "c", "b"]
+    assert len(graphs) == 2
+
+
+def columns_of(*segments: Segment) -> Columns:
+    cache = KvCache(config_of("llama"), 32)
+    for segment in segments:
+        assert cache.reserve(segment.cache, segment.cache.num_cached + len(segment.tokens))
+    return build(segments, cache).columns
+
+
+def test_padding_rows_see_themselves_and_write_nowhere() -> None:
+    columns = columns_of(Segment(words(7), Cached(), TREE, 7), Segment(words(3), Cached(), None, 3))
+    bucket = bucket_for(columns)
+    assert bucket == Bucket(12, 2, 8, 512)
+    inputs = Inputs(bucket, 999, torch.device("cpu"))
+    inputs.fill(columns, None)
+    batch = inputs.batch
+    assert batch.slots[10:].tolist() == [999, 999]
+    assert batch.starts.tolist() == [0, 7, 10, 12]
+    assert batch.request_of.tolist() == [0] * 7 + [1] * 3 + [2] * 2
+    assert batch.masks[:, 0].tolist() == [1, 3, 5, 11, 19, 37, 75, 1, 3, 7, 1, 2]
+
+
+def test_ancestors_beyond_a_word() -> None:
+    found = ancestor_words(list(range(-1, 129)), [0, 130], 3).view(np.uint64)
+    assert [int(word) for word in found[129]] == [2**64 - 1, 2**64 - 1, 3]
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ConfigError, match="bfloat15"):
+        CudaDecoder.load(DummyCheckpoint(config_of("llama")), dtype="bfloat15", device="cpu", capture=CountingCapture())

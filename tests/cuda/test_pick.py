@@ -1,0 +1,186 @@
+"""Choices on the device against paceline.verify: the same noise bit for bit, the same tokens, the same walks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.cuda.pick import BLOCK, noise_words, pick, walk, walked, workspace
+from paceline.params import SamplingParams
+from paceline.types import Draft, Request
+from paceline.verify.accept import accept
+from paceline.verify.noise import Noise, Purpose, philox
+from paceline.verify.tree import Tree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = st.integers(0, 2**64 - 1)
+POSITIONS = st.integers(0, 2**33)
+
+
+def signed(seed: int) -> int:
+    """The same 64 bits as int64."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def longs(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=DEVICE)
+
+
+def ints(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+@triton.jit
+def _export_words(position_ptr, seed_ptr, out_ptr, first, count: tl.constexpr):  # type: ignore[no-untyped-def]
+    words = noise_words(first, tl.load(position_ptr), tl.load(seed_ptr), count)
+    tl.store(out_ptr + tl.arange(0, count), words.to(tl.int64))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, position=POSITIONS, block=st.integers(0, 60))
+def test_the_words_are_those_of_the_host(seed: int, position: int, block: int) -> None:
+    count, first = 16, 16 * block
+    out = torch.empty(count, dtype=torch.int64, device=DEVICE)
+    _export_words[(1,)](longs(position), longs(signed(seed)), out, first, count)
+    counter = np.zeros((count // 4, 4), np.uint64)
+    counter[:, 0] = first // 4 + np.arange(count // 4)
+    counter[:, 1:3] = (position & 0xFFFFFFFF, int(Purpose.TARGET))
+    assert out.tolist() == philox(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1).tolist()
+
+
+def random_logits(num_rows: int, vocab: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (4 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    vocab=st.sampled_from([1, 2, 7, 1000, BLOCK, BLOCK + 1, 3 * BLOCK - 5]),
+    temperatures=st.lists(st.sampled_from([0.0, 0.01, 0.7, 1.0, 5.0]), min_size=1, max_size=3),
+    seed=SEEDS,
+    position=POSITIONS,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_choices_are_those_of_the_host(vocab: int, temperatures: list[float], seed: int, position: int, dtype: torch.dtype) -> None:
+    num_rows = len(temperatures)
+    logits = random_logits(num_rows, vocab, seed % 1000, dtype)
+    ids, best = torch.full((num_rows,), -7, device=DEVICE), torch.full((num_rows,), float("nan"), device=DEVICE)
+    warmth = torch.tensor(temperatures, dtype=torch.float64, device=DEVICE)
+    seeds, positions = longs(*[signed(seed)] * num_rows), longs(*range(position, position + num_rows))
+    assert pick(logits, warmth, seeds, positions, ids, best, workspace(num_rows + 1, vocab, DEVICE)) is ids
+    for row, temperature in enumerate(temperatures):
+        values = logits[row].double().cpu().numpy()
+        wanted = Noise(seed).draw(values / temperature, position + row, Purpose.TARGET) if temperature else int(values.argmax())
+        assert int(ids[row]) == wanted
+        assert best[row] == logits[row, wanted].float()
+    assert torch.equal(pick(logits, warmth, seeds, positions), ids)  # in memory of its own
+
+
+def test_a_temperature_may_be_float32(device: torch.device) -> None:
+    """One half has no rounding, so the draw is the host's."""
+    logits = random_logits(4, 50, 3)
+    picked = pick(logits, torch.full((4,), 0.5, device=device), longs(1, 2, 3, 4), longs(9, 9, 9, 9))
+    wanted = [Noise(row + 1).draw(logits[row].double().cpu().numpy() / 0.5, 9, Purpose.TARGET) for row in range(4)]
+    assert picked.tolist() == wanted
+
+
+@pytest.mark.parametrize("ties", [(3, 5), (5, BLOCK + 2), (BLOCK + 1, BLOCK + 2), (0, 2 * BLOCK)])
+def test_the_lowest_id_wins_a_tie(device: torch.device, ties: tuple[int, int]) -> None:
+    logits = torch.zeros(1, 2 * BLOCK + 1, device=device)
+    logits[0, list(ties)] = 2.5
+    assert pick(logits, torch.zeros(1, device=device), longs(0), longs(0)).tolist() == [ties[0]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [4, BLOCK + 1])
+def test_a_broken_row_shows_and_breaks_no_other(device: torch.device, temperature: float, value: float, at: int) -> None:
+    logits = random_logits(2, BLOCK + 3, 1)
+    alone = pick(logits[1:].clone(), torch.full((1,), temperature, device=device), longs(5), longs(6))
+    logits[0, at] = value
+    best = torch.zeros(2, device=device)
+    picked = pick(logits, torch.full((2,), temperature, device=device), longs(5, 5), longs(6, 6), out_max=best)
+    assert picked.tolist() == [at, int(alone)]
+    assert best.isfinite().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_nothing_to_choose_shows(device: torch.device, temperature: float) -> None:
+    best = torch.zeros(1, device=device)
+    pick(torch.full((1, 9), -float("inf"), device=device), torch.full((1,), temperature, device=device), longs(0), longs(0), out_max=best)
+    assert best.tolist() == [-float("inf")]
+
+
+VOCAB = 5
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    """Few tokens, so that walks go deep and siblings would collide."""
+    tokens, parents = [draw(st.integers(0, VOCAB - 1))], [-1]
+    for _ in range(draw(st.integers(0, 12))):
+        parent, token = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, VOCAB - 1))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            parents.append(parent)
+            tokens.append(token)
+    return Tree(tuple(tokens), tuple(parents))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    drafts=st.lists(st.tuples(trees(), st.integers(0, 3)), min_size=1, max_size=4),
+    temperature=st.sampled_from([0.0, 0.9]),
+    seed=st.integers(0, 10_000),
+)
+def test_pick_and_walk_give_the_verdicts_of_the_host(drafts: list[tuple[Tree, int]], temperature: float, seed: int) -> None:
+    """Several requests, each with known prompt tokens before its tree."""
+    tokens, parents, starts, roots, places = [], [], [0], [], []
+    for tree, num_known in drafts:
+        first = len(tokens)
+        tokens += [0] * num_known + list(tree.tokens)
+        parents += [-1, *range(first, first + num_known)][: num_known + 1]
+        parents += [first + num_known + parent for parent in tree.parents[1:]]
+        places += [*range(1, num_known + 1), *(num_known + 1 + depth for depth in tree.depths())]
+        roots.append(first + num_known)
+        starts.append(len(tokens))
+    logits = random_logits(len(tokens), VOCAB, seed)
+    same = [seed] * len(tokens)
+    picked = pick(logits, torch.full((len(tokens),), temperature, dtype=torch.float64, device=DEVICE), longs(*same), longs(*places))
+    found = walked(len(drafts), 13, DEVICE)
+    walk(ints(tokens), ints(parents), ints(starts), ints(roots), picked, found)
+    for i, (tree, num_known) in enumerate(drafts):
+        params = SamplingParams(temperature=temperature, seed=seed)
+        request = Request("r", params, [0] * num_known + [tree.tokens[0]], 1, seed=seed)
+        verdict = accept(request, Draft(tree), logits[roots[i] : starts[i + 1]].cpu())
+        assert found.path[i].tolist() == [*verdict.path, *[-1] * (13 - len(verdict.path))]
+        assert int(found.num_accepted[i]) == verdict.num_accepted
+        assert int(found.bonus[i]) == verdict.tokens[-1]
+
+
+def test_the_first_of_two_equal_siblings_is_followed(device: torch.device) -> None:
+    found = walked(1, 4, device)
+    walk(ints([1, 2, 2, 3]), ints([-1, 0, 0, 2]), ints([0, 4]), ints([0]), longs(2, 3, 3, 4), found)
+    assert found.path.tolist() == [[0, 1, -1, -1]]
+    assert found.bonus.tolist() == [3]
+
+
+def test_padding_requests_have_no_path(device: torch.device) -> None:
+    """One real request, one without rows in the middle, one that holds the padding rows, one past the last row."""
+    found = walked(4, 2, device)
+    walk(ints([7, 8, 0, 0]), ints([-1, 0, -1, -1]), ints([0, 2, 2, 4, 4]), ints([0, 2, 2, 4]), longs(8, 9, 0, 0), found)
+    assert found.path.tolist() == [[0, 1], [-1, -1], [0, -1], [-1, -1]]
+    assert found.num_accepted.tolist() == [1, 0, 0, 0]
+    assert found.bonus.tolist() == [9, -1, 0, -1]
+
+
+def test_a_long_chain_is_walked_to_its_end(device: torch.device) -> None:
+    nodes = 300
+    found = walked(1, nodes, device)
+    chain = list(range(nodes))
+    walk(ints(chain), ints([-1, *chain[:-1]]), ints([0, nodes]), ints([0]), longs(*range(1, nodes + 1)), found)
+    assert found.path[0].tolist() == chain
+    assert (found.num_accepted.tolist(), found.bonus.tolist()) == ([nodes - 1], [nodes])
