@@ -139,7 +139,7 @@ class Verdict:
 
 
 class Pick(NamedTuple):
-    """How the token after a row is chosen where that needs nothing but its raw logits: argmax(logits / temperature + gumbel(seed, position))."""
+    """How the token after a row is chosen where its raw logits are enough: argmax(logits / temperature + gumbel(seed, position))."""
 
     temperature: float  # 0: greedy
     seed: int

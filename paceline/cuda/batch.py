@@ -8,6 +8,7 @@ only themselves; padding requests have no rows but the last, one more than the b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +66,7 @@ def bucket_for(columns: Columns, smallest: int = 1) -> Bucket:
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
     """[T, W] int64 masks, each row its parent's and its own bit. Bits wrap around, which only an empty batch's padding needs."""
     masks = [0] * len(parents)
-    for first, end in zip(starts, starts[1:], strict=False):
+    for first, end in pairwise(starts):
         for row in range(first, end):
             above = masks[parents[row]] if parents[row] >= 0 else 0
             masks[row] = above | 1 << (row - first) % (WORD * num_words)

@@ -128,9 +128,8 @@ class CudaDecoder:
             qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
         )  # fmt: skip
         out = torch.empty_like(q)
-        attend(
-            q, keys, values, batch, scale=self.config.scale, window=layer.window, max_context=bucket.context, max_rows=bucket.max_rows, out=out
-        )  # fmt: skip
+        sizes = {"max_context": bucket.context, "max_rows": bucket.max_rows}
+        attend(q, keys, values, batch, scale=self.config.scale, window=layer.window, **sizes, out=out)
         return out.view(len(out), -1)
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -45,8 +45,8 @@ def check_dtype(device: torch.device, dtype: str) -> None:
 
 
 def load_decoder(
-    source: Any, *, kernels: str = "exact", dtype: str = "auto", context: int | None = None, device: torch.device = CPU, exact_rows: int = 1,
-    **options: Any,
+    source: Any, *, kernels: str = "exact", dtype: str = "auto", context: int | None = None, device: torch.device = CPU,
+    exact_rows: int = 1, **options: Any,
 ) -> Decoder:  # fmt: skip
     """`dtype` is of the weights; `exact_rows` see cuda/decoder.py, the CPU's kernels are exact as they are."""
     if kernels not in ("exact", "torch"):
