@@ -340,3 +340,15 @@ def test_default_sampling_is_what_help_says(tiny: str) -> None:
     flags = ("hello", "--seed", "3", "--max-tokens", "24", "--ignore-eos")
     assert generate(tiny, *flags)["token_ids"] == generate(tiny, *flags, "--temperature", "0.7", "--top-p", "0.95")["token_ids"]
     assert generate(tiny, *flags)["token_ids"] != generate(tiny, *flags, "--temperature", "1", "--top-p", "1")["token_ids"]
+
+
+@pytest.mark.parametrize(("device", "said"), [("gpu", "choose auto, cpu, cuda or cuda:N"), ("cuda:x", "choose auto"), ("cuda:99", "cuda:99")])
+def test_a_device_that_is_not_there_is_named(tiny: str, device: str, said: str) -> None:
+    result = invoke("generate", "hello", "--model", tiny, "--device", device)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_cpu_can_be_asked_for(tiny: str) -> None:
+    assert invoke("generate", "hello", "--model", tiny, "--device", "cpu", "--exact", "--max-tokens", "2").exit_code == 0

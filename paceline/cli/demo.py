@@ -27,6 +27,8 @@ COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 def demo(
     model: options.Model = "default",
     dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    exact: options.Exact = False,
     method: options.Method = "ngram",
     num_speculative_tokens: options.NumSpeculative = None,
     draft_model: options.DraftModel = None,
@@ -55,7 +57,7 @@ def demo(
     text = checked_prompt(_find_prompt(prompt))
     plain, drafted = _params(temperature, max_tokens)
     screen = None if as_json else console.stdout(is_recorded=svg is not None)
-    with LLM(model, speculative_config=config, dtype=dtype) as llm:
+    with LLM(model, speculative_config=config, dtype=dtype, device=device, exact=exact) as llm:
         prompt_ids = as_prompt(llm, text)
         _warm_up(llm, prompt_ids)
         if screen is not None:

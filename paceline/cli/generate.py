@@ -24,6 +24,8 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")],
     model: options.Model = "default",
     dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    exact: options.Exact = False,
     system: options.System = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
@@ -77,7 +79,8 @@ def generate(
     if raw and system is not None:
         raise ConfigError(f"--system is {system[:40]!r} but --raw leaves the chat template out; put it into the prompt")
     text = checked_prompt(console.stdin().read() if prompt == "-" else prompt)
-    limits = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory), "dtype": dtype}
+    limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory), "dtype": dtype}
+    limits |= {"device": device, "exact": exact}
     _run(model, config, limits, lambda llm: as_prompt(llm, text, raw, system), params, as_json)
 
 

@@ -17,7 +17,9 @@ _SAMPLING, _SPECULATION, _MEMORY = "Sampling", "Speculation", "Memory"
 
 MODEL_HELP = "The default model, a local folder or .gguf file, or a Hugging Face name."
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-Dtype = Annotated[str, typer.Option(help="Of the weights: auto (int8 on CPUs), int8, int4 or float32.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: auto (int8 on CPUs, bfloat16 on GPUs), int8, int4, float32, float16.")]
+Device = Annotated[str, typer.Option(help="Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")]
+Exact = Annotated[bool, typer.Option("--exact", help="On a GPU, check drafts with the very arithmetic of plain decoding; CPUs always do.")]
 System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 

@@ -43,6 +43,8 @@ class Report:
 def verify(
     model: options.Model = "default",
     dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    exact: options.Exact = False,
     prompts: Annotated[Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 16,
@@ -68,7 +70,7 @@ def verify(
     configs = _drafters(methods, draft_model or model)
     parsing.check_target("--json", json_file)
     _check_draft_model(model, configs)
-    report = _examine(model, dtype, chosen, max_tokens, configs)
+    report = _examine(model, {"dtype": dtype, "device": device, "exact": exact}, chosen, max_tokens, configs)
     print_report(console.stdout(), report.checks, report.rules)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -104,7 +106,7 @@ def _check_draft_model(model: str, configs: dict[str, dict[str, Any]]) -> None:
         raise ConfigError(f"--draft-model {draft} has another tokenizer than {model} ({difference}); use a draft of the same family")
 
 
-def _examine(model: str, dtype: str, prompts: list[Prompt], max_tokens: int, configs: dict[str, dict[str, Any]]) -> Report:
+def _examine(model: str, loading: dict[str, Any], prompts: list[Prompt], max_tokens: int, configs: dict[str, dict[str, Any]]) -> Report:
     """Run everything under one progress bar, on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -121,8 +123,8 @@ def _examine(model: str, dtype: str, prompts: list[Prompt], max_tokens: int, con
                 console.write(progress.console, f"{what}\n")  # a log gets a line where a terminal gets a bar
             return lambda num_done: progress.advance(task, num_done)
 
-        examination, plain, rules = _plain_half(model, dtype, prompts, max_tokens, begin)
-        checks = [check for name, config in configs.items() for check in _checks(model, dtype, name, config, examination, plain, begin)]
+        examination, plain, rules = _plain_half(model, loading, prompts, max_tokens, begin)
+        checks = [check for name, config in configs.items() for check in _checks(model, loading, name, config, examination, plain, begin)]
         progress.update(task, description="done")
     return Report(checks, rules)
 
@@ -132,14 +134,14 @@ PlainTexts = dict[Any, list[list[int]]]  # mode -> token ids of each prompt's an
 
 
 def _plain_half(
-    model: str, dtype: str, prompts: list[Prompt], max_tokens: int, begin: Begin
+    model: str, loading: dict[str, Any], prompts: list[Prompt], max_tokens: int, begin: Begin
 ) -> tuple[Examination, PlainTexts, list[RuleResult]]:
     """What needs no drafter: the texts to compare with, and the accept rules on this model's logits."""
     from paceline import LLM
     from paceline.cli import verify_distribution as distribution
     from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
-    with LLM(model, dtype=dtype, max_num_seqs=max(BATCHES)) as llm:
+    with LLM(model, **loading, max_num_seqs=max(BATCHES)) as llm:
         examination = Examination(prompts, [_input(llm, prompt) for prompt in prompts], max_tokens)
         plain = {}
         for mode in MODES:
@@ -171,12 +173,12 @@ def _input(llm: LLM, prompt: Prompt) -> list[int]:
 
 
 def _checks(
-    model: str, dtype: str, name: str, config: dict[str, Any], examination: Examination, plain: PlainTexts, begin: Begin
+    model: str, loading: dict[str, Any], name: str, config: dict[str, Any], examination: Examination, plain: PlainTexts, begin: Begin
 ) -> Iterator[Check]:
     from paceline import LLM
     from paceline.cli.verify_equality import BATCHES, MODES
 
-    with LLM(model, dtype=dtype, speculative_config=config, max_num_seqs=max(BATCHES), progress=False) as llm:
+    with LLM(model, **loading, speculative_config=config, max_num_seqs=max(BATCHES), progress=False) as llm:
         for mode in MODES:
             for batch in BATCHES:
                 yield examination.check(llm, name, mode, batch, plain[mode], begin(f"{name}, T={mode.temperature}, batch {batch}"))

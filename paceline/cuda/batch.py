@@ -19,6 +19,7 @@ from paceline.types import Columns, Pick
 BLOCK_SIZE = 16
 WORD = 64  # bits of a word of the masks
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 65, 80, 96, 128, 160, 192, 256)
+MAX_ROWS = (1, 8, 64, 256)  # few, since every bucket is recorded and compiled for
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = tuple(512 * 2**i for i in range(12))
 
@@ -59,8 +60,7 @@ def bucket_for(columns: Columns, smallest: int = 1) -> Bucket:
     num_rows = len(columns.slots)
     rows, requests = _next(ROWS, max(num_rows, smallest)), _next(REQUESTS, len(columns.prefix_lens))
     longest = max(b - a for a, b in zip(columns.starts, columns.starts[1:], strict=False))
-    max_rows = _next(ROWS, max(longest, rows - num_rows))
-    return Bucket(rows, requests, min(max_rows, rows), _next(CONTEXTS, max(columns.prefix_lens)))
+    return Bucket(rows, requests, _next(MAX_ROWS, max(longest, rows - num_rows)), _next(CONTEXTS, max(columns.prefix_lens)))
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
@@ -85,7 +85,7 @@ class Inputs:
         rows, requests = bucket.rows, bucket.requests + 1
         blocks = bucket.context // BLOCK_SIZE + -(-bucket.max_rows // BLOCK_SIZE) + 1
         self._shapes: dict[str, tuple[int, ...]] = {
-            "masks": (rows, 2 * bucket.num_words),  # first, so that its 64-bit words are aligned
+            "picks": (3, 2 * rows), "masks": (rows, 2 * bucket.num_words),  # first, so that their 64-bit words are aligned
             "input_ids": (rows,), "positions": (rows,), "slots": (rows,), "parents": (rows,), "request_of": (rows,),
             "starts": (requests + 1,), "prefix_lens": (requests,), "block_tables": (requests, blocks),
         }  # fmt: skip
@@ -94,12 +94,10 @@ class Inputs:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._parts = {name: part.numpy() for name, part in self._cut(self._host).items()}
         parts = self._cut(self._device)
+        temperatures, self.seeds, self.places = parts.pop("picks").view(torch.int64)  # [T] each
+        self.temperatures = temperatures.view(torch.float64)
         parts["masks"] = parts["masks"].view(torch.int64)
         self.batch = DeviceBatch(**parts)
-        self._picks_host = torch.zeros((3, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._picks = torch.zeros((3, rows), dtype=torch.int64, device=device)
-        self.temperatures = self._picks[0].view(torch.float64)  # [T], as are the next two
-        self.seeds, self.places = self._picks[1], self._picks[2]
         self.fill(NOTHING, None)  # a capture launches before there is a batch, and must write nowhere
 
     def _cut(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -128,8 +126,7 @@ class Inputs:
 
     def _fill_picks(self, columns: Columns, picks: Sequence[Pick]) -> None:
         """How the token after each wanted row is chosen, and its position."""
-        to, count = self._picks_host.numpy(), len(columns.rows)
+        to, count = self._parts["picks"].view(np.int64), len(columns.rows)
         to[0, :count] = np.array([each.temperature for each in picks], np.float64).view(np.int64)
         to[1, :count] = np.array([each.seed for each in picks], np.uint64).view(np.int64)
         to[2, :count] = [columns.positions[row] + 1 for row in columns.rows]
-        self._picks.copy_(self._picks_host, non_blocking=True)

@@ -128,8 +128,8 @@ class CudaDecoder:
             qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
         )  # fmt: skip
         out = torch.empty_like(q)
-        sizes = {"max_context": bucket.context, "max_rows": bucket.max_rows}
-        attend(q, keys, values, batch, scale=self.config.scale, window=layer.window, **sizes, out=out)
+        scale, window, context, max_rows = self.config.scale, layer.window, bucket.context, bucket.max_rows
+        attend(q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out)
         return out.view(len(out), -1)
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:

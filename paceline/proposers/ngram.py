@@ -1,8 +1,8 @@
 """Prompt lookup: if the last few tokens occurred before, guess that what followed then follows now.
 
-The longest match wins, and of equally long ones the most recent. A match is trusted as far as it is long: a single word that occurred
-before gives one drafted token, four in a row give four, unless a shortest match was asked for, which is then trusted wholly. Every
-n-gram is indexed as it appears, so a step costs O(prompt_lookup_max) however long the text is.
+The longest match wins, and of equally long ones the most recent. A match is trusted half as far as it is long: one or two tokens that
+occurred before give one drafted token, five in a row give three, unless a shortest match was asked for, which is then trusted wholly.
+Every n-gram is indexed as it appears, so a step costs O(prompt_lookup_max) however long the text is.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.types import Draft, Needs, Request, Verdict
 @dataclass(frozen=True, slots=True)
 class NgramConfig(DrafterConfig):
     num_speculative_tokens: int = 3
-    prompt_lookup_max: int = 4  # longest match looked for
-    prompt_lookup_min: int | None = None  # shortest match trusted; None: 1, and drafts no longer than their match
+    prompt_lookup_max: int | None = None  # longest match looked for; None: twice the tokens drafted
+    prompt_lookup_min: int | None = None  # shortest match trusted; None: 1, and drafts half as long as their match
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
-        high = self.prompt_lookup_max
+        high = self.longest
         require(isinstance(high, int) and 1 <= high <= 64, "prompt_lookup_max", high, "use a whole number from 1 to 64")
         low = self.shortest
         require(
@@ -32,12 +32,16 @@ class NgramConfig(DrafterConfig):
         )
 
     @property
+    def longest(self) -> int:
+        return min(2 * self.num_speculative_tokens, 64) if self.prompt_lookup_max is None else self.prompt_lookup_max
+
+    @property
     def shortest(self) -> int:
         return 1 if self.prompt_lookup_min is None else self.prompt_lookup_min
 
     def trusted(self, match: int) -> int:
         """How many tokens to draft after a match of so many."""
-        return min(match, self.num_speculative_tokens) if self.prompt_lookup_min is None else self.num_speculative_tokens
+        return min((match + 1) // 2, self.num_speculative_tokens) if self.prompt_lookup_min is None else self.num_speculative_tokens
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ class Ngram:
         return [self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> Draft:
-        low, high = self.config.shortest, self.config.prompt_lookup_max
+        low, high = self.config.shortest, self.config.longest
         index = self._indexes.setdefault(request.id, _Index())
         index.extend(request.tokens, low, high)
         found = index.follower(request.tokens, low, high)
