@@ -87,8 +87,8 @@ def test_another_tokenizer_is_found_before_the_work(tiny: str, tmp_path: Path, m
 
 
 def test_a_broken_rule_is_reported_with_its_place(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def accept_all(request: Request, draft: Draft, logits: torch.Tensor, *rest: Any) -> Verdict:
-        honest = accept(request, draft, logits, *rest)
+    def accept_all(request: Request, draft: Draft, logits: torch.Tensor, *rest: Any, **more: Any) -> Verdict:
+        honest = accept(request, draft, logits, *rest, **more)
         whole = tuple(range(len(draft.tree.tokens))) if draft.tree.is_chain else honest.path
         return dataclasses.replace(honest, path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1]))
 

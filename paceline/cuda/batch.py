@@ -71,7 +71,8 @@ def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.
             above = masks[parents[row]] if parents[row] >= 0 else 0
             masks[row] = above | 1 << (row - first) % (WORD * num_words)
     size = WORD // 8 * num_words
-    return np.frombuffer(b"".join(mask.to_bytes(size, "little") for mask in masks), np.int64).reshape(len(masks), num_words)
+    words = bytearray().join(mask.to_bytes(size, "little") for mask in masks)
+    return np.frombuffer(words, np.int64).reshape(len(masks), num_words)
 
 
 NOTHING = Columns([], [], [], [], [], [0], [], [], [])
