@@ -118,6 +118,11 @@ class Draft:
     q: dict[int, torch.Tensor] | None = (
         None  # node -> [vocab] float64 probabilities its children were sampled from, in order, without replacement
     )
+    chances: tuple[float, ...] | None = None  # the drafter's guess that the whole path to a node is accepted; 1 for the root
+    sources: tuple[str, ...] | None = None  # where several did: who proposed each node
+
+    def source_of(self, node: int) -> str:
+        return self.source if self.sources is None else self.sources[node]
 
     @property
     def num_drafted(self) -> int:
@@ -225,20 +230,37 @@ class Output(NamedTuple):
     logits: torch.Tensor  # [L, vocab] float32
     hidden: dict[int, torch.Tensor]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
     picked: Sequence[int] | None = None  # [L]: the tokens chosen on the device, -1 where the logits are not finite
+    top: torch.Tensor | None = None  # [L, k] int64: the most likely tokens, if asked for, best first
 
 
 class Needs(NamedTuple):
     """What a proposer asks of the target's pass."""
 
     hidden_layers: tuple[int, ...] = ()
+    top_tokens: int = 0  # how many of the most likely tokens at each node of a draft
+
+
+class Seen(NamedTuple):
+    """What a pass showed about one request, after the commit. Its rows: known tokens, the last of them the root, then drafted nodes."""
+
+    request: Request
+    num_known: int  # rows of known tokens
+    draft: Draft | None  # None: a part of the prompt, and nothing was judged
+    verdict: Verdict | None
+    top: torch.Tensor | None  # [nodes, k]: the most likely tokens at the root and each drafted node, if asked for
+    hidden: dict[int, torch.Tensor]  # layer -> [rows, hidden], as asked for
 
 
 class Proposer(Protocol):
-    """A drafter. It never sees the engine and never changes a request."""
+    """A drafter. It never sees the engine and never changes a request.
+
+    A draft with q is sampled: how long it is may depend on what was drawn before a node, never on the node's own token.
+    """
 
     name: str
     needs: Needs
+    is_free: bool  # drafts without running a model
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]: ...
-    def observe(self, requests: Sequence[Request], verdicts: Sequence[Verdict], hidden: dict[int, Any]) -> None: ...
+    def observe(self, seen: Sequence[Seen]) -> None: ...
     def release(self, request: Request) -> None: ...

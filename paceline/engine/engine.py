@@ -5,7 +5,7 @@ The engine knows token ids and nothing of text. `commit` is the only place that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.config import EngineConfig
@@ -14,7 +14,7 @@ from paceline.engine.stats import SpecStats
 from paceline.errors import PacelineError, RequestError
 from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
-from paceline.types import Draft, FinishReason, Output, Proposer, Request, Segment, TokenLogprobs, Verdict
+from paceline.types import Draft, FinishReason, Needs, Output, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
 from paceline.verify.accept import accept
 from paceline.verify.sampling import pick_of
 from paceline.verify.tree import Tree
@@ -71,8 +71,9 @@ class Engine:
             return []
         drafts = self._propose(turns)
         segments = [self._segment(turn, drafts.get(turn.request.id)) for turn in turns]
-        output = self.runner.forward(segments, hidden_layers=self.proposer.needs.hidden_layers if self.proposer else ())
-        judged: list[tuple[Request, Verdict]] = []
+        needs = self.proposer.needs if self.proposer else Needs()
+        output = self.runner.forward(segments, hidden_layers=needs.hidden_layers, top_tokens=needs.top_tokens)
+        verdicts: dict[str, Verdict] = {}
         emissions: list[Emission] = []
         first = 0  # row of the logits
         for turn in turns:
@@ -88,9 +89,9 @@ class Engine:
             except PacelineError as error:
                 emissions.append(self._fail(request, error))
                 continue
-            judged.append((request, verdict))
+            verdicts[request.id] = verdict
             emissions.append(self._commit(turn, draft, verdict))
-        self._observe(judged, output)
+        self._observe(turns, drafts, verdicts, output)
         return emissions
 
     def _segment(self, turn: Turn, draft: Draft | None) -> Segment:
@@ -154,10 +155,21 @@ class Engine:
         if self.proposer is not None:
             self.proposer.release(request)
 
-    def _observe(self, judged: Sequence[tuple[Request, Verdict]], output: Output) -> None:
-        if self.proposer is not None:
-            running = [(r, v) for r, v in judged if not r.is_finished]
-            self.proposer.observe([r for r, _ in running], [v for _, v in running], output.hidden)
+    def _observe(self, turns: Sequence[Turn], drafts: Mapping[str, Draft], verdicts: Mapping[str, Verdict], output: Output) -> None:
+        """Show the drafter what the pass said about each request that goes on."""
+        if self.proposer is None:
+            return
+        seen, first, first_row = [], 0, 0
+        for turn in turns:
+            request, draft = turn.request, drafts.get(turn.request.id)
+            nodes = 0 if draft is None else len(draft.tree.tokens)
+            end, end_row = first + nodes, first_row + turn.num_new + max(nodes - 1, 0)
+            if not request.is_finished:
+                top = output.top[first:end] if output.top is not None and draft is not None else None
+                hidden = {layer: x[first_row:end_row] for layer, x in output.hidden.items()}
+                seen.append(Seen(request, turn.num_new, draft, verdicts.get(request.id), top, hidden))
+            first, first_row = end, end_row
+        self.proposer.observe(seen)
 
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.config import require
 from paceline.errors import ConfigError
 from paceline.proposers.base import DrafterConfig, Surroundings
 from paceline.proposers.chains import Chain, drafts_of, grow
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Draft, Needs, Request, Segment, Verdict
+from paceline.types import Cached, Draft, Needs, Request, Seen, Segment
 
 CHUNK = 512  # prompt tokens the draft model reads in one pass
 
@@ -44,6 +43,7 @@ class _State:
 class DraftModel:
     name = "draft_model"
     needs = Needs()
+    is_free = False
     Config: type[DrafterConfig] = DraftModelConfig
 
     def __init__(self, config: DrafterConfig, surroundings: Surroundings) -> None:
@@ -117,7 +117,7 @@ class DraftModel:
         self.runner.kv.free(self._states.pop(victim).cache)
         return True
 
-    def observe(self, requests: Sequence[Request], verdicts: Sequence[Verdict], hidden: dict[int, Any]) -> None:
+    def observe(self, seen: Sequence[Seen]) -> None:
         """Nothing to do: the next round rewinds to what became text."""
 
     def release(self, request: Request) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.config import require
 from paceline.proposers.base import DrafterConfig, Surroundings
 from paceline.proposers.chains import Chain, drafts_of, grow
-from paceline.types import Cached, Draft, Needs, Request, Verdict
+from paceline.types import Cached, Draft, Needs, Request, Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,7 @@ class EarlyExitConfig(DrafterConfig):
 class EarlyExit:
     name = "early_exit"
     needs = Needs()
+    is_free = False
     Config = EarlyExitConfig
 
     def __init__(self, config: EarlyExitConfig, surroundings: Surroundings) -> None:
@@ -48,7 +48,7 @@ class EarlyExit:
         view = Cached(request.cache.blocks, request.cache.num_cached)  # the request's own blocks, read on from its newest token
         return Chain(request, view, budget, request.tokens[view.num_cached :])
 
-    def observe(self, requests: Sequence[Request], verdicts: Sequence[Verdict], hidden: dict[int, Any]) -> None:
+    def observe(self, seen: Sequence[Seen]) -> None:
         """Nothing is kept between rounds."""
 
     def release(self, request: Request) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.config import require
 from paceline.proposers.base import DrafterConfig, Surroundings, chain, empty
-from paceline.types import Draft, Needs, Request, Verdict
+from paceline.types import Draft, Needs, Request, Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,7 @@ class _Index:
 class Ngram:
     name = "ngram"
     needs = Needs()
+    is_free = True
     Config = NgramConfig
 
     def __init__(self, config: NgramConfig, surroundings: Surroundings | None = None) -> None:
@@ -91,7 +91,7 @@ class Ngram:
         tokens = [request.tokens[start + i % period] for i in range(min(budget, self.config.trusted(match)))]
         return chain(request, tokens, self.name)
 
-    def observe(self, requests: Sequence[Request], verdicts: Sequence[Verdict], hidden: dict[int, Any]) -> None:
+    def observe(self, seen: Sequence[Seen]) -> None:
         """Nothing to learn: the index follows the request's tokens."""
 
     def release(self, request: Request) -> None:

@@ -74,10 +74,13 @@ class Runner:
     def config(self) -> ModelConfig:
         return self.decoder.config
 
-    def forward(self, segments: Sequence[Segment], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output:
+    def forward(
+        self, segments: Sequence[Segment], *, num_layers: int | None = None, hidden_layers: Sequence[int] = (), top_tokens: int = 0
+    ) -> Output:
         """Logits of the rows each segment asks for, in order. Stops after `num_layers` layers if given."""
         batch = build(segments, self.kv)
-        return self.decoder.forward(batch, self.kv.layers, num_layers=num_layers, hidden_layers=hidden_layers)
+        output = self.decoder.forward(batch, self.kv.layers, num_layers=num_layers, hidden_layers=hidden_layers)
+        return output._replace(top=output.logits.topk(top_tokens).indices) if top_tokens else output
 
     def warm_up(self) -> None:
         """One token through all layers: what is compiled or read lazily is done before anybody waits for an answer."""

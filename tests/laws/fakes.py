@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.errors import GrammarError
 from paceline.proposers.base import chain, empty
-from paceline.types import Draft, Needs, Request, Verdict
+from paceline.types import Draft, Needs, Request, Seen
 from paceline.verify.noise import Purpose
 from paceline.verify.sampling import choose, guess, noise_of, probabilities, processed
 from paceline.verify.tree import Tree
@@ -19,6 +18,7 @@ from tests.laws.harness import VOCAB, model
 
 class Fake:
     needs = Needs()
+    is_free = True
 
     def __init__(self) -> None:
         self.name = type(self).__name__
@@ -30,7 +30,7 @@ class Fake:
     def draft(self, request: Request, budget: int) -> Draft:
         raise NotImplementedError
 
-    def observe(self, requests: Sequence[Request], verdicts: Sequence[Verdict], hidden: dict[int, Any]) -> None: ...
+    def observe(self, seen: Sequence[Seen]) -> None: ...
     def release(self, request: Request) -> None: ...
 
     def truth(self, request: Request, budget: int) -> list[int]:
