@@ -18,6 +18,7 @@ import torch
 
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import CudaCapture, Recording
+from paceline.cuda.weights import Matrix
 from paceline.loaders.dummy import SHAPES, DummyCheckpoint
 from paceline.models.config import ModelConfig
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
@@ -32,7 +33,11 @@ def tree_parents(num_nodes: int) -> list[int]:
     return [-1] + [0 if i < TREE_BRANCHES else i - TREE_BRANCHES + 1 for i in range(num_nodes)]
 
 
-def linears_alone(decoder: CudaDecoder, rows: int) -> Recording:
+def torchs(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, matrix.weight.packed, matrix.bias)
+
+
+def linears_alone(decoder: CudaDecoder, rows: int, multiply: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> Recording:
     """The products of a pass and nothing else, in one graph."""
     config, weights = decoder.config, decoder.weights
     widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
@@ -40,8 +45,9 @@ def linears_alone(decoder: CudaDecoder, rows: int) -> Recording:
 
     def run() -> torch.Tensor:
         for layer in weights.layers:
-            layer.qkv(narrow), layer.out(heads), layer.gate_up(narrow), layer.down(wide)
-        return weights.head(narrow)
+            for matrix, x in ((layer.qkv, narrow), (layer.out, heads), (layer.gate_up, narrow), (layer.down, wide)):
+                multiply(matrix, x)
+        return multiply(weights.head, narrow)
 
     return CudaCapture()(run)
 
@@ -61,8 +67,8 @@ def device_ms(run: Callable[[], Any], repeats: int) -> list[float]:
 class Steps:
     """Passes over a cached context of one request or several, the same again and again."""
 
-    def __init__(self, config: ModelConfig, dtype: str, context: int, requests: int, exact_rows: int = 1) -> None:
-        self.decoder = CudaDecoder.load(DummyCheckpoint(config, "cuda"), dtype=dtype, exact_rows=exact_rows)
+    def __init__(self, config: ModelConfig, dtype: str, context: int, requests: int, exact: bool = False) -> None:
+        self.decoder = CudaDecoder.load(DummyCheckpoint(config, "cuda"), dtype=dtype, exact=exact)
         blocks = requests * -(-(context + 300) // BLOCK_SIZE)
         self.runner = Runner(self.decoder, KvCache(config, blocks, device="cuda", dtype=self.decoder.weights.dtype, has_spare=True))
         self.caches = [Cached() for _ in range(requests)]
@@ -121,15 +127,22 @@ def transformers_ms(config: ModelConfig, context: int, tokens: int) -> float:
     return 1000 * (times[1 + tokens] - times[1]) / tokens
 
 
-def measure(shape: str, dtypes: Sequence[str], contexts: Sequence[int], nodes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def measure(
+    shape: str, dtypes: Sequence[str], contexts: Sequence[int], nodes: Sequence[int], repeats: int, exact: bool
+) -> list[dict[str, Any]]:
     config, records = SHAPES[shape], []
     for dtype in dtypes:
-        steps = Steps(config, dtype, max(contexts), 1)
-        alone = {n: median(device_ms(linears_alone(steps.decoder, n + 1).replay, repeats)) for n in nodes}
+        steps = Steps(config, dtype, max(contexts), 1, exact)
+        is_whole = steps.decoder.weights.head.weight.is_whole
+        ways = {"linears_ms": torchs if is_whole else Matrix.__call__, "our_linears_ms": Matrix.__call__}
+        alone = {
+            n: {name: round(median(device_ms(linears_alone(steps.decoder, n + 1, way).replay, repeats)), 4) for name, way in ways.items()}
+            for n in nodes
+        }
         for context in contexts:
             steps.set_context(context)
             for n in nodes:
-                record = {"shape": shape, "dtype": dtype, "context": context, "nodes": n, "linears_ms": round(alone[n], 4)}
+                record = {"shape": shape, "dtype": dtype, "exact": exact, "context": context, "nodes": n, **alone[n]}
                 record |= {"step_ms": round(steps.device_ms(n, 1, repeats), 4), "wall_ms": round(steps.wall_ms(n, 1, repeats), 4)}
                 record["gigabytes"] = round(steps.decoder.num_bytes / 1e9, 3)
                 records.append(record)
@@ -146,11 +159,12 @@ def main() -> None:
     parser.add_argument("--contexts", default="512,8192")
     parser.add_argument("--nodes", default="0,7,15,31,63", help="drafted nodes beside the root")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--exact", action="store_true", help="in exact mode")
     parser.add_argument("--transformers", action="store_true", help="time transformers' generate too")
     parser.add_argument("--json", help="also write the records to this file")
     asked = parser.parse_args()
     contexts, nodes = ([int(number) for number in text.split(",")] for text in (asked.contexts, asked.nodes))
-    records = measure(asked.shape, asked.dtypes.split(","), contexts, nodes, asked.repeats)
+    records = measure(asked.shape, asked.dtypes.split(","), contexts, nodes, asked.repeats, asked.exact)
     if asked.transformers:
         record = {"shape": asked.shape, "engine": "transformers", "wall_ms": transformers_ms(SHAPES[asked.shape], contexts[0], 64)}
         records.append(record)

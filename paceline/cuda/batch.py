@@ -18,7 +18,7 @@ from paceline.types import Columns, Pick
 
 BLOCK_SIZE = 16
 WORD = 64  # bits of a word of the masks
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 65, 80, 96, 128, 160, 192, 256)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_ROWS = (1, 8, 64, 256)  # few, since every bucket is recorded and compiled for
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = tuple(512 * 2**i for i in range(12))
@@ -56,9 +56,9 @@ def _next(sizes: tuple[int, ...], size: int) -> int:
     return next((each for each in sizes if each >= size), size)
 
 
-def bucket_for(columns: Columns, smallest: int = 1) -> Bucket:
+def bucket_for(columns: Columns) -> Bucket:
     num_rows = len(columns.slots)
-    rows, requests = _next(ROWS, max(num_rows, smallest)), _next(REQUESTS, len(columns.prefix_lens))
+    rows, requests = _next(ROWS, num_rows), _next(REQUESTS, len(columns.prefix_lens))
     longest = max(b - a for a, b in zip(columns.starts, columns.starts[1:], strict=False))
     return Bucket(rows, requests, _next(MAX_ROWS, max(longest, rows - num_rows)), _next(CONTEXTS, max(columns.prefix_lens)))
 

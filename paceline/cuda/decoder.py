@@ -2,7 +2,7 @@
 
 Small passes whose every row wants logits (plain decoding and checking drafts) are padded to a bucket and replayed; prompts run kernel by
 kernel. Invariant: what a row computes depends on the bucket and on its own context alone, so a request gets the same bits whoever
-shares its pass; in exact mode plain decoding and checking use one bucket, and the text is bitwise the same with drafts and without.
+shares its pass; in exact mode on its own context alone, and the text is bitwise the same with drafts and without.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _Task(NamedTuple):
 class CudaDecoder:
     """Built by `CudaDecoder.load`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device, capture: Capture, smallest: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device, capture: Capture, is_exact: bool) -> None:
         self.config, self.weights, self.device = config, weights, device
         self._graphs = Graphs(capture)
-        self._smallest = smallest
+        self.is_exact = is_exact
 
     @classmethod
     def load(
@@ -52,15 +52,20 @@ class CudaDecoder:
         dtype: str = "bfloat16",
         device: str = "cuda",
         context: int | None = None,
-        exact_rows: int = 1,
+        exact: bool = False,
         capture: Capture | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """`exact_rows`: passes are padded to at least so many rows, so that fewer are computed by the very same kernels."""
+        """`exact`: a row has the same bits in every pass, however many rows it has; checked are chains, no trees."""
         config = replace(checkpoint.config, max_context=min(checkpoint.config.max_context, context or checkpoint.config.max_context))
         place = torch.device(device)
-        weights = load_weights(checkpoint, config, dtype, place, progress or (lambda done, total: None))
-        return cls(config, weights, place, capture or CudaCapture(), exact_rows)
+        weights = load_weights(checkpoint, config, dtype, place, exact, progress or (lambda done, total: None))
+        return cls(config, weights, place, capture or CudaCapture(), exact)
+
+    @property
+    def checks_trees(self) -> bool:
+        """Side branches have the bits that plain decoding gives: in attention a node stands at its row, and not at its position."""
+        return not self.is_exact
 
     @property
     def num_bytes(self) -> int:
@@ -75,9 +80,9 @@ class CudaDecoder:
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         columns = batch.columns
-        task = _Task(bucket_for(columns, self._smallest), depth, tuple(hidden_layers), batch.picks is not None)
+        task = _Task(bucket_for(columns), depth, tuple(hidden_layers), batch.picks is not None)
         if task.bucket.rows <= MAX_GRAPH_ROWS and len(columns.rows) == len(columns.slots):
-            (recording, inputs) = self._graphs.get((task, id(kv)), lambda: self._prepare(task, kv))
+            recording, (inputs, _) = self._graphs.get((task, id(kv)), lambda: self._prepare_graph(task, kv))
             inputs.fill(columns, batch.picks)
             recording.replay()
             logits, picked, hidden = recording.outputs
@@ -87,11 +92,16 @@ class CudaDecoder:
             logits, picked, hidden = run()
         count, num_rows = len(columns.rows), len(columns.slots)
         chosen = picked[:count].tolist() if picked is not None else None  # waits for the device: the one time in a step
-        return Output(logits[:count].float(), {layer: x[:num_rows].clone() for layer, x in hidden.items()}, chosen)
+        return Output(logits[:count], {layer: x[:num_rows].clone() for layer, x in hidden.items()}, chosen)
+
+    def _prepare_graph(self, task: _Task, kv: Sequence[LayerCache]) -> tuple[Callable[[], Any], tuple[Inputs, Sequence[LayerCache]]]:
+        """Kept beside the recording: its inputs, and the cache, since another at the same address would be taken for it."""
+        run, inputs = self._prepare(task, kv)
+        return run, (inputs, kv)
 
     def _prepare(self, task: _Task, kv: Sequence[LayerCache], wanted: Sequence[int] | None = None) -> tuple[Callable[[], Any], Inputs]:
         inputs = Inputs(task.bucket, kv[0][0].shape[0] - 1, self.device)
-        rows = None if wanted is None else torch.tensor(wanted, device=self.device)
+        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self.device)
         return partial(self._run, inputs, task, kv, rows), inputs
 
     def _run(self, inputs: Inputs, task: _Task, kv: Sequence[LayerCache], wanted: torch.Tensor | None) -> Any:
@@ -104,35 +114,30 @@ class CudaDecoder:
             rows.add_norm(x, added, after, layer.attention_norm, eps, normed)
             if i in task.hidden_layers:
                 hidden[i] = x.clone()
-            attended = layer.out(self._attend(layer, layer.qkv(normed), batch, task.bucket, kv[i]))
+            attended = layer.out.parts(self._attend(layer, layer.qkv.parts(normed), batch, task.bucket, kv[i]))
             rows.add_norm(x, attended, layer.after_attention, layer.mlp_norm, eps, normed)
-            added, after = layer.down(self._gate(layer.gate_up(normed))), layer.after_mlp
+            added, after = layer.down.parts(layer.gate_up(normed, self.config.activation)), layer.after_mlp
         rows.add_norm(x, added, after, weights.norm, eps, normed)
         if task.depth in task.hidden_layers:
             hidden[task.depth] = x.clone()
+        if wanted is not None and not len(wanted):  # part of a prompt
+            return normed.new_empty((0, self.config.vocab_size)), None, hidden
         logits = weights.head(normed if wanted is None else normed[wanted])
         return logits, self._pick(logits, inputs) if task.has_picks else None, hidden
 
     def _pick(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """[L]: the chosen tokens, -1 where the logits are not finite."""
         count = len(logits)
-        best = torch.empty(count, dtype=torch.float32, device=logits.device)
-        ids = pick(logits, inputs.temperatures[:count], inputs.seeds[:count], inputs.places[:count], out_max=best)
-        return torch.where(best.isfinite(), ids, -1)
+        return pick(logits, inputs.temperatures[:count], inputs.seeds[:count], inputs.places[:count])
 
     def _attend(self, layer: Layer, qkv: torch.Tensor, batch: DeviceBatch, bucket: Bucket, cache: LayerCache) -> torch.Tensor:
-        """[T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""
+        """[parts, T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""
         keys, values = cache
-        q = torch.empty((bucket.rows, self.config.num_heads, self.config.head_dim), dtype=qkv.dtype, device=qkv.device)
+        q = torch.empty((bucket.rows, self.config.num_heads, self.config.head_dim), dtype=self.weights.dtype, device=self.device)
         rows.place(
             qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
         )  # fmt: skip
         out = torch.empty_like(q)
         scale, window, context, max_rows = self.config.scale, layer.window, bucket.context, bucket.max_rows
-        attend(q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out)
+        attend(q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out, is_exact=self.is_exact)
         return out.view(len(out), -1)
-
-    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)
-        rows.gate(gate_up, self.config.activation, out)
-        return out

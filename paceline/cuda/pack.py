@@ -1,9 +1,10 @@
-"""Weights as small integers in the order the GPU kernels read them (cuda/linear.py).
+"""Weights in the order the GPU kernels read them (cuda/linear.py): as small integers, or as they are.
 
 int8 is w = q * s with q in [-127, 127]; int4 is w = (16 + q) * s - c with q in [0, 15]: in bfloat16 the bits 0x4180 | q << 3 are 16 + q, so
 one multiply-add makes the weight. s and c are bfloat16, one pair for each group of consecutive inputs of a row. An int16 word holds the
 integers of four (int4) or two (int8) equal parts of its group: word j has inputs j, j + words, j + 2 * words ... from its lowest bits up.
 Tiles are thus whole words, the same place of all of them is one run of inputs, and a group of all rows is one run of memory.
+Weights of 16 and 32 bits stay [N, K], not copied, so an embedding can be the output layer too; their groups are but steps of the kernel.
 Invariant: `unpack(pack(q))` is q, and `weights` are exactly what the kernels multiply with.
 """
 
@@ -18,16 +19,22 @@ from paceline.loaders.quantize import padded
 
 GROUP = 128  # inputs that share a scale
 GROUPS = (64, 128)
+STEP = 64  # inputs of weights of 16 bits a kernel loads at a time: three programs with four such stages fit a multiprocessor
 ROWS = 128  # rows are filled up to a multiple: no kernel masks a load of weights
 _CHUNK = 8192  # rows quantized at a time: bounds the memory beside the weights
 
 
-class QuantizedWeight(NamedTuple):
-    packed: torch.Tensor  # [groups, rows, words of a group] int16
-    scales: torch.Tensor  # [groups, rows] int32: s in the low half, -c in the high half, both bfloat16
+class PackedWeight(NamedTuple):
+    packed: torch.Tensor  # [groups, rows, words of a group] int16; whole: [N, K] bfloat16, float16 or float32
+    scales: torch.Tensor  # [groups, rows] int32: s in the low half, -c in the high half, both bfloat16; whole: empty
     bits: int
     group: int
     shape: tuple[int, int]  # N, K before filling up
+
+    @property
+    def is_whole(self) -> bool:
+        """Not small integers but numbers."""
+        return self.bits >= 16
 
 
 class Integers(NamedTuple):
@@ -36,8 +43,10 @@ class Integers(NamedTuple):
     offsets: torch.Tensor  # [N, groups] bfloat16; zeros for int8
 
 
-def pack(weight: torch.Tensor, bits: int, device: torch.device | None = None, group: int = GROUP) -> QuantizedWeight:
-    """weight [N, K] of any float dtype; the result is on `device`, or where the weight is."""
+def pack(weight: torch.Tensor, bits: int, device: torch.device | None = None, group: int = GROUP) -> PackedWeight:
+    """weight [N, K] of any float dtype (16 and 32 bits: of its own); the result is on `device`, or where the weight is."""
+    if bits >= 16:
+        return _whole(weight.to(device or weight.device))
     assert bits in (4, 8), f"no kernel for {bits} bits"
     assert group in GROUPS, f"no kernel for groups of {group}"
     place, (num_rows, width) = device or weight.device, weight.shape
@@ -50,7 +59,13 @@ def pack(weight: torch.Tensor, bits: int, device: torch.device | None = None, gr
         last = first + len(integers.values)
         packed[:, first:last] = pack_values(integers.values, bits, group)
         scales[:, first:last] = torch.stack([integers.scales, -integers.offsets], -1).view(torch.int32).squeeze(-1).T
-    return QuantizedWeight(packed, scales, bits, group, (num_rows, width))
+    return PackedWeight(packed, scales, bits, group, (num_rows, width))
+
+
+def _whole(weight: torch.Tensor) -> PackedWeight:
+    assert weight.is_floating_point(), f"weights of {weight.dtype} are no numbers"
+    scales = torch.empty((0, 0), dtype=torch.int32, device=weight.device)
+    return PackedWeight(weight.contiguous(), scales, 8 * weight.element_size(), STEP, (weight.shape[0], weight.shape[1]))
 
 
 def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
@@ -88,7 +103,7 @@ def pack_values(values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     return words.to(torch.int16).transpose(0, 1)
 
 
-def unpack(weight: QuantizedWeight) -> Integers:
+def unpack(weight: PackedWeight) -> Integers:
     """The inverse of `pack`: what it kept of each weight."""
     num_rows, bits = weight.shape[0], weight.bits
     words = weight.packed[:, :num_rows].transpose(0, 1).int()  # [N, groups, words]

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 from paceline.verify.noise import Purpose
 
 BLOCK = 1024  # ids a program looks at; four share a random counter
@@ -53,6 +54,8 @@ def _best_of_blocks(
     vocab: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    let_next_start()
+    wait_for_previous()
     row, part = tl.program_id(0), tl.program_id(1)
     ids = part * block + tl.arange(0, block)
     logits = tl.load(logits_ptr + row.to(tl.int64) * vocab + ids, mask=ids < vocab, other=-float("inf"))
@@ -75,20 +78,21 @@ def _best_of_rows(
     ids_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     out_ids_ptr: tl.tensor,
-    out_max_ptr: tl.tensor,
     vocab: tl.constexpr,
     num_blocks: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
     """Blocks are in the order of their ids, so the first of the best has the lowest id."""
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
     scores = tl.load(scores_ptr + row * num_blocks + at, mask=at < num_blocks, other=-float("inf"))
     block = tl.argmax(scores, 0, tie_break_left=True)
     token = tl.load(ids_ptr + row * num_blocks + block)
-    tl.store(out_ids_ptr + row, token.to(tl.int64))
-    if out_max_ptr is not None:
-        tl.store(out_max_ptr + row, tl.load(logits_ptr + row * vocab + token).to(tl.float32))
+    best = tl.load(logits_ptr + row * vocab + token).to(tl.float32)
+    is_finite = (best == best) & (tl.abs(best) != float("inf"))
+    tl.store(out_ids_ptr + row, tl.where(is_finite, token, -1).to(tl.int64))
 
 
 def pick(
@@ -97,12 +101,11 @@ def pick(
     seeds: torch.Tensor,  # [L] int64: the 64 bits of each request's seed
     positions: torch.Tensor,  # [L] int64: of the token to be chosen, one past the row's own
     out_ids: torch.Tensor | None = None,  # [L] int64
-    out_max: torch.Tensor | None = None,  # [L] float32: the chosen token's logit; see below
     work: Workspace | None = None,  # of at least L rows
 ) -> torch.Tensor:
     """The token of each row, [L] int64: its best where the temperature is 0, its seeded draw elsewhere; the lowest id wins a tie.
 
-    A broken row shows in `out_max`, which is not finite if any logit is NaN or +inf, or all are -inf.
+    It is -1 where a row is broken: if any logit is NaN or +inf, or all are -inf.
     """
     num_rows, vocab = logits.shape
     out_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out_ids is None else out_ids
@@ -111,13 +114,12 @@ def pick(
     assert len(temperature) == len(seeds) == len(positions) == len(out_ids) == num_rows, "one of each a row"
     assert seeds.dtype == positions.dtype == out_ids.dtype == torch.int64, "64-bit keys and ids"
     assert temperature.dtype in (torch.float32, torch.float64), "a temperature is a fraction"
-    assert out_max is None or (out_max.shape == (num_rows,) and out_max.dtype == torch.float32), "one logit a row"
     num_blocks = triton.cdiv(vocab, BLOCK)
     assert len(work.scores) >= num_rows, "a workspace of as many rows"
     assert work.scores.shape[1] == num_blocks, "a workspace of this vocabulary"
-    _best_of_blocks[(num_rows, num_blocks)](logits, temperature, seeds, positions, *work, vocab, BLOCK, num_warps=4)
+    _best_of_blocks[(num_rows, num_blocks)](logits, temperature, seeds, positions, *work, vocab, BLOCK, num_warps=4, **LAUNCH)
     width = triton.next_power_of_2(num_blocks)
-    _best_of_rows[(num_rows,)](*work, logits, out_ids, out_max, vocab, num_blocks, width, num_warps=1)
+    _best_of_rows[(num_rows,)](*work, logits, out_ids, vocab, num_blocks, width, num_warps=1, **LAUNCH)
     return out_ids
 
 

@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
+
+SCALE_BYTES = tl.constexpr(16)  # as runtime/kv_cache.py has it
 MAX_HIDDEN = 16384  # a row of the residual stream is one tile
 TILE = 1024  # elements a program where a row need not be one tile
 HEADS = 4  # heads a program places: a warp has enough to do, and one token still spreads over several multiprocessors
@@ -23,15 +26,27 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+def _are_parts(parts: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """One part is of the activations' dtype, several are float32."""
+    return parts.shape[1:] == shape and parts.dtype == (dtype if len(parts) == 1 else torch.float32) and parts.is_contiguous()
+
+
 def _are_dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
 @triton.jit
-def _normed(x: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor, size: tl.constexpr, block: tl.constexpr) -> tl.tensor:
+def added_up(parts_ptr: tl.tensor, step: tl.tensor, mask: tl.tensor, splits: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """float32: what a product of so many parts gives (cuda/linear.py), `step` numbers from one part to the next, rounded as it would be."""
+    total = tl.load(parts_ptr, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, splits):
+        total += tl.load(parts_ptr + i * step, mask=mask, other=0.0)
+    return total.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _normed(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, size: tl.constexpr) -> tl.tensor:
     """x [block] float32, zero beyond `size`."""
-    at = tl.arange(0, block)
-    weight = tl.load(weight_ptr + at, mask=at < size, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
 
 
@@ -44,27 +59,32 @@ def _add_norm(
     out_ptr: tl.tensor,
     eps: tl.tensor,
     hidden: tl.constexpr,
+    splits: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    let_next_start()
     start = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, block)
     inside = at < hidden
     dtype = x_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous()
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
-        added = tl.load(added_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+        added = added_up(added_ptr + start + at, tl.num_programs(0).to(tl.int64) * hidden, inside, splits, dtype)
         if after_ptr is not None:
-            added = _normed(added, after_ptr, eps, hidden, block).to(dtype).to(tl.float32)
+            after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            added = _normed(added, after, eps, hidden).to(dtype).to(tl.float32)
         total = (x + added).to(dtype)
         tl.store(x_ptr + start + at, total, mask=inside)
         x = total.to(tl.float32)
-    out = _normed(x, weight_ptr, eps, hidden, block)
+    out = _normed(x, weight, eps, hidden)
     tl.store(out_ptr + start + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def add_norm(
     x: torch.Tensor,  # [T, hidden]: the residual stream, changed in place
-    added: torch.Tensor | None,  # [T, hidden]: what a block adds to it
+    added: torch.Tensor | None,  # [parts, T, hidden]: what a block adds to it, a product in parts
     after_weight: torch.Tensor | None,  # [hidden]: gemma norms what is added
     weight: torch.Tensor,  # [hidden]
     eps: float,
@@ -74,11 +94,11 @@ def add_norm(
     num_rows, hidden = x.shape
     assert hidden <= MAX_HIDDEN, "a row is one tile"
     assert (out.shape, weight.shape) == (x.shape, (hidden,)), "a norm keeps its shape"
-    assert added is None or (added.shape == x.shape and added.dtype == x.dtype and added.is_contiguous()), "what is added fits"
+    assert added is None or _are_parts(added, x.shape, x.dtype), "what is added fits"
     assert after_weight is None or (added is not None and after_weight.shape == (hidden,)), "something is added"
     assert _are_dense(x, out), "rows follow each other"
-    block = triton.next_power_of_2(hidden)
-    _add_norm[(num_rows,)](x, added, after_weight, weight, out, eps, hidden, block, num_warps=_warps(block))
+    block, splits = triton.next_power_of_2(hidden), 1 if added is None else len(added)
+    _add_norm[(num_rows,)](x, added, after_weight, weight, out, eps, hidden, splits, block, num_warps=_warps(block), **LAUNCH)
 
 
 @triton.jit
@@ -97,10 +117,12 @@ def _place(
     num_q: tl.constexpr,
     num_kv: tl.constexpr,
     dim: tl.constexpr,
+    splits: tl.constexpr,
     half_block: tl.constexpr,
     group: tl.constexpr,
 ) -> None:
     """A tile is `group` heads by half a head: left and right halves turn together. Heads: queries, then keys, then values."""
+    let_next_start()
     half: tl.constexpr = dim // 2
     row = tl.program_id(0).to(tl.int64)
     position, slot = tl.load(positions_ptr + row).to(tl.int64), tl.load(slots_ptr + row).to(tl.int64)
@@ -113,11 +135,13 @@ def _place(
     inside = is_query | is_key | is_value
     offsets = head * dim + at
 
-    source = qkv_ptr + row * (num_q + 2 * num_kv) * dim + offsets
-    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + position * half + at, mask=is_dim, other=0.0)
     sin = tl.load(sin_ptr + position * half + at, mask=is_dim, other=0.0)
+    wait_for_previous()
+    width: tl.constexpr = (num_q + 2 * num_kv) * dim
+    source, step = qkv_ptr + row * width + offsets, tl.num_programs(0).to(tl.int64) * width
+    left = added_up(source, step, inside, splits, q_out_ptr.dtype.element_ty)
+    right = added_up(source + half, step, inside, splits, q_out_ptr.dtype.element_ty)
     normed_left, normed_right = left, right
     if q_norm_ptr is not None:
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / dim + eps)[:, None]
@@ -129,12 +153,27 @@ def _place(
     q_out = q_out_ptr + row * num_q * dim + offsets
     tl.store(q_out, turned_left.to(q_out_ptr.dtype.element_ty), mask=is_query)
     tl.store(q_out + half, turned_right.to(q_out_ptr.dtype.element_ty), mask=is_query)
-    keys = keys_ptr + (slot * num_kv - num_q) * dim + offsets
-    tl.store(keys, turned_left.to(keys_ptr.dtype.element_ty), mask=is_key)
-    tl.store(keys + half, turned_right.to(keys_ptr.dtype.element_ty), mask=is_key)
-    values = values_ptr + (slot * num_kv - num_q - num_kv) * dim + offsets
-    tl.store(values, left.to(values_ptr.dtype.element_ty), mask=is_value)
-    tl.store(values + half, right.to(values_ptr.dtype.element_ty), mask=is_value)
+    _keep(keys_ptr, slot * num_kv + head - num_q, at, turned_left, turned_right, is_key, dim)
+    _keep(values_ptr, slot * num_kv + head - num_q - num_kv, at, left, right, is_value, dim)
+
+
+@triton.jit
+def _keep(
+    cache_ptr: tl.tensor, line: tl.tensor, at: tl.tensor, left: tl.tensor, right: tl.tensor, mask: tl.tensor, dim: tl.constexpr
+) -> None:
+    """Store heads [G, half] in lines [G, 1] of a cache; as integers, with their scale after them, if it is one of integers."""
+    half: tl.constexpr = dim // 2
+    if cache_ptr.dtype.element_ty == tl.int8:
+        start = cache_ptr + line * (dim + SCALE_BYTES)
+        highest = tl.maximum(tl.max(tl.abs(left), 1, keep_dims=True), tl.max(tl.abs(right), 1, keep_dims=True))  # [G, 1]
+        scale = tl.where(highest > 0, highest, 1.0) / 127
+        is_kept = tl.max(mask.to(tl.int32), 1, keep_dims=True) > 0
+        tl.store((start + dim).to(tl.pointer_type(tl.float32), bitcast=True), scale, mask=is_kept)
+        left, right = tl.floor(left / scale + 0.5), tl.floor(right / scale + 0.5)
+    else:
+        start = cache_ptr + line * dim
+    tl.store(start + at, left.to(cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(start + at + half, right.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -145,13 +184,13 @@ def _head_weight(q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, is_query: tl.tens
 
 
 def place(
-    qkv: torch.Tensor,  # [T, (heads + 2 * kv_heads) * dim]
+    qkv: torch.Tensor,  # [parts, T, (heads + 2 * kv_heads) * dim]: a product in parts
     positions: torch.Tensor,  # [T]
     slots: torch.Tensor,  # [T]
     cos: torch.Tensor,  # [context, dim / 2] float32
     sin: torch.Tensor,  # [context, dim / 2] float32
-    keys: torch.Tensor,  # [num_slots, kv_heads, dim]
-    values: torch.Tensor,  # [num_slots, kv_heads, dim]
+    keys: torch.Tensor,  # [num_slots, kv_heads, dim]; int8: [num_slots, kv_heads, dim + SCALE_BYTES]
+    values: torch.Tensor,  # as the keys
     q_norm: torch.Tensor | None,  # [dim]
     k_norm: torch.Tensor | None,  # [dim]
     eps: float,
@@ -161,20 +200,24 @@ def place(
     num_rows, num_q, dim = q_out.shape
     num_kv = keys.shape[1]
     num_heads = num_q + 2 * num_kv
-    assert (qkv.shape, positions.shape, slots.shape) == ((num_rows, num_heads * dim), (num_rows,), (num_rows,)), "one row of each a token"
-    assert keys.shape == values.shape == (len(keys), num_kv, dim), "keys and values are of the same heads"
+    assert _are_parts(qkv, torch.Size((num_rows, num_heads * dim)), q_out.dtype), "all heads of every token"
+    assert positions.shape == slots.shape == (num_rows,), "one of each a token"
+    width = dim + SCALE_BYTES.value * (keys.dtype == torch.int8)
+    assert keys.shape == values.shape == (len(keys), num_kv, width), "keys and values are of the same heads"
     assert cos.shape == sin.shape == (len(cos), dim / 2), "half a head turns with the other half"
     assert cos.dtype == sin.dtype == torch.float32, "rotary tables are float32"
     assert (q_norm is None) == (k_norm is None), "queries and keys are both normed, or neither"
     assert _are_dense(qkv, cos, sin, keys, values, q_out), "rows follow each other"
     grid = (num_rows, triton.cdiv(num_heads, HEADS))
     half_block = triton.next_power_of_2(dim // 2)
-    sizes = (num_q, num_kv, dim, half_block, HEADS)
-    _place[grid](qkv, positions, slots, cos, sin, keys, values, q_norm, k_norm, q_out, eps, *sizes, num_warps=1)
+    sizes = (num_q, num_kv, dim, len(qkv), half_block, HEADS)
+    _place[grid](qkv, positions, slots, cos, sin, keys, values, q_norm, k_norm, q_out, eps, *sizes, num_warps=1, **LAUNCH)
 
 
 @triton.jit
 def _gate(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.constexpr, is_silu: tl.constexpr, tile: tl.constexpr) -> None:
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = at < width
@@ -193,13 +236,15 @@ def gate(gate_up: torch.Tensor, activation: Literal["silu", "gelu_tanh"], out: t
     assert gate_up.shape == (num_rows, 2 * width), "two halves"
     assert activation in ("silu", "gelu_tanh"), f"no activation {activation}"
     assert _are_dense(gate_up, out), "rows follow each other"
-    _gate[(num_rows, triton.cdiv(width, TILE))](gate_up, out, width, activation == "silu", TILE, num_warps=4)
+    _gate[(num_rows, triton.cdiv(width, TILE))](gate_up, out, width, activation == "silu", TILE, num_warps=4, **LAUNCH)
 
 
 @triton.jit
 def _embed(
     ids_ptr: tl.tensor, table_ptr: tl.tensor, out_ptr: tl.tensor, scale: tl.tensor, hidden: tl.constexpr, tile: tl.constexpr
 ) -> None:
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     token = tl.load(ids_ptr + row).to(tl.int64)
@@ -212,4 +257,4 @@ def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tenso
     num_rows, hidden = out.shape
     assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
     assert _are_dense(table, out), "rows follow each other"
-    _embed[(num_rows, triton.cdiv(hidden, TILE))](ids, table, out, scale, hidden, TILE, num_warps=4)
+    _embed[(num_rows, triton.cdiv(hidden, TILE))](ids, table, out, scale, hidden, TILE, num_warps=4, **LAUNCH)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
-from paceline.cuda.linear import QuantizedWeight, pack, product
+from paceline.cuda.linear import Activation, PackedWeight, pack, parts, product
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.rope import RotaryTables, rotary_tables
@@ -21,18 +20,19 @@ BITS = {"int8": 8, "int4": 4}  # weights alone: activations are bfloat16
 
 
 class Matrix(NamedTuple):
-    weight: torch.Tensor | QuantizedWeight  # [N, K]
+    weight: PackedWeight  # [N, K]
     bias: torch.Tensor | None
+    is_exact: bool  # the same bits with any number of rows, prompts too
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:  # [T, K] -> [T, N]
-        if isinstance(self.weight, QuantizedWeight):
-            return product(x, self.weight, self.bias)
-        return functional.linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:  # [T, K] -> [T, N], or [T, N / 2]
+        return product(x, self.weight, self.bias, activation=activation, is_exact=self.is_exact)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:  # [T, K] -> [S, T, N], to be added up
+        return parts(x, self.weight, self.bias, is_exact=self.is_exact)
 
     @property
     def num_bytes(self) -> int:
-        parts = self.weight if isinstance(self.weight, QuantizedWeight) else (self.weight,)
-        return sum(part.numel() * part.element_size() for part in parts if isinstance(part, torch.Tensor))
+        return self.weight.packed.nbytes + self.weight.scales.nbytes
 
 
 class Layer(NamedTuple):
@@ -64,15 +64,17 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES.get(name, torch.bfloat16)
 
 
-def load_weights(checkpoint: Any, config: ModelConfig, dtype: str, device: torch.device, progress: Callable[[int, int], None]) -> Weights:
-    reader = _Reader(checkpoint, config, dtype, device)
+def load_weights(
+    checkpoint: Any, config: ModelConfig, dtype: str, device: torch.device, is_exact: bool, progress: Callable[[int, int], None]
+) -> Weights:
+    reader = _Reader(checkpoint, config, dtype, device, is_exact)
     layers = []
     for i in range(config.num_layers):
         layers.append(reader.layer(i))
         progress(i + 1, config.num_layers)
     embedding = reader.tensor("embed_tokens.weight").to(reader.dtype)
     head = (
-        Matrix(embedding, None)
+        Matrix(pack(embedding, 16), None, is_exact)
         if config.tie_embeddings and not reader.bits
         else reader.matrix("embed_tokens" if config.tie_embeddings else "lm_head")
     )
@@ -80,9 +82,9 @@ def load_weights(checkpoint: Any, config: ModelConfig, dtype: str, device: torch
 
 
 class _Reader:
-    def __init__(self, checkpoint: Any, config: ModelConfig, dtype: str, device: torch.device) -> None:
+    def __init__(self, checkpoint: Any, config: ModelConfig, dtype: str, device: torch.device, is_exact: bool) -> None:
         self.checkpoint, self.config, self.device = checkpoint, config, device
-        self.dtype, self.bits = dtype_of(dtype), BITS.get(dtype)
+        self.dtype, self.bits, self.is_exact = dtype_of(dtype), BITS.get(dtype), is_exact
         self.tables = self._tables(config.rope)
         self.local_tables = self._tables(config.rope_local) if config.rope_local is not None else self.tables
 
@@ -99,7 +101,7 @@ class _Reader:
         weight = torch.cat([self.tensor(f"{name}.weight").to(self.dtype if self.bits is None else torch.float32) for name in names])
         has_bias = f"{names[0]}.bias" in self.config.weight_names()
         bias = torch.cat([self.tensor(f"{name}.bias").to(self.dtype) for name in names]) if has_bias else None
-        return Matrix(weight if self.bits is None else pack(weight, self.bits), bias)
+        return Matrix(pack(weight, self.bits or 16), bias, self.is_exact)
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"layers.{index}."

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.errors import ModelFileError
+from paceline.errors import ConfigError, ModelFileError
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +48,21 @@ class Checkpoint(Protocol):
     def tokenizer_source(self) -> TokenizerSource: ...
 
 
-def open_checkpoint(model: str, progress: bool = True) -> Checkpoint:
-    """Find `model` (a path, the default model's name or a Hugging Face name), fetch it if need be, and open it."""
+def open_checkpoint(model: str, progress: bool = True, load_format: str = "auto", device: str = "cpu") -> Checkpoint:
+    """Find `model` (a path, the default model's name or a Hugging Face name), fetch it if need be, and open it.
+
+    With load_format "dummy" only its config is read (a shape's name will do), and weights are random, made on `device`.
+    """
     from paceline.loaders import hub
+
+    if load_format == "dummy":
+        from paceline.loaders.describe import describe
+        from paceline.loaders.dummy import DummyCheckpoint
+
+        name, config = describe(model)
+        return DummyCheckpoint(config, device, name=name)
+    if load_format != "auto":
+        raise ConfigError(f"load_format is {load_format!r}; use auto, or dummy for random weights of the model's shape")
 
     path = hub.resolve(model, progress=progress)
     name = hub.display_name(model)

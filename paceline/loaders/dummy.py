@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from paceline.loaders.checkpoint import TokenizerSource
 from paceline.models.config import ModelConfig, RopeConfig
+
+if TYPE_CHECKING:
+    import torch
 
 LLAMA_8B = ModelConfig(
     family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8,
@@ -23,18 +27,34 @@ SMOLLM2_135M = ModelConfig(
 SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DummyCheckpoint:
-    """What a decoder reads from; tensors are made on the device that will hold them."""
+    """What a decoder reads from; tensors are made on the device that will hold them. Its text is bytes: each is a token."""
 
     config: ModelConfig
     device: str = "cpu"
     seed: int = 0
+    name: str = "dummy"
+    path: Path = Path()
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        self.fingerprint = f"dummy {self.seed} {self.config}"
 
     def tensor(self, name: str) -> torch.Tensor:
         """float32, as large as trained weights are: rows of unit length, norms of one."""
+        import torch
+
         shape = self.config.weight_names()[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.seed + zlib.crc32(name.encode()))
         return torch.randn(shape, generator=generator, device=self.device) * shape[-1] ** -0.5
+
+    def tokenizer_source(self) -> TokenizerSource:
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        section = {"model": "gpt2", "pre": "default", "tokens": sorted(ByteLevel.alphabet()), "merges": []}
+        return TokenizerSource(gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()})

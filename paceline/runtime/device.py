@@ -25,8 +25,14 @@ def resolve(name: str) -> torch.device:
     return torch.device(name)
 
 
-def cache_dtype(device: torch.device, dtype: str) -> torch.dtype:
-    """Of keys and values: as exact as the arithmetic of the pass."""
+def cache_dtype(device: torch.device, dtype: str, asked: str = "auto") -> torch.dtype:
+    """Of keys and values: as exact as the arithmetic of the pass, unless integers are asked for."""
+    if asked not in ("auto", "int8"):
+        raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
+    if asked == "int8":
+        if device.type == "cpu":
+            raise ConfigError("kv_cache_dtype is 'int8', which only GPUs have; leave it out")
+        return torch.int8
     if device.type == "cpu" or dtype == "float32":
         return torch.float32
     return torch.float16 if dtype == "float16" else torch.bfloat16

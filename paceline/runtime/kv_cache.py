@@ -19,11 +19,21 @@ from paceline.runtime.block_pool import BlockPool, block_names, chain_hash
 from paceline.types import Cached
 
 BLOCK_SIZE = 16
+SCALE_BYTES = 16  # after the integers of a head: its scale, float32, and nothing, so that rows stay aligned
+
+
+def row_width(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Elements a head of one token takes."""
+    return config.head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
+
+
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    return 2 * config.num_layers * config.num_kv_heads * row_width(config, dtype) * dtype.itemsize
 
 
 def blocks_in(memory: int, config: ModelConfig, dtype: torch.dtype) -> int:
     """How many blocks fit into `memory` bytes."""
-    per_block = BLOCK_SIZE * 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    per_block = BLOCK_SIZE * bytes_per_token(config, dtype)
     if memory < per_block * 2:
         raise ConfigError(f"kv_cache_memory is {memory:,} bytes, less than two blocks of {per_block:,}; give more")
     return memory // per_block
@@ -44,7 +54,7 @@ class KvCache:
     ) -> None:  # fmt: skip
         """`has_spare`: one block more than the pool gives out, into whose last slot the rows that fill up a CUDA graph write."""
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        shape = (config.num_layers, 2, (num_blocks + has_spare) * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, 2, (num_blocks + has_spare) * BLOCK_SIZE, config.num_kv_heads, row_width(config, dtype))
         self.data = _zeros(shape, torch.device(device), dtype)
         self.layers = [(self.data[i, 0], self.data[i, 1]) for i in range(config.num_layers)]
 
@@ -72,14 +82,18 @@ class KvCache:
 
         tokens: the sequence's tokens that have K/V now, for naming full blocks.
         """
+        self.gather(cached, first, path)
+        self.trim(cached)
+        self.register(cached, tokens[: cached.num_cached])
+
+    def gather(self, cached: Cached, first: int, path: Sequence[int]) -> None:
+        """Move the nodes on a path into place, one after the other from index `first` on, and keep all blocks."""
         moves = [(first + node, first + i) for i, node in enumerate(path) if node != i]
         if moves:
             source = [self.slots(cached, s, s + 1)[0] for s, _ in moves]
             target = [self.slots(cached, t, t + 1)[0] for _, t in moves]
             self.data[:, :, target] = self.data[:, :, source]  # the right side is gathered before anything is written
         cached.num_cached = first + len(path)
-        self.trim(cached)
-        self._register(cached, tokens[: cached.num_cached])
 
     def trim(self, cached: Cached) -> None:
         """Give back the blocks beyond the cached tokens."""
@@ -123,7 +137,8 @@ class KvCache:
         target.block_hashes.extend(source.block_hashes[: num_tokens // BLOCK_SIZE])
         target.num_cached = num_tokens
 
-    def _register(self, cached: Cached, tokens: Sequence[int]) -> None:
+    def register(self, cached: Cached, tokens: Sequence[int]) -> None:
+        """Make the full blocks of `tokens`, whose K/V are in place, findable by others with the same prefix."""
         known = len(cached.block_hashes)
         if len(tokens) // BLOCK_SIZE == known:
             return

@@ -25,6 +25,10 @@ class Decoder(Protocol):
     def config(self) -> ModelConfig: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def is_exact(self) -> bool: ...  # a row's bits depend on its own context alone
+    @property
+    def checks_trees(self) -> bool: ...  # a node has the same bits wherever in a tree it is
     def forward(self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output: ...
 
 
@@ -46,9 +50,9 @@ def check_dtype(device: torch.device, dtype: str) -> None:
 
 def load_decoder(
     source: Any, *, kernels: str = "exact", dtype: str = "auto", context: int | None = None, device: torch.device = CPU,
-    exact_rows: int = 1, **options: Any,
+    exact: bool = False, **options: Any,
 ) -> Decoder:  # fmt: skip
-    """`dtype` is of the weights; `exact_rows` see cuda/decoder.py, the CPU's kernels are exact as they are."""
+    """`dtype` is of the weights; `exact` is for GPUs, the CPU's kernels are exact as they are."""
     if kernels not in ("exact", "torch"):
         raise ConfigError(f"unknown kernels {kernels!r}; choose 'exact' or 'torch'")
     dtype = default_dtype(device, kernels) if dtype == "auto" else dtype
@@ -59,7 +63,7 @@ def load_decoder(
     if device.type == "cuda":
         from paceline.cuda.decoder import CudaDecoder
 
-        return CudaDecoder.load(source, dtype=dtype, device=str(device), context=context, exact_rows=exact_rows, **options)
+        return CudaDecoder.load(source, dtype=dtype, device=str(device), context=context, exact=exact, **options)
     from paceline.cpu.decoder import CpuDecoder
 
     return CpuDecoder.load(source, dtype=dtype, context=context, **options)
@@ -80,11 +84,20 @@ class Runner:
         """Logits of the rows each segment asks for, in order. Stops after `num_layers` layers if given."""
         batch = build(segments, self.kv)
         output = self.decoder.forward(batch, self.kv.layers, num_layers=num_layers, hidden_layers=hidden_layers)
-        return output._replace(top=output.logits.topk(top_tokens).indices) if top_tokens else output
+        return output._replace(top=_top(output.logits, top_tokens)) if top_tokens else output
 
-    def warm_up(self) -> None:
+    def warm_up(self, top_tokens: int = 0) -> None:
         """One token through all layers: what is compiled or read lazily is done before anybody waits for an answer."""
         cached = Cached()
         if self.kv.reserve(cached, 1):
-            self.forward([Segment([0], cached, num_logits=1)])
+            self.forward([Segment([0], cached, num_logits=1)], top_tokens=top_tokens)
             self.kv.free(cached)
+
+
+def _top(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The k most likely tokens of each row, best first: [L, k] int64."""
+    if logits.device.type != "cpu":
+        return logits.topk(k).indices
+    from paceline.cpu.top import top
+
+    return top(logits, k)

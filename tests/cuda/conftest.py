@@ -47,3 +47,12 @@ if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INT
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, a program takes milliseconds, also one that finds nothing to do: buckets no larger than what is in them."""
+    if not torch.cuda.is_available():
+        from paceline.cuda import batch
+
+        monkeypatch.setattr(batch, "CONTEXTS", tuple(32 * 2**i for i in range(8)))

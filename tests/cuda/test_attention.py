@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from paceline.cuda.attention import attend, launch_for, partials_size
+from paceline.cuda import attention
+from paceline.cuda.attention import PLANS, Launch, Plan, attend, launch_for
 from paceline.cuda.batch import DeviceBatch, ancestor_words
 from paceline.models.attention import Heads, TorchAttention
 from paceline.types import BatchTensors
@@ -40,12 +41,17 @@ class Case(NamedTuple):
     shape: Shape
     max_context: int
     max_rows: int
+    is_exact: bool = False
+
+    @property
+    def launch(self) -> Launch:
+        return launch_for(self.q, self.keys, self.max_context, self.max_rows, self.is_exact)
 
     def attend(self) -> torch.Tensor:
         out = torch.full_like(self.q, float("nan"))
         attend(
             self.q, self.keys, self.values, self.batch, scale=self.shape.dim**-0.5, window=self.shape.window,
-            max_context=self.max_context, max_rows=self.max_rows, out=out,
+            max_context=self.max_context, max_rows=self.max_rows, out=out, is_exact=self.is_exact,
         )  # fmt: skip
         return out
 
@@ -127,7 +133,7 @@ def make(
         input_ids=torch.zeros(starts[-1], dtype=torch.int32, device=device),
         starts=torch.tensor(starts, dtype=torch.int32, device=device),
         block_tables=torch.tensor([(table + [0] * width)[:width] for table in tables], dtype=torch.int32, device=device),
-        masks=torch.from_numpy(ancestor_words(columns["parents"], starts, -(-longest // 64))).to(device),
+        masks=torch.from_numpy(ancestor_words(columns["parents"], starts, -(-longest // 64)).copy()).to(device),
     )
     return Case(torch.cat(queries).to(device), keys.to(device), values.to(device), batch, shape, context, longest)
 
@@ -161,13 +167,13 @@ def test_groups_and_widths(heads: int, kv_heads: int, dim: int, device: torch.de
 @pytest.mark.parametrize("window", [None, 40, 300])
 def test_long_context_in_splits(window: int | None, device: torch.device) -> None:
     case = make([Asked(700, random_tree(6, 1)), Asked(3, (-1,))], Shape(window=window), device, padding=1)
-    assert launch_for(case.q, case.keys, case.max_context, case.max_rows).num_splits > 4
+    assert case.launch.num_splits > 4
     check(case)
 
 
 def test_more_splits_than_are_added_at_a_time(device: torch.device) -> None:
-    case = make([Asked(700, (-1,))], Shape(2, 1, 16), device, max_context=4096)
-    assert launch_for(case.q, case.keys, case.max_context, case.max_rows).num_splits > 32
+    case = make([Asked(700, (-1,))], Shape(2, 1, 16), device, max_context=8192)
+    assert case.launch.num_splits > 2 * case.launch.together
     check(case)
 
 
@@ -180,7 +186,7 @@ def test_rows_of_several_mask_words(parents: tuple[int, ...], prefix: int, windo
 
 def test_prompt_of_more_rows_than_are_split(device: torch.device) -> None:
     case = make([Asked(40, chain(190)), Asked(0, chain(90))], Shape(2, 1, 16), device)
-    assert launch_for(case.q, case.keys, case.max_context, case.max_rows).num_splits == 1
+    assert case.launch.num_splits == 1
     check(case)
 
 
@@ -195,30 +201,53 @@ def test_bits_of_a_row_whoever_shares_the_launch(dtype: torch.dtype, device: tor
     assert torch.equal(make(grown, shape, device, max_rows=16).attend()[:9], alone)
 
 
+@pytest.mark.parametrize("prefix", [315, 1090])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_chain_however_it_is_cut(dtype: torch.dtype, device: torch.device) -> None:
-    """The last 8 of 323 tokens in one pass have the bits of 8 passes of one row, in the same bucket of rows and any of contexts."""
+def test_bits_of_a_chain_however_it_is_cut(dtype: torch.dtype, prefix: int, device: torch.device) -> None:
+    """In exact mode the last 8 tokens in one pass have the bits of 8 passes of one row, in any bucket."""
     shape = Shape(2, 1, dtype=dtype)
-    together = make([Asked(315, chain(8))], shape, device)
+    together = make([Asked(prefix, chain(8))], shape, device)._replace(is_exact=True)
     out = together.attend()
-    for row in (0, 4, 5, 7):
-        single = make([Asked(315 + row, (-1,))], shape, device, padding=7, max_rows=8, max_context=700)
+    for row, padding, max_context in ((0, 0, 512), (5, 3, 1024), (7, 0, 2048)):
+        single = make([Asked(prefix + row, (-1,))], shape, device, padding=padding, max_context=max_context)
         query = torch.cat([together.q[row : row + 1], single.q[1:]])
-        assert torch.equal(single._replace(q=query).attend()[0], out[row])
+        assert torch.equal(single._replace(q=query, is_exact=True).attend()[0], out[row])
 
 
-def test_partials_are_used_where_given(device: torch.device) -> None:
-    case = make([Asked(300, chain(2))], Shape(), device, max_context=700)
-    size = partials_size(case.q, case.keys, case.max_context, case.max_rows)
-    partials, out = torch.full((size + 5,), float("nan"), device=device), torch.empty_like(case.q)
-    attend(
-        case.q, case.keys, case.values, case.batch, scale=case.shape.dim**-0.5, window=None,
-        max_context=case.max_context, max_rows=case.max_rows, out=out, partials=partials,
-    )  # fmt: skip
-    assert torch.equal(out, case.attend())
-    assert partials[size:].isnan().all()
-    with pytest.raises(AssertionError, match="too few"):
-        attend(
-            case.q, case.keys, case.values, case.batch, scale=1.0, window=None,
-            max_context=case.max_context, max_rows=case.max_rows, out=out, partials=partials[: size - 1],
-        )  # fmt: skip
+def test_bits_of_a_row_in_any_bucket_of_contexts(device: torch.device) -> None:
+    """Splits of a bucket of short contexts are added all at once, those of a long one in turns, most of them empty."""
+    tree, shape = random_tree(6, 2), Shape(2, 1, 16, dtype=torch.bfloat16)
+    short, long = (make([Asked(500, tree)], shape, device, max_rows=8, max_context=size)._replace(is_exact=True) for size in (512, 4096))
+    assert short.launch.num_splits <= short.launch.together == long.launch.together < long.launch.num_splits
+    assert torch.equal(short.attend(), long.attend())
+
+
+@pytest.mark.parametrize("num_loops", [1, 2])
+@pytest.mark.parametrize(("near", "far"), [(64, 64), (64, 192), (128, 256)])
+def test_every_plan_has_the_same_sums(near: int, far: int, num_loops: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PLANS", ((1000, None, Plan(near, far, 32, 4, 3, num_loops, 8, 4)),))
+    case = make([Asked(1200, random_tree(4, 1)), Asked(3, (-1,))], Shape(6, 2), device, padding=2)
+    assert case.q.shape[0] * case.q.shape[1] % case.launch.at_once, "the last program has fewer to add"
+    check(case)
+
+
+def test_plans_are_whole_tiles_in_order_of_rows() -> None:
+    assert [rows for rows, _, _ in PLANS] == sorted(rows for rows, _, _ in PLANS)
+    assert all(size > 0 and size % attention.PLACES.value == 0 for *_, plan in PLANS for size in (plan.near_size, plan.far_size))
+    assert {rows for rows, context, _ in PLANS if context is None} == {rows for rows, _, _ in PLANS}, "a plan for every context"
+
+
+@pytest.mark.parametrize("dim", [32, 48])
+def test_keys_and_values_of_integers(dim: int, device: torch.device) -> None:
+    """Rounded by `keep`, which is what cuda/rows.py does: the oracle gets what the integers stand for."""
+    case = make([Asked(200, random_tree(6, 1)), Asked(5, chain(3))], Shape(4, 2, dim, torch.float16), device)
+
+    def keep(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = cache.float().abs().amax(-1, keepdim=True) / 127
+        integers = (cache.float() / scales + 0.5).floor().to(torch.int8)
+        tail = torch.nn.functional.pad(scales.contiguous().view(torch.int8), (0, 12))
+        return torch.cat([integers, tail], -1).contiguous(), (integers * scales).half()
+
+    (keys, whole_keys), (values, whole_values) = keep(case.keys), keep(case.values)
+    wanted = case._replace(keys=whole_keys, values=whole_values).oracle()
+    torch.testing.assert_close(case._replace(keys=keys, values=values).attend().float().cpu(), wanted, atol=4e-3, rtol=4e-3)

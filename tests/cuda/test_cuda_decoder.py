@@ -125,8 +125,8 @@ def test_a_broken_row_is_not_chosen_from(device: torch.device) -> None:
 
 
 def test_a_row_keeps_its_bits_in_company(device: torch.device) -> None:
-    """Passes of one bucket run the same kernels, whatever the other rows are."""
-    pair = Pair("llama", device, exact_rows=16)
+    """In exact mode, whatever the bucket and the other rows are."""
+    pair = Pair("llama", device, exact=True)
     pair.forward((0, words(21), None, 1), (1, words(40, 9), None, 1))
     pair.keep(0, 21), pair.keep(1, 40)
     alone = pair.forward((0, words(1), None, 1))[0].logits[0]
@@ -176,14 +176,14 @@ def columns_of(*segments: Segment) -> Columns:
 def test_padding_rows_see_themselves_and_write_nowhere() -> None:
     columns = columns_of(Segment(words(7), Cached(), TREE, 7), Segment(words(3), Cached(), None, 3))
     bucket = bucket_for(columns)
-    assert bucket == Bucket(12, 2, 8, 512)
+    assert bucket._replace(context=0) == Bucket(16, 2, 8, 0)
     inputs = Inputs(bucket, 999, torch.device("cpu"))
     inputs.fill(columns, None)
     batch = inputs.batch
-    assert batch.slots[10:].tolist() == [999, 999]
-    assert batch.starts.tolist() == [0, 7, 10, 12]
-    assert batch.request_of.tolist() == [0] * 7 + [1] * 3 + [2] * 2
-    assert batch.masks[:, 0].tolist() == [1, 3, 5, 11, 19, 37, 75, 1, 3, 7, 1, 2]
+    assert batch.slots[10:].tolist() == [999] * 6
+    assert batch.starts.tolist() == [0, 7, 10, 16]
+    assert batch.request_of.tolist() == [0] * 7 + [1] * 3 + [2] * 6
+    assert batch.masks[:, 0].tolist() == [1, 3, 5, 11, 19, 37, 75, 1, 3, 7, 1, 2, 4, 8, 16, 32]
 
 
 def test_ancestors_beyond_a_word() -> None:

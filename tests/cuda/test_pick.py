@@ -68,15 +68,14 @@ def random_logits(num_rows: int, vocab: int, seed: int, dtype: torch.dtype = tor
 def test_choices_are_those_of_the_host(vocab: int, temperatures: list[float], seed: int, position: int, dtype: torch.dtype) -> None:
     num_rows = len(temperatures)
     logits = random_logits(num_rows, vocab, seed % 1000, dtype)
-    ids, best = torch.full((num_rows,), -7, device=DEVICE), torch.full((num_rows,), float("nan"), device=DEVICE)
+    ids = torch.full((num_rows,), -7, device=DEVICE)
     warmth = torch.tensor(temperatures, dtype=torch.float64, device=DEVICE)
     seeds, positions = longs(*[signed(seed)] * num_rows), longs(*range(position, position + num_rows))
-    assert pick(logits, warmth, seeds, positions, ids, best, workspace(num_rows + 1, vocab, DEVICE)) is ids
+    assert pick(logits, warmth, seeds, positions, ids, workspace(num_rows + 1, vocab, DEVICE)) is ids
     for row, temperature in enumerate(temperatures):
         values = logits[row].double().cpu().numpy()
         wanted = Noise(seed).draw(values / temperature, position + row, Purpose.TARGET) if temperature else int(values.argmax())
         assert int(ids[row]) == wanted
-        assert best[row] == logits[row, wanted].float()
     assert torch.equal(pick(logits, warmth, seeds, positions), ids)  # in memory of its own
 
 
@@ -102,17 +101,14 @@ def test_a_broken_row_shows_and_breaks_no_other(device: torch.device, temperatur
     logits = random_logits(2, BLOCK + 3, 1)
     alone = pick(logits[1:].clone(), torch.full((1,), temperature, device=device), longs(5), longs(6))
     logits[0, at] = value
-    best = torch.zeros(2, device=device)
-    picked = pick(logits, torch.full((2,), temperature, device=device), longs(5, 5), longs(6, 6), out_max=best)
-    assert picked.tolist() == [at, int(alone)]
-    assert best.isfinite().tolist() == [False, True]
+    picked = pick(logits, torch.full((2,), temperature, device=device), longs(5, 5), longs(6, 6))
+    assert picked.tolist() == [-1, int(alone)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_with_nothing_to_choose_shows(device: torch.device, temperature: float) -> None:
-    best = torch.zeros(1, device=device)
-    pick(torch.full((1, 9), -float("inf"), device=device), torch.full((1,), temperature, device=device), longs(0), longs(0), out_max=best)
-    assert best.tolist() == [-float("inf")]
+    nothing = torch.full((1, 9), -float("inf"), device=device)
+    assert pick(nothing, torch.full((1,), temperature, device=device), longs(0), longs(0)).tolist() == [-1]
 
 
 VOCAB = 5

@@ -49,7 +49,7 @@ def test_add_norm_is_the_decoders(device: torch.device, dtype: torch.dtype, hidd
     weight, after = noise(hidden, device=device, seed=2), noise(hidden, device=device, seed=3)
     before, addend = x.clone(), {"norm": torch.zeros_like(x), "add": added, "sandwich": rms_norm(added, after, EPS)}[kind]
     out = torch.full_like(x, float("nan"))
-    rows.add_norm(x, None if kind == "norm" else added, after if kind == "sandwich" else None, weight, EPS, out)
+    rows.add_norm(x, None if kind == "norm" else added[None], after if kind == "sandwich" else None, weight, EPS, out)
     slack = close(dtype)["rtol"] * (before.float().abs() + addend.float().abs())  # what is added and the sum are rounded, each for itself
     assert bool(((x.float() - (before + addend).float()).abs() <= slack).all())
     torch.testing.assert_close(out, rms_norm(x, weight, EPS), **close(dtype))  # of x as it was rounded and written
@@ -60,7 +60,7 @@ def test_the_sum_is_rounded_before_its_norm(device: torch.device) -> None:
     x = torch.full((1, 2), 2048.0, dtype=torch.float16, device=device)
     added = torch.tensor([[1.0, 0.0]], dtype=torch.float16, device=device)
     out = torch.empty(1, 2, device=device)  # float32, which would show what float16 hides
-    rows.add_norm(x, added, None, torch.ones(2, device=device), EPS, out)
+    rows.add_norm(x, added[None], None, torch.ones(2, device=device), EPS, out)
     assert x.tolist() == [[2048.0, 2048.0]]
     assert out[0, 0] == out[0, 1]
 
@@ -70,8 +70,19 @@ def test_what_is_added_is_rounded_before_the_sum(device: torch.device) -> None:
     x, added = (torch.ones(1, 4, dtype=torch.float16, device=device) for _ in range(2))
     after = torch.full((4,), 2.0**-11 * (1 + 2.0**-12), device=device)
     assert torch.equal(x + rms_norm(added, after, EPS), x)
-    rows.add_norm(x, added, after, torch.ones(4, device=device), EPS, torch.empty_like(x))
+    rows.add_norm(x, added[None], after, torch.ones(4, device=device), EPS, torch.empty_like(x))
     assert x.tolist() == [[1.0] * 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_a_product_are_added_up_and_rounded_first(device: torch.device, dtype: torch.dtype) -> None:
+    x, parts, weight = noise(2, 24, dtype=dtype, device=device), noise(3, 2, 24, device=device, seed=1), noise(24, device=device, seed=2)
+    whole, streams, outs = (parts[0] + parts[1] + parts[2]).to(dtype), [x.clone(), x.clone()], [torch.empty_like(x) for _ in range(2)]
+    for added, stream, out in zip((parts, whole[None]), streams, outs, strict=True):
+        rows.add_norm(stream, added, None, weight, EPS, out)
+    slack = {torch.bfloat16: 2**-6, torch.float16: 0, torch.float32: 0}[dtype]  # the interpreter cuts where torch rounds
+    torch.testing.assert_close(streams[0], streams[1], atol=slack, rtol=slack)
+    torch.testing.assert_close(outs[0], outs[1], atol=slack, rtol=slack)
 
 
 def placed(device: torch.device, dtype: torch.dtype, dim: int, num_q: int, num_kv: int, normed: bool, slots: list[int]) -> None:
@@ -84,7 +95,7 @@ def placed(device: torch.device, dtype: torch.dtype, dim: int, num_q: int, num_k
     keys, values = (torch.full((max(slots) + 2, num_kv, dim), 7.0, dtype=dtype, device=device) for _ in range(2))
     q_out = torch.full((num_rows, num_q, dim), float("nan"), dtype=dtype, device=device)
     at = torch.tensor(slots, dtype=torch.int32, device=device)
-    rows.place(qkv, positions, at, *tables, keys, values, *norms, EPS, q_out)
+    rows.place(qkv[None], positions, at, *tables, keys, values, *norms, EPS, q_out)
 
     q, k, v = qkv.view(num_rows, -1, dim).float().tensor_split((-2 * num_kv, -num_kv), 1)
     if norms[0] is not None and norms[1] is not None:
@@ -106,6 +117,21 @@ def test_place_norms_rotates_and_stores(device: torch.device, dtype: torch.dtype
     placed(device, dtype, dim, num_q, num_kv, normed, [5, 0, 17])
 
 
+def test_place_keeps_integers_and_their_scales(device: torch.device) -> None:
+    dim, num_q, num_kv = 24, 4, 2
+    qkv, at = noise(1, 3, (num_q + 2 * num_kv) * dim, device=device), torch.tensor([2, 0, 5], dtype=torch.int32, device=device)
+    tables, q = [table.to(device) for table in rotary_tables(RopeConfig(), dim, 8)], torch.empty(3, num_q, dim, device=device)
+    whole, small = ([torch.zeros(7, num_kv, width, dtype=dtype, device=device) for _ in range(2)] for width, dtype in
+                    ((dim, torch.float32), (dim + 16, torch.int8)))  # fmt: skip
+    for keys, values in (whole, small):
+        rows.place(qkv, at, at, *tables, keys, values, None, None, EPS, q)
+    for numbers, kept in zip(whole, small, strict=True):
+        scales = kept[..., dim : dim + 4].contiguous().view(torch.float32)
+        assert torch.allclose(scales[at.long()], numbers[at.long()].abs().amax(-1, keepdim=True) / 127)
+        assert bool(((kept[..., :dim] * scales - numbers).abs() <= 0.501 * scales).all())
+        assert bool((kept[[1, 3, 4, 6]] == 0).all())
+
+
 def test_place_leaves_values_as_they_are(device: torch.device) -> None:
     """Half a value that is infinite must not reach the other half, as it would if values were turned by no angle."""
     qkv = torch.zeros(1, 3 * 4, device=device)
@@ -113,7 +139,7 @@ def test_place_leaves_values_as_they_are(device: torch.device) -> None:
     cos, sin = torch.ones(1, 2, device=device), torch.zeros(1, 2, device=device)
     keys, values = torch.zeros(1, 1, 4, device=device), torch.zeros(1, 1, 4, device=device)
     zero = torch.zeros(1, dtype=torch.int32, device=device)
-    rows.place(qkv, zero, zero, cos, sin, keys, values, None, None, EPS, torch.empty(1, 1, 4, device=device))
+    rows.place(qkv[None], zero, zero, cos, sin, keys, values, None, None, EPS, torch.empty(1, 1, 4, device=device))
     assert values.flatten().tolist() == [float("inf"), 0.0, 0.0, 0.0]
 
 
@@ -159,9 +185,9 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows: int, row: int, seed: i
         normed, gated = torch.empty_like(stream), torch.empty(len(stream), 3 * dim, device=device)
         keys, values = (torch.zeros(len(stream), 1, dim, device=device) for _ in range(2))
         q = torch.empty(len(stream), 4, dim, device=device)
-        rows.add_norm(stream, what, weight, weight, EPS, normed)
+        rows.add_norm(stream, what[None], weight, weight, EPS, normed)
         rows.gate(normed, "gelu_tanh", gated)
-        rows.place(normed, torch.full_like(count, 5), count, *tables, keys, values, norm, norm, EPS, q)
+        rows.place(normed[None], torch.full_like(count, 5), count, *tables, keys, values, norm, norm, EPS, q)
         return [stream, normed, gated, keys, values, q]
 
     for alone, among in zip(run(slice(row, row + 1)), run(slice(None)), strict=True):

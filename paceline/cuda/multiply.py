@@ -1,0 +1,201 @@
+"""The Triton kernels of cuda/linear.py: a product, the sum of the parts of a split product, and whole weights from small integers.
+
+The weights are the left operand of the tensor cores: [rows of W, K] times [K, T]. Small integers become bfloat16 in registers.
+Invariant: a row of the result is a sum over its own row of x, in an order that K and the number of splits fix; where a product ends in
+a gate, it is rounded to the dtype first, so the bits are those of separate kernels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.cuda.overlap import let_next_start, wait_for_previous
+from paceline.cuda.rows import added_up
+
+_FOUR = tl.constexpr("""{
+    .reg .b32 a, b, c, d;
+    shl.b32 a, $4, 3;
+    shr.u32 b, $4, 1;
+    shr.u32 c, $4, 5;
+    shr.u32 d, $4, 9;
+    lop3.b32 a, a, 0x00780078, 0x41804180, 0xEA;
+    lop3.b32 b, b, 0x00780078, 0x41804180, 0xEA;
+    lop3.b32 c, c, 0x00780078, 0x41804180, 0xEA;
+    lop3.b32 d, d, 0x00780078, 0x41804180, 0xEA;
+    fma.rn.bf16x2 $0, a, $5, $7;
+    fma.rn.bf16x2 $1, b, $5, $7;
+    fma.rn.bf16x2 $2, c, $5, $7;
+    fma.rn.bf16x2 $3, d, $5, $7;
+}""")  # each register: two bfloat16, or two words of four integers; scale and offset are of the row, so of both words
+
+_TWO = tl.constexpr("""{
+    .reg .b32 a, b, h, z;
+    mov.b32 z, 0x80008000;
+    shr.u32 h, $2, 8;
+    lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
+    lop3.b32 b, $2, 0x00800080, 0x43004300, 0xEA;
+    sub.rn.bf16x2 a, a, b;
+    fma.rn.bf16x2 $0, a, $3, z;
+    lop3.b32 a, h, 0x007F007F, 0x43004300, 0xEA;
+    lop3.b32 b, h, 0x00800080, 0x43004300, 0xEA;
+    sub.rn.bf16x2 a, a, b;
+    fma.rn.bf16x2 $1, a, $3, z;
+}""")  # 128 + the low seven bits, less 128 or, where the sign bit is set, 256
+
+
+@triton.jit
+def _part(words: tl.tensor, scales: tl.tensor, i: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """The weights of part i, by way of float32, which holds them exactly: rounded once, as the assembly does."""
+    scale = (scales << 16).to(tl.float32, bitcast=True)
+    if BITS == 4:
+        offset = (scales & -65536).to(tl.float32, bitcast=True)
+        weights = (((words >> (4 * i)) & 15) + 16).to(tl.float32) * scale + offset
+    else:
+        weights = ((words << (8 - 8 * i)) >> 8).to(tl.float32) * scale
+    return weights.to(dtype)
+
+
+@triton.jit
+def _parts(words: tl.tensor, scales: tl.tensor, BITS: tl.constexpr, ASSEMBLY: tl.constexpr, dtype: tl.constexpr) -> tl.tuple:
+    """words [N, W] int16, scales [N, 1] int32 -> the weights of each part of the group, [N, W] each."""
+    if ASSEMBLY:
+        scale = (scales & 65535) | (scales << 16)  # twice, for two words at a time; made for a row and not for each of its words
+        if BITS == 4:
+            offset = ((scales >> 16) & 65535) | (scales & -65536)
+            parts = tl.inline_asm_elementwise(
+                _FOUR, "=r,=r,=r,=r,r,r,r,r,r", [words, scale, offset], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+                pack=2,
+            )  # fmt: skip
+        else:
+            parts = tl.inline_asm_elementwise(_TWO, "=r,=r,r,r,r", [words, scale], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    elif BITS == 4:
+        parts = (
+            _part(words, scales, 0, BITS, dtype),
+            _part(words, scales, 1, BITS, dtype),
+            _part(words, scales, 2, BITS, dtype),
+            _part(words, scales, 3, BITS, dtype),
+        )
+    else:
+        parts = (_part(words, scales, 0, BITS, dtype), _part(words, scales, 1, BITS, dtype))
+    return parts
+
+
+@triton.jit
+def _rows_of_tile(tile: tl.tensor, num_outputs: tl.tensor, BLOCK_N: tl.constexpr, GATED: tl.constexpr, FILLED: tl.constexpr) -> tl.tensor:
+    """[BLOCK_N]: which rows of W a tile multiplies; a gated one has rows of the gate and then the same rows of the up half."""
+    i = tl.arange(0, BLOCK_N)
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        n = tile * HALF + i % HALF
+        n = (n if FILLED else tl.minimum(n, num_outputs // 2 - 1)) + i // HALF * (num_outputs // 2)
+    else:
+        n = tile * BLOCK_N + i
+        n = n if FILLED else tl.minimum(n, num_outputs - 1)
+    return n
+
+
+@triton.jit
+def _activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """Like cuda/rows.py: (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a sigmoid."""
+    steepness = gate if ACTIVATION == "silu" else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-steepness)) * up
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits"])
+def multiply(
+    x: tl.tensor, packed: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor,
+    num_rows: tl.tensor, num_outputs: tl.tensor, width: tl.tensor, rows: tl.tensor, groups: tl.tensor, splits: tl.tensor,
+    row_step: tl.tensor, group_step: tl.tensor,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr,
+) -> None:  # fmt: skip
+    """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or [T, N / 2] if gated."""
+    WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
+    split, t = tl.program_id(2), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = _rows_of_tile(tl.program_id(1), num_outputs, BLOCK_N, ACTIVATION is not None, FILLED)
+    j = tl.arange(0, WORDS)
+    lines = packed + n[:, None].to(tl.int64) * row_step + j[None, :]
+    is_row = (t < num_rows)[None, :]
+    sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    first, end = groups * split // splits, groups * (split + 1) // splits
+    wait_for_previous()
+    for group in tl.range(first, end, num_stages=STAGES):
+        if BITS >= 16:
+            k = group * GROUP + j
+            if WHOLE:
+                weights, mask = tl.load(lines + group * group_step), is_row
+            else:
+                weights, mask = tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0), is_row & (k < width)[:, None]
+            inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [GROUP, BLOCK_T]
+            sums = tl.dot(weights, inputs, sums, input_precision="ieee")
+        else:
+            words, of_row = tl.load(lines + group * group_step), tl.load(scales + group * rows + n)[:, None]
+            parts = _parts(words, of_row, BITS, ASSEMBLY, x.dtype.element_ty)
+            # sums carried from group to group would make the tensor cores wait for each product
+            of_group = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for i in tl.static_range(16 // BITS):
+                k = group * GROUP + i * WORDS + j
+                mask = is_row if WHOLE else is_row & (k < width)[:, None]
+                inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [WORDS, BLOCK_T]
+                of_group = tl.dot(parts[i], inputs, of_group, input_precision="ieee")
+            sums += of_group
+    let_next_start()  # not sooner: what waits takes room, and these programs need all there is
+    if bias is not None:
+        sums += tl.where(split == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
+    _store(sums, out, tl.program_id(1), split * num_rows + t, is_row, num_outputs, BLOCK_N, BLOCK_T, ACTIVATION)
+
+
+@triton.jit
+def _store(
+    sums: tl.tensor, out: tl.tensor, tile: tl.tensor, line: tl.tensor, is_row: tl.tensor, num_outputs: tl.tensor,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ACTIVATION: tl.constexpr,
+) -> None:  # fmt: skip
+    """sums [BLOCK_N, BLOCK_T] to the rows `line` [BLOCK_T] of out."""
+    result = sums.to(out.dtype.element_ty)
+    if ACTIVATION is not None:
+        halves = tl.permute(tl.reshape(result.to(tl.float32), (2, BLOCK_N // 2, BLOCK_T)), (1, 2, 0))
+        gate, up = tl.split(halves)
+        n = (tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None]
+        place, mask = line[None, :] * (num_outputs // 2) + n, is_row & (n < num_outputs // 2)
+        result = _activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
+    else:
+        n = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        place, mask = line[None, :] * num_outputs + n, is_row & (n < num_outputs)
+    tl.store(out + place, result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_parts(
+    parts: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+) -> None:  # fmt: skip
+    """parts [SPLITS, T, N] float32 -> out [T, N], or [T, N / 2] if gated."""
+    let_next_start()
+    wait_for_previous()
+    row, n = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    size = num_outputs if ACTIVATION is None else num_outputs // 2
+    dtype = out.dtype.element_ty
+    mask, step = n < size, num_rows * num_outputs
+    line = parts + row * num_outputs + n
+    result = added_up(line, step, mask, SPLITS, dtype)
+    if ACTIVATION is not None:
+        result = _activated(result, added_up(line + size, step, mask, SPLITS, dtype), ACTIVATION)
+    tl.store(out + row * size + n, result.to(dtype), mask=mask)
+
+
+@triton.jit
+def expand(
+    packed: tl.tensor, scales: tl.tensor, out: tl.tensor, num_outputs: tl.tensor, width: tl.tensor, rows: tl.tensor,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:  # fmt: skip
+    WORDS: tl.constexpr = GROUP * BITS // 16
+    group = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.arange(0, WORDS)
+    row = group * rows + n
+    parts = _parts(tl.load(packed + row[:, None] * WORDS + j[None, :]), tl.load(scales + row)[:, None], BITS, False, out.dtype.element_ty)
+    for i in tl.static_range(16 // BITS):
+        k = group * GROUP + i * WORDS + j
+        place = n[:, None].to(tl.int64) * width + k[None, :]
+        tl.store(out + place, parts[i], mask=(n < num_outputs)[:, None] & (k < width)[None, :])
