@@ -7,17 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.config import EngineConfig, require
+from paceline.config import EngineConfig, nearest, require
 from paceline.engine.engine import Engine
+from paceline.engine.policy import AutoPolicy, Policy
+from paceline.engine.profile import profile_of, profile_path
 from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.config import ModelConfig
+from paceline.params import SamplingParams
 from paceline.proposers import registry
-from paceline.proposers.base import Surroundings
+from paceline.proposers.base import DrafterConfig, Surroundings
 from paceline.runtime.device import cache_dtype, free_memory, resolve
-from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, blocks_in
+from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, blocks_in, bytes_per_token
 from paceline.runtime.runner import Runner, check_dtype, default_dtype, load_decoder
+from paceline.types import Proposer, Request
 from paceline.waiting import waiting
 
 SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
@@ -29,20 +33,51 @@ class Built(NamedTuple):
     tokenizer: Tokenizer
 
 
+class Speculation(NamedTuple):
+    """What a speculative_config asks for."""
+
+    drafters: tuple[tuple[type[Any], DrafterConfig], ...] = ()
+    is_pinned: bool = True  # as many tokens as were asked for, always; else the policy chooses
+
+    @property
+    def most_nodes(self) -> int:
+        return sum(config.num_speculative_tokens for _, config in self.drafters)
+
+
+def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
+    """None or "off": nobody drafts. "auto": the policy chooses drafters and lengths. A method: that one; with a length, always so much."""
+    if isinstance(options, Mapping) and options.get("method") in ("auto", "off", "none"):
+        extra = next((name for name in options if name != "method"), None)
+        if extra is not None:
+            raise ConfigError(f"speculative_config has {extra!r} beside method {options['method']!r}; name a drafter, or leave it out")
+        options = str(options["method"])
+    if options is None or options in ("off", "none"):
+        return Speculation()
+    if options == "auto":
+        return Speculation(tuple(registry.parse(each) for each in registry.AUTO), is_pinned=False)
+    if isinstance(options, str):
+        names = ["auto", "off"]
+        known = options in registry.DRAFTERS
+        remedy = f"give a dict such as {{'method': {options!r}}}" if known else f"{nearest(options, names)} or give a dict"
+        raise ConfigError(f"speculative_config is {options!r}; {remedy}")
+    return Speculation((registry.parse(options),), is_pinned="num_speculative_tokens" in options)
+
+
 def build(
     model: str,
-    speculative_config: Mapping[str, Any] | None,
+    speculative_config: Mapping[str, Any] | str | None,
     kv_cache_memory: int | float | None,
     max_model_len: int | None,
     kernels: str,
     dtype: str,
     device: str,
     exact: bool,
+    load_format: str,
+    kv_cache_dtype: str,
     progress: bool,
     **limits: Any,
 ) -> Built:
-    drafter = registry.parse(speculative_config) if speculative_config is not None else None
-    num_draft = drafter[1].num_speculative_tokens if drafter else 0
+    asked = parse_speculation(speculative_config)
     config = EngineConfig(num_speculative_tokens=0, **limits)  # checked before a model is read
     require(isinstance(model, str) and bool(model), "model", model, "give a path, 'default' or a Hugging Face name")
     place = resolve(device)
@@ -50,30 +85,45 @@ def build(
     check_dtype(place, dtype)
     if max_model_len is not None:
         require(_is_whole(max_model_len) and max_model_len >= 2, "max_model_len", max_model_len, "use a whole number, 2 or more")
-    checkpoint = open_checkpoint(model, progress)
+    checkpoint = open_checkpoint(model, progress, load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    kept = cache_dtype(place, dtype)
+    kept = cache_dtype(place, dtype, kv_cache_dtype)
     free = free_memory(place, checkpoint.config, dtype)
     memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len, kept, free)
     num_blocks = blocks_in(memory, checkpoint.config, kept)
     length = _context(max_model_len, checkpoint.config, num_blocks)
+    num_draft = asked.most_nodes if asked.is_pinned else min(asked.most_nodes, length - 1)
     config = EngineConfig(max_model_len=length, num_speculative_tokens=num_draft, **limits)
 
     def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, Runner]:
         other = open_checkpoint(source, progress) if isinstance(source, str) else source
         words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
         with waiting("packing the weights for this machine (once)", progress):
-            decoder = load_decoder(
-                other, kernels=kernels, dtype=its_dtype, context=length, device=place, exact_rows=1 + num_draft if exact else 1
-            )
+            decoder = load_decoder(other, kernels=kernels, dtype=its_dtype, context=length, device=place, exact=exact)
         runner = Runner(decoder, KvCache(other.config, num_blocks, device=place, dtype=kept, has_spare=place.type == "cuda"))
         with waiting("compiling the kernels for this machine (once, half a minute)", progress):
             runner.warm_up()
         return other, words, runner
 
     runner = load(checkpoint)[2]
-    proposer = registry.create(*drafter, Surroundings(runner, checkpoint, tokenizer, load)) if drafter else None
-    return Built(Engine(runner, proposer, config), checkpoint, tokenizer)
+    surroundings = Surroundings(runner, checkpoint, tokenizer, load)
+    drafters = [registry.create(*drafter, surroundings) for drafter in asked.drafters]
+    policy = None if asked.is_pinned else _policy(drafters, num_draft, runner, checkpoint, dtype)
+    return Built(Engine(runner, drafters[0] if drafters else None, config, policy), checkpoint, tokenizer)
+
+
+def _policy(drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint: Checkpoint, dtype: str) -> Policy:
+    """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on this machine."""
+    single = [each for drafter in drafters for each in getattr(drafter, "drafters", (drafter,))]
+    for drafter in single:
+        if drafter.is_free:  # what is compiled on first use is not the first request's to wait for, nor to be taken for a cost
+            example = Request("example", SamplingParams(), [0, 1, 0, 1], 4, 0)
+            drafter.propose([example], [1])
+            drafter.release(example)
+    profile = profile_of(runner, profile_path(checkpoint.fingerprint, dtype, runner))
+    known = {name: (drafter.seconds, drafter.acceptance) for name, drafter in profile.drafters.items()}
+    has_trees = getattr(runner.decoder, "checks_trees", True)
+    return AutoPolicy(single, profile.costs, most_nodes=num_draft, has_trees=has_trees, known=known)
 
 
 def _kv_memory(
@@ -88,7 +138,7 @@ def _kv_memory(
     if asked is not None:
         require(asked <= free, "kv_cache_memory", asked, f"there are {free:,} bytes free; give less")
         return asked
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    per_token = bytes_per_token(model, dtype)
     length = max_model_len or model.max_context
     return min((length + BLOCK_SIZE) * config.max_num_seqs * per_token, int(SPARE * free))
 

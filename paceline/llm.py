@@ -59,12 +59,16 @@ class _Inbox:
 
 
 class LLM:
-    """A model with, if asked, a drafter.
+    """A model, and drafters that make it faster without changing what it says.
 
-    speculative_config: {"method": "ngram" | "draft_model" | "early_exit" | "quantized", "num_speculative_tokens": K, ...}
+    speculative_config: "auto": drafters that need no training, as much as pays at each step; None or "off": none;
+        {"method": "suffix" | "ngram" | "draft_model" | "early_exit" | ..., options}: that one, as much as pays;
+        {"method": ..., "num_speculative_tokens": K}: always K tokens.
     device: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one.
     dtype: of the weights, "int8", "int4" or "float32", on GPUs also "bfloat16" and "float16"; "auto" is int8 on CPUs, bfloat16 on GPUs.
     exact: on a GPU, plain decoding and checking drafts take the same path bit by bit; on CPUs they always do.
+    load_format: "dummy" makes random weights of the model's shape, for measuring without a download ("llama-8b" is a shape, too).
+    kv_cache_dtype: on a GPU, "int8" keeps keys and values as integers with a scale for each head: half the memory, rounded.
     kv_cache_memory: bytes, or a fraction of the free memory, for the target; a draft model takes as many blocks of its own.
     """
 
@@ -72,7 +76,7 @@ class LLM:
         self,
         model: str = "default",
         *,
-        speculative_config: Mapping[str, Any] | None = None,
+        speculative_config: Mapping[str, Any] | str | None = "auto",
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         max_model_len: int | None = None,
@@ -82,6 +86,8 @@ class LLM:
         kernels: str = "exact",
         device: str = "auto",
         exact: bool = False,
+        load_format: str = "auto",
+        kv_cache_dtype: str = "auto",
         progress: bool = True,
     ) -> None:
         limits = {
@@ -89,7 +95,10 @@ class LLM:
             "max_num_batched_tokens": max_num_batched_tokens,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        built = build(model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, device, exact, progress, **limits)
+        built = build(
+            model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, device, exact, load_format, kv_cache_dtype, progress,
+            **limits,
+        )  # fmt: skip
         self.engine, self.checkpoint, self.tokenizer = built
         self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
         self._inboxes: dict[str, _Inbox] = {}
@@ -229,7 +238,7 @@ class LLM:
 
     def _tokens(self, emission: Emission) -> list[Token]:
         texts = [self.tokenizer.token_text(t) for t in emission.tokens]
-        sources = [emission.source if i < emission.num_accepted else None for i in range(len(texts))]
+        sources = [*emission.sources, *[None] * (len(texts) - len(emission.sources))]
         return [Token(*fields) for fields in zip(emission.tokens, texts, sources, strict=True)]
 
 

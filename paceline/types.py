@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from paceline.errors import PacelineError
@@ -181,14 +182,21 @@ class Batch:
     Built by runtime/batch.py, never changed.
     """
 
-    __slots__ = ("block_size", "columns", "device", "flat", "picks")
+    __slots__ = ("_flat", "block_size", "columns", "device", "picks")
 
     def __init__(self, columns: Columns, block_size: int, device: Any = "cpu", picks: Sequence[Pick] | None = None) -> None:
-        import numpy as np
-
         self.columns, self.block_size, self.device = columns, block_size, device
         self.picks = picks  # one for each of the wanted rows, or None where one of them needs more
-        self.flat = np.array([number for column in columns for number in column], np.int64)
+        self._flat: np.ndarray | None = None
+
+    @property
+    def flat(self) -> np.ndarray:
+        """Made when first asked for: a GPU reads the columns as they are."""
+        import numpy as np
+
+        if self._flat is None:
+            self._flat = np.array([number for column in self.columns for number in column], np.int64)
+        return self._flat
 
     @property
     def num_requests(self) -> int:
@@ -196,7 +204,7 @@ class Batch:
 
     def addresses(self) -> list[int]:
         """Where each column lies."""
-        at, found = self.flat.__array_interface__["data"][0], []
+        at, found = int(self.flat.__array_interface__["data"][0]), []
         for column in self.columns:
             found.append(at)
             at += 8 * len(column)

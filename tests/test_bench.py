@@ -76,7 +76,7 @@ def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) ->
 def test_requests_in_flight_together(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
     options = ("--model", str(tiny_folder), "--prompts", prompts, "--dtypes", "float32", "--repeats", "1", "--concurrency", "2")
     rows = report_of(tmp_path, *options)["rows"]
-    assert [(r["method"], r["identical"]) for r in rows if r["task"] == "overall"] == [("plain", 3), ("ngram", 3)]
+    assert [(r["method"], r["identical"]) for r in rows if r["task"] == "overall"] == [("plain", 3), ("auto", 3), ("ngram", 3)]
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_ctrl_c_leaves_no_worker_behind(tiny_folder: Path, prompts: str) -> None
     process = subprocess.Popen([sys.executable, "-c", code, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("paceline float32, "):  # the timed turns have begun: both workers are there
+        if line.startswith("paceline float32, "):  # the timed turns have begun: all workers are there
             break
     workers = children_of(process.pid)
-    assert len(workers) == 2
+    assert len(workers) == 3
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130
     process.stderr.close()

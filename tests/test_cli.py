@@ -129,12 +129,17 @@ def test_json_has_everything_about_the_answer(tiny: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", ['{"method": "ngram", "prompt_lookup_min": 1}', '{"method": "early_exit"}', '{"method": "quantized", "bits": 8}']
+    "config",
+    [
+        '{"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}',
+        '{"method": "early_exit", "num_speculative_tokens": 2}',
+        '{"method": "quantized", "bits": 8, "num_speculative_tokens": 4}',
+    ],
 )
 def test_drafts_do_not_change_a_seeded_answer(tiny: str, config: str) -> None:
     flags = ("the line the line the line", "--seed", "11", "--temperature", "0.6", "--max-tokens", "24")
-    plain, drafted = generate(tiny, *flags), generate(tiny, *flags, "--speculative-config", config)
-    assert drafted["token_ids"] == plain["token_ids"]
+    plain, auto, drafted = (generate(tiny, *flags, *more) for more in (["--method", "none"], [], ["--speculative-config", config]))
+    assert drafted["token_ids"] == plain["token_ids"] == auto["token_ids"]
     assert plain["stats"]["num_drafted"] == 0
     assert drafted["stats"]["num_drafted"] > 0
 
@@ -176,7 +181,7 @@ def test_chat_goes_on_after_a_question_that_does_not_fit(tiny: str) -> None:
 def test_demo_compares_and_says_identical(tiny: str) -> None:
     done = invoke("demo", "--model", tiny, "--prompt", "the line the line the line", "--max-tokens", "32")
     assert done.exit_code == 0, done.output
-    assert all(word in done.stdout for word in ("plain", "ngram", "speedup", "τ", "yes"))
+    assert all(word in done.stdout for word in ("plain", "auto", "speedup", "τ", "yes"))
 
 
 def test_models_lists_the_default_model() -> None:
@@ -265,7 +270,7 @@ def test_demo_of_one_token_says_there_is_nothing_to_time(tiny: str) -> None:
 
 
 def test_demo_explains_colours_only_where_there_are_some(tiny: str, tmp_path: Path) -> None:
-    flags = ("demo", "--model", tiny, "--method", "quantized", "--prompt", "the line the line the line", "--max-tokens", "24")
+    flags = ("demo", "--model", tiny, "--method", "quantized", "-k", "4", "--prompt", "the line the line the line", "--max-tokens", "24")
     assert "■" not in invoke(*flags).stdout
     assert "■" in invoke(*flags, "--svg", str(tmp_path / "demo.svg")).stdout
     assert "<svg" in (tmp_path / "demo.svg").read_text()

@@ -27,12 +27,13 @@ from paceline import (
 from tests.make_models import tiny_hf, tiny_tokenizer
 
 PROMPT = "In a paceline, cyclists ride one behind the other. In a paceline,"
-METHODS: dict[str, dict[str, Any] | None] = {
+METHODS: dict[str, dict[str, Any] | str | None] = {
     "plain": None,
-    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "auto": "auto",
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
     "early_exit": {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 3},
-    "quantized": {"method": "quantized", "bits": 8},
-    "draft_model": {"method": "draft_model"},
+    "quantized": {"method": "quantized", "bits": 8, "num_speculative_tokens": 4},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
 }
 
 
@@ -40,7 +41,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 def llms(tiny_folder: Path) -> dict[str, LLM]:
     made = {}
     for name, config in METHODS.items():
-        options = {**config, "model": str(tiny_folder)} if name == "draft_model" and config else config
+        options = {**config, "model": str(tiny_folder)} if name == "draft_model" and isinstance(config, dict) else config
         made[name] = LLM(str(tiny_folder), speculative_config=options, progress=False)
     return made
 
@@ -400,7 +401,9 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"max_model_len": -100}, "max_model_len is -100"),
     ({"max_model_len": "x"}, "max_model_len is 'x'"),
     ({"kv_cache_memory": 10**15}, "bytes free"),
-    ({"speculative_config": {"method": ["ngram"]}}, "method is ['ngram']"),
+    ({"speculative_config": {"method": ["ngrm"]}}, "did you mean 'ngram'"),
+    ({"speculative_config": "autp"}, "did you mean 'auto'"),
+    ({"speculative_config": {"method": "auto", "num_speculative_tokens": 3}}, "beside method 'auto'"),
 ]
 
 

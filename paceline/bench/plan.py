@@ -21,6 +21,7 @@ from paceline.proposers.registry import DRAFTERS, parse
 
 OURS = "paceline"
 PLAIN = "plain"
+AUTO = "auto"
 DTYPES = ("int8", "float32", "int4")
 FILE_AS_IS = "file"
 VARIANTS: dict[str, tuple[str, ...]] = {  # of each peer; the first ones are taken when only the peer is named
@@ -73,19 +74,21 @@ class Plan:
     repeats: int = 3
     concurrency: int = 1
 
-    def speculative_config(self, row: Row) -> dict[str, Any] | None:
-        if row.method == PLAIN:
-            return None
-        return {"method": row.method, **({"model": self.draft_model} if row.method == "draft_model" else {})}
+    def speculative_config(self, row: Row) -> dict[str, Any] | str | None:
+        """A drafter by its name drafts its usual length at every step; only "auto" chooses."""
+        if row.method in (PLAIN, AUTO):
+            return None if row.method == PLAIN else AUTO
+        config = {"method": row.method, **({"model": self.draft_model} if row.method == "draft_model" else {})}
+        return {**config, "num_speculative_tokens": parse(config)[1].num_speculative_tokens}
 
 
 def methods_of(text: str, draft_model: str | None) -> list[str]:
-    """--methods: names of drafters, or none (also spelled plain)."""
+    """--methods: names of drafters, auto, or none (also spelled plain)."""
     names = [PLAIN if name == "none" else name for name in _names("--methods", text)]
     for name in names:
-        if name not in (PLAIN, *DRAFTERS):
-            raise ConfigError(f"--methods holds {name!r}; {nearest(name, ['none', *DRAFTERS])}")
-        if name != PLAIN:
+        if name not in (PLAIN, AUTO, *DRAFTERS):
+            raise ConfigError(f"--methods holds {name!r}; {nearest(name, ['none', AUTO, *DRAFTERS])}")
+        if name in DRAFTERS:
             parse({"method": name, **({"model": draft_model} if name == "draft_model" and draft_model else {})})
     return names
 

@@ -43,7 +43,7 @@ def bench(
     prompts: Annotated[
         Path | None, typer.Option(help="Your prompts (.jsonl as Spec-Bench has it, or .txt) instead of the shipped ones.")
     ] = None,
-    methods: Annotated[str, typer.Option(help="Drafters, separated by commas; none is plain decoding.")] = "none,ngram",
+    methods: Annotated[str, typer.Option(help="Drafters, separated by commas, or auto; none is plain decoding.")] = "none,auto,ngram",
     dtypes: Annotated[str, typer.Option(help="Our own engine in these precisions: int8, float32, int4; or none.")] = "int8,float32",
     peers: Annotated[
         str, typer.Option(help="all, none, or names: llama.cpp, transformers, vllm; one file alone: llama.cpp:Q8_0, :Q4_0, :F32, :file.")

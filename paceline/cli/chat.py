@@ -31,6 +31,8 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     exact: options.Exact = False,
+    load_format: options.LoadFormat = "auto",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     system: options.System = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", rich_help_panel="Sampling")] = 512,
     temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
@@ -61,7 +63,7 @@ def chat(
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
     limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory), "dtype": dtype}
-    limits |= {"device": device, "exact": exact}
+    limits |= {"device": device, "exact": exact, "load_format": load_format, "kv_cache_dtype": kv_cache_dtype}
     source = console.stdin()
     with LLM(model, speculative_config=config, **limits) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
         conversation = Conversation(llm, params, system, as_json)

@@ -29,7 +29,7 @@ def demo(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     exact: options.Exact = False,
-    method: options.Method = "ngram",
+    method: options.Method = "auto",
     num_speculative_tokens: options.NumSpeculative = None,
     draft_model: options.DraftModel = None,
     prompt: Annotated[str, typer.Option(help="Your own text, or the number of a shipped prompt.")] = DEFAULT_PROMPT,
@@ -53,7 +53,7 @@ def demo(
         raise ConfigError(f"--svg is {svg} but --json shows nothing to draw; use one of them")
     config = parsing.speculative_config(None, method, num_speculative_tokens, draft_model)
     if config is None:
-        raise ConfigError(f"--method is {method}, so there is nothing to compare; use ngram, draft_model, early_exit or quantized")
+        raise ConfigError(f"--method is {method}, so there is nothing to compare; use auto, suffix, ngram, draft_model or another")
     text = checked_prompt(_find_prompt(prompt))
     plain, drafted = _params(temperature, max_tokens)
     screen = None if as_json else console.stdout(is_recorded=svg is not None)
@@ -63,8 +63,9 @@ def demo(
         if screen is not None:
             screen.rule("prompt", style="dim")
             console.write(screen, text + "\n")
-        runs = (("plain", plain), (config["method"], drafted))
-        comparison = demo_report.Comparison(text, config["method"], *(_run(screen, llm, prompt_ids, name, params) for name, params in runs))
+        name_of_drafts = config if isinstance(config, str) else config["method"]
+        runs = (("plain", plain), (name_of_drafts, drafted))
+        comparison = demo_report.Comparison(text, name_of_drafts, *(_run(screen, llm, prompt_ids, name, params) for name, params in runs))
     if screen is None:
         console.write_json(console.stdout(), comparison.to_json())
     else:

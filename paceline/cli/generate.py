@@ -26,6 +26,8 @@ def generate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     exact: options.Exact = False,
+    load_format: options.LoadFormat = "auto",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     system: options.System = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
@@ -80,13 +82,13 @@ def generate(
         raise ConfigError(f"--system is {system[:40]!r} but --raw leaves the chat template out; put it into the prompt")
     text = checked_prompt(console.stdin().read() if prompt == "-" else prompt)
     limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory), "dtype": dtype}
-    limits |= {"device": device, "exact": exact}
+    limits |= {"device": device, "exact": exact, "load_format": load_format, "kv_cache_dtype": kv_cache_dtype}
     _run(model, config, limits, lambda llm: as_prompt(llm, text, raw, system), params, as_json)
 
 
 def _run(
     model: str,
-    config: dict[str, Any] | None,
+    config: dict[str, Any] | str | None,
     limits: dict[str, Any],
     prompt: Callable[[LLM], Prompt],
     params: SamplingParams,

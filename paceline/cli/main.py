@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli import bench, chat, console, demo, generate, models, verify
+from paceline.cli import bench, chat, console, demo, explain, generate, models, plan, verify
 from paceline.errors import PacelineError
 
 # Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
@@ -100,6 +100,8 @@ for _panel, _function in (
     ("Run", chat.chat),
     ("Inspect", models.models),
     ("Inspect", verify.verify),
+    ("Inspect", plan.plan),
+    ("Inspect", explain.explain),
 ):
     app.command(cls=_Verb, rich_help_panel=_panel)(_function)
 app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")

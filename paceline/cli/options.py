@@ -20,6 +20,9 @@ Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 Dtype = Annotated[str, typer.Option(help="Of the weights: auto (int8 on CPUs, bfloat16 on GPUs), int8, int4, float32, float16.")]
 Device = Annotated[str, typer.Option(help="Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")]
 Exact = Annotated[bool, typer.Option("--exact", help="On a GPU, check drafts with the very arithmetic of plain decoding; CPUs always do.")]
+LoadFormat = Annotated[
+    str, typer.Option(help="dummy: random weights of the model's shape, without a download ('llama-8b' is a shape, too).")
+]
 System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 
@@ -48,10 +51,17 @@ LogitBias = Annotated[
 BadWord = Annotated[list[str] | None, typer.Option(help="Never write this; may be repeated.", rich_help_panel=_SAMPLING)]
 
 Method = Annotated[
-    str | None, typer.Option(help="Who drafts: ngram, draft_model, early_exit, quantized, or none.", rich_help_panel=_SPECULATION)
+    str | None,
+    typer.Option(
+        help="Who drafts: auto (whoever pays, each step), suffix, ngram, recycle, lookahead, draft_model, early_exit, quantized, or none.",
+        rich_help_panel=_SPECULATION,
+    ),
 ]
 NumSpeculative = Annotated[
-    int | None, typer.Option("--num-speculative-tokens", "-k", help="Draft at most this many tokens a step.", rich_help_panel=_SPECULATION)
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens", "-k", help="Always draft this many tokens; left out: as many as pay.", rich_help_panel=_SPECULATION
+    ),
 ]
 DraftModel = Annotated[str | None, typer.Option(help="The smaller model of --method draft_model.", rich_help_panel=_SPECULATION)]
 SpeculativeConfig = Annotated[
@@ -59,6 +69,7 @@ SpeculativeConfig = Annotated[
 ]
 
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.", rich_help_panel=_MEMORY)]
+KvCacheDtype = Annotated[str, typer.Option(help="int8, on a GPU: half the memory for keys and values, rounded.", rich_help_panel=_MEMORY)]
 KvCacheMemory = Annotated[
     str | None, typer.Option(help="For the KV cache: bytes, or a fraction of the free memory such as 0.2.", rich_help_panel=_MEMORY)
 ]

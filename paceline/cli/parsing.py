@@ -20,21 +20,27 @@ def given(**options: Any) -> dict[str, Any]:
 
 def speculative_config(
     config: str | None, method: str | None = None, num_speculative_tokens: int | None = None, draft_model: str | None = None
-) -> dict[str, Any] | None:
-    """The engine's dictionary from either spelling; None for plain decoding. The engine itself checks methods and keys."""
+) -> dict[str, Any] | str | None:
+    """The engine's dictionary from either spelling, "auto" where nothing is said, None for plain decoding. The engine itself checks
+    methods and keys."""
     short = given(method=method, model=draft_model, num_speculative_tokens=num_speculative_tokens)
     if config is not None:
         if short:
             raise ConfigError("--speculative-config and the shorthand --method, --draft-model, -k exclude each other; use one spelling")
         return parse_json_object("--speculative-config", config)
-    if method == "none" and len(short) > 1:
+    if method in ("none", "off", "auto") and len(short) > 1:
         what = f"-k is {num_speculative_tokens}" if num_speculative_tokens is not None else f"--draft-model is {draft_model}"
-        raise ConfigError(f"{what} but --method none means that nobody drafts; leave one of them out")
+        meaning = "drafters and lengths are chosen each step" if method == "auto" else "nobody drafts"
+        raise ConfigError(f"{what} but --method {method} means that {meaning}; leave one of them out")
     if draft_model is not None:
         short.setdefault("method", "draft_model")
     if short and "method" not in short:
-        raise ConfigError(f"-k is {num_speculative_tokens} but nobody drafts; add --method, for instance --method ngram")
-    return None if short.get("method") in (None, "none") else short
+        raise ConfigError(
+            f"-k is {num_speculative_tokens} but without --method lengths are chosen each step; add --method, e.g. --method suffix"
+        )
+    if not short or method == "auto":
+        return "auto"
+    return None if method in ("none", "off") else short
 
 
 def memory(text: str | None) -> int | float | None:

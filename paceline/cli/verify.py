@@ -82,13 +82,17 @@ def _drafters(methods: str | None, draft_model: str) -> dict[str, dict[str, Any]
     from paceline.config import nearest
     from paceline.proposers.registry import DRAFTERS, parse
 
-    names = [name.strip() for name in methods.split(",")] if methods is not None else list(DRAFTERS)
+    known = ["auto", *DRAFTERS]
+    names = [name.strip() for name in methods.split(",")] if methods is not None else known
     for name in names:
-        if name not in DRAFTERS:
-            raise ConfigError(f"--methods holds {name!r}; {nearest(name, list(DRAFTERS))}")
-    configs = {name: {"method": name, **({"model": draft_model} if name == "draft_model" else {})} for name in names}
-    for config in configs.values():
-        parse(config)
+        if name not in known:
+            raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
+    configs: dict[str, dict[str, Any]] = {name: {"method": name} for name in names}
+    for name, config in configs.items():
+        if name == "draft_model":
+            config["model"] = draft_model
+        if name != "auto":  # a named drafter is checked at its full length, whether that pays here or not
+            config["num_speculative_tokens"] = parse(config)[1].num_speculative_tokens
     return configs
 
 
@@ -141,7 +145,7 @@ def _plain_half(
     from paceline.cli import verify_distribution as distribution
     from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
-    with LLM(model, **loading, max_num_seqs=max(BATCHES)) as llm:
+    with LLM(model, **loading, speculative_config=None, max_num_seqs=max(BATCHES)) as llm:
         examination = Examination(prompts, [_input(llm, prompt) for prompt in prompts], max_tokens)
         plain = {}
         for mode in MODES:

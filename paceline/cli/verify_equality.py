@@ -6,11 +6,15 @@ also says that the batch a request is in changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from paceline.params import SamplingParams
+from paceline.verify.noise import Purpose, gumbel
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.results import Result
 
 BATCHES = (1, 8)
+NEAR_TIE = 0.25  # logits: what passes of other shapes may differ by in half precision, where kernels are not exact
 
 
 class Mode(NamedTuple):
@@ -33,6 +38,11 @@ class Difference(NamedTuple):
     position: int  # of the first token that differs, counted from the start of the answer
     plain: str  # the two tokens, id and text
     drafted: str
+    margin: float = math.inf  # by how much plain decoding preferred its own token, in logits; looked up where arithmetic is not exact
+
+    @property
+    def is_tie(self) -> bool:
+        return self.margin <= NEAR_TIE
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,7 @@ class Check:
     num_prompts: int
     tau: float
     differences: tuple[Difference, ...]
+    num_ties: int = 0  # prompts that differ first where two tokens were as good as equal, which only inexact arithmetic may
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -51,7 +62,8 @@ class Check:
             "temperature": self.mode.temperature,
             "batch": self.batch,
             "prompts": self.num_prompts,
-            "identical": not self.differences,
+            "identical": not self.differences and not self.num_ties,
+            "near_ties": self.num_ties,
             "tau": round(self.tau, 4),
         }
 
@@ -76,10 +88,27 @@ class Examination:
     def check(self, llm: LLM, drafter: str, mode: Mode, batch: int, plain: list[list[int]], advance: Callable[[int], None]) -> Check:
         results = self._run(llm, mode, batch, advance)
         spell = llm.tokenizer.token_text
-        found = (first_difference(p.id, a, r.token_ids, spell) for p, a, r in zip(self.prompts, plain, results, strict=True))
+        pairs = zip(self.prompts, plain, results, strict=True)
+        found = [(i, d) for i, (p, a, r) in enumerate(pairs) if (d := first_difference(p.id, a, r.token_ids, spell)) is not None]
+        if not llm.engine.runner.decoder.is_exact:
+            found = [(i, self._weighed(llm, mode, i, d, plain[i], results[i].token_ids)) for i, d in found]
         stats = [result.outputs[0].stats for result in results]
         tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))
-        return Check(drafter, mode, batch, len(self.prompts), tau, tuple(d for d in found if d is not None))
+        ties = sum(d.is_tie for _, d in found)
+        return Check(drafter, mode, batch, len(self.prompts), tau, tuple(d for _, d in found if not d.is_tie), ties)
+
+    def _weighed(self, llm: LLM, mode: Mode, index: int, found: Difference, plain: Sequence[int], drafted: Sequence[int]) -> Difference:
+        """With the margin between the two tokens: logits, and where the choice was seeded its noise, times the temperature."""
+        at = found.position
+        if at >= min(len(plain), len(drafted)):
+            return found
+        pair, context = (plain[at], drafted[at]), [*self.inputs[index], *plain[:at]]
+        options = SamplingParams(temperature=0, max_tokens=1, logprobs=1, allowed_token_ids=pair, ignore_eos=True, num_speculative_tokens=0)
+        logits = [_logprob(llm, context, options, token) for token in pair]
+        if mode.temperature:
+            noise = gumbel(1000 + index, len(context), Purpose.TARGET, np.array(pair))
+            logits = [logit + mode.temperature * float(extra) for logit, extra in zip(logits, noise, strict=True)]
+        return found._replace(margin=abs(logits[0] - logits[1]))
 
     def _run(self, llm: LLM, mode: Mode, batch: int, advance: Callable[[int], None]) -> list[Result]:
         """Batch 1: one prompt after the other. Else all at once, and the engine runs as many together as `max_num_seqs` says."""
@@ -92,10 +121,17 @@ class Examination:
         return results
 
 
+def _logprob(llm: LLM, context: Sequence[int], options: SamplingParams, token: int) -> float:
+    """Of the raw distribution: what may be chosen does not change it."""
+    (result,) = llm.generate([list(context)], replace(options, allowed_token_ids=(token,)))
+    assert result.outputs[0].logprobs, "asked for"
+    return float(result.outputs[0].logprobs[0].logprob)
+
+
 def first_difference(prompt_id: str, plain: Sequence[int], drafted: Sequence[int], spell: Callable[[int], str]) -> Difference | None:
     if list(plain) == list(drafted):
         return None
     shared = min(len(plain), len(drafted))
     position = next((i for i in range(shared) if plain[i] != drafted[i]), shared)
     at = [f"{text[position]} {spell(text[position])!r}" if position < len(text) else "the end" for text in (plain, drafted)]
-    return Difference(prompt_id, position, *at)
+    return Difference(prompt_id, position, at[0], at[1])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.verify_equality import NEAR_TIE
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,6 +24,9 @@ def print_report(screen: Console, checks: list[Check], rules: list[RuleResult]) 
         screen.print(f"{num_bad} of {len(checks) + len(rules)} checks found a difference", style="bold red")
     else:
         screen.print(f"all {len(checks) + len(rules)} checks passed: drafts changed the time and not the text", style="bold green")
+    if ties := sum(check.num_ties for check in checks):
+        told = f"{ties} of {sum(check.num_prompts for check in checks)} texts part at a near tie, where logits are within {NEAR_TIE}: "
+        screen.print(told + "half precision rounds differently in passes of other shapes; --exact does not", style="yellow")
 
 
 def _print_checks(screen: Console, checks: list[Check]) -> None:
@@ -33,6 +38,8 @@ def _print_checks(screen: Console, checks: list[Check]) -> None:
     for check in checks:
         num_same = check.num_prompts - len(check.differences)
         same = "[green]yes[/green]" if not check.differences else f"[bold red]no[/bold red] ({num_same} of {check.num_prompts})"
+        if check.num_ties:
+            same += f", {check.num_ties} near ties"
         cells: list[Any] = [check.drafter, check.mode.name, check.mode.temperature, check.batch, check.num_prompts]
         table.add_row(*map(str, cells), same, f"{check.tau:.2f}")
     screen.print(table)

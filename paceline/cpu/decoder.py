@@ -60,6 +60,14 @@ class CpuDecoder:
         return cls(replace(config, max_context=min(config.max_context, context or config.max_context)), dtype, tensors)
 
     @property
+    def checks_trees(self) -> bool:
+        return True
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+    @property
     def num_bytes(self) -> int:
         """Memory held by weights."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())

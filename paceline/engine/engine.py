@@ -1,23 +1,28 @@
 """The step: schedule, propose, forward, accept, commit. Plain decoding is a step whose drafts are empty.
 
-The engine knows token ids and nothing of text. `commit` is the only place that changes a request.
+Who drafts how much is the policy's to say, and it is shown what came of it. The engine knows token ids and nothing of text.
+`commit` is the only place that changes a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import NamedTuple
 
 from paceline.config import EngineConfig
+from paceline.engine.nodes import first_branch
+from paceline.engine.policy import FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler, Turn
-from paceline.engine.stats import SpecStats
+from paceline.engine.stats import Phases, SpecStats, Suspicion
 from paceline.errors import PacelineError, RequestError
 from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
-from paceline.types import Draft, FinishReason, Needs, Output, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
+from paceline.types import Draft, FinishReason, Output, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
 from paceline.verify.accept import accept
 from paceline.verify.sampling import pick_of
 from paceline.verify.tree import Tree
+from paceline.verify.watch import Watch
 
 
 class Emission(NamedTuple):
@@ -26,18 +31,26 @@ class Emission(NamedTuple):
     request: Request
     tokens: tuple[int, ...]
     num_accepted: int  # the first so many were drafted
-    source: str
+    sources: tuple[str, ...]  # by whom, each of those
     logprobs: tuple[TokenLogprobs, ...]
 
 
 class Engine:
-    def __init__(self, runner: Runner, proposer: Proposer | None, config: EngineConfig) -> None:
+    def __init__(self, runner: Runner, proposer: Proposer | None, config: EngineConfig, policy: Policy | None = None) -> None:
+        """Without a policy the proposer drafts `config.num_speculative_tokens` whenever it can."""
         self.runner = runner
         self.proposer = proposer
+        self.policy = policy or FixedPolicy(proposer, config.num_speculative_tokens)
         self.config = config
         self.scheduler = Scheduler(config, runner.kv)
         self.totals = SpecStats()
+        self.phases = Phases()
         self.stats: dict[str, SpecStats] = {}
+        self.watch: Watch | None = None  # is shown every draft being judged
+        self._suspicion = Suspicion()
+        needs = [drafter.needs for drafter in self.policy.drafters]
+        self._layers = tuple(sorted({layer for need in needs for layer in need.hidden_layers}))
+        self._top_tokens = max((need.top_tokens for need in needs), default=0)
         self._num_arrivals = 0
 
     @property
@@ -65,49 +78,97 @@ class Engine:
             self._finish(request, FinishReason.ABORT)
 
     def step(self) -> list[Emission]:
+        started = perf_counter()
         turns = self.scheduler.schedule()
         if not turns:
             assert not self.has_work, "requests are waiting and none can run"
             return []
-        drafts = self._propose(turns)
-        segments = [self._segment(turn, drafts.get(turn.request.id)) for turn in turns]
-        needs = self.proposer.needs if self.proposer else Needs()
-        output = self.runner.forward(segments, hidden_layers=needs.hidden_layers, top_tokens=needs.top_tokens)
-        verdicts: dict[str, Verdict] = {}
-        emissions: list[Emission] = []
-        first = 0  # row of the logits
-        for turn in turns:
-            request, draft = turn.request, drafts.get(turn.request.id)
-            if draft is None:
-                self.runner.kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
-                continue
-            logits = output.logits[first : first + len(draft.tree.tokens)]
-            picked = output.picked and output.picked[first : first + len(logits)]
-            first += len(logits)
-            try:
-                verdict = accept(request, draft, logits, picked=picked)
-            except PacelineError as error:
-                emissions.append(self._fail(request, error))
-                continue
-            verdicts[request.id] = verdict
-            emissions.append(self._commit(turn, draft, verdict))
-        self._observe(turns, drafts, verdicts, output)
+        called = perf_counter()
+        plan = self.policy.plan(turns)
+        if plan.nodes:
+            self.scheduler.give_drafts(turns, plan.nodes)
+        scheduled = perf_counter()
+        proposed = self._propose(turns, plan) if plan.nodes else {}
+        answered = perf_counter()
+        drafts = self._drafts(turns, proposed)
+        segments = [self._segment(turn, draft) for turn, draft in zip(turns, drafts, strict=True)]
+        drafted = perf_counter()
+        top_tokens = self._top_tokens if plan.is_learning else 0
+        output = self.runner.forward(segments, hidden_layers=self._layers, top_tokens=top_tokens)
+        computed = perf_counter()
+        verdicts, emissions, committing = self._judge(turns, drafts, output)
+        judged = perf_counter()
+        self.policy.observe(turns, verdicts, judged - drafted)
+        self.policy.charge(scheduled - called + drafted - answered + perf_counter() - judged)
+        self._observe(turns, drafts, verdicts, output, plan)
+        for index, asked in proposed.items():
+            if index in verdicts:
+                self._suspect(asked, verdicts[index])
+        phases = self.phases
+        phases.schedule += scheduled - started
+        phases.propose += drafted - scheduled
+        phases.forward += computed - drafted
+        phases.accept += judged - computed - committing
+        phases.commit += committing
+        phases.observe += perf_counter() - judged
         return emissions
 
     def _segment(self, turn: Turn, draft: Draft | None) -> Segment:
         return segment_of(turn.request, turn.num_new, draft, pick_of(turn.request, draft) if draft is not None else None)
 
-    def _propose(self, turns: Sequence[Turn]) -> dict[str, Draft]:
-        """A draft for every request that the target will speak for; empty where there is no budget."""
-        speaking = [t for t in turns if t.is_caught_up]
-        drafts = {t.request.id: Draft(Tree.chain(t.request.tokens[-1])) for t in speaking}
-        drafting = [t for t in speaking if t.num_lookahead_tokens]
-        if self.proposer is not None and drafting:
-            proposed = self.proposer.propose([t.request for t in drafting], [t.num_lookahead_tokens for t in drafting])
-            for turn, draft in zip(drafting, proposed, strict=True):
-                assert draft.num_drafted <= turn.num_lookahead_tokens, f"{self.proposer.name} drafted more than its budget"
-                drafts[turn.request.id] = draft
-        return drafts
+    def _propose(self, turns: Sequence[Turn], plan: Plan) -> dict[int, list[tuple[int, Draft]]]:
+        """What each drafter that is asked says, by turn."""
+        proposed: dict[int, list[tuple[int, Draft]]] = {}
+        for number, planned in enumerate(plan.asks):
+            asks = [(i, min(count, turns[i].num_lookahead_tokens)) for i, count in planned if turns[i].num_lookahead_tokens]
+            if not asks:
+                continue
+            drafter, started = self.policy.drafters[number], perf_counter()
+            drafts = drafter.propose([turns[i].request for i, _ in asks], [count for _, count in asks])
+            self.policy.heard(number, asks, drafts, perf_counter() - started)
+            for (index, count), draft in zip(asks, drafts, strict=True):
+                assert draft.num_drafted <= count, f"{drafter.name} drafted more than its budget"
+                if draft.num_drafted:
+                    proposed.setdefault(index, []).append((number, draft))
+        return proposed
+
+    def _drafts(self, turns: Sequence[Turn], proposed: Mapping[int, list[tuple[int, Draft]]]) -> list[Draft | None]:
+        """For every turn that the target will speak in, what it checks: often nothing but the root."""
+        chosen = self.policy.trim(turns, proposed) if proposed else {}
+        if not self.runner.decoder.checks_trees:
+            chosen = {i: draft if draft.tree.is_chain else first_branch(draft) for i, draft in chosen.items()}
+        return [chosen.get(i) or Draft(Tree.chain(turn.request.tokens[-1])) if turn.is_caught_up else None for i, turn in enumerate(turns)]
+
+    def _judge(
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], output: Output
+    ) -> tuple[dict[int, Verdict], list[Emission], float]:
+        """Accept and commit, request by request: the verdicts by turn, what was said, and the seconds that commits took."""
+        verdicts: dict[int, Verdict] = {}
+        emissions: list[Emission] = []
+        first, committing = 0, 0.0  # row of the logits
+        for index, (turn, draft) in enumerate(zip(turns, drafts, strict=True)):
+            request = turn.request
+            if draft is None:
+                self.runner.kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
+                continue
+            nodes = slice(first, first + len(draft.tree.tokens))
+            first = nodes.stop
+            try:
+                verdict = self._accept(request, draft, output, nodes)
+            except PacelineError as error:
+                emissions.append(self._fail(request, error))
+                continue
+            verdicts[index] = verdict
+            started = perf_counter()
+            emissions.append(self._commit(turn, draft, verdict))
+            committing += perf_counter() - started
+        return verdicts, emissions, committing
+
+    def _accept(self, request: Request, draft: Draft, output: Output, nodes: slice) -> Verdict:
+        picked = output.picked and output.picked[nodes]
+        if picked and not draft.num_drafted and picked[0] >= 0 and self.watch is None:  # nothing to judge, and the device has chosen
+            return Verdict((0,), (picked[0],))
+        return accept(request, draft, output.logits[nodes], picked=picked, watch=self.watch)
 
     def _commit(self, turn: Turn, draft: Draft, verdict: Verdict) -> Emission:
         """Text grows by what was accepted and the target's own token, up to the first that ends the request."""
@@ -127,15 +188,15 @@ class Engine:
                 request.error, reason = error, FinishReason.ERROR
                 break
         request.num_rounds += 1
-        num_accepted = min(verdict.num_accepted, emitted)
-        depth = max(draft.tree.depths())
+        accepted = verdict.path[1 : 1 + emitted]
         for stats in (self.stats[request.id], self.totals):
-            stats.record(verdict.num_drafted, depth, num_accepted, emitted, draft.source)
+            stats.record(draft, accepted, emitted)
         if reason is None:
             self.runner.kv.commit(request.cache, root, verdict.path, request.tokens)
         else:
             self._finish(request, reason)
-        return Emission(request, verdict.tokens[:emitted], num_accepted, draft.source, verdict.logprobs[:emitted])
+        sources = tuple(draft.source_of(node) for node in accepted)
+        return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted])
 
     def _ending(self, request: Request, token: int) -> FinishReason | None:
         has_text_stop = request.text_stop is not None and request.text_stop.push(token)
@@ -148,28 +209,47 @@ class Engine:
     def _fail(self, request: Request, error: PacelineError) -> Emission:
         request.error = error
         self._finish(request, FinishReason.ERROR)
-        return Emission(request, (), 0, "", ())
+        return Emission(request, (), 0, (), ())
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)
-        if self.proposer is not None:
-            self.proposer.release(request)
+        self.policy.release(request)
+        for drafter in self.policy.drafters:
+            drafter.release(request)
 
-    def _observe(self, turns: Sequence[Turn], drafts: Mapping[str, Draft], verdicts: Mapping[str, Verdict], output: Output) -> None:
-        """Show the drafter what the pass said about each request that goes on."""
-        if self.proposer is None:
+    def _observe(
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], verdicts: Mapping[int, Verdict], output: Output, plan: Plan
+    ) -> None:
+        """Show the drafters what the pass said about each request that goes on."""
+        # Whoever lives on the likeliest tokens learns nothing from a pass that did not keep them.
+        learning = [(n, d) for n, d in enumerate(self.policy.drafters) if plan.is_learning or not d.needs.top_tokens]
+        if not learning:
             return
         seen, first, first_row = [], 0, 0
-        for turn in turns:
-            request, draft = turn.request, drafts.get(turn.request.id)
+        for index, (turn, draft) in enumerate(zip(turns, drafts, strict=True)):
             nodes = 0 if draft is None else len(draft.tree.tokens)
             end, end_row = first + nodes, first_row + turn.num_new + max(nodes - 1, 0)
-            if not request.is_finished:
+            if not turn.request.is_finished:
                 top = output.top[first:end] if output.top is not None and draft is not None else None
                 hidden = {layer: x[first_row:end_row] for layer, x in output.hidden.items()}
-                seen.append(Seen(request, turn.num_new, draft, verdicts.get(request.id), top, hidden))
+                seen.append(Seen(turn.request, turn.num_new, draft, verdicts.get(index), top, hidden))
             first, first_row = end, end_row
-        self.proposer.observe(seen)
+        for number, drafter in learning:
+            started, width = perf_counter(), drafter.needs.top_tokens
+            is_narrow = output.top is not None and 0 < width < output.top.shape[1]
+            drafter.observe([s._replace(top=None if s.top is None else s.top[:, :width]) for s in seen] if is_narrow else seen)
+            self.policy.shown(number, len(seen), perf_counter() - started)
+
+    def _suspect(self, asked: Sequence[tuple[int, Draft]], verdict: Verdict) -> None:
+        for number, draft in asked:
+            if self._suspicion.is_settled(self.policy.drafters[number].name):
+                continue
+            if draft.q is None:
+                tree = draft.tree
+                is_right = any(tree.tokens[n] == verdict.tokens[0] for n, parent in enumerate(tree.parents) if parent == 0)
+            else:
+                is_right = verdict.num_accepted > 0
+            self._suspicion.note(self.policy.drafters[number].name, is_right)
 
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""

@@ -1,14 +1,15 @@
 """Decides who computes what in the next pass. No tensors here.
 
 There is no prefill and no decode: a request has tokens known (`num_tokens`, and with its draft `num_tokens_with_spec`) and
-tokens computed (`num_cached`), and the second catches up with the first under a token budget. Drafts come last, from what
-the budget and the free blocks leave (`num_lookahead_tokens`), and never cost another request its turn.
+tokens computed (`num_cached`), and the second catches up with the first under a token budget. Drafts come last, for those whom the
+policy chose, from what the budget and the free blocks leave (`num_lookahead_tokens`), and never cost another request its turn.
 Invariant: every scheduled request has slots for all its rows, its alone to write.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig
@@ -22,7 +23,8 @@ class Turn:
 
     request: Request
     num_new: int  # known tokens computed now
-    num_lookahead_tokens: int = 0  # draft nodes it may add
+    draft_limit: int = 0  # most draft nodes that could be of use to it
+    num_lookahead_tokens: int = 0  # draft nodes it may add: slots are reserved for them
 
     @property
     def is_caught_up(self) -> bool:
@@ -62,8 +64,21 @@ class Scheduler:
                 self._continue(request)
         if self.num_preemptions == num_preemptions:
             self._admit()
-        self._give_drafts()
+        for turn in self._plan.values():
+            if turn.num_new == 1 and turn.is_caught_up:
+                turn.draft_limit = max(min(self._draft_limit(turn.request), self._budget), 0)
         return list(self._plan.values())
+
+    def give_drafts(self, turns: Sequence[Turn], nodes: Sequence[int]) -> None:
+        """Slots for the nodes that are wanted of each turn, as far as the budget and the free blocks go."""
+        for turn, wanted in zip(turns, nodes, strict=True):
+            wanted = min(wanted, turn.draft_limit, self._budget)
+            if wanted <= 0:
+                continue
+            turn.num_lookahead_tokens = wanted
+            if not self.kv.reserve(turn.request.cache, turn.num_tokens_with_spec):
+                turn.num_lookahead_tokens = 0
+            self._budget -= turn.num_lookahead_tokens
 
     def _continue(self, request: Request) -> None:
         num_new = min(request.num_uncached, self._budget)
@@ -110,14 +125,6 @@ class Scheduler:
     def _take(self, turn: Turn) -> None:
         self._plan[turn.request.id] = turn
         self._budget -= turn.num_new
-
-    def _give_drafts(self) -> None:
-        for turn in self._plan.values():
-            wanted = min(self._draft_limit(turn.request), self._budget) if turn.is_caught_up and turn.num_new == 1 else 0
-            turn.num_lookahead_tokens = max(wanted, 0)
-            if not self.kv.reserve(turn.request.cache, turn.num_tokens_with_spec):
-                turn.num_lookahead_tokens = 0
-            self._budget -= turn.num_lookahead_tokens
 
     def _draft_limit(self, request: Request) -> int:
         """No more than could still be emitted: the target adds a token of its own to whatever is accepted."""

@@ -1,8 +1,49 @@
-"""Counts of speculation, per request and in all. num_tokens == num_accepted + num_own, always."""
+"""Counts of speculation, per request and in all, and where the time of a step goes. num_tokens == num_accepted + num_own, always."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, fields
+
+from paceline.types import Draft
+
+NEVER_RIGHT, AFTER = 0.01, 200  # a drafter is reported whose first token was right less often than this in so many drafts
+
+
+@dataclass(slots=True)
+class Positions:
+    """By depth from 1 on: rounds that drafted so deep, and rounds that accepted so deep."""
+
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """A round that drafted every depth down to one, and accepted down to another."""
+        self._reach(num_drafted)
+        for depth in range(num_drafted):
+            self.drafted_at[depth] += 1
+        for depth in range(num_accepted):
+            self.accepted_at[depth] += 1
+
+    def record_at(self, drafted: Set[int], accepted: Set[int]) -> None:
+        """A round that drafted and accepted at these depths."""
+        self._reach(max(drafted))
+        for depth in drafted:
+            self.drafted_at[depth - 1] += 1
+        for depth in accepted:
+            self.accepted_at[depth - 1] += 1
+
+    def _reach(self, depth: int) -> None:
+        missing = depth - len(self.drafted_at)
+        if missing > 0:
+            self.drafted_at.extend([0] * missing)
+            self.accepted_at.extend([0] * missing)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Of the rounds that drafted so deep, the share that accepted so deep."""
+        return [a / d if d else 0.0 for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
 
 
 @dataclass(slots=True)
@@ -12,9 +53,11 @@ class SpecStats:
     num_drafted: int = 0  # nodes the target checked
     num_accepted: int = 0  # of them, emitted
     num_own: int = 0  # emitted tokens that are the target's own: a bonus or a replacement
-    drafted_at: list[int] = field(default_factory=list)  # by depth: rounds whose draft reached it
-    accepted_at: list[int] = field(default_factory=list)  # by depth: rounds that accepted it
+    positions: Positions = field(default_factory=Positions)
+    by_source: dict[str, Positions] = field(default_factory=dict)  # of the nodes that each drafter proposed
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)  # nodes checked in a step -> steps
 
     @property
     def tau(self) -> float:
@@ -27,24 +70,48 @@ class SpecStats:
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
-    def acceptance_per_position(self) -> list[float]:
-        """Of the rounds that drafted so deep, the share that accepted so deep."""
-        return [a / d if d else 0.0 for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+    def drafted_at(self) -> list[int]:
+        return self.positions.drafted_at
 
-    def record(self, num_drafted: int, max_depth: int, num_accepted: int, num_tokens: int, source: str) -> None:
+    @property
+    def accepted_at(self) -> list[int]:
+        return self.positions.accepted_at
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        return self.positions.acceptance
+
+    def record(self, draft: Draft, path: Sequence[int], num_tokens: int) -> None:
+        """path: the nodes of the draft that were emitted; the rest of the tokens are the target's own."""
+        num_drafted, num_accepted = draft.num_drafted, len(path)
         self.num_steps += 1
         self.num_tokens += num_tokens
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.num_own += num_tokens - num_accepted
-        missing = max_depth - len(self.drafted_at)
-        self.drafted_at.extend([0] * missing)
-        self.accepted_at.extend([0] * missing)
-        for depth in range(max_depth):
-            self.drafted_at[depth] += 1
-            self.accepted_at[depth] += depth < num_accepted
-        if num_accepted:
-            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + num_accepted
+        self.lengths[num_drafted] = self.lengths.get(num_drafted, 0) + 1
+        if num_drafted:
+            self._record_nodes(draft, path)
+
+    def _record_nodes(self, draft: Draft, path: Sequence[int]) -> None:
+        """A depth counts once a round, however many siblings were drafted there."""
+        depths = draft.tree.depths()
+        self.positions.record(max(depths), len(path))
+        nodes: dict[str, list[int]] = {}
+        if draft.sources is None:
+            nodes[draft.source] = list(range(1, len(depths)))
+        else:
+            for node in range(1, len(depths)):
+                nodes.setdefault(draft.sources[node], []).append(node)
+        for source, its_nodes in nodes.items():
+            accepted = [node for node in path if node in its_nodes]
+            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + len(its_nodes)
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + len(accepted)
+            positions = self.by_source.setdefault(source, Positions())
+            if len(nodes) == 1:
+                positions.record(max(depths), len(path))
+            else:
+                positions.record_at({depths[node] for node in its_nodes}, {depths[node] for node in accepted})
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -55,4 +122,49 @@ class SpecStats:
             "num_tokens": self.num_tokens,
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
+            "drafts": {str(length): self.lengths[length] for length in sorted(self.lengths)},
+            "by_source": {
+                source: {
+                    "num_drafted": self.drafted_by_source[source],
+                    "num_accepted": self.accepted_by_source[source],
+                    "acceptance_per_position": positions.acceptance,
+                }
+                for source, positions in self.by_source.items()
+            },
         }
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds of the engine's steps, by what they were spent on."""
+
+    schedule: float = 0.0  # who computes what, and who drafts
+    propose: float = 0.0  # drafting and choosing among what was drafted
+    forward: float = 0.0
+    accept: float = 0.0
+    commit: float = 0.0
+    observe: float = 0.0  # what drafters and policy learn
+
+    def to_dict(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """Notices a drafter that is never right: a wrong head, layer or model shows so, and nothing else does."""
+
+    _seen: dict[str, int] = field(default_factory=dict)
+    _right: dict[str, int] = field(default_factory=dict)
+
+    def is_settled(self, name: str) -> bool:
+        return self._seen.get(name, 0) >= AFTER
+
+    def note(self, name: str, is_right: bool) -> None:
+        """Was the first token of a draft right?"""
+        seen = self._seen[name] = self._seen.get(name, 0) + 1
+        right = self._right[name] = self._right.get(name, 0) + is_right
+        if seen == AFTER and right < NEVER_RIGHT * AFTER:
+            message = (
+                f"the drafter {name} was right {right} times in its first {AFTER} drafts; check that it fits this model, or leave it out"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)

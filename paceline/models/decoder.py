@@ -79,6 +79,14 @@ class Decoder:
         return cls(config, embedding, layers, builder.tensor("norm.weight"), head)
 
     @property
+    def checks_trees(self) -> bool:
+        return True
+
+    @property
+    def is_exact(self) -> bool:
+        return False  # torch chooses its kernels by the number of rows
+
+    @property
     def num_bytes(self) -> int:
         """Memory held by weights; norms and rotary tables not counted."""
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]

@@ -28,6 +28,7 @@ class Surroundings:
     load_model: Callable[
         ..., tuple[Checkpoint, Tokenizer, Runner]
     ]  # (model, dtype of the target if left out): another model with a KV cache as long as the target's
+    vocab_size: int | None = None  # of the texts that are drafted, where the runner's is another
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,31 @@ class DrafterConfig:
 
 
 def empty(request: Request, source: str = "") -> Draft:
-    return Draft(Tree.chain(request.tokens[-1]), source)
+    return Draft(Tree.chain(request.tokens[-1]), source, chances=(1.0,))
 
 
-def chain(request: Request, tokens: Sequence[int], source: str, q: Sequence[torch.Tensor | None] = ()) -> Draft:
+def chain(
+    request: Request, tokens: Sequence[int], source: str, q: Sequence[torch.Tensor | None] = (), chances: Sequence[float] | None = None
+) -> Draft:
     """A chain draft, ended after the first token that would end the request. q: the distribution each token was sampled from."""
     length = next((i + 1 for i, t in enumerate(tokens) if t in request.stop_ids), len(tokens))
     known = {i: row for i, row in enumerate(q[:length]) if row is not None}
-    return Draft(Tree.chain(request.tokens[-1], tokens[:length]), source, known or None)
+    paths = None if chances is None else (1.0, *chances[:length])
+    return Draft(Tree.chain(request.tokens[-1], tokens[:length]), source, known or None, paths)
+
+
+def planted(request: Request, nodes: Sequence[Sequence[int]], chances: Sequence[float], source: str) -> Draft:
+    """A draft from the (token, parent) of each node but the root. What would follow a token that ends the request is left out."""
+    tokens, parents, paths, places = [request.tokens[-1]], [-1], [1.0], {0: 0}
+    for node, ((token, parent), chance) in enumerate(zip(nodes, chances, strict=True), start=1):
+        place = places.get(parent)
+        if place is None or (place and tokens[place] in request.stop_ids):
+            continue
+        places[node] = len(tokens)
+        tokens.append(token)
+        parents.append(place)
+        paths.append(chance)
+    return Draft(Tree(tuple(tokens), tuple(parents)), source, chances=tuple(paths))
 
 
 def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A smaller model with the same tokenizer drafts; its own KV cache is rolled back to what the target kept.
 
-Sampled under the request's own settings with q recorded, so the rejection rules apply. After a round the model has read its
-own guesses but the last; `_rewind` keeps those that became text.
+Sampled under the request's own settings with q recorded, so the rejection rules apply. After a round the cache holds a trunk of text and
+guesses, and behind it the rows of the last pass; `_catch_up` keeps the part of both that became text.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from paceline.config import require
 from paceline.errors import ConfigError
-from paceline.proposers.base import DrafterConfig, Surroundings
-from paceline.proposers.chains import Chain, drafts_of, grow
+from paceline.proposers.base import Surroundings
+from paceline.proposers.grow import TreeConfig, grow
+from paceline.proposers.reading import Reading, Rows
 from paceline.runtime.runner import Runner
 from paceline.types import Cached, Draft, Needs, Request, Seen, Segment
 
@@ -20,11 +21,11 @@ CHUNK = 512  # prompt tokens the draft model reads in one pass
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModelConfig(DrafterConfig):
+class DraftModelConfig(TreeConfig):
     model: str = ""
 
     def __post_init__(self) -> None:
-        DrafterConfig.__post_init__(self)
+        TreeConfig.__post_init__(self)
         require(
             bool(self.model) and isinstance(self.model, str),
             "model",
@@ -36,19 +37,21 @@ class DraftModelConfig(DrafterConfig):
 @dataclass(slots=True)
 class _State:
     cache: Cached = field(default_factory=Cached)
-    fed: list[int] = field(default_factory=list)  # tokens whose K/V the cache holds
-    num_settled: int = 0  # how many of them are known to be text, which only grows
+    fed: list[int] = field(default_factory=list)  # tokens whose K/V the cache holds: text, then guesses
+    rows: Rows = field(default_factory=Rows)  # guesses read after them
 
 
 class DraftModel:
     name = "draft_model"
     needs = Needs()
     is_free = False
-    Config: type[DrafterConfig] = DraftModelConfig
+    can_rewind = True
+    num_layers: int | None = None
+    Config: type[TreeConfig] = DraftModelConfig
 
-    def __init__(self, config: DrafterConfig, surroundings: Surroundings) -> None:
+    def __init__(self, config: TreeConfig, surroundings: Surroundings) -> None:
         self.config = config
-        self.vocab_size = surroundings.runner.config.vocab_size
+        self.vocab_size = surroundings.vocab_size or surroundings.runner.config.vocab_size
         self.runner = self._load(surroundings)
         self._states: dict[str, _State] = {}
 
@@ -63,50 +66,58 @@ class DraftModel:
         return runner
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        chains = [c for r, b in zip(requests, budgets, strict=True) if b and (c := self._start(r, b, requests))]
-        self._read_long_prompts(chains)
-        grow(self.runner, chains, self.vocab_size)
-        for grown in chains:
-            self._remember(grown)
-        return drafts_of(chains, requests, self.name)
+        return grow(self, requests, budgets, self.config, self.name)
 
-    def _start(self, request: Request, budget: int, batch: Sequence[Request]) -> Chain | None:
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
+        readings = [r for request, b in zip(requests, budgets, strict=True) if b and (r := self._start(request, b, requests))]
+        self._read_long_prompts(readings)
+        return readings
+
+    def _start(self, request: Request, budget: int, batch: Sequence[Request]) -> Reading | None:
         state = self._states.get(request.id) or self._states.setdefault(request.id, self._new_state(request))
-        self._rewind(state, request)
+        self._catch_up(state, request)
         model = self.runner.config
         if max(request.tokens[state.cache.num_cached :]) >= model.vocab_size or request.num_tokens + budget > model.max_context:
             return None  # the text holds a token that the draft model cannot read, or is too long for it
         while not self.runner.kv.reserve(state.cache, request.num_tokens + budget):
             if not self._evict_one(batch):
                 return None  # no memory for this one: the target decodes it plainly
-        return Chain(request, state.cache, budget, request.tokens[state.cache.num_cached :])
+        return Reading(request, state.cache, request.tokens[state.cache.num_cached :], budget)
 
     def _new_state(self, request: Request) -> _State:
         state = _State()
         self.runner.kv.adopt_prefix(state.cache, request.tokens)
         state.fed = request.tokens[: state.cache.num_cached]
-        state.num_settled = len(state.fed)
         return state
 
-    def _rewind(self, state: _State, request: Request) -> None:
+    def _catch_up(self, state: _State, request: Request) -> None:
         """Keep what is still a prefix of the text, leaving at least the newest token to be read."""
-        limit = min(len(state.fed), request.num_tokens - 1)
-        same = next((i for i in range(min(state.num_settled, limit), limit) if state.fed[i] != request.tokens[i]), limit)
-        self.runner.kv.rewind(state.cache, same)
-        del state.fed[same:]
+        fed, rows, limit = state.fed, state.rows, request.num_tokens - 1
+        if len(fed) > limit or fed != request.tokens[: len(fed)]:
+            same = next((i for i, (a, b) in enumerate(zip(fed, request.tokens[:limit], strict=False)) if a != b), min(len(fed), limit))
+            self.runner.kv.rewind(state.cache, same)
+        else:
+            path: list[int] = []
+            edges = {edge: i for i, edge in enumerate(zip(rows.parents, rows.tokens, strict=True))}
+            for token in request.tokens[len(fed) : limit]:
+                row = edges.get((path[-1] if path else -1, token))
+                if row is None:
+                    break
+                path.append(row)
+            self.runner.kv.commit(state.cache, len(fed), path, request.tokens)
+        state.fed, state.rows = request.tokens[: state.cache.num_cached], Rows()
 
-    def _read_long_prompts(self, chains: list[Chain]) -> None:
-        while long := [c for c in chains if len(c.pending) > CHUNK]:
-            c = long[0]
-            self.runner.forward([Segment(c.pending[:CHUNK], c.cache, num_logits=0)])
-            c.cache.num_cached += CHUNK
-            c.pending = c.pending[CHUNK:]
+    def _read_long_prompts(self, readings: list[Reading]) -> None:
+        while long := [r for r in readings if len(r.unread) > CHUNK]:
+            r = long[0]
+            self.runner.forward([Segment(r.unread[:CHUNK], r.cache, num_logits=0)])
+            r.cache.num_cached += CHUNK
+            r.unread = r.unread[CHUNK:]
 
-    def _remember(self, grown: Chain) -> None:
-        state = self._states[grown.request.id]
-        state.fed = [*grown.request.tokens, *grown.tokens][: state.cache.num_cached]
-        state.num_settled = grown.request.num_tokens
-        self.runner.kv.commit(state.cache, 0, range(state.cache.num_cached), state.fed)
+    def close(self, reading: Reading, fed: list[int], rows: Rows) -> None:
+        state = self._states[reading.request.id]
+        state.fed, state.rows = fed, rows
+        self.runner.kv.register(state.cache, fed)
 
     def _evict_one(self, batch: Sequence[Request]) -> bool:
         """Forget the oldest sequence that is not being drafted now; it will be read again if it comes back."""

@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import require
-from paceline.proposers.base import DrafterConfig, Surroundings
-from paceline.proposers.chains import Chain, drafts_of, grow
+from paceline.proposers.base import Surroundings
+from paceline.proposers.grow import TreeConfig, grow
+from paceline.proposers.reading import Reading, Rows
 from paceline.types import Cached, Draft, Needs, Request, Seen
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyExitConfig(DrafterConfig):
+class EarlyExitConfig(TreeConfig):
     num_speculative_tokens: int = 2
     num_layers: int | None = None  # None: two thirds of the target's
 
     def __post_init__(self) -> None:
-        DrafterConfig.__post_init__(self)
+        TreeConfig.__post_init__(self)
         ok = self.num_layers is None or (isinstance(self.num_layers, int) and self.num_layers >= 1)
         require(ok, "num_layers", self.num_layers, "use a whole number, 1 or more")
 
@@ -30,6 +31,7 @@ class EarlyExit:
     name = "early_exit"
     needs = Needs()
     is_free = False
+    can_rewind = True
     Config = EarlyExitConfig
 
     def __init__(self, config: EarlyExitConfig, surroundings: Surroundings) -> None:
@@ -38,15 +40,18 @@ class EarlyExit:
         self.num_layers = config.num_layers or max(1, 2 * total // 3)
         require(self.num_layers < total, "num_layers", self.num_layers, f"the target has {total}; use fewer")
         self.runner = surroundings.runner
+        self.vocab_size = surroundings.vocab_size or self.runner.config.vocab_size
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        chains = [self._start(r, b) for r, b in zip(requests, budgets, strict=True) if b]
-        grow(self.runner, chains, self.runner.config.vocab_size, self.num_layers)
-        return drafts_of(chains, requests, self.name)
+        return grow(self, requests, budgets, self.config, self.name)
 
-    def _start(self, request: Request, budget: int) -> Chain:
-        view = Cached(request.cache.blocks, request.cache.num_cached)  # the request's own blocks, read on from its newest token
-        return Chain(request, view, budget, request.tokens[view.num_cached :])
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
+        """The request's own blocks, read on from its newest token."""
+        views = [(r, b, Cached(r.cache.blocks, r.cache.num_cached)) for r, b in zip(requests, budgets, strict=True) if b]
+        return [Reading(r, view, r.tokens[view.num_cached :], b) for r, b, view in views]
+
+    def close(self, reading: Reading, fed: list[int], rows: Rows) -> None:
+        """Nothing is kept: the view ends here."""
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Nothing is kept between rounds."""

@@ -7,12 +7,18 @@ Every n-gram is indexed as it appears, so a step costs O(prompt_lookup_max) howe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from paceline.config import require
 from paceline.proposers.base import DrafterConfig, Surroundings, chain, empty
 from paceline.types import Draft, Needs, Request, Seen
+
+LONGEST = 128  # tokens that a stage may take back: the longest draft there is
+DOUBT = 2.0  # what followed a match of n tokens follows it again with the chance n / (n + DOUBT), as measured for suffix.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +51,42 @@ class NgramConfig(DrafterConfig):
 
 @dataclass(slots=True)
 class _Index:
-    """Where each n-gram of one request last ended, for every n asked for."""
+    """Where each n-gram of one request last ended, for every n asked for.
+
+    A stage shows its drafter guesses as text and takes them back, at most LONGEST of them: what they overwrote is kept that long.
+    """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token that followed it
     num_indexed: int = 0
+    tail: list[int] = field(default_factory=list)  # the last LONGEST tokens that were indexed
+    replaced: deque[list[tuple[tuple[int, ...], int | None]]] = field(default_factory=lambda: deque(maxlen=LONGEST))  # for each of them
 
     def extend(self, tokens: Sequence[int], low: int, high: int) -> None:
         """Index n-grams that have a follower: all but the one that ends the text."""
+        self._take_back(tokens)
         for end in range(max(self.num_indexed, 1), len(tokens)):
-            for n in range(low, min(high, end) + 1):
-                self.ends[tuple(tokens[end - n : end])] = end
+            grams = [tuple(tokens[end - n : end]) for n in range(low, min(high, end) + 1)]
+            if end >= len(tokens) - LONGEST:
+                self.replaced.append([(gram, self.ends.get(gram)) for gram in grams])
+            for gram in grams:
+                self.ends[gram] = end
         self.num_indexed = len(tokens)
+        self.tail = list(tokens[-LONGEST:])
+
+    def _take_back(self, tokens: Sequence[int]) -> None:
+        """Forget what was indexed beyond the text as it is now."""
+        start = self.num_indexed - len(self.tail)
+        now = tokens[start : self.num_indexed]
+        if now == self.tail:
+            return
+        same = start + next((i for i, (a, b) in enumerate(zip(now, self.tail, strict=False)) if a != b), len(now))
+        for _ in range(max(same, 1), self.num_indexed):
+            for gram, end in self.replaced.pop():
+                if end is None:
+                    del self.ends[gram]
+                else:
+                    self.ends[gram] = end
+        self.num_indexed = same
 
     def follower(self, tokens: Sequence[int], low: int, high: int) -> tuple[int, int] | None:
         """Where the longest match goes on, and how long it is."""
@@ -70,6 +101,7 @@ class Ngram:
     name = "ngram"
     needs = Needs()
     is_free = True
+    can_rewind = True
     Config = NgramConfig
 
     def __init__(self, config: NgramConfig, surroundings: Surroundings | None = None) -> None:
@@ -88,8 +120,10 @@ class Ngram:
             return empty(request, self.name)
         start, match = found
         period = request.num_tokens - start  # a match that overlaps the end repeats: read on from the draft itself
-        tokens = [request.tokens[start + i % period] for i in range(min(budget, self.config.trusted(match)))]
-        return chain(request, tokens, self.name)
+        length = min(budget, self.config.trusted(match))
+        tokens = [request.tokens[start + i % period] for i in range(length)]
+        chances = accumulate(((match + i) / (match + i + DOUBT) for i in range(length)), mul)
+        return chain(request, tokens, self.name, chances=tuple(chances))
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Nothing to learn: the index follows the request's tokens."""

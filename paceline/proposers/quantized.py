@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config import require
-from paceline.proposers.base import DrafterConfig, Surroundings
+from paceline.proposers.base import Surroundings
 from paceline.proposers.draft_model import DraftModel
+from paceline.proposers.grow import TreeConfig
 from paceline.runtime.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedConfig(DrafterConfig):
+class QuantizedConfig(TreeConfig):
     bits: int = 4
 
     def __post_init__(self) -> None:
-        DrafterConfig.__post_init__(self)
+        TreeConfig.__post_init__(self)
         require(self.bits in (4, 8), "bits", self.bits, "use 4 or 8")
 
 

@@ -13,10 +13,21 @@ from paceline.types import Proposer
 
 DRAFTERS = {
     "ngram": "paceline.proposers.ngram:Ngram",
+    "suffix": "paceline.proposers.suffix:Suffix",
+    "recycle": "paceline.proposers.recycle:Recycle",
     "draft_model": "paceline.proposers.draft_model:DraftModel",
     "early_exit": "paceline.proposers.early_exit:EarlyExit",
     "quantized": "paceline.proposers.quantized:Quantized",
+    "lookahead": "paceline.proposers.lookahead:Lookahead",
+    "staged": "paceline.proposers.staged:Staged",
+    "hybrid": "paceline.proposers.hybrid:Hybrid",
 }
+
+# Whom "auto" asks: those that need no training and run no model. They say what they can; the policy chooses from it.
+AUTO: tuple[dict[str, Any], ...] = (
+    {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.05},
+    {"method": "recycle", "num_speculative_tokens": 8, "min_token_prob": 0.05},
+)
 
 
 def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
@@ -26,6 +37,8 @@ def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
             f"speculative_config is {options!r}; give a dict such as {{'method': 'ngram', 'num_speculative_tokens': 3}}, or None"
         )
     method = options.get("method", "draft_model" if "model" in options else None)
+    if isinstance(method, (list, tuple)):
+        method, options = "hybrid", {**options, "drafters": method}
     if not isinstance(method, str) or method not in DRAFTERS:
         raise ConfigError(f"speculative_config method is {method!r}; {nearest(str(method), list(DRAFTERS))}")
     module, _, name = DRAFTERS[method].partition(":")

@@ -21,31 +21,52 @@ from paceline.errors import GrammarError
 from paceline.types import Draft, Request, Verdict
 from paceline.verify.noise import Noise, Purpose
 from paceline.verify.sampling import choose, logprobs_of, noise_of, probabilities, processed
+from paceline.verify.watch import Begun, Choice, Coin, Redraw, Rule, Watch
 
 
 def accept(
-    request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None, picked: Sequence[int] | None = None
-) -> Verdict:
+    request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None, picked: Sequence[int] | None = None,
+    watch: Watch | None = None,
+) -> Verdict:  # fmt: skip
     """Judge a draft. logits: [nodes, vocab], the target's raw logits at every node of the draft's tree; picked: the choices there, if a
-    device has made them already (as sampling.pick_of asked), -1 for none."""
-    walk = _Walk(request, draft, logits, noise or noise_of(request), picked)
+    device has made them already (as sampling.pick_of asked), -1 for none; watch: is shown how the verdict comes about."""
+    walk = _Walk(request, draft, logits, noise or noise_of(request), picked, watch)
+    rule = rule_of(request, draft)
     try:
-        if not draft.q or request.params.is_greedy or request.is_seeded:
-            walk.follow_choices()
-        elif draft.tree.is_chain and set(draft.q) >= set(range(draft.num_drafted)):
+        if watch is not None:
+            watch(Begun(rule, request, draft))
+        if rule == "block":
             walk.verify_block()
-        else:
+        elif rule == "siblings":
             walk.reject_siblings()
-        return walk.verdict()
+        else:
+            walk.follow_choices()
+        verdict = walk.verdict()
+        if watch is not None:
+            watch(verdict)
+        return verdict
     finally:
         walk.restore()
+
+
+def rule_of(request: Request, draft: Draft) -> Rule:
+    if request.params.is_greedy:
+        return "greedy"
+    if request.is_seeded:
+        return "coupled"
+    if not draft.q:
+        return "deterministic"
+    return "block" if draft.tree.is_chain and set(draft.q) >= set(range(draft.num_drafted)) else "siblings"
 
 
 class _Walk:
     """A walk down the tree: where it is, what it has emitted, and the grammar advanced along with it."""
 
-    def __init__(self, request: Request, draft: Draft, logits: torch.Tensor, noise: Noise, picked: Sequence[int] | None = None) -> None:
-        self.request, self.draft, self.logits, self.noise, self.picked = request, draft, logits, noise, picked
+    def __init__(
+        self, request: Request, draft: Draft, logits: torch.Tensor, noise: Noise, picked: Sequence[int] | None = None,
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
+        self.request, self.draft, self.logits, self.noise, self.picked, self.watch = request, draft, logits, noise, picked, watch
         self.children = draft.tree.children()
         self.path = [0]
         self.tokens: list[int] = []
@@ -92,8 +113,13 @@ class _Walk:
         while True:
             token = -1 if self.picked is None else self.picked[self.path[-1]]
             if token < 0:
-                token = choose(self.request, self.target_logits(), self.position, self.noise)
+                logits = self.target_logits()
+                token = choose(self.request, logits, self.position, self.noise)
+            elif self.watch is not None:
+                logits = self.target_logits()
             child = self.child_with(token)
+            if self.watch is not None:
+                self.watch(Choice(self.path[-1], self.position, logits, token, child))
             if child is None:
                 self.tokens.append(token)
                 return
@@ -107,6 +133,8 @@ class _Walk:
             if q is None or not self.children[node]:
                 token = choose(self.request, logits, self.position, self.noise)
                 child = self.child_with(token)
+                if self.watch is not None:
+                    self.watch(Choice(node, self.position, logits, token, child))
             else:
                 token, child = self._judge_siblings(probabilities(self.request.params, logits), q)
             if child is None:
@@ -119,7 +147,8 @@ class _Walk:
         q = q.clone()
         for order, child in enumerate(self.children[self.path[-1]]):
             token = self.draft.tree.tokens[child]
-            if self.noise.flip(_ratio(float(p[token]), float(q[token])), self.position, order):
+            chances = float(p[token]), float(q[token])
+            if self.flip(child, self.position, *chances, _ratio(*chances), order=order):
                 return token, child
             p = _excess(p, q)
             p = p / p.sum()
@@ -135,15 +164,18 @@ class _Walk:
         kept, leftover = 0, _excess(p, q[0])
         joint = 1.0  # min(1, p/q of the whole prefix), the weight with which it is offered
         for i, token in enumerate(drafted):
-            joint = min(1.0, joint * _ratio(float(p[token]), float(q[i][token])))
+            chances = float(p[token]), float(q[i][token])
+            joint = min(1.0, joint * _ratio(*chances))
             if joint == 0.0:
+                if self.watch is not None:
+                    self.watch(Coin(i + 1, self.position, *chances, joint, 0.0, None, False))
                 break
             self.descend(i + 1)
             p = self.target_probabilities()
             is_last = i + 1 == len(drafted)
             rest = p if is_last else (joint * p - q[i + 1]).clamp_min(0)
             threshold = joint if is_last else _share(float(rest.sum()), 1 - joint)
-            if self.noise.flip(threshold, self.position - 1):
+            if self.flip(i + 1, self.position - 1, *chances, threshold, weight=joint):
                 kept, leftover = i + 1, rest
         self._cut(kept)
         self.tokens.append(self.redraw(leftover))
@@ -152,9 +184,18 @@ class _Walk:
         del self.path[num_kept + 1 :]
         del self.tokens[num_kept:]
 
+    def flip(self, node: int, position: int, p: float, q: float, chance: float, weight: float = 1.0, order: int = 0) -> bool:
+        is_under = self.noise.flip(chance, position, order)
+        if self.watch is not None:
+            self.watch(Coin(node, position, p, q, weight, chance, self.noise.coin(position, order), is_under))
+        return is_under
+
     def redraw(self, weights: torch.Tensor) -> int:
         """The target's own token after a rejection, from what p has left."""
-        return self.noise.draw(weights.log().cpu().numpy(), self.position, Purpose.RESAMPLE)
+        token = self.noise.draw(weights.log().cpu().numpy(), self.position, Purpose.RESAMPLE)
+        if self.watch is not None:
+            self.watch(Redraw(self.path[-1], self.position, weights, token))
+        return token
 
     def verdict(self) -> Verdict:
         if self.dead_end is not None and self.dead_end < len(self.path):

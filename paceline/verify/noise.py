@@ -67,7 +67,12 @@ class Noise:
     round: int = 0
 
     def draw(self, logits: np.ndarray, position: int, purpose: Purpose) -> int:
-        """argmax(logits + gumbel): a draw from the distribution of float64 logits [vocab], -inf where it may not fall.
+        """argmax(logits + gumbel): a draw from the distribution of float64 logits [vocab], -inf where it may not fall."""
+        ids, noisy = self.contest(logits, position, purpose)
+        return int(ids[noisy.argmax()])
+
+    def contest(self, logits: np.ndarray, position: int, purpose: Purpose) -> tuple[np.ndarray, np.ndarray]:
+        """The ids that may win a draw, and their logits with noise.
 
         Noise is only made for tokens close enough to the best to win; the winner is the same as with noise for all.
         """
@@ -75,12 +80,15 @@ class Noise:
         best = int(logits.argmax())
         lead = logits[best] + gumbel(self.seed, position, purpose, np.array([best]), round)[0]
         ids = np.flatnonzero(logits >= lead - GUMBEL_MAX)
-        noisy = logits[ids] + gumbel(self.seed, position, purpose, ids, round)
-        return int(ids[noisy.argmax()])
+        return ids, logits[ids] + gumbel(self.seed, position, purpose, ids, round)
 
     def flip(self, probability: float, position: int, order: int = 0) -> bool:
         """True with this probability: the coin of the `order`-th candidate at a position."""
-        return bool(uniform(self.seed, position, Purpose.ACCEPT, np.array([order]), self.round)[0] < probability)
+        return self.coin(position, order) < probability
+
+    def coin(self, position: int, order: int = 0) -> float:
+        """What `flip` compares with: uniform in (0, 1)."""
+        return float(uniform(self.seed, position, Purpose.ACCEPT, np.array([order]), self.round)[0])
 
 
 def child_seed(seed: int, index: int) -> int:

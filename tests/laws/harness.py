@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,16 @@ import numpy as np
 import torch
 
 from paceline.config import EngineConfig
-from paceline.cpu.decoder import CpuDecoder
+from paceline.engine.costs import CostModel
 from paceline.engine.engine import Emission, Engine
+from paceline.engine.policy import AutoPolicy
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.params import SamplingParams
 from paceline.proposers import registry
 from paceline.proposers.base import Surroundings
+from paceline.runtime.device import cache_dtype, resolve
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
-from paceline.runtime.runner import Runner
+from paceline.runtime.runner import Decoder, Runner, default_dtype, load_decoder
 from paceline.types import Cached, Proposer, Request, Segment
 
 VOCAB = 48
@@ -61,7 +64,8 @@ class RandomCheckpoint:
         return torch.randn(shape, generator=generator) * (1.0 if "embed" in name else 0.2)
 
 
-DTYPE = "int8"  # what the engine uses on a CPU when nothing is said
+DEVICE = resolve(os.environ.get("PACELINE_LAWS_DEVICE", "cpu"))  # on "cuda" the laws hold in exact mode
+DTYPE = default_dtype(DEVICE, "exact")  # what the engine uses when nothing is said
 
 # Families pad their vocabularies differently: model 2 has more ids than the target, model 3 fewer.
 VOCABULARIES = {2: VOCAB + 16, 3: VOCAB - 16}
@@ -69,41 +73,59 @@ CONTEXTS = {4: 32}  # model 4 reads no further than this
 
 
 @functools.cache
-def decoder(seed: int = 0, dtype: str = DTYPE) -> CpuDecoder:
+def decoder(seed: int = 0, dtype: str = DTYPE) -> Decoder:
     checkpoint = RandomCheckpoint(replace(CONFIG, vocab_size=VOCABULARIES.get(seed, VOCAB)), seed)
-    return CpuDecoder.load(checkpoint, dtype=dtype, context=CONTEXTS.get(seed), use_cache=False)
+    options: dict[str, Any] = {"use_cache": False} if DEVICE.type == "cpu" else {"exact": True}
+    return load_decoder(checkpoint, dtype=dtype, context=CONTEXTS.get(seed), device=DEVICE, **options)
 
 
-def runner(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE) -> Runner:
-    return Runner(decoder(seed, dtype), KvCache(CONFIG, num_blocks))
+def runner(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE, role: str = "target") -> Runner:
+    return Runner(decoder(seed, dtype), (kv_cache.__wrapped__ if DEVICE.type == "cpu" else kv_cache)(num_blocks, seed, dtype, role))
+
+
+@functools.cache
+def kv_cache(num_blocks: int, seed: int, dtype: str, role: str) -> KvCache:
+    """On a GPU used again, since graphs are recorded for a cache; every test leaves it empty."""
+    return KvCache(CONFIG, num_blocks, device=DEVICE, dtype=cache_dtype(DEVICE, dtype), has_spare=DEVICE.type == "cuda")
 
 
 @functools.cache
 def _logits(tokens: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
     """The whole sequence in one pass, from nothing: no cache survives."""
-    fresh = runner(len(tokens) // BLOCK_SIZE + 1, seed, dtype)
+    fresh = runner(len(tokens) // BLOCK_SIZE + 1, seed, dtype, "reference")
     cached = Cached()
     assert fresh.kv.reserve(cached, len(tokens))
-    return fresh.forward([Segment(tokens, cached)]).logits[0].numpy()
+    logits = fresh.forward([Segment(tokens, cached)]).logits[0].float().cpu().numpy()
+    fresh.kv.free(cached)
+    return logits
 
 
 def model(tokens: Sequence[int], seed: int = 0, dtype: str = DTYPE) -> np.ndarray:
     return _logits(tuple(tokens), seed, dtype)
 
 
-def engine_with(proposer: Proposer | dict[str, Any] | None, num_blocks: int = 64, target_dtype: str = DTYPE, **limits: Any) -> Engine:
-    """An engine over the tiny model. A dict is a speculative_config for a drafter of the registry."""
+def engine_with(
+    proposer: Proposer | dict[str, Any] | None, num_blocks: int = 64, target_dtype: str = DTYPE, is_auto: bool = False, **limits: Any
+) -> Engine:
+    """An engine over the tiny model. A dict is a speculative_config for a drafter of the registry. is_auto: the policy chooses what is
+    drafted and checked, as if checking cost almost nothing."""
     target = runner(num_blocks, dtype=target_dtype)
     num_draft = limits.pop("num_speculative_tokens", 4)
     if isinstance(proposer, dict):
+        numbers = itertools.count()  # a cache of its own for each
         kind, config = registry.parse({"num_speculative_tokens": num_draft, **proposer})
 
         def load(source: Any, dtype: str = target_dtype) -> tuple[Any, Any, Runner]:
-            return source, None, runner(num_blocks, seed=int(source) if isinstance(source, str) else 0, dtype=dtype)
+            return source, None, runner(num_blocks, seed=int(source) if isinstance(source, str) else 0, dtype=dtype, role=f"draft {next(numbers)}")
 
         proposer = registry.create(kind, config, Surroundings(target, RandomCheckpoint(), None, load))
     limits.setdefault("max_model_len", min(CONFIG.max_context, num_blocks * BLOCK_SIZE))
-    return Engine(target, proposer, EngineConfig(num_speculative_tokens=num_draft if proposer else 0, **limits))
+    config_of_engine = EngineConfig(num_speculative_tokens=num_draft if proposer else 0, **limits)
+    policy = None
+    if is_auto and proposer is not None:
+        has_trees = target.decoder.checks_trees
+        policy = AutoPolicy(getattr(proposer, "drafters", (proposer,)), CostModel({1: 1.0, 64: 1.1}), has_trees=has_trees)
+    return Engine(target, proposer, config_of_engine, policy)
 
 
 _numbers = itertools.count()

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from paceline.params import SamplingParams
+from paceline.proposers.reading import Reading
+from paceline.proposers.staged import Staged
 from paceline.types import Draft, Request
 from paceline.verify.accept import accept
 from paceline.verify.chi_square import chi_square_p_value
@@ -26,10 +28,13 @@ LENGTH = 3
 
 def p_value_of(drafter: str | None, samples: int, **options: Any) -> float:
     """Of the joint law of the first tokens."""
-    params = SamplingParams(temperature=8.0, max_tokens=LENGTH, allowed_token_ids=(3, 9, 14, 20), ignore_eos=True, **options)
+    options = {"max_tokens": LENGTH, "allowed_token_ids": (3, 9, 14, 20), **options}
+    params = SamplingParams(temperature=8.0, ignore_eos=True, **options)
     engine = make(drafter, max_num_seqs=64, max_num_batched_tokens=512)
     requests = [request_of(PROMPT, params, seed=7919 * i + 13) for i in range(samples)]
     run(engine, requests)
+    if options["max_tokens"] > LENGTH:
+        assert 0 < engine.totals.num_accepted < engine.totals.num_drafted, "a test of drafts, without any to judge"
     return chi_square_p_value(Counter(tuple(r.output) for r in requests), exact_law(params))
 
 
@@ -53,6 +58,30 @@ def test_unseeded_sampling_has_the_targets_distribution(drafter: str | None) -> 
 @pytest.mark.parametrize("options", [{"frequency_penalty": 1.0}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.5}])
 def test_unseeded_sampling_with_options(options: dict[str, Any]) -> None:
     assert p_value_of("SampledChain", samples=1000, **options) > 1e-3
+
+
+GROWN = ["draft_model", "draft_model_tree", "early_exit_tree", "early_exit_unsure", "quantized_tree", "SampledTree"]
+POLICED = ["auto early_exit_tree", "auto draft_model", "auto SampledTree", "auto hybrid"]  # what is drawn is cut, by what came before it
+COMPOSED = ["staged", "staged_tree", "staged_thrice", "hybrid", "hybrid_of_models"]
+LONGER: dict[str, Any] = {"max_tokens": 5, "allowed_token_ids": (3, 9, 14)}  # the first token has no draft, so three may be drafted at once
+
+
+@pytest.mark.parametrize("drafter", [*GROWN, *COMPOSED, *POLICED])
+def test_unseeded_sampling_with_longer_drafts(drafter: str) -> None:
+    assert p_value_of(drafter, samples=800, **LONGER) > 1e-3
+
+
+def test_a_stage_that_shares_the_targets_noise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a seed of its own a stage draws with the same numbers as the coins that judge it."""
+    begin = Staged._begin
+
+    def broken(self: Staged, reading: Reading) -> Any:
+        stage = begin(self, reading)
+        stage.view.seed, stage.view.num_rounds = reading.request.seed, reading.request.num_rounds
+        return stage
+
+    monkeypatch.setattr(Staged, "_begin", broken)
+    assert p_value_of("staged_tree", samples=800, **LONGER) < 1e-6
 
 
 def first_token_p_value(samples: int) -> float:

@@ -18,6 +18,11 @@ from tests.laws.reference import reference_loop
 # Every drafter of the registry runs here; a new one needs a line, and the test below says so.
 REGISTERED: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "tree": False},
+    "suffix_tree": {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_min_token_prob": 0.0},
+    "suffix_short": {"method": "suffix", "suffix_decoding_max_tree_depth": 3, "suffix_decoding_max_cached_requests": 1},
+    "recycle": {"method": "recycle", "tree": False, "min_token_prob": 0.0},
+    "recycle_tree": {"method": "recycle", "num_speculative_tokens": 8, "min_token_prob": 0.0},
     "draft_model": {"method": "draft_model", "model": "1"},
     "draft_model_twin": {"method": "draft_model", "model": "0"},
     "early_exit": {"method": "early_exit", "num_layers": 2},
@@ -26,14 +31,44 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "draft_model_narrow": {"method": "draft_model", "model": "3"},
     "draft_model_short": {"method": "draft_model", "model": "4"},
     "quantized_int8": {"method": "quantized", "bits": 8},
+    "draft_model_tree": {"method": "draft_model", "model": "1", "tree_width": 2},
+    "draft_model_twin_tree": {"method": "draft_model", "model": "0", "tree_width": 3, "tree_depth": 2},
+    "early_exit_tree": {"method": "early_exit", "num_layers": 2, "tree_width": 2},
+    "early_exit_unsure": {"method": "early_exit", "num_layers": 2, "confidence_threshold": 0.2},
+    "quantized_tree": {"method": "quantized", "bits": 4, "tree_width": 2, "tree_depth": 3},
+    "lookahead": {"method": "lookahead"},
+    "lookahead_deep": {"method": "lookahead", "max_window_size": 2, "max_ngram_size": 3, "pool_from_text": False},
+    "staged": {"method": "staged", "middle": {"method": "early_exit", "num_layers": 2}, "drafter": {"method": "ngram"}},
+    "staged_tree": {
+        "method": "staged",
+        "middle": {"method": "draft_model", "model": "1"},
+        "drafter": {"method": "draft_model", "model": "2", "tree_width": 2},
+    },
+    "staged_thrice": {
+        "method": "staged",
+        "middle": {"method": "quantized", "bits": 4},
+        "drafter": {"method": "staged", "middle": {"method": "early_exit", "num_layers": 2}, "drafter": {"method": "lookahead"}},
+    },
+    "hybrid": {"method": "hybrid", "drafters": ["ngram", {"method": "early_exit", "num_layers": 2, "tree_width": 2}]},
+    "hybrid_of_auto": {"method": "hybrid", "drafters": ["suffix", {"method": "recycle", "min_token_prob": 0.0}]},
+    "hybrid_of_free": {"method": "hybrid", "drafters": ["ngram", "lookahead"]},
+    "hybrid_of_models": {
+        "method": "hybrid",
+        "drafters": [{"method": "draft_model", "model": "1"}, {"method": "early_exit", "num_layers": 1}],
+    },
 }
 DEAD_END: dict[str, Any] = {"allowed_token_ids": (5,), "max_tokens": 9}
-DRAFTER_NAMES = [None, *REGISTERED, *FAKES]
+# What the policy is given here it may cut, join and leave out as it likes: always right, always wrong, sampled, in chains and trees.
+POLICED = ("ngram", "early_exit", "hybrid", "hybrid_of_auto", "AlwaysRight", "AlwaysWrong", "RandomTree", "SampledChain", "SampledTree")
+AUTO = [f"auto {name}" for name in POLICED]
+DRAFTER_NAMES = [None, *REGISTERED, *FAKES, *AUTO]
 
 
 def make(drafter: str | None, **limits: Any) -> Engine:
     if drafter is None:
         return engine_with(None, **limits)
+    if drafter.startswith("auto "):
+        return make(drafter.removeprefix("auto "), **limits, is_auto=True)
     return engine_with(REGISTERED[drafter] if drafter in REGISTERED else FAKES[drafter](), **limits)
 
 

@@ -1,0 +1,115 @@
+"""`paceline explain`: a few real steps of the engine, with the numbers by which each drafted token was kept or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli import console, options, parsing
+from paceline.cli.streaming import Answer, as_prompt, checked_prompt, collect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.cli.explain_steps import Recorder, Step
+    from paceline.llm import LLM
+    from paceline.params import SamplingParams
+    from paceline.results import Chunk
+
+
+def explain(
+    prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")],
+    model: options.Model = "default",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    method: options.Method = None,
+    num_speculative_tokens: options.NumSpeculative = None,
+    draft_model: options.DraftModel = None,
+    speculative_config: options.SpeculativeConfig = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy; above, add --seed or see tokens drawn.", rich_help_panel="Sampling")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel="Sampling")] = 1.0,
+    seed: options.Seed = None,
+    steps: Annotated[int, typer.Option(min=1, help="Show this many steps.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 64,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write the steps to this HTML file.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Walk through real steps: what was drafted, why it was kept or not, what was said instead, what the KV cache keeps.
+
+    p is the target's probability of a drafted token, q the drafter's (one-hot where nothing was drawn), chance that of being kept. The rule
+    follows from the request: greedy at temperature 0, coupled with a seed, else deterministic, block or siblings, by how drafts are made.
+
+    Examples:
+
+      paceline explain "Say it twice: the line rides on. The line" --method ngram
+
+      paceline explain "Why is the sky blue?" --method early_exit -k 3 --temperature 0.8 --html steps.html
+
+      paceline explain "Count to ten." --temperature 0.8 --seed 7 --steps 3 --json
+    """
+    from paceline import LLM, SamplingParams
+    from paceline.cli.explain_steps import Recorder
+
+    parsing.check_target("--html", html)
+    if speculative_config is None and method is None and draft_model is None:
+        method = "ngram"
+    config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    text = checked_prompt(console.stdin().read() if prompt == "-" else prompt)
+    with LLM(model, speculative_config=config, dtype=dtype, device=device) as llm:
+        recorder = Recorder(llm.tokenizer)
+        llm.engine.watch = recorder
+        answer = _walk(llm, as_prompt(llm, text, raw), params, recorder, steps, None if as_json else console.stdout())
+        name = llm.checkpoint.name
+    if as_json:
+        console.write_json(console.stdout(), _to_json(text, config, answer, recorder.steps))
+    if html is not None:
+        from paceline.cli.explain_html import page
+
+        html.write_text(page(text, name, recorder.steps), encoding="utf-8")
+        console.write(console.stderr(), f"wrote {html}\n")
+    if answer.is_interrupted:
+        raise KeyboardInterrupt
+
+
+def _walk(llm: LLM, prompt: Any, params: SamplingParams, recorder: Recorder, num_steps: int, screen: Console | None) -> Answer:
+    """Run the steps, showing each as soon as it is done."""
+    from paceline.cli.explain_text import print_step
+
+    rules: set[str] = set()
+
+    def settle(chunk: Chunk) -> None:
+        recorder.settle([token.id for token in chunk.tokens])
+        step = recorder.steps[-1]
+        if screen is not None:
+            print_step(screen, step, step.rule not in rules)
+        rules.add(step.rule)
+
+    return collect(_first(llm.stream(prompt, params), num_steps), settle)
+
+
+def _first(chunks: Iterator[Chunk], count: int) -> Iterator[Chunk]:
+    """A chunk is a step. Closing this stops the request."""
+    try:
+        yield from islice(chunks, count)
+    finally:
+        getattr(chunks, "close", lambda: None)()
+
+
+def _to_json(prompt: str, config: dict[str, Any] | str | None, answer: Answer, steps: list[Step]) -> dict[str, Any]:
+    reason = answer.completion.finish_reason if answer.completion is not None else None
+    return {
+        "prompt": prompt,
+        "method": config["method"] if isinstance(config, dict) else config,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": reason,
+        "steps": [step.to_json() for step in steps],
+    }

@@ -1,0 +1,206 @@
+"""A record of real steps: what was drafted, how each node was judged, what was emitted and what became of the cached K/V.
+
+Invariant: every number is one that the engine used (it is shown them while it works), none is worked out again in another way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.types import Verdict
+from paceline.verify.watch import Begun, Choice, Coin, Redraw, Rule
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.loaders.tokenizer import Tokenizer
+    from paceline.params import SamplingParams
+    from paceline.types import Request
+    from paceline.verify.tree import Tree
+
+Fate = Literal["accepted", "rejected", "not reached"]
+NUM_LIKELY = 3
+TAIL = 12  # tokens of the text before a step
+EXPLAINED: dict[Rule, str] = {
+    "greedy": "Temperature 0: a drafted token stays if it is the target's most likely one. The first that is not is replaced by it.",
+    "coupled": "Seeded: the target's choice is argmax(logits/T + noise(seed, position)), with or without drafts. A drafted token stays if "
+    "it is that choice, so the text is the one the seed always gives.",
+    "deterministic": "No seed, drafts not sampled: one token is drawn from p and a drafted token stays if it is that one. "
+    "So x stays with chance p(x), and what is said has the law of p.",
+    "block": "No seed, a chain sampled from q: its prefixes are offered with weight min(1, p/q of all their tokens). "
+    "The longest one whose coin falls under its chance stays; then one token is drawn from what p has left there.",
+    "siblings": "No seed, siblings sampled from q: each stays with chance min(1, p/q). A rejected one takes its share along "
+    "(p becomes max(0, p - q), scaled to 1), and if none stays one token is drawn from what p has left.",
+}
+
+
+@dataclass(slots=True)
+class Node:
+    """A drafted token."""
+
+    index: int
+    parent: int
+    token: int
+    text: str
+    position: int
+    slot: int  # index of its K/V in the sequence while the pass runs
+    source: str
+    estimate: float | None  # the drafter's own guess that the path to it is accepted
+    p: float | None = None  # of the target; None: not looked at
+    q: float | None = None  # of the drafter; None: not sampled, all of q lies on the token
+    weight: float | None = None
+    chance: float | None = None  # of being accepted, as far as known before the draw
+    coin: float | None = None
+    draw: str | None = None  # the target's choice there, where a node stays by being it
+    fate: Fate = "not reached"
+
+
+@dataclass(slots=True)
+class Own:
+    """The target's own token at the end of a step."""
+
+    token: int
+    text: str
+    position: int
+    p: float  # in the distribution it was taken from
+    kind: Literal["plain", "bonus", "replacement"]  # nothing was drafted; all on the path was kept; something was rejected
+    is_from_rest: bool  # drawn from what p had left after a rejection
+    likely: list[tuple[str, float]]  # the most likely tokens of that distribution
+
+
+@dataclass(slots=True)
+class Step:
+    number: int
+    rule: Rule
+    before: str  # the end of the text so far
+    root: str
+    root_slot: int
+    num_cached: int  # tokens with K/V before the pass
+    num_rows: int  # tokens in the pass: known ones, then drafted ones
+    blocks: list[int]
+    nodes: list[Node]
+    own: Own | None = None
+    path: list[int] = field(default_factory=list)
+    emitted: list[str] = field(default_factory=list)
+    emitted_ids: list[int] = field(default_factory=list)
+    num_cached_after: int | None = None  # None: the request has ended and its blocks are free
+    blocks_after: list[int] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[int]:
+        """Slots whose K/V stay: the root's and those of accepted nodes."""
+        return [self.root_slot + node for node in self.path]
+
+    @property
+    def dropped(self) -> list[int]:
+        return [node.slot for node in self.nodes if node.index not in self.path]
+
+    @property
+    def moves(self) -> list[tuple[int, int]]:
+        """From which slot to which: a tree's path is put in order."""
+        return [(self.root_slot + node, self.root_slot + i) for i, node in enumerate(self.path) if node != i]
+
+    def to_json(self) -> dict[str, Any]:
+        kv = {"kept": self.kept, "dropped": self.dropped, "moves": self.moves}
+        return {**asdict(self), "kv": kv, "explanation": EXPLAINED[self.rule]}
+
+
+class Recorder:
+    """Give it to an engine as its `watch`; call `settle` after each step."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.steps: list[Step] = []
+        self._request: Request | None = None
+        self._tree: Tree | None = None
+
+    def __call__(self, event: Begun | Choice | Coin | Redraw | Verdict) -> None:
+        if isinstance(event, Begun):
+            self._begin(event)
+        elif isinstance(event, Choice):
+            self._choose(event)
+        elif isinstance(event, Coin):
+            self._judge(event)
+        elif isinstance(event, Redraw):
+            total = event.weights / event.weights.sum()
+            self._end_with(event.node, event.token, event.position, total, is_from_rest=bool(self._children(event.node)))
+        else:
+            self._conclude(event)
+
+    def settle(self, tokens: list[int]) -> None:
+        """After the commit: what was emitted, and what the cache holds now."""
+        assert self._request is not None, "a step was judged before it is settled"
+        step, cache = self.steps[-1], self._request.cache
+        step.emitted, step.emitted_ids = [self._text(token) for token in tokens], tokens
+        if not self._request.is_finished:
+            step.num_cached_after, step.blocks_after = cache.num_cached, list(cache.blocks)
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.token_text(token)
+
+    def _begin(self, event: Begun) -> None:
+        request, draft = event.request, event.draft
+        self._request, self._tree = request, draft.tree
+        root, depths = request.num_tokens - 1, draft.tree.depths()
+        nodes = []
+        for i, (token, parent) in enumerate(zip(draft.tree.tokens, draft.tree.parents, strict=True)):
+            if i:
+                estimate = draft.chances[i] if draft.chances is not None else None
+                nodes.append(Node(i, parent, token, self._text(token), root + depths[i], root + i, draft.source_of(i), estimate))
+        self.steps.append(
+            Step(
+                number=len(self.steps) + 1,
+                rule=event.rule,
+                before="".join(self._text(token) for token in request.tokens[-TAIL - 1 : -1]),
+                root=self._text(request.tokens[-1]),
+                root_slot=root,
+                num_cached=request.cache.num_cached,
+                num_rows=request.num_tokens - request.cache.num_cached + draft.num_drafted,
+                blocks=list(request.cache.blocks),
+                nodes=nodes,
+            )
+        )
+
+    def _children(self, node: int) -> list[Node]:
+        return [child for child in self.steps[-1].nodes if child.parent == node]
+
+    def _choose(self, event: Choice) -> None:
+        assert self._request is not None
+        p = _distribution(self._request.params, event.logits)
+        is_greedy = self.steps[-1].rule == "greedy"
+        for child in self._children(event.node):
+            child.p, child.draw = float(p[child.token]), self._text(event.token)
+            child.chance = float(child.index == event.child) if is_greedy else child.p
+        if event.child is None:
+            self._end_with(event.node, event.token, event.position, p, is_from_rest=False)
+
+    def _judge(self, event: Coin) -> None:
+        node = self.steps[-1].nodes[event.node - 1]
+        node.p, node.q, node.chance, node.coin = event.p, event.q, min(1.0, event.chance), event.coin
+        node.weight = event.weight if self.steps[-1].rule == "block" else None
+
+    def _end_with(self, node: int, token: int, position: int, p: torch.Tensor, is_from_rest: bool) -> None:
+        step = self.steps[-1]
+        top = p.topk(min(NUM_LIKELY, p.numel()))
+        likely = [(self._text(i), value) for i, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+        kind: Literal["plain", "bonus", "replacement"] = "replacement" if self._children(node) else "bonus"
+        step.own = Own(token, self._text(token), position, float(p[token]), kind if step.nodes else "plain", is_from_rest, likely)
+
+    def _conclude(self, verdict: Verdict) -> None:
+        step = self.steps[-1]
+        step.path = list(verdict.path)
+        if step.own is not None and step.own.token != verdict.tokens[-1]:
+            step.own = None  # the request's options left no token after the path, so the walk went a step back
+        for node in step.nodes:
+            if node.index in verdict.path:
+                node.fate = "accepted"
+            elif node.p is not None:
+                node.fate = "rejected"
+
+
+def _distribution(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
+    """What the target chooses from; at temperature 0 it only looks for the largest, and p is shown as at temperature 1."""
+    from paceline.verify.sampling import probabilities
+
+    return logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)

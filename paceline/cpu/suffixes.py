@@ -1,0 +1,210 @@
+"""A suffix tree over a window of text, in flat arrays: the compiled part of proposers/suffix_tree.py.
+
+A node is a row of int32: a string that occurred, how often, how often something followed, and its children, the likeliest first. A
+string that occurred once has no children: it is a leaf that says where the text goes on, and it grows them when it occurs again.
+Invariant: for every start in [begin, end) the counts along its text, to a leaf, `depth` or the text's end, include it once.
+Nothing here allocates: a push takes at most `depth` + 1 nodes, and `forget` gives back those of the oldest start.
+"""
+
+from __future__ import annotations
+
+from paceline.cpu.compile import kernel, piece
+
+COUNT, TOTAL, TOKEN, PARENT, FIRST, NEXT, PREVIOUS, WHERE = range(8)  # columns of a node; WHERE: slot of the text, or -1
+FREE, NUM_FREE, BEGIN, END, NUM_ACTIVE = range(5)  # fields of the state; BEGIN and END count all tokens ever pushed
+ROOT, NOTHING = 0, 0  # the root is nobody's child, so its number can say that there is no node
+SEPARATOR = -1  # what stands in the text where there is nothing more
+
+
+@piece
+def place(slots, parent, token):  # type: ignore[no-untyped-def]
+    mixed = (parent * 0x9E3779B1 + token) * 0x85EBCA6B
+    return (mixed ^ (mixed >> 29)) & (len(slots) - 1)
+
+
+@piece
+def find(nodes, slots, parent, token):  # type: ignore[no-untyped-def]
+    """The child of a node by token, or NOTHING."""
+    at = place(slots, parent, token)
+    while slots[at] != NOTHING:
+        node = slots[at]
+        if nodes[node, PARENT] == parent and nodes[node, TOKEN] == token:
+            return node
+        at = (at + 1) & (len(slots) - 1)
+    return NOTHING
+
+
+@piece
+def enter(nodes, slots, node):  # type: ignore[no-untyped-def]
+    at = place(slots, nodes[node, PARENT], nodes[node, TOKEN])
+    while slots[at] != NOTHING:
+        at = (at + 1) & (len(slots) - 1)
+    slots[at] = node
+
+
+@piece
+def leave(nodes, slots, node):  # type: ignore[no-untyped-def]
+    """Take a node out of the hash table and close the gap, so that no search ends early."""
+    mask = len(slots) - 1
+    gap = place(slots, nodes[node, PARENT], nodes[node, TOKEN])
+    while slots[gap] != node:
+        gap = (gap + 1) & mask
+    at = (gap + 1) & mask
+    while slots[at] != NOTHING:
+        home = place(slots, nodes[slots[at], PARENT], nodes[slots[at], TOKEN])
+        if (at - home) & mask >= (at - gap) & mask:
+            slots[gap], gap = slots[at], at
+        at = (at + 1) & mask
+    slots[gap] = NOTHING
+
+
+@piece
+def unlink(nodes, node):  # type: ignore[no-untyped-def]
+    before, after = nodes[node, PREVIOUS], nodes[node, NEXT]
+    if before == NOTHING:
+        nodes[nodes[node, PARENT], FIRST] = after
+    else:
+        nodes[before, NEXT] = after
+    if after != NOTHING:
+        nodes[after, PREVIOUS] = before
+
+
+@piece
+def link(nodes, node):  # type: ignore[no-untyped-def]
+    """Put a node among its siblings: first if none is more frequent than it, else second."""
+    parent = nodes[node, PARENT]
+    first = nodes[parent, FIRST]
+    before = NOTHING if first == NOTHING or nodes[node, COUNT] >= nodes[first, COUNT] else first
+    after = first if before == NOTHING else nodes[first, NEXT]
+    nodes[node, PREVIOUS], nodes[node, NEXT] = before, after
+    if before == NOTHING:
+        nodes[parent, FIRST] = node
+    else:
+        nodes[before, NEXT] = node
+    if after != NOTHING:
+        nodes[after, PREVIOUS] = node
+
+
+@piece
+def create(nodes, slots, state, parent, token, where):  # type: ignore[no-untyped-def]
+    node = state[FREE]
+    state[FREE] = nodes[node, NEXT]
+    state[NUM_FREE] -= 1
+    nodes[node, COUNT], nodes[node, TOTAL], nodes[node, FIRST] = 1, 0, NOTHING
+    nodes[node, TOKEN], nodes[node, PARENT], nodes[node, WHERE] = token, parent, where
+    nodes[parent, TOTAL] += 1
+    enter(nodes, slots, node)
+    link(nodes, node)
+
+
+@piece
+def visit(nodes, slots, text, state, parent, token, room):  # type: ignore[no-untyped-def]
+    """One more occurrence of a node's child, which is returned if it had occurred before. `room`: levels that may lie below the child."""
+    node = find(nodes, slots, parent, token)
+    if node == NOTHING:
+        create(nodes, slots, state, parent, token, state[END] % len(text) if room else -1)
+        return NOTHING
+    nodes[node, COUNT] += 1
+    nodes[parent, TOTAL] += 1
+    if nodes[node, PREVIOUS] != NOTHING:
+        unlink(nodes, node)
+        link(nodes, node)
+    where = nodes[node, WHERE]
+    if where >= 0:  # a leaf until now: the first occurrence moves one down
+        nodes[node, WHERE] = -1
+        if text[where] != SEPARATOR:
+            create(nodes, slots, state, node, text[where], (where + 1) % len(text) if room > 1 else -1)
+    return node
+
+
+@piece
+def push(nodes, slots, text, state, active, token):  # type: ignore[no-untyped-def]
+    """The text goes on. `active` are the nodes of its last tokens that had occurred before, longest first: all lengths down to 1."""
+    depth = len(active)
+    text[state[END] % len(text)] = token
+    state[END] += 1
+    text[state[END] % len(text)] = SEPARATOR
+    count, kept = state[NUM_ACTIVE], 0
+    for i in range(count + 1):
+        length = count - i  # of the string so far
+        if length < depth:
+            parent = active[i] if length else ROOT
+            node = visit(nodes, slots, text, state, parent, token, depth - 1 - length)
+            if node != NOTHING:
+                active[kept] = node
+                kept += 1
+    state[NUM_ACTIVE] = kept
+
+
+@piece
+def forget(nodes, slots, text, state, depth):  # type: ignore[no-untyped-def]
+    """Take the oldest start out of all counts; nodes that no longer occur are free again."""
+    parent = ROOT
+    for at in range(state[BEGIN], state[BEGIN] + depth):
+        token = text[at % len(text)]
+        if token == SEPARATOR:
+            break
+        node = find(nodes, slots, parent, token)
+        was_leaf = nodes[node, WHERE] >= 0
+        nodes[node, COUNT] -= 1
+        nodes[parent, TOTAL] -= 1
+        after = nodes[node, NEXT]
+        if nodes[node, COUNT] == 0:
+            leave(nodes, slots, node)
+            unlink(nodes, node)
+            nodes[node, NEXT] = state[FREE]
+            state[FREE] = node
+            state[NUM_FREE] += 1
+        elif nodes[node, PREVIOUS] == NOTHING and after != NOTHING and nodes[after, COUNT] > nodes[node, COUNT]:
+            unlink(nodes, after)
+            link(nodes, after)
+        parent = node
+        if was_leaf:
+            break
+    state[BEGIN] += 1
+
+
+@piece
+def is_full(text, state, depth):  # type: ignore[no-untyped-def]
+    return state[NUM_FREE] <= depth or state[END] - state[BEGIN] >= len(text) - 2
+
+
+@kernel
+def extend(nodes, slots, text, state, active, tokens, may_grow):  # type: ignore[no-untyped-def]
+    """Push tokens and say how many; where there is no room stop if the arrays may grow, else forget what is oldest."""
+    for i in range(len(tokens)):
+        while is_full(text, state, len(active)):
+            if may_grow:
+                return i
+            forget(nodes, slots, text, state, len(active))
+        push(nodes, slots, text, state, active, tokens[i])
+    return len(tokens)
+
+
+@kernel
+def close(nodes, slots, text, state, active, begin):  # type: ignore[no-untyped-def]
+    """End the text with a separator: what comes next is another. Forget all that began before `begin`."""
+    state[NUM_ACTIVE] = 0
+    state[END] += 1
+    text[state[END] % len(text)] = SEPARATOR
+    while state[BEGIN] < begin:
+        forget(nodes, slots, text, state, len(active))
+
+
+@kernel
+def move(nodes, slots, text, state, old_nodes, old_text):  # type: ignore[no-untyped-def]
+    """Fill larger arrays from smaller ones: nodes keep their numbers, the text its places counted from the beginning."""
+    begin, size, used = state[BEGIN], len(old_text), len(old_nodes)
+    for at in range(begin, state[END] + 1):
+        text[at % len(text)] = old_text[at % size]
+    for node in range(used):
+        nodes[node] = old_nodes[node]
+        if nodes[node, WHERE] >= 0:
+            nodes[node, WHERE] = (begin + (nodes[node, WHERE] - begin) % size) % len(text)
+    for node in range(used, len(nodes)):
+        nodes[node, COUNT], nodes[node, NEXT] = 0, state[FREE]
+        state[FREE] = node
+        state[NUM_FREE] += 1
+    for node in range(1, used):
+        if nodes[node, COUNT] > 0:
+            enter(nodes, slots, node)

@@ -1,0 +1,73 @@
+"""The k most likely tokens of each row of logits, best first; of equal ones the lower id. The same as sorting, in one pass.
+
+Nearly all of a row lies below the k-th best so far, and a block of it is passed over with one comparison a value, many at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from paceline.cpu.compile import kernel, piece
+from paceline.cpu.lanes import LANES, Emitter, address, floats
+
+BLOCK = 4 * LANES
+MAX_K = 64  # beyond it, inserting one by one is no longer cheap
+
+
+@piece
+def insert(best, ids, k, value, token):  # type: ignore[no-untyped-def]
+    """Into the ordered best, before the first that is smaller; what is not a number counts as the smallest."""
+    if value != value:
+        value = -np.inf
+    at = k - 1
+    while at > 0 and best[at - 1] < value:
+        best[at], ids[at] = best[at - 1], ids[at - 1]
+        at -= 1
+    best[at], ids[at] = value, token
+
+
+@intrinsic
+def has_larger(_context: Any, at: Any, limit: Any) -> Any:
+    """Whether one of the BLOCK floats at this address is larger."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        emit, flags = Emitter(builder), ir.VectorType(ir.IntType(1), LANES)
+        at, limit = arguments[0], emit.broadcast(arguments[1], LANES)
+        found = ir.Constant(flags, [0] * LANES)
+        for step in range(BLOCK // LANES):
+            values = emit.load(emit.offset(at, 4 * LANES * step), floats(LANES))
+            found = builder.or_(found, builder.fcmp_ordered(">", values, limit))
+        return emit.call(f"llvm.vector.reduce.or.v{LANES}i1", ir.IntType(1), [found])
+
+    return types.boolean(types.int64, types.float32), generate
+
+
+@kernel
+def _top(logits, ids, best):  # type: ignore[no-untyped-def]
+    """logits [rows, n] float32, ids [rows, k] int64; best [k] float32 is scratch."""
+    n, k = logits.shape[1], ids.shape[1]
+    for r in range(len(logits)):
+        row = logits[r]
+        for i in range(k):
+            insert(best, ids[r], i + 1, row[i], i)
+        for start in range(k, n, BLOCK):
+            stop = min(start + BLOCK, n)
+            if stop - start < BLOCK or has_larger(address(row) + 4 * start, best[k - 1]):
+                for i in range(start, stop):
+                    if row[i] > best[k - 1]:
+                        insert(best, ids[r], k, row[i], i)
+
+
+def top(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """logits [rows, vocab] float32 on the CPU -> [rows, k] int64."""
+    assert logits.dtype == torch.float32
+    assert 1 <= k <= min(MAX_K, logits.shape[1])
+    ids = np.empty((len(logits), k), np.int64)
+    _top(logits.contiguous().numpy(), ids, np.empty(k, np.float32))
+    return torch.from_numpy(ids)

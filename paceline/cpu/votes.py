@@ -1,0 +1,144 @@
+"""Grows a draft from suffix trees: the compiled part of proposers/suffix.py.
+
+Every match of the last tokens, of any length, in the request's own tree or in that of the past, votes for what followed it most often:
+with the chance count / (total + doubt / length), the highest vote for a token counts, and the draft grows where its chance is highest.
+A match is a node, or inside a leaf a place in the text.
+Invariant: the work is bounded by nodes drafted x tree depth, however long the text is.
+"""
+
+from __future__ import annotations
+
+from paceline.cpu.compile import kernel, piece
+from paceline.cpu.suffixes import BEGIN, COUNT, END, FIRST, NEXT, NOTHING, NUM_ACTIVE, ROOT, SEPARATOR, TOKEN, TOTAL, WHERE, find
+
+PAST, NODE, SLOT, LENGTH = range(4)  # columns of a match: which tree; its node, or NOTHING and a slot of the text; tokens matched
+VOTES = 2  # children of a node that get a vote
+WIDTH = 3  # most children of a drafted node
+
+
+@piece
+def record(matches, count, is_past, tree, node, length):  # type: ignore[no-untyped-def]
+    """Write down a match that ends at a node."""
+    where = tree.nodes[node, WHERE]
+    matches[count, PAST], matches[count, LENGTH] = is_past, length
+    matches[count, NODE] = NOTHING if where >= 0 else node
+    matches[count, SLOT] = where
+    return count + 1
+
+
+@piece
+def locate(matches, live, past):  # type: ignore[no-untyped-def]
+    """All matches of the request's last tokens, longest first in each tree."""
+    count, num_active = 0, live.state[NUM_ACTIVE]
+    for i in range(num_active):
+        count = record(matches, count, 0, live, live.active[i], num_active - i)
+    end, size = live.state[END], len(live.text)
+    longest = min(end - live.state[BEGIN], len(past.active) - 1)
+    for length in range(longest, 0, -1):
+        node, at = ROOT, end - length
+        while at < end:
+            node = find(past.nodes, past.slots, node, live.text[at % size])
+            at += 1
+            if node == NOTHING or past.nodes[node, WHERE] >= 0:
+                break
+        if node == NOTHING:
+            continue
+        here = record(matches, count, 1, past, node, length)
+        while at < end and matches[count, SLOT] >= 0 and past.text[matches[count, SLOT]] == live.text[at % size]:
+            matches[count, SLOT] = (matches[count, SLOT] + 1) % len(past.text)
+            at += 1
+        if at == end:
+            count = here
+    return count
+
+
+@piece
+def follow(matches, count, followed, live, past, token):  # type: ignore[no-untyped-def]
+    """The matches that go on with a token, into `followed`; how many there are."""
+    kept = 0
+    for i in range(count):
+        tree = past if matches[i, PAST] else live
+        node, slot = matches[i, NODE], matches[i, SLOT]
+        if node == NOTHING:
+            if tree.text[slot] == token:
+                followed[kept] = matches[i]
+                followed[kept, SLOT] = (slot + 1) % len(tree.text)
+                followed[kept, LENGTH] += 1
+                kept += 1
+        else:
+            child = find(tree.nodes, tree.slots, node, token)
+            if child != NOTHING:
+                kept = record(followed, kept, matches[i, PAST], tree, child, matches[i, LENGTH] + 1)
+    return kept
+
+
+@piece
+def raise_vote(tokens, chances, count, token, chance):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        if tokens[i] == token:
+            chances[i] = max(chances[i], chance)
+            return count
+    tokens[count], chances[count] = token, chance
+    return count + 1
+
+
+@piece
+def vote(matches, count, live, past, doubts, tokens, chances):  # type: ignore[no-untyped-def]
+    """The tokens the matches vote for, and the chance of each; how many there are."""
+    found = 0
+    for i in range(count):
+        tree, doubt = (past if matches[i, PAST] else live), doubts[matches[i, PAST]] / matches[i, LENGTH]
+        node = matches[i, NODE]
+        if node == NOTHING:
+            token = tree.text[matches[i, SLOT]]
+            if token != SEPARATOR:
+                found = raise_vote(tokens, chances, found, token, 1.0 / (1.0 + doubt))
+            continue
+        child, total = tree.nodes[node, FIRST], tree.nodes[node, TOTAL] + doubt
+        for _ in range(VOTES):
+            if child != NOTHING:
+                found = raise_vote(tokens, chances, found, tree.nodes[child, TOKEN], tree.nodes[child, COUNT] / total)
+                child = tree.nodes[child, NEXT]
+    return found
+
+
+@piece
+def offer(scratch, pool_size, parent, reach, found, width):  # type: ignore[no-untyped-def]
+    """Put the `width` likeliest continuations of a drafted node into the pool. A sibling gets its chance where those before it fail."""
+    left = reach
+    for _ in range(min(width, found)):
+        best = scratch.chances[:found].argmax()
+        chance = scratch.chances[best]
+        scratch.pool_tokens[pool_size], scratch.pool_parents[pool_size] = scratch.tokens[best], parent
+        scratch.pool_chances[pool_size] = left * chance
+        scratch.chances[best] = -1.0
+        left *= 1.0 - chance
+        pool_size += 1
+    return pool_size
+
+
+@kernel
+def grow(live, past, doubts, budget, width, floor, factor, scratch, drafted, reach):  # type: ignore[no-untyped-def]
+    """Draft up to `budget` nodes, best first, none below `floor`; `drafted` [nodes, 2] gets tokens and parents, `reach` their chances."""
+    matches, counts, depths = scratch.matches, scratch.counts, scratch.depths
+    counts[0], depths[0], reach[0], pool_size, size = locate(matches[0], live, past), 0, 1.0, 0, 1
+    longest = 0
+    for i in range(counts[0]):
+        longest = max(longest, matches[0, i, LENGTH])
+    furthest = max(1, int(factor * longest))
+    node = 0
+    while True:
+        if depths[node] < furthest:
+            found = vote(matches[node], counts[node], live, past, doubts, scratch.tokens, scratch.chances)
+            pool_size = offer(scratch, pool_size, node, reach[node], found, width)
+        if pool_size == 0 or size > budget:
+            return size
+        best = scratch.pool_chances[:pool_size].argmax()
+        chance, token, parent = scratch.pool_chances[best], scratch.pool_tokens[best], scratch.pool_parents[best]
+        if chance < floor:
+            return size
+        scratch.pool_chances[best] = -1.0
+        node = size
+        drafted[node, 0], drafted[node, 1], reach[node], depths[node] = token, parent, chance, depths[parent] + 1
+        counts[node] = follow(matches[parent], counts[parent], matches[node], live, past, token)
+        size += 1

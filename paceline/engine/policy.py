@@ -1,0 +1,397 @@
+"""Chooses each step who drafts, how much, and which drafted nodes the target checks. No tensors, no devices, no clock of its own.
+
+    plan      before drafting: whom to ask for which request, and for how many nodes; often nobody, and that costs nothing
+    trim      after drafting: of all nodes of all requests, those with which the batch is expected to emit most tokens a second
+    observe   after the pass: what was right, also of the nodes that were not checked, and what it took
+
+Two accounts keep the promise that drafting is never slower. Asking without expected gain is paid from `probes`, which gets a small share
+of the time; losses are paid from `purse`, which gets the gains and another share, and nothing is checked while it is empty.
+Invariant: a drafter's sampled token never decides whether it is itself checked (a draft with q is cut by what was drawn before a node,
+against a threshold set before it was drawn); else a policy could change the text, and only its time may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import ge
+from typing import NamedTuple, Protocol
+
+from paceline.engine.calibrate import DEPTHS, SURE, Asked, Record, Tally
+from paceline.engine.costs import CostModel, Median
+from paceline.engine.nodes import Joined, admitted, first_of
+from paceline.engine.scheduler import Turn
+from paceline.types import Draft, Proposer, Request, Verdict
+
+PROBES = 0.005  # of the time, for asking whom it does not pay to ask
+INCOME = 0.01  # of the time, into the purse
+LOAN, MOST_SAVED = 4.0, 16.0  # passes' worth of time in the purse: at first, and at most
+MARGIN = 1.005  # a draft must promise so much more than none
+MOST_NODES = 64  # nodes of a draft, where the costs set no limit
+HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
+PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
+
+Proposed = Mapping[int, list[tuple[int, Draft]]]  # by turn: (drafter, its draft)
+
+
+class Plan(NamedTuple):
+    nodes: list[int]  # for each turn: most nodes it may get; empty if none gets any
+    asks: list[list[tuple[int, int]]]  # for each drafter: (turn, most nodes)
+    is_learning: bool  # whether drafters should be shown what the pass found likely
+
+
+class Policy(Protocol):
+    drafters: tuple[Proposer, ...]
+
+    def plan(self, turns: Sequence[Turn]) -> Plan: ...
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None: ...
+    def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
+    def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None: ...
+    def charge(self, seconds: float) -> None: ...
+    def release(self, request: Request) -> None: ...
+
+
+class FixedPolicy:
+    """What was asked for: one drafter, K tokens whenever there is room, and every one of them is checked."""
+
+    def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
+        self.drafters = () if proposer is None else (proposer,)
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def plan(self, turns: Sequence[Turn]) -> Plan:
+        nodes = [min(turn.draft_limit, self.num_speculative_tokens) for turn in turns] if self.drafters else []
+        return Plan(nodes, [[(i, count) for i, count in enumerate(nodes) if count]], bool(self.drafters))
+
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
+        return {index: drafts[0][1] for index, drafts in proposed.items()}
+
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def charge(self, seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def release(self, request: Request) -> None:
+        """Nothing is kept for a request."""
+
+
+class _Load:
+    """The pass of this step as it would be without drafts."""
+
+    __slots__ = ("by_row", "cached", "price", "rows", "seconds", "speaking")
+
+    def __init__(self, turns: Sequence[Turn], costs: CostModel) -> None:
+        rows = speaking = cached = 0
+        for turn in turns:
+            rows += turn.num_new
+            if turn.is_caught_up:
+                speaking += 1
+                cached += turn.request.cache.num_cached
+        self.rows, self.speaking, self.cached = rows, speaking, cached
+        # Of the speaking requests alone: what a prompt's chunk takes is not theirs to pay.
+        self.seconds = costs.pass_seconds(speaking, cached, cached) if speaking else 0.0
+        self.price = self.seconds / speaking if speaking else 0.0  # of a token
+        self.by_row = costs.per_row_token * cached / speaking if speaking else 0.0  # what a row sees, on average
+
+
+class AutoPolicy:
+    """Drafters are asked one by one and their drafts joined; costs and chances are learned on the way."""
+
+    def __init__(
+        self, drafters: Sequence[Proposer], costs: CostModel, *, most_nodes: int = MOST_NODES, has_trees: bool = True,
+        known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
+    ) -> None:  # fmt: skip
+        """has_trees: false where only chains may be checked. known: by drafter, seconds of asking it and acceptance by depth."""
+        self.drafters, self.costs, self.most_nodes, self.has_trees = tuple(drafters), costs, most_nodes, has_trees
+        one = costs.pass_seconds(1)
+        guesses = [(HOST_SECONDS if drafter.is_free else one / 8, ()) for drafter in self.drafters]
+        self._records = [
+            Record(drafter.is_free, *(known or {}).get(drafter.name, guess)) for drafter, guess in zip(self.drafters, guesses, strict=True)
+        ]
+        # Who runs a model comes first: where its draft is sampled, it stands alone.
+        self._order = sorted(range(len(self.drafters)), key=lambda d: self._records[d].is_free)
+        self._tallies: dict[str, list[Tally]] = {}
+        self.purse, self.probes = LOAN * one, 0.0
+        self._caps: dict[tuple[int, int, int], int] = {}
+        self._caps_version = 0
+        self._num_steps = 0
+        self._since_plain = PLAIN_EVERY // 2
+        self._judging = Median(HOST_SECONDS)  # of planning and judging, for each ask
+        self._load = _Load((), costs)
+        self._threshold = 1.0  # below this score a sampled node is not checked; set before anything is drawn
+        self._spent = 0.0  # seconds of drafting in this step
+        self._planned: dict[int, list[Tally]] = {}  # by turn
+        self._asked: dict[int, list[Asked]] = {}  # by turn
+        self._checked: dict[int, Draft] = {}  # by turn
+        self._added = 0.0  # seconds that the checked nodes are expected to take
+        self._seen_by_nodes = 0  # cached tokens that they see, summed
+
+    def plan(self, turns: Sequence[Turn]) -> Plan:
+        load = self._load = _Load(turns, self.costs)
+        self._spent = self._added = 0.0
+        self._planned, self._asked, self._checked, self._seen_by_nodes = {}, {}, {}, 0
+        self._num_steps += 1
+        self.probes = min(self.probes + PROBES * load.seconds, load.seconds)
+        self.purse = min(self.purse + INCOME * load.seconds, MOST_SAVED * load.seconds)
+        cap = self._cap(load) if load.speaking and self.drafters else 0
+        if not cap or self._since_plain >= PLAIN_EVERY:
+            return Plan([], [], False)
+        nodes, asks = [0] * len(turns), [[] for _ in self.drafters]  # type: list[int], list[list[tuple[int, int]]]
+        for place in range(len(turns)):
+            index = (place + self._num_steps) % len(turns)  # probes go round
+            limit = min(turns[index].draft_limit, cap)
+            if limit > 0:
+                nodes[index] = self._plan_one(index, turns[index].request, limit, asks)
+        self._threshold = self._row_seconds(sum(nodes)) / load.price
+        is_learning = any(asked for asked, drafter in zip(asks, self.drafters, strict=True) if drafter.needs.top_tokens)
+        return Plan(nodes, asks, is_learning)
+
+    def _row_seconds(self, num_nodes: int) -> float:
+        """Of one row more, on average over so many."""
+        load, count = self._load, max(num_nodes, 1)
+        base = self.costs.base(load.rows + count)
+        return (base[load.rows + count] - base[load.rows]) / count + load.by_row
+
+    def _cap(self, load: _Load) -> int:
+        """The most nodes that would pay for one request if all were right."""
+        if self._caps_version != self.costs.version:
+            self._caps, self._caps_version = {}, self.costs.version
+        key = (load.rows, load.speaking, load.cached // load.speaking // 64)
+        cap = self._caps.get(key)
+        if cap is None:
+            added = self._added_by(self.most_nodes, load.by_row)
+            cap = self._caps[key] = admitted([1.0] * self.most_nodes, load.speaking, load.seconds, added, MARGIN)
+        return cap
+
+    def _added_by(self, count: int, each: float) -> list[float]:
+        """Seconds that 1, 2, ... nodes add to the pass, with so many more for each."""
+        rows = self._load.rows
+        base = self.costs.base(rows + count)
+        start = base[rows]
+        return [base[rows + n] - start + n * each for n in range(1, count + 1)]
+
+    def _plan_one(self, index: int, request: Request, limit: int, asks: list[list[tuple[int, int]]]) -> int:
+        """Whom to ask for this request; the most nodes anybody is asked for. A sampled draft cannot be joined with others."""
+        tallies = self._tallies.get(request.id)
+        if tallies is None:
+            tallies = self._tallies[request.id] = [Tally() for _ in self._records]
+        self._planned[index] = tallies
+        most = 0
+        for drafter in self._order:
+            record, tally = self._records[drafter], tallies[drafter]
+            count = self._wanted_free(tally, record, limit) if record.is_free else self._wanted(tally, record, limit, tallies)
+            if count:
+                asks[drafter].append((index, count))
+                most = max(most, count)
+                if not (record.is_free or request.params.is_greedy or request.is_seeded):
+                    break
+        return most
+
+    def _wanted_free(self, tally: Tally, record: Record, limit: int) -> int:
+        tally.probe = 0.0
+        if tally.is_new:  # it may have much to read: out of the purse, while there is something in it
+            return limit if self.purse > 0 or self._may_probe(tally, record.entry.value) else 0
+        return limit if tally.credit > 0 or self._may_probe(tally, self._cost(record)) else 0
+
+    def _cost(self, record: Record) -> float:
+        """Seconds of asking a drafter for one request, with everything that follows from it on this side."""
+        return record.seconds.value + record.learning.value + self._judging.value
+
+    def _wanted(self, tally: Tally, record: Record, limit: int, tallies: Sequence[Tally]) -> int:
+        """Of a drafter that runs a model: as many nodes as pay by the rates seen at each depth, or one as a probe."""
+        load, rates, survival, scores = self._load, record.calibration.rates(), 1.0, []
+        for depth in range(limit):
+            survival *= min(rates[min(depth, DEPTHS - 1)] * tally.factor, SURE)
+            scores.append(survival)
+        added = self._added_by(limit, record.seconds.value + load.by_row)
+        count = admitted(scores, load.speaking, load.seconds, added, MARGIN)
+        tally.probe = 0.0
+        if tally.is_new and self.purse < record.entry.value:
+            count = 0
+        if count and self.purse > 0:
+            gain = sum(scores[:count]) * load.price - added[count - 1]
+            if gain > max((t.gain for t, r in zip(tallies, self._records, strict=True) if r.is_free), default=0.0):
+                return count
+        return 1 if self._may_probe(tally, added[0]) else 0
+
+    def _may_probe(self, tally: Tally, seconds: float) -> bool:
+        if self.probes < seconds:
+            return False
+        self.probes -= seconds
+        tally.probe = seconds
+        return True
+
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
+        """What a drafter answered, and how long it took."""
+        record = self._records[drafter]
+        entering = 0
+        for (index, _), draft in zip(asks, drafts, strict=True):
+            tally = self._planned[index][drafter]
+            if tally.is_new:
+                entering += 1
+                tally.enter(record, self._cost(record))
+            if not draft.num_drafted:
+                tally.saved(record, 0.0, self._cost(record))
+        if entering:
+            record.entry.add(seconds / entering)
+        else:
+            record.seconds.add(seconds / (len(asks) if record.is_free else sum(count for _, count in asks)))
+        self._spent += seconds
+
+    def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
+        """A drafter took so long to look at what a pass said."""
+        self._records[drafter].learning.add(seconds / max(num_requests, 1))
+
+    def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
+        for index, drafts in proposed.items():
+            tallies = self._planned[index]
+            self._asked[index] = [Asked(draft, self._records[d], tallies[d]) for d, draft in drafts]
+        if len(proposed) == 1 and len(drafts) == 1 and self._is_simple(self._asked[index][0]):
+            self._trim_one(index, turns[index])
+        else:
+            self._trim_all(turns)
+        return self._checked
+
+    def _is_simple(self, asked: Asked) -> bool:
+        """Whether its best nodes are its first: a chain, or a tree that was grown best first and is believed."""
+        draft, scores = asked.draft, asked.scores
+        return draft.q is None and (self.has_trees or draft.tree.is_chain) and all(map(ge, scores, scores[1:]))
+
+    def _trim_one(self, index: int, turn: Turn) -> None:
+        """The commonest case by far: one simple draft."""
+        (asked,), load = self._asked[index], self._load
+        scores = asked.scores[1 : 1 + turn.num_lookahead_tokens]
+        added = self._added_by(len(scores), self.costs.per_row_token * turn.request.cache.num_cached)
+        count = admitted(scores, load.speaking, load.seconds + self._spent, added, MARGIN) if self.purse > 0 else 0
+        saved = 0.0
+        if count:
+            self._added = added[count - 1]
+            self._seen_by_nodes = count * turn.request.cache.num_cached
+            self._checked = {index: first_of(asked.draft, count)}
+            saved = sum(scores[:count]) * load.price - self._added
+        asked.tally.saved(asked.record, saved, self._cost(asked.record))
+
+    def _trim_all(self, turns: Sequence[Turn]) -> None:
+        trees = {index: Joined(asked) for index, asked in self._asked.items()}
+        kept: dict[int, list[int]] = {index: [] for index in trees}
+        pool: list[tuple[float, int, int]] = []
+        for index, tree in trees.items():
+            if tree.q is None:
+                pool += [(-tree.scores[node], index, node) for node in (range(1, len(tree.scores)) if self.has_trees else tree.chain())]
+            else:  # drafted first nodes are checked whatever they are: that was decided before they were drawn
+                kept[index] = [n for n, score in enumerate(tree.scores) if n and (score >= self._threshold or tree.parents[n] == 0)]
+        if pool and self.purse > 0:
+            pool.sort()
+            self._admit(turns, pool, kept)
+        num_nodes = sum(len(nodes) for nodes in kept.values())
+        row_seconds = self._row_seconds(num_nodes)
+        self._added, self._seen_by_nodes = row_seconds * num_nodes, 0
+        for index, nodes in kept.items():
+            tree = trees[index]
+            self._seen_by_nodes += len(nodes) * turns[index].request.cache.num_cached
+            for asked in self._asked[index]:
+                saved = sum(tree.scores[n] * self._load.price - row_seconds for n in nodes if tree.owner(n) is asked)
+                asked.tally.saved(asked.record, saved, self._cost(asked.record))
+            if nodes:
+                self._checked[index] = tree.cut(nodes)
+
+    def _admit(self, turns: Sequence[Turn], pool: Sequence[tuple[float, int, int]], kept: dict[int, list[int]]) -> None:
+        """Keep the best nodes of all requests together."""
+        load = self._load
+        rows = load.rows + sum(len(nodes) for nodes in kept.values())
+        base = self.costs.base(rows + len(pool))
+        room = [turn.num_lookahead_tokens for turn in turns]
+        scores, added, chosen, cached = [], [], [], 0.0
+        for negative, index, node in pool:
+            if room[index]:
+                room[index] -= 1
+                cached += self.costs.per_row_token * turns[index].request.cache.num_cached
+                chosen.append((index, node))
+                scores.append(-negative)
+                added.append(base[rows + len(chosen)] - base[rows] + cached)
+        for index, node in chosen[: admitted(scores, load.speaking, load.seconds + self._spent, added, MARGIN)]:
+            kept[index].append(node)
+        for nodes in kept.values():
+            nodes.sort()
+
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
+        """seconds: from the start of the pass to the commit."""
+        load, num_nodes, num_accepted = self._load, 0, 0
+        for draft in self._checked.values():
+            num_nodes += draft.num_drafted
+        self._since_plain = self._since_plain + 1 if num_nodes else 0
+        if load.rows == load.speaking:
+            self.costs.observe(load.rows + num_nodes, load.cached, load.cached + self._seen_by_nodes, seconds)
+        for index, verdict in verdicts.items():
+            num_accepted += verdict.num_accepted
+            tallies = self._tallies.get(turns[index].request.id)
+            if tallies is not None:
+                self._learn(tallies, self._asked.get(index, ()), self._checked.get(index), verdict)
+        self.purse += num_accepted * load.price - self._added - self._spent
+
+    def _learn(self, tallies: Sequence[Tally], asked: Sequence[Asked], checked: Draft | None, verdict: Verdict) -> None:
+        for tally in tallies:
+            if tally.shadow is not None:
+                tally.shadow_node = _follow(tally.shadow, tally.shadow_node, verdict.tokens)
+                if not tally.shadow_node:
+                    tally.shadow = None
+        for one in asked:
+            tally = one.tally
+            if one.draft.q is not None:
+                assert checked is not None, "the first nodes of a sampled draft are always checked"
+                _judge(one, checked, verdict)
+                is_right = verdict.num_accepted > 0
+            else:
+                node = _follow(one, 0, verdict.tokens)
+                is_right = any(one.draft.tree.tokens[child] == verdict.tokens[0] for child in one.children_of(0))
+                if node and tally.shadow is None:
+                    tally.shadow, tally.shadow_node = one, node
+            if is_right and not one.record.is_free:
+                self.probes += tally.probe  # whoever is right is soon asked again
+
+    def charge(self, seconds: float) -> None:
+        """Planning and judging took so long in this step."""
+        num_asked = sum(len(asked) for asked in self._asked.values())
+        if num_asked:
+            self._judging.add(seconds / num_asked)
+
+    def release(self, request: Request) -> None:
+        self._tallies.pop(request.id, None)
+
+
+def _follow(one: Asked, node: int, tokens: Sequence[int]) -> int:
+    """Walk a draft along what was emitted, judging each child on the way; the node reached, 0 if it was wrong or has ended.
+
+    A node that was not checked is judged too: had it been there, it would have been accepted if and only if its token was emitted.
+    """
+    observe, note, drafted = one.record.calibration.observe, one.tally.note, one.draft.tree.tokens
+    for token in tokens:
+        reached = 0
+        for child in one.children_of(node):
+            is_hit = drafted[child] == token
+            note(observe(one.cells[child], one.claimed[child], is_hit), is_hit)
+            if is_hit:
+                reached = child
+        if not reached:
+            return 0
+        node = reached
+    return node if one.children_of(node) else 0
+
+
+def _judge(one: Asked, checked: Draft, verdict: Verdict) -> None:
+    """Of a sampled draft only what was checked can be judged: the nodes on the accepted path, and the children beside it."""
+    children, place = checked.tree.children(), 0  # where the path is in the draft before it was cut
+    for depth, node in enumerate(verdict.path):
+        following = verdict.path[depth + 1] if depth + 1 < len(verdict.path) else -1
+        reached = 0
+        for child, original in zip(children[node], one.children_of(place), strict=False):
+            is_hit = child == following
+            one.tally.note(one.record.calibration.observe(one.cells[original], one.claimed[original], is_hit), is_hit)
+            reached = original if is_hit else reached
+        place = reached

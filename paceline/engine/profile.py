@@ -1,0 +1,117 @@
+"""What is known before the first step: what passes cost on this machine and how drafters did, kept as JSON in the cache folder.
+
+Invariant: a profile is used only for the model, weights' type, device and threads it was measured with, and only while a quick look
+agrees with it; else it is measured anew. It changes how fast the first steps are, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.engine.costs import CostModel
+from paceline.errors import ConfigError
+from paceline.loaders.hub import cache_dir
+from paceline.runtime.runner import Runner
+from paceline.runtime.timing import Timed, measure
+
+VERSION = 1
+MOST_BYTES = 2**20  # a larger file is not one of ours
+LOOK = (1, 2, 4, 8)  # rows of the passes that are timed to see whether a profile holds
+TOLERANCE = 1.25  # between the profile's cost of a few rows, relative to one, and a quick look's
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterProfile:
+    seconds: float  # of asking it for one request; of one that runs a model, for each node
+    acceptance: tuple[float, ...] = ()  # by depth from 1 on: how often a node was accepted once its parent was
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    costs: CostModel
+    drafters: Mapping[str, DrafterProfile] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        drafters = {name: {"seconds": d.seconds, "acceptance": list(d.acceptance)} for name, d in self.drafters.items()}
+        return {"version": VERSION, "costs": self.costs.to_json(), "drafters": drafters}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+        try:
+            if data["version"] != VERSION:
+                raise ValueError(f"version {data['version']}")
+            drafters = {
+                str(name): DrafterProfile(float(d["seconds"]), tuple(float(a) for a in d["acceptance"]))
+                for name, d in data["drafters"].items()
+            }
+            costs = CostModel.from_json(data["costs"])
+            if 1 not in costs.seconds:
+                raise ValueError("no pass over one row")
+            return cls(costs, drafters)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"a profile cannot be read ({error!r:.60}); measure it again with `paceline tune`") from None
+
+
+def profile_path(fingerprint: str, dtype: str, runner: Runner) -> Path:
+    """One file for each model, type of weights, machine and number of threads."""
+    device = runner.kv.data.device
+    place = [
+        platform.machine(),
+        platform.processor(),
+        os.cpu_count(),
+        os.environ.get("OMP_NUM_THREADS"),
+        os.environ.get("NUMBA_NUM_THREADS"),
+    ]
+    kind = type(runner.decoder).__module__
+    name = hashlib.sha256(repr((VERSION, kind, device.type, device.index, place)).encode()).hexdigest()[:12]
+    return cache_dir() / "profiles" / f"{fingerprint[:32]}-{dtype}-{name}.json"
+
+
+def load_profile(path: Path) -> Profile | None:
+    """What was saved, or None if there is nothing usable."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return None
+        return Profile.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def save_profile(path: Path, profile: Profile) -> None:
+    with contextlib.suppress(OSError):  # a full or read-only disk costs the next start a third of a second, no more
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.part")
+        draft.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+def profile_of(runner: Runner, path: Path) -> Profile:
+    """The saved profile while it holds, else a new one, which is saved."""
+    saved = load_profile(path)
+    if saved is not None and _holds(saved.costs, runner):
+        return saved
+    measured = Profile(CostModel(*measure(runner)), saved.drafters if saved is not None else {})
+    save_profile(path, measured)
+    return measured
+
+
+def _holds(costs: CostModel, runner: Runner) -> bool:
+    """Whether a few rows still cost as much, relative to one, as the profile says."""
+    sizes = [rows for rows in LOOK if rows <= max(costs.seconds)]
+    passes = Timed(runner, max(sizes))
+    try:
+        sizes = [rows for rows in sizes if rows <= passes.room]
+        passes.seconds(1)
+        seen = {rows: min(passes.seconds(rows) for _ in range(2)) for rows in sizes}
+    finally:
+        passes.free()
+    ratios = [seen[rows] / seen[1] * costs.seconds[1] / costs.pass_seconds(rows) for rows in sizes]
+    return all(1 / TOLERANCE < ratio < TOLERANCE for ratio in ratios)

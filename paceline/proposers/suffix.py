@@ -1,0 +1,152 @@
+"""Suffix decoding: if the last tokens occurred before, in this request or in answers given before, draft what followed them then.
+
+Two suffix trees: one over the request's own text, one over the newest answers of past requests. All matches of the last tokens, of every
+length and in both trees, vote for the next token (cpu/votes.py); the chance of a vote is count / (total + doubt / length). So a draft is as
+long as its match is convincing, and `chances` adds up to the tokens expected to be accepted.
+Invariant: a step costs O(tree depth x nodes drafted) however long the text is, and no tree holds more than `suffix_decoding_max_bytes`.
+What other requests said may change the guesses, never the text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config import require
+from paceline.cpu import votes
+from paceline.proposers.base import DrafterConfig, Surroundings, empty, planted
+from paceline.proposers.suffix_tree import SuffixTree
+from paceline.types import Draft, Needs, Request, Seen
+
+# How much a single occurrence is doubted, in the request's own text and in that of others: a match of d tokens that occurred n times and
+# was always followed by the same token is followed by it again with the chance n / (n + doubt / d). Measured: scripts/fit_suffix.py.
+DOUBTS = (2.0, 12.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixConfig(DrafterConfig):
+    num_speculative_tokens: int = 8
+    tree: bool = True  # draft several continuations where votes differ and that is likelier than a longer chain
+    suffix_decoding_max_tree_depth: int = 24  # tokens of a match and what followed it
+    suffix_decoding_max_spec_factor: float = 4.0  # draft at most so many times the tokens matched
+    suffix_decoding_min_token_prob: float = 0.1  # draft nothing with a smaller chance of being accepted
+    suffix_decoding_max_cached_requests: int = 10_000  # past answers remembered; 0: none
+    suffix_decoding_max_bytes: int = 32 * 2**20  # of the tree of past answers, and of each running request's tree
+
+    def __post_init__(self) -> None:
+        DrafterConfig.__post_init__(self)
+        require(isinstance(self.tree, bool), "tree", self.tree, "use true or false")
+        self._check_whole("max_tree_depth", 2, 64)
+        self._check_whole("max_cached_requests", 0, 2**31)
+        self._check_whole("max_bytes", 2**20, 2**36)
+        self._check_number("max_spec_factor", 0.0, 1000.0)
+        self._check_number("min_token_prob", 0.0, 1.0)
+
+    def _check_whole(self, option: str, low: int, high: int) -> None:
+        name = f"suffix_decoding_{option}"
+        value = getattr(self, name)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        require(is_whole and low <= value <= high, name, value, f"use a whole number from {low:,} to {high:,}")
+
+    def _check_number(self, option: str, low: float, high: float) -> None:
+        name = f"suffix_decoding_{option}"
+        value = getattr(self, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(is_number and low <= value <= high, name, value, f"use a number from {low:g} to {high:g}")
+
+
+class _Scratch(NamedTuple):
+    """What a draft is grown in; used again for the next."""
+
+    matches: np.ndarray  # [nodes, 2 * depth, 4] int32: of each drafted node, see votes.py
+    counts: np.ndarray  # [nodes] int64: how many there are
+    depths: np.ndarray  # [nodes] int64
+    tokens: np.ndarray  # [votes] int64
+    chances: np.ndarray  # [votes] float64
+    pool_tokens: np.ndarray  # [nodes * width] int64: continuations not drafted yet
+    pool_parents: np.ndarray
+    pool_chances: np.ndarray  # float64
+
+
+def _scratch(depth: int, nodes: int, width: int) -> _Scratch:
+    num_votes, pool = 2 * depth * votes.VOTES, nodes * width
+    return _Scratch(
+        np.zeros((nodes, 2 * depth, 4), np.int32), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64),
+        np.zeros(num_votes, np.int64), np.zeros(num_votes),
+        np.zeros(pool, np.int64), np.zeros(pool, np.int64), np.zeros(pool),
+    )  # fmt: skip
+
+
+class Suffix:
+    name = "suffix"
+    needs = Needs()
+    is_free = True
+    Config = SuffixConfig
+
+    def __init__(self, config: SuffixConfig, surroundings: Surroundings | None = None) -> None:
+        self.config = config
+        self.past = self._new_tree()
+        self._live: dict[str, tuple[SuffixTree, int]] = {}  # request -> its tree, and how many of its tokens are in it
+        self._ends: deque[int] = deque()  # where each past answer ends
+        nodes, self._width = config.num_speculative_tokens + 1, votes.WIDTH if config.tree else 1
+        self._scratch = _scratch(config.suffix_decoding_max_tree_depth, nodes, self._width)
+        self._drafted, self._reach = np.zeros((nodes, 2), np.int64), np.zeros(nodes)
+        self._doubts = np.array(DOUBTS)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Now, so that nobody's first answer waits for it."""
+        tree = self._new_tree()
+        tree.extend(())
+        tree.close()
+        self._grow(tree, 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Held by all trees."""
+        return self.past.num_bytes + sum(tree.num_bytes for tree, _ in self._live.values())
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        return [self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)]
+
+    def _draft(self, request: Request, budget: int) -> Draft:
+        size = self._grow(self._read(request), min(budget, self.config.num_speculative_tokens))
+        return planted(request, self._drafted[1:size].tolist(), self._reach[1:size].tolist(), self.name)
+
+    def _grow(self, tree: SuffixTree, budget: int) -> int:
+        config = self.config
+        size: int = votes.grow(
+            tree.arrays, self.past.arrays, self._doubts, budget, self._width,
+            float(config.suffix_decoding_min_token_prob), float(config.suffix_decoding_max_spec_factor),
+            self._scratch, self._drafted, self._reach,
+        )  # fmt: skip
+        return size
+
+    def _read(self, request: Request) -> SuffixTree:
+        """The request's tree with all of its tokens."""
+        tree, num_read = self._live.get(request.id) or (self._new_tree(), 0)
+        tree.extend(request.tokens[num_read:])
+        self._live[request.id] = tree, request.num_tokens
+        return tree
+
+    def _new_tree(self) -> SuffixTree:
+        return SuffixTree(self.config.suffix_decoding_max_tree_depth, self.config.suffix_decoding_max_bytes)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Nothing to learn: the trees follow the tokens."""
+
+    def release(self, request: Request) -> None:
+        """Forget the request's tree; its answer joins the past, and the oldest one leaves it if there are too many."""
+        self._live.pop(request.id, None)
+        if not request.num_output or not self.config.suffix_decoding_max_cached_requests:
+            return
+        self.past.extend(request.output)
+        begin = self._ends.popleft() if len(self._ends) >= self.config.suffix_decoding_max_cached_requests else 0
+        self.past.close(begin)
+        self._ends.append(self.past.num_pushed)
+        while self._ends[0] <= self.past.num_pushed - self.past.num_held:  # forgotten for want of room
+            self._ends.popleft()

@@ -1,0 +1,84 @@
+"""Language models that are tables, behind a real Runner and KV cache: each row's K holds its token, so a wrong slot or parent shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import paceline.proposers.candidates as candidates_module
+import paceline.proposers.grow as grow_module
+import paceline.verify.accept as accept_module
+from paceline.proposers import registry
+from paceline.proposers.base import Surroundings
+from paceline.runtime.kv_cache import KvCache
+from paceline.runtime.runner import Runner
+from paceline.types import Batch, Output, Proposer, Request, Segment
+from paceline.verify.noise import Noise
+from tests.laws.harness import CONFIG
+
+Table = Callable[[Sequence[int]], np.ndarray]
+
+
+class TableDecoder:
+    """`exits`: what it says when it is stopped after so many layers."""
+
+    num_bytes = 0
+    is_exact = checks_trees = True
+
+    def __init__(self, table: Table, vocab: int, exits: dict[int, Table] | None = None) -> None:
+        self.table, self.exits = table, exits or {}
+        self.config = replace(CONFIG, vocab_size=vocab)
+        self.num_rows: list[int] = []  # of each pass
+
+    def forward(self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output:
+        c = batch.columns
+        table = self.table if num_layers is None else self.exits[num_layers]
+        self.num_rows.append(len(c.input_ids))
+        keys = kv[0][0]
+        width = len(c.block_tables) // batch.num_requests
+        contexts: list[list[int]] = []
+        for row, token in enumerate(c.input_ids):
+            request, parent = c.request_of[row], c.parents[row]
+            blocks = c.block_tables[request * width : (request + 1) * width]
+            slots = [blocks[i // batch.block_size] * batch.block_size + i % batch.block_size for i in range(c.prefix_lens[request])]
+            prefix = keys[slots, 0, 0].long().tolist()
+            contexts.append([*(prefix if parent < 0 else contexts[parent]), token])
+            assert c.positions[row] == len(contexts[-1]) - 1
+        for slot, token in zip(c.slots, c.input_ids, strict=True):
+            keys[slot] = token
+        return Output(torch.stack([torch.from_numpy(table(contexts[row])) for row in c.rows]), {})
+
+
+def table_runner(table: Table, vocab: int, exits: dict[int, Table] | None = None) -> Runner:
+    small = replace(CONFIG, num_layers=1, num_kv_heads=1, head_dim=2)
+    return Runner(TableDecoder(table, vocab, exits), KvCache(small, 8))
+
+
+def table_drafter(options: dict[str, Any], target: Runner, models: dict[str, Runner]) -> Proposer:
+    """A drafter of the registry; draft models are looked up by name."""
+    kind, config = registry.parse(options)
+    return registry.create(kind, config, Surroundings(target, None, None, lambda name: (None, None, models[name])))  # type: ignore[arg-type, return-value]
+
+
+def ready(runner: Runner, request: Request, budget: int) -> None:
+    """The target has read all of the text but its newest token, and has room for a draft: what an engine guarantees."""
+    runner.kv.reserve(request.cache, request.num_tokens + budget)
+    unread = request.tokens[request.cache.num_cached : -1]
+    if unread:
+        runner.forward([Segment(unread, request.cache)])
+    request.cache.num_cached = request.num_tokens - 1
+
+
+@contextmanager
+def drafting_with(noise: Noise) -> Iterator[None]:
+    """Within, drafters take their chances from this noise."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (grow_module, candidates_module, accept_module):
+            patch.setattr(module, "noise_of", lambda request: noise)
+        yield

@@ -1,0 +1,131 @@
+"""An engine without a model: texts that are known, drafters of known skill, and a clock that is only added up.
+
+What a pass takes is a table; what a drafter takes is said by the drafter. So the policy's promises can be checked exactly and at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.engine.costs import CostModel
+from paceline.engine.policy import AutoPolicy, Policy
+from paceline.engine.scheduler import Turn
+from paceline.params import SamplingParams
+from paceline.types import Cached, Draft, Needs, Request, Seen, Verdict
+from paceline.verify.tree import Tree
+
+# Relative seconds of passes over 1, 2, ... rows as measured on two cores, a GPU where rows are free, and one where none is.
+CPU = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 12: 20.5, 16: 27.0}
+FLAT = {1: 5.0, 64: 5.3, 128: 6.0}
+STEEP = {1: 1.0, 2: 2.0}
+
+_numbers = itertools.count()
+
+
+def truth(request: Request, position: int) -> int:
+    """The text: any two positions of any two requests differ."""
+    return int(request.id) * 1_000_000 + position
+
+
+@dataclass
+class Skilled:
+    """Drafts `length` tokens; whether the one at a position is right is up to `is_right(request, position)`."""
+
+    is_right: Callable[[Request, int], bool]
+    claim: float | None = None
+    seconds: float = 0.0  # of asking for one request; for a model, of each token
+    is_free: bool = True
+    length: int = 8
+    name: str = "skilled"
+    needs: Needs = field(default_factory=Needs)
+    num_asked: int = 0
+    spent: float = 0.0
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        self.num_asked += len(requests)
+        self.spent = 0.0
+        return [self._draft(r, min(b, self.length)) for r, b in zip(requests, budgets, strict=True)]
+
+    def _draft(self, request: Request, count: int) -> Draft:
+        self.spent += self.seconds * (1 if self.is_free else count)
+        places = range(request.num_tokens, request.num_tokens + count)
+        tokens = [truth(request, p) if self.is_right(request, p) else -p - 1 for p in places]
+        chances = None if self.claim is None else tuple(self.claim**i for i in range(count + 1))
+        return Draft(Tree.chain(request.tokens[-1], tokens), self.name, chances=chances)
+
+    def observe(self, seen: Sequence[Seen]) -> None: ...
+    def release(self, request: Request) -> None: ...
+
+
+@dataclass
+class World:
+    """Runs requests under a policy; `seconds` and `num_tokens` say how fast."""
+
+    policy: Policy
+    table: Mapping[int, float]
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_checked: int = 0
+    checked: dict[str, int] = field(default_factory=dict)  # nodes by request
+
+    def run(self, num_requests: int, num_steps: int, num_prompt: int = 4) -> None:
+        requests = [self.new_request(num_prompt) for _ in range(num_requests)]
+        for _ in range(num_steps):
+            self.step(requests)
+        for request in requests:
+            self.policy.release(request)
+
+    def new_request(self, num_prompt: int = 4) -> Request:
+        name = str(next(_numbers))
+        request = Request(name, SamplingParams(temperature=0.0), [0] * num_prompt, num_prompt, 0, cache=Cached([], num_prompt - 1))
+        return request
+
+    def step(self, requests: Sequence[Request]) -> None:
+        turns = [Turn(request, 1, draft_limit=64) for request in requests]
+        plan = self.policy.plan(turns)
+        for turn, nodes in zip(turns, plan.nodes, strict=False):
+            turn.num_lookahead_tokens = nodes
+        proposed: dict[int, list[tuple[int, Draft]]] = {}
+        for number, asks in enumerate(plan.asks):
+            if asks:
+                drafter = self.policy.drafters[number]
+                drafts = drafter.propose([requests[i] for i, _ in asks], [count for _, count in asks])
+                self.policy.heard(number, asks, drafts, drafter.spent)  # type: ignore[attr-defined]
+                self.seconds += drafter.spent  # type: ignore[attr-defined]
+                for (index, _), draft in zip(asks, drafts, strict=True):
+                    proposed.setdefault(index, []).append((number, draft))
+        checked = self.policy.trim(turns, proposed) if proposed else {}
+        rows = len(requests) + sum(draft.num_drafted for draft in checked.values())
+        took = CostModel(self.table).pass_seconds(rows)
+        verdicts = {i: self._judge(request, checked.get(i)) for i, request in enumerate(requests)}
+        self.policy.observe(turns, verdicts, took)
+        self.seconds += took
+        self.num_tokens += sum(len(v.tokens) for v in verdicts.values())
+        self.num_checked += rows - len(requests)
+
+    def _judge(self, request: Request, draft: Draft | None) -> Verdict:
+        path, tokens = [0], []
+        tree = Tree.chain(0) if draft is None else draft.tree
+        children = tree.children()
+        while True:
+            token = truth(request, request.num_tokens)
+            request.tokens.append(token)
+            tokens.append(token)
+            following = [c for c in children[path[-1]] if tree.tokens[c] == token]
+            if not following:
+                break
+            path.append(following[0])
+        request.cache.num_cached += len(tokens)
+        self.checked[request.id] = self.checked.get(request.id, 0) + len(tree.tokens) - 1
+        return Verdict(tuple(path), tuple(tokens), len(tree.tokens) - 1)
+
+
+def speed(world: World) -> float:
+    """Against plain decoding of as many tokens, one request at a time."""
+    return world.num_tokens * CostModel(world.table).pass_seconds(1) / world.seconds
+
+
+def auto(table: Mapping[int, float], *drafters: Skilled, profile: Mapping[int, float] | None = None) -> World:
+    return World(AutoPolicy(drafters, CostModel(profile or table)), table)

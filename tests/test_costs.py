@@ -1,0 +1,114 @@
+"""The formulas against sums written out and simulated draws; the cost model against passes it was not told about."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.engine.costs import REBUILD, CostModel, Median, best_k, break_even_alpha, expected_tokens, speedup
+from paceline.errors import ConfigError
+
+MEASURED = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 16: 27.0}
+
+
+@given(st.floats(0, 0.999), st.integers(0, 40))
+def test_expected_tokens_is_the_closed_form(alpha: float, k: int) -> None:
+    assert expected_tokens(alpha, k) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
+
+
+def test_expected_tokens_is_what_draws_give() -> None:
+    chance, alphas, k = random.Random(1), (0.9, 0.5, 0.7), 3
+    total = 0
+    for _ in range(40_000):
+        length = next((i for i in range(k) if chance.random() >= alphas[i]), k)
+        total += 1 + length
+    assert total / 40_000 == pytest.approx(expected_tokens(alphas, k), rel=0.01)
+
+
+def test_best_k_is_the_best_of_all() -> None:
+    costs = CostModel(MEASURED)
+    relative = [costs.pass_seconds(n) / costs.pass_seconds(1) for n in range(1, 18)]
+    for alpha in (0.0, 0.05, 0.3, 0.6, 0.9, 1.0):
+        gains = [speedup(alpha, k, 0.02, relative[k]) for k in range(17)]
+        assert gains[best_k(alpha, 0.02, lambda n: relative[n - 1], 16)] == max(gains)
+    assert best_k(0.01, 0.02, lambda n: relative[n - 1], 16) == 0
+
+
+def test_break_even_alpha_breaks_even() -> None:
+    alpha = break_even_alpha(3, 0.1, 1.5)
+    assert alpha is not None
+    assert speedup(alpha, 3, 0.1, 1.5) == pytest.approx(1, abs=1e-6)
+    assert break_even_alpha(1, 1.0, 1.5) is None
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
+def test_a_running_median_is_the_median_of_the_last_ones(numbers: list[float]) -> None:
+    running = Median(0.0, size=9)
+    for number in numbers:
+        running.add(number)
+    last = sorted(numbers[-9:])
+    assert running.value == last[len(last) // 2]
+
+
+def test_costs_are_the_profiles_at_its_points_and_between_them() -> None:
+    costs = CostModel(MEASURED, per_request_token=0.002, per_row_token=0.001)
+    assert [costs.pass_seconds(n) for n in MEASURED] == list(MEASURED.values())
+    assert costs.pass_seconds(5) == pytest.approx((7.6 + 10.9) / 2)
+    assert costs.pass_seconds(32) == pytest.approx(27 + 16 * 13 / 8)
+    assert costs.pass_seconds(3, 100, 300) == pytest.approx(6.2 + 0.2 + 0.3)
+
+
+@given(st.dictionaries(st.integers(1, 64), st.floats(0.001, 10.0), min_size=1))
+def test_a_pass_never_gets_cheaper_with_more_rows(seconds: dict[int, float]) -> None:
+    base = CostModel(seconds).base(200)[1:]
+    assert base == sorted(base)
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+def test_a_profile_of_another_machine_is_corrected(factor: float) -> None:
+    """The real machine is faster or slower by a factor, and disturbed one time in five."""
+    costs, chance = CostModel(MEASURED), random.Random(2)
+    for _ in range(20 * REBUILD):
+        rows = chance.choice([1, 2, 4, 8])
+        costs.observe(rows, 0, 0, MEASURED[rows] * factor * (4.0 if chance.random() < 0.2 else 1.0))
+    for rows in (1, 2, 3, 4, 6, 8, 16):
+        assert costs.pass_seconds(rows) == pytest.approx(MEASURED[rows] * factor, rel=0.1)
+
+
+def test_a_wrong_shape_is_corrected_where_it_was_seen() -> None:
+    costs = CostModel({1: 5.0, 2: 5.0, 4: 5.0, 8: 5.0})
+    for i in range(20 * REBUILD):
+        rows = (1, 4)[i % 2]
+        costs.observe(rows, 0, 0, MEASURED[rows])
+    assert costs.pass_seconds(4) / costs.pass_seconds(1) == pytest.approx(7.6 / 5.1, rel=0.05)
+
+
+def test_a_row_count_not_seen_for_long_follows_the_others() -> None:
+    """A busy hour: passes over 4 rows were slow then. Later only single rows are seen, and they are quick again."""
+    costs = CostModel(MEASURED)
+    for i in range(10 * REBUILD):
+        costs.observe((1, 4)[i % 2], 0, 0, 3 * MEASURED[(1, 4)[i % 2]])
+    for _ in range(100 * REBUILD):
+        costs.observe(1, 0, 0, MEASURED[1])
+    assert costs.pass_seconds(4) == pytest.approx(MEASURED[4], rel=0.1)
+
+
+def test_a_profile_survives_json() -> None:
+    costs = CostModel(MEASURED, 0.002, 0.001)
+    again = CostModel.from_json(json.loads(json.dumps(costs.to_json())))
+    assert [again.pass_seconds(n, 50, 70) for n in range(1, 40)] == [costs.pass_seconds(n, 50, 70) for n in range(1, 40)]
+
+
+SLOPES = {"per_request_token": 0, "per_row_token": 0}
+
+
+@pytest.mark.parametrize(
+    "data", [{}, SLOPES, *({"seconds": s, **SLOPES} for s in ({}, [1], {"1": "x"}, {"0": 1.0}, {"1": -1}, {"1": float("nan")}))]
+)
+def test_a_spoilt_profile_is_refused(data: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="profile"):
+        CostModel.from_json(data)

@@ -1,0 +1,272 @@
+"""The second promise in a world whose clock is only added up: never slower, near the best where drafters are good, quick to notice change.
+
+The first promise is tested in tests/laws, where engines with this policy say what the reference says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import pytest
+import torch
+
+from paceline.engine.calibrate import Calibration, Tally, cell_of
+from paceline.engine.costs import CostModel, speedup
+from paceline.engine.nodes import admitted
+from paceline.engine.policy import AutoPolicy, FixedPolicy
+from paceline.engine.scheduler import Turn
+from paceline.engine.stats import AFTER, SpecStats, Suspicion
+from paceline.params import SamplingParams
+from paceline.types import Cached, Draft, Request
+from paceline.verify.tree import Tree
+from tests.simulation import CPU, FLAT, STEEP, Skilled, World, auto, speed
+
+TABLES = {"cpu": CPU, "flat": FLAT, "steep": STEEP}
+
+
+def sometimes(share: float) -> Callable[[Request, int], bool]:
+    """Right at this share of all positions, which ones being fixed."""
+
+    def is_right(request: Request, position: int) -> bool:
+        digest = hashlib.blake2b(f"{request.id}/{position}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") < share * 2**32
+
+    return is_right
+
+
+def bound(table: Mapping[int, float], most: int) -> float:
+    """The best that always being right could give."""
+    costs = CostModel(table)
+    return max(speedup(1.0, k, 0, costs.pass_seconds(k + 1) / costs.pass_seconds(1)) for k in range(most + 1))
+
+
+@pytest.mark.parametrize("claim", [None, 0.2, 0.9])
+@pytest.mark.parametrize("is_free", [True, False])
+@pytest.mark.parametrize("table", TABLES)
+def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(table: str, is_free: bool, claim: float | None) -> None:
+    world = auto(TABLES[table], Skilled(sometimes(0), claim, 0.02 if is_free else 0.5, is_free))
+    for _ in range(3):
+        world.run(1, 128)
+    assert speed(world) >= 0.97
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_drafter_that_is_always_right_is_near_the_bound(table: str) -> None:
+    world = auto(TABLES[table], Skilled(sometimes(1), None, 0.0))
+    for _ in range(3):
+        world.run(1, 128)
+    assert speed(world) >= 0.9 * bound(TABLES[table], 8)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("is_free", [True, False])
+@pytest.mark.parametrize("table", TABLES)
+def test_what_is_between_is_never_slower_and_near_the_best_fixed_length(table: str, is_free: bool, share: float) -> None:
+    cost = 0.02 if is_free else 0.5
+    world = auto(TABLES[table], Skilled(sometimes(share), None, cost, is_free))
+    for _ in range(5):
+        world.run(1, 200)
+    fixed = []
+    for k in (0, 1, 2, 3, 4, 8):
+        one = World(FixedPolicy(Skilled(sometimes(share), None, cost, is_free), k), TABLES[table])
+        one.run(1, 400)
+        fixed.append(speed(one))
+    assert speed(world) >= 0.97
+    assert speed(world) >= 0.93 * max(fixed)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("table", TABLES)
+def test_never_slower_in_a_batch(table: str, share: float, num_requests: int) -> None:
+    world = auto(TABLES[table], Skilled(sometimes(share), 0.8, 0.02))
+    world.run(num_requests, 150)
+    plain = CostModel(TABLES[table]).pass_seconds(num_requests) / num_requests
+    assert world.num_tokens * plain / world.seconds >= 0.98
+
+
+def test_a_fixed_length_loses_where_the_policy_does_not() -> None:
+    """That the tests above can fail: four tokens always, from a drafter that is right one time in three, with eight requests."""
+    drafter = Skilled(sometimes(0.33), None, 0.02)
+    world = World(FixedPolicy(drafter, 4), CPU)
+    world.run(8, 100)
+    assert world.num_tokens * CostModel(CPU).pass_seconds(8) / 8 / world.seconds < 0.5
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_it_recovers_when_the_text_changes(is_free: bool) -> None:
+    """Right up to 600 tokens, then wrong for 600, then right: the last part is as fast as the first."""
+    drafter = Skilled(lambda request, position: not 600 <= position < 1200, None, 0.02 if is_free else 0.3, is_free)
+    world = auto(CPU, drafter)
+    marks = []
+    request = world.new_request()
+    while request.num_tokens < 1800:
+        world.step([request])
+        marks.append((request.num_tokens, world.seconds))
+    took = [max(s for n, s in marks if n <= end) - min(s for n, s in marks if n > begin) for begin, end in pairwise((4, 600, 1200, 1800))]
+    plain = CostModel(CPU).pass_seconds(1) * 600
+    assert plain / took[0] > 1.8
+    assert plain / took[1] > 0.94
+    assert plain / took[2] > 0.75 * plain / took[0]
+
+
+def test_a_wrong_profile_is_not_believed_for_long() -> None:
+    """It says that rows are free; they are not, and the drafter is wrong."""
+    world = auto(CPU, Skilled(sometimes(0), 0.9, 0.02), profile={1: 5.1, 2: 5.1, 16: 5.2})
+    world.run(1, 2000)
+    assert speed(world) >= 0.94
+    world = auto(CPU, Skilled(sometimes(0.5), None, 0.02), profile={1: 5.1, 2: 5.1, 16: 5.2})
+    world.run(1, 2000)
+    assert speed(world) >= 1.3
+
+
+def test_the_confident_request_gets_the_nodes() -> None:
+    """Two requests, one drafter: right for one of them, wrong for the other."""
+    world = auto(CPU, Skilled(lambda request, position: int(request.id) % 2 == 0, None, 0.02))
+    world.run(2, 300)
+    checked = sorted(world.checked.values())
+    assert checked[0] < 0.1 * checked[1]
+    plain = CostModel(CPU).pass_seconds(2) / 2
+    assert world.num_tokens * plain / world.seconds > 1.2
+
+
+def test_of_two_drafters_the_better_is_followed_and_the_other_left_alone() -> None:
+    good, bad = Skilled(sometimes(0.8), None, 0.02, name="good"), Skilled(sometimes(0.0), 0.9, 0.2, name="bad")
+    world = auto(CPU, good, bad)
+    world.run(1, 800)
+    alone = auto(CPU, Skilled(sometimes(0.8), None, 0.02))
+    alone.run(1, 800)
+    assert speed(world) > 0.95 * speed(alone)
+    assert bad.num_asked < 0.3 * good.num_asked
+
+
+def test_nobody_is_asked_where_no_draft_can_pay() -> None:
+    drafter = Skilled(sometimes(1.0), None, 0.02)
+    world = auto(STEEP, drafter)
+    world.run(4, 50)
+    assert drafter.num_asked == 0
+
+
+def test_a_request_that_refuses_drafts_gets_none() -> None:
+    policy = AutoPolicy([Skilled(sometimes(1.0))], CostModel(FLAT))
+    turns = [_turn(limit) for limit in (0, 3)]
+    plan = policy.plan(turns)
+    assert plan.nodes[0] == 0
+    assert 0 < plan.nodes[1] <= 3
+    assert [index for index, _ in plan.asks[0]] == [1]
+
+
+def _turn(draft_limit: int, temperature: float = 1.0) -> Turn:
+    request = Request(f"t{draft_limit}", SamplingParams(temperature=temperature), [1, 2], 2, 0, cache=Cached([], 1))
+    return Turn(request, 1, draft_limit=draft_limit)
+
+
+def test_costs_with_steps_are_looked_at_beyond_the_first_drop() -> None:
+    """One node more costs a second pass, seven more cost nothing further."""
+    scores = [0.9**i for i in range(1, 8)]
+    assert admitted(scores[:1], 1, 1.0, [1.0], 1.0) == 0
+    assert admitted(scores, 1, 1.0, [1.0] * 7, 1.0) == 7
+
+
+@pytest.mark.parametrize("own", [0.01, 0.3, 0.99])
+def test_a_sampled_tokens_own_chance_never_decides_whether_it_is_checked(own: float) -> None:
+    """Non-anticipation: kept or cut, a node is so whatever its drafter thinks of the token it has drawn."""
+    kept = set()
+    for claim in (own, 0.5):
+        policy = AutoPolicy([Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0}))
+        policy.purse = 1e9
+        turn = _turn(4)
+        plan = policy.plan([turn])
+        turn.num_lookahead_tokens = 4
+        assert plan.asks[0]
+        q = {n: torch.full((8,), 1 / 8) for n in range(3)}
+        draft = Draft(Tree.chain(2, (3, 4, 5)), "m", q, (1.0, 0.9, 0.9 * claim, 0.9 * claim * 0.9))
+        kept.add(policy.trim([turn], {0: [(0, draft)]})[0].num_drafted >= 2)
+    assert len(kept) == 1
+
+
+def test_what_comes_before_a_sampled_token_may_decide() -> None:
+    """That the test above can fail: the parent's chance cuts the child."""
+    lengths = []
+    for first in (0.02, 0.98):
+        policy = AutoPolicy([Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0}))
+        turn = _turn(4)
+        policy.plan([turn])
+        turn.num_lookahead_tokens = 4
+        draft = Draft(Tree.chain(2, (3, 4, 5)), "m", {n: torch.full((8,), 1 / 8) for n in range(3)}, (1.0, first, first * 0.9, first * 0.8))
+        checked = policy.trim([turn], {0: [(0, draft)]})[0]
+        assert checked.q is not None
+        assert set(checked.q) == set(range(checked.num_drafted))
+        lengths.append(checked.num_drafted)
+    assert lengths[0] < lengths[1]
+
+
+def test_claims_become_what_was_seen() -> None:
+    calibration = Calibration()
+    cell = cell_of(1, 0.9)
+    assert calibration.chance(cell, 0.9) == pytest.approx(0.9)
+    for i in range(200):
+        calibration.observe(cell, 0.9, i % 5 == 0)
+    assert calibration.chance(cell, 0.9) == pytest.approx(0.2, abs=0.05)
+    assert calibration.chance(cell_of(2, 0.9), 0.9) == pytest.approx(0.9), "another depth is another matter"
+    assert calibration.chance(cell_of(1, 0.4), 0.4) == pytest.approx(0.4), "so is another claim"
+
+
+def test_a_request_has_a_factor_of_its_own() -> None:
+    tally = Tally()
+    for _ in range(60):
+        tally.note(0.5, True)
+    assert tally.factor > 1.4
+    for _ in range(60):
+        tally.note(0.5, False)
+    assert tally.factor < 0.5
+
+
+def test_drafts_are_joined_and_each_token_keeps_its_source() -> None:
+    costs = CostModel({1: 1.0, 64: 1.0001})
+    policy = AutoPolicy([Skilled(sometimes(1.0), name="a"), Skilled(sometimes(1.0), name="b")], costs)
+    turn = _turn(8, temperature=0.0)
+    policy.plan([turn])
+    turn.num_lookahead_tokens = 8
+    a = Draft(Tree((2, 3, 4), (-1, 0, 1)), "a", chances=(1.0, 0.8, 0.6))
+    b = Draft(Tree((2, 3, 5, 6), (-1, 0, 1, 0)), "b", chances=(1.0, 0.7, 0.4, 0.2))
+    joined = policy.trim([turn], {0: [(0, a), (1, b)]})[0]
+    paths = {tuple(joined.tree.tokens[n] for n in joined.tree.ancestors(node)): joined.source_of(node) for node in range(1, 5)}
+    assert paths == {(2, 3): "a", (2, 3, 4): "a", (2, 3, 5): "b", (2, 6): "b"}
+
+
+def test_where_only_chains_may_be_checked_only_a_chain_is() -> None:
+    policy = AutoPolicy([Skilled(sometimes(1.0))], CostModel({1: 1.0, 64: 1.0001}), has_trees=False)
+    turn = _turn(8, temperature=0.0)
+    policy.plan([turn])
+    turn.num_lookahead_tokens = 8
+    tree = Draft(Tree((2, 3, 4, 5, 6), (-1, 0, 0, 1, 2)), "a", chances=(1.0, 0.4, 0.5, 0.3, 0.45))
+    assert policy.trim([turn], {0: [(0, tree)]})[0].tree == Tree.chain(2, (4, 6))
+
+
+def test_sums_by_source_and_depth() -> None:
+    stats = SpecStats()
+    tree = Draft(Tree((1, 2, 3, 4), (-1, 0, 0, 2)), "a", sources=("a", "a", "b", "b"))
+    stats.record(tree, (2, 3), 3)
+    stats.record(Draft(Tree.chain(1, (2, 3)), "a"), (1,), 2)
+    stats.record(Draft(Tree.chain(1)), (), 1)
+    assert (stats.num_steps, stats.num_tokens, stats.num_drafted, stats.num_accepted, stats.num_own) == (3, 6, 5, 3, 3)
+    assert stats.drafted_by_source == {"a": 3, "b": 2}
+    assert stats.accepted_by_source == {"a": 1, "b": 2}
+    assert stats.lengths == {3: 1, 2: 1, 0: 1}
+    assert (stats.drafted_at, stats.accepted_at) == ([2, 2], [2, 1])
+    assert stats.by_source["a"].acceptance == [0.5, 0.0]
+    assert stats.by_source["b"].acceptance == [1.0, 1.0]
+
+
+def test_a_drafter_that_is_never_right_is_reported_once() -> None:
+    suspicion = Suspicion()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(3 * AFTER):
+            suspicion.note("head", False)
+            suspicion.note("ngram", i % 20 == 0)
+    assert [str(warning.message).split(" times")[0] for warning in caught] == ["the drafter head was right 0"]
