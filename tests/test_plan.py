@@ -17,9 +17,9 @@ from paceline import LLM
 from paceline.cli.main import app
 from paceline.engine import costs
 from paceline.errors import ModelNotFound
+from paceline.loaders.describe import describe
 from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M
 from paceline.models.config import ModelConfig
-from paceline.loaders.describe import describe
 from paceline.tune.hardware import HARDWARE, THIS
 from paceline.tune.plan import Footing, Gains, training
 from tests.make_models import tiny_gguf, tiny_hf

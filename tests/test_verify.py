@@ -9,23 +9,26 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from paceline import LLM
+from paceline import LLM, SamplingParams
 from paceline.cli import verify
 from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
-from paceline.cli.verify_equality import MODES, Examination, first_difference
+from paceline.cli.verify_equality import MODES, NEAR_TIE, Examination, Mode, _logprob, first_difference
 from paceline.engine import engine
 from paceline.prompts import Prompt
+from paceline.proposers.registry import DRAFTERS
 from paceline.types import Draft, Request, Verdict
 from paceline.verify.accept import accept
 from paceline.verify.chi_square import chi_square_p_value
+from paceline.verify.noise import Purpose, gumbel
 
 TEXTS = ("the line the line the line", "who rides in front? who rides", "def ride(line): return")
-KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "tau"}
+KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "near_ties", "tau"}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +59,29 @@ def test_every_drafter_passes(tiny: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert report["ok"] is True
     assert all(set(check) == KEYS and check["identical"] is True and check["prompts"] == len(TEXTS) for check in report["checks"])
     ran = {(check["drafter"], check["temperature"], check["batch"]) for check in report["checks"]}
-    drafters = ("ngram", "draft_model", "early_exit", "quantized")
+    drafters = ("auto", *DRAFTERS)
     assert ran == {(name, mode.temperature, batch) for name in drafters for mode in MODES for batch in (1, 8)}
     assert [rule["rule"] for rule in report["distribution"]] == list(distribution.RULES)
     own_draft = [check["tau"] for check in report["checks"] if check["drafter"] == "draft_model"]
     assert min(own_draft) > 2  # a model that drafts for itself is always right
     assert "passed" in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_arithmetic_is_not_exact_a_difference_is_weighed(tiny: str, mode: Mode) -> None:
+    """Texts that part at a token far less likely are different; where two tokens are as good as equal it is a near tie."""
+    with LLM(tiny, kernels="torch", speculative_config=None, progress=False) as llm:
+        examination = Examination([Prompt("p", "chat", TEXTS[0])], [llm.tokenizer.encode(TEXTS[0])], 6)
+        (plain,) = examination.plain(llm, mode)
+        other = [*plain[:3], (plain[3] + 1) % 200, *plain[4:]]
+        told = examination.check(llm, "none", mode, 1, [other], lambda count: None)
+        logits = [_logprob(llm, [*examination.inputs[0], *other[:3]], SamplingParams(temperature=0, max_tokens=1, logprobs=1), t)
+                  for t in (other[3], plain[3])]  # fmt: skip
+        noise = gumbel(1000, len(examination.inputs[0]) + 3, Purpose.TARGET, np.array([other[3], plain[3]])) * mode.temperature
+        margin = abs(logits[0] - logits[1] + float(noise[0] - noise[1]))
+        assert (len(told.differences), told.num_ties) == ((1, 0) if margin > NEAR_TIE else (0, 1))
+        if told.differences:
+            assert told.differences[0].margin == pytest.approx(margin, abs=1e-4)
 
 
 def test_a_prompt_that_does_not_fit_is_named(tiny: str, tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ def engine_with(
         kind, config = registry.parse({"num_speculative_tokens": num_draft, **proposer})
 
         def load(source: Any, dtype: str = target_dtype) -> tuple[Any, Any, Runner]:
-            return source, None, runner(num_blocks, seed=int(source) if isinstance(source, str) else 0, dtype=dtype, role=f"draft {next(numbers)}")
+            seed = int(source) if isinstance(source, str) else 0
+            return source, None, runner(num_blocks, seed=seed, dtype=dtype, role=f"draft {next(numbers)}")
 
         proposer = registry.create(kind, config, Surroundings(target, RandomCheckpoint(), None, load))
     limits.setdefault("max_model_len", min(CONFIG.max_context, num_blocks * BLOCK_SIZE))
