@@ -31,6 +31,7 @@ class Built(NamedTuple):
     engine: Engine
     checkpoint: Checkpoint
     tokenizer: Tokenizer
+    surroundings: Surroundings
 
 
 class Speculation(NamedTuple):
@@ -109,7 +110,7 @@ def build(
     surroundings = Surroundings(runner, checkpoint, tokenizer, load)
     drafters = [registry.create(*drafter, surroundings) for drafter in asked.drafters]
     policy = None if asked.is_pinned else _policy(drafters, num_draft, runner, checkpoint, dtype)
-    return Built(Engine(runner, drafters[0] if drafters else None, config, policy), checkpoint, tokenizer)
+    return Built(Engine(runner, drafters[0] if drafters else None, config, policy), checkpoint, tokenizer, surroundings)
 
 
 def _policy(drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint: Checkpoint, dtype: str) -> Policy:

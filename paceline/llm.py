@@ -99,7 +99,7 @@ class LLM:
             model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, device, exact, load_format, kv_cache_dtype, progress,
             **limits,
         )  # fmt: skip
-        self.engine, self.checkpoint, self.tokenizer = built
+        self.engine, self.checkpoint, self.tokenizer, self.surroundings = built  # the last: what further drafters would be made with
         self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
         self._inboxes: dict[str, _Inbox] = {}
         self._dropped: list[Request] = []

@@ -164,6 +164,14 @@ def _turn(draft_limit: int, temperature: float = 1.0) -> Turn:
     return Turn(request, 1, draft_limit=draft_limit)
 
 
+def test_reading_a_long_prompt_does_not_empty_the_purse() -> None:
+    """A chunk of a prompt speaks for nobody. What was saved before must be there when the answer begins."""
+    policy = AutoPolicy([Skilled(sometimes(1), None, 0.0)], CostModel(CPU))
+    purse, request = policy.purse, Request("long", SamplingParams(), list(range(900)), 900, 0)
+    policy.plan([Turn(request, 512)])
+    assert policy.purse == purse > 0
+
+
 def test_costs_with_steps_are_looked_at_beyond_the_first_drop() -> None:
     """One node more costs a second pass, seven more cost nothing further."""
     scores = [0.9**i for i in range(1, 8)]

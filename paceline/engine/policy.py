@@ -137,8 +137,9 @@ class AutoPolicy:
         self._spent = self._added = 0.0
         self._planned, self._asked, self._checked, self._seen_by_nodes = {}, {}, {}, 0
         self._num_steps += 1
-        self.probes = min(self.probes + PROBES * load.seconds, load.seconds)
-        self.purse = min(self.purse + INCOME * load.seconds, MOST_SAVED * load.seconds)
+        if load.speaking:  # a step that only reads prompts has no share to give, and must not take what was saved
+            self.probes = min(self.probes + PROBES * load.seconds, load.seconds)
+            self.purse = min(self.purse + INCOME * load.seconds, MOST_SAVED * load.seconds)
         cap = self._cap(load) if load.speaking and self.drafters else 0
         if not cap or self._since_plain >= PLAIN_EVERY:
             return Plan([], [], False)

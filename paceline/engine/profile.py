@@ -85,12 +85,15 @@ def load_profile(path: Path) -> Profile | None:
         return None
 
 
-def save_profile(path: Path, profile: Profile) -> None:
+def save_profile(path: Path, profile: Profile) -> bool:
+    """Whether it could be written."""
     with contextlib.suppress(OSError):  # a full or read-only disk costs the next start a third of a second, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.part")
         draft.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
+        return True
+    return False
 
 
 def profile_of(runner: Runner, path: Path) -> Profile:

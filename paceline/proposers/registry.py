@@ -23,11 +23,9 @@ DRAFTERS = {
     "hybrid": "paceline.proposers.hybrid:Hybrid",
 }
 
-# Whom "auto" asks: those that need no training and run no model. They say what they can; the policy chooses from it.
-AUTO: tuple[dict[str, Any], ...] = (
-    {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.05},
-    {"method": "recycle", "num_speculative_tokens": 8, "min_token_prob": 0.05},
-)
+# Whom "auto" asks: one that needs no training and runs no model. It says what it can; the policy chooses from it.
+# Token recycling beside it gained nothing (docs/log.md) and costs host time.
+AUTO: tuple[dict[str, Any], ...] = ({"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.05},)
 
 
 def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
