@@ -35,5 +35,6 @@ def tiny(tiny_folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def default_model() -> Iterator[LLM]:
-    with LLM(progress=False) as llm:
+    """Plain decoding."""
+    with LLM(speculative_config=None, progress=False) as llm:
         yield llm

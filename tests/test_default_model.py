@@ -13,9 +13,9 @@ from paceline import LLM, SamplingParams
 from paceline.prompts import load
 
 METHODS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram"},
-    "early_exit": {"method": "early_exit"},
-    "quantized": {"method": "quantized", "bits": 8},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "early_exit": {"method": "early_exit", "num_speculative_tokens": 2},
+    "quantized": {"method": "quantized", "bits": 8, "num_speculative_tokens": 4},
 }
 
 
@@ -50,7 +50,7 @@ def oracle(llm: LLM) -> Any:
 def test_plain_decoding_is_at_least_as_fast_as_transformers(default_model: LLM) -> None:
     """Side by side, interleaved, the median of three; the same prompt, the same number of tokens, the same text."""
     theirs, num_tokens = oracle(default_model), 48
-    precise = LLM(dtype="float32", progress=False)  # the oracle's own precision
+    precise = LLM(dtype="float32", speculative_config=None, progress=False)  # the oracle's own precision
     ids = default_model.tokenizer.encode_chat([{"role": "user", "content": "Explain in a few sentences why the sky is blue."}])
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 

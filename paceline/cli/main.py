@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli import bench, chat, console, demo, explain, generate, models, plan, verify
+from paceline.cli import bench, chat, console, demo, explain, generate, models, plan, tune, verify
 from paceline.errors import PacelineError
 
 # Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
@@ -100,6 +100,7 @@ for _panel, _function in (
     ("Run", chat.chat),
     ("Inspect", models.models),
     ("Inspect", verify.verify),
+    ("Inspect", tune.tune),
     ("Inspect", plan.plan),
     ("Inspect", explain.explain),
 ):

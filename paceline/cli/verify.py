@@ -146,7 +146,7 @@ def _plain_half(
     from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
     with LLM(model, **loading, speculative_config=None, max_num_seqs=max(BATCHES)) as llm:
-        examination = Examination(prompts, [_input(llm, prompt) for prompt in prompts], max_tokens)
+        examination = Examination(prompts, [input_of(llm, prompt) for prompt in prompts], max_tokens)
         plain = {}
         for mode in MODES:
             advance = begin(f"plain, T={mode.temperature}")
@@ -161,7 +161,7 @@ def _plain_half(
     return examination, plain, rules
 
 
-def _input(llm: LLM, prompt: Prompt) -> list[int]:
+def input_of(llm: LLM, prompt: Prompt) -> list[int]:
     """The prompt as the model reads it; one that cannot be run is named."""
     from paceline.cli.streaming import as_prompt
     from paceline.params import SamplingParams

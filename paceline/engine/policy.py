@@ -55,7 +55,7 @@ class FixedPolicy:
     """What was asked for: one drafter, K tokens whenever there is room, and every one of them is checked."""
 
     def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
-        self.drafters = () if proposer is None else (proposer,)
+        self.drafters: tuple[Proposer, ...] = () if proposer is None else (proposer,)
         self.num_speculative_tokens = num_speculative_tokens
 
     def plan(self, turns: Sequence[Turn]) -> Plan:

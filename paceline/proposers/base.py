@@ -63,6 +63,9 @@ def chain(
 
 def planted(request: Request, nodes: Sequence[Sequence[int]], chances: Sequence[float], source: str) -> Draft:
     """A draft from the (token, parent) of each node but the root. What would follow a token that ends the request is left out."""
+    if request.stop_ids.isdisjoint(token for token, _ in nodes):
+        tree = Tree((request.tokens[-1], *(token for token, _ in nodes)), (-1, *(parent for _, parent in nodes)))
+        return Draft(tree, source, chances=(1.0, *chances))
     tokens, parents, paths, places = [request.tokens[-1]], [-1], [1.0], {0: 0}
     for node, ((token, parent), chance) in enumerate(zip(nodes, chances, strict=True), start=1):
         place = places.get(parent)

@@ -25,7 +25,7 @@ DRAFTERS = {
 
 # Whom "auto" asks: one that needs no training and runs no model. It says what it can; the policy chooses from it.
 # Token recycling beside it gained nothing (docs/log.md) and costs host time.
-AUTO: tuple[dict[str, Any], ...] = ({"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.05},)
+AUTO: tuple[dict[str, Any], ...] = ({"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.1},)
 
 
 def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:

@@ -14,9 +14,10 @@ from paceline.proposers import registry
 from paceline.tune.predict import Prediction
 
 METHODS = ("ngram", "suffix", "lookahead", "early_exit", "quantized")
-LENGTHS, LENGTHS_OF_MODELS = (1, 2, 3, 4, 6, 8), (1, 2, 3, 4)  # K of those that run no model, and of those that do
+LENGTHS, LENGTHS_OF_MODELS = (1, 2, 3, 4, 6), (1, 2, 3, 4)  # K of those that run no model, and of those that do
 MOST_K = 12
 LEAST_TOKENS = 16  # of an answer: two steps are not timed, and there must be something after them
+REPEATS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Asked:
     methods: Sequence[str] = METHODS
     lengths: Sequence[int] = ()  # empty: each drafter's usual ones
     draft_model: str | None = None
-    max_tokens: int = 48
+    max_tokens: int = 32
     seconds: float = 150.0  # no further prompt is begun when the work would take longer
 
     def __post_init__(self) -> None:
@@ -46,12 +47,20 @@ class Asked:
         model = {"model": self.draft_model} if name == "draft_model" else {}
         return {"method": name, "num_speculative_tokens": k, **model}
 
-    def lengths_of(self, name: str, is_free: bool) -> list[int]:
-        ks = sorted(set(self.lengths or (LENGTHS if is_free else LENGTHS_OF_MODELS)))
+    def is_free(self, name: str) -> bool:
+        return bool(registry.parse(self.options(name, 1))[0].is_free)
+
+    def lengths_of(self, name: str) -> list[int]:
+        ks = set(self.lengths or (LENGTHS if self.is_free(name) else LENGTHS_OF_MODELS))
         if name == "lookahead":  # its window and its n-grams have so many nodes and no more
             most = registry.parse({"method": name})[1].num_speculative_tokens
-            ks = sorted({min(k, most) for k in ks})
-        return ks
+            ks = {min(k, most) for k in ks}
+        return sorted(ks)
+
+    @property
+    def num_turns(self) -> int:
+        """Of a prompt: each drafter is listened to, then it, the policy and plain decoding beside each of them are timed."""
+        return len(self.methods) + REPEATS * (2 + sum(1 + len(self.lengths_of(name)) for name in self.methods))
 
 
 class Timing(NamedTuple):

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple
 
 from paceline.engine.policy import FixedPolicy, Plan, Proposed
 from paceline.engine.scheduler import Turn
-from paceline.types import Draft, Proposer
+from paceline.types import Draft, Proposer, Verdict
 
 
 class Step(NamedTuple):
@@ -92,44 +91,50 @@ def acceptance(accounts: Sequence[Account]) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds that a drafter took."""
+    """Seconds, in each step: of a drafter, and of the pass with what follows it."""
 
     entering: list[float] = field(default_factory=list)  # the first ask for a request, with whatever it must read for it
     asking: list[float] = field(default_factory=list)  # each further one; of one that runs a model, for each token asked for
     learning: list[float] = field(default_factory=list)  # looking at what a pass said
-
-    def medians(self) -> tuple[float, float, float]:
-        return tuple(median(times) if times else 0.0 for times in (self.entering, self.asking, self.learning))  # type: ignore[return-value]
+    passing: list[tuple[int, int, float]] = field(default_factory=list)  # (rows, cached tokens, seconds)
 
 
 class Listening(FixedPolicy):
     """Asks before every token and writes down the answer. It is checked only where the drafter lives on that."""
 
-    def __init__(self, proposer: Proposer, most: int) -> None:
+    def __init__(self, proposer: Proposer | None, most: int) -> None:
         super().__init__(proposer, most)
         self.times = Times()
-        self.is_checking = proposer.needs.top_tokens > 0
+        self.is_checking = proposer is not None and proposer.needs.top_tokens > 0
         self._guesses: dict[int, Draft] = {}
-        self._turns: Sequence[Turn] = ()
+        self._turn: Turn | None = None
+        self._num_cached = self._num_checked = 0
 
     def plan(self, turns: Sequence[Turn]) -> Plan:
-        self._turns = turns
+        (self._turn,) = turns
+        self._num_cached, self._num_checked = self._turn.request.cache.num_cached, 0
         return super().plan(turns)
 
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
-        ((index, count),), (draft,) = asks, drafts
-        is_first = not self._guesses
-        self._guesses[self._turns[index].request.num_output] = draft
-        if is_first:
-            self.times.entering.append(seconds)
-        else:
+        ((_, count),), (draft,) = asks, drafts
+        assert self._turn is not None, "nobody is asked before a plan"
+        if self._guesses:
             self.times.asking.append(seconds if self.drafters[drafter].is_free else seconds / count)
+        else:
+            self.times.entering.append(seconds)
+        self._guesses[self._turn.request.num_output] = draft
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
         self.times.learning.append(seconds)
 
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
-        return super().trim(turns, proposed) if self.is_checking else {}
+        checked = super().trim(turns, proposed) if self.is_checking else {}
+        self._num_checked = sum(draft.num_drafted for draft in checked.values())
+        return checked
+
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
+        if turns[0].num_new == 1:
+            self.times.passing.append((1 + self._num_checked, self._num_cached, seconds))
 
     def account(self, num_prompt: int, output: Sequence[int], most_tokens: int) -> Account:
         """Of the request that has just ended."""

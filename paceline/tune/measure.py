@@ -16,17 +16,19 @@ from time import perf_counter
 from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
 from paceline.engine.policy import AutoPolicy, Policy
+from paceline.errors import RequestError
 from paceline.llm import LLM
 from paceline.params import SamplingParams
 from paceline.proposers import registry
+from paceline.proposers.draft_model import DraftModel
 from paceline.runtime.timing import measure as time_passes
-from paceline.tune.findings import LEAST_TOKENS, Asked, Finding, Findings, Row, Timing
-from paceline.tune.guesses import Account, Listening, acceptance
+from paceline.tune.findings import LEAST_TOKENS, REPEATS, Asked, Finding, Findings, Row, Timing
+from paceline.tune.guesses import Account, Listening, Times, acceptance
 from paceline.tune.predict import Prices, predict
 from paceline.types import Proposer
 
-REPEATS = 2
 PASS_SECONDS = 2.0  # for timing the target's passes
+FIRST = 0.6  # of the time, for the first repeat, in which drafters are listened to as well; it decides how many prompts there are
 PLAIN, AUTO = 0, -1  # in the place of a K
 
 Tell = Callable[[str, int], None]  # what is being done, and how many turns have just been finished
@@ -77,7 +79,8 @@ class Session:
         self.costs = CostModel(*time_passes(self.own.runner, PASS_SECONDS))
         self.subjects = [self._subject(name) for name in asked.methods]
         self.auto = Group("auto", lambda: {AUTO: self._auto()})
-        self.plain = self._engine(None, 0)
+        self.undisturbed = Listening(None, 0)
+        self.plain = self._engine(None, 0, self.undisturbed)
 
     def _engine(self, drafter: Proposer | None, k: int, policy: Policy | None = None) -> Engine:
         return Engine(self.own.runner, drafter, replace(self.own.config, num_speculative_tokens=k), policy)
@@ -87,8 +90,7 @@ class Session:
 
     def _subject(self, name: str) -> Subject:
         self.tell(f"loading {name}", 0)
-        is_free = registry.parse(self.asked.options(name, 1))[0].is_free
-        lengths = self.asked.lengths_of(name, is_free)
+        is_free, lengths = self.asked.is_free(name), self.asked.lengths_of(name)
         drafter = self._drafter(name, lengths[-1])
         listening = Listening(drafter, lengths[-1])
 
@@ -102,14 +104,12 @@ class Session:
         parsed = [registry.parse(options) for options in registry.AUTO]
         drafters = [registry.create(*each, self.llm.surroundings) for each in parsed]
         most = min(sum(config.num_speculative_tokens for _, config in parsed), self.own.config.max_model_len - 1)
-        policy = AutoPolicy(drafters, self.costs.fresh(), most_nodes=most, has_trees=self.own.runner.decoder.checks_trees)
+        known = {
+            s.group.name: (median(s.listening.times.asking), acceptance(s.accounts)) for s in self.subjects if s.listening.times.asking
+        }
+        has_trees = self.own.runner.decoder.checks_trees
+        policy = AutoPolicy(drafters, self.costs.fresh(), most_nodes=most, has_trees=has_trees, known=known)
         return self._engine(drafters[0], most, policy)
-
-    @property
-    def num_turns(self) -> int:
-        """For one prompt, over all repeats."""
-        timed = sum(1 + len(subject.lengths) for subject in self.subjects) + 2
-        return len(self.subjects) + REPEATS * timed
 
     def run(self, prompts: Sequence[list[int]]) -> Findings:
         started = perf_counter()
@@ -118,8 +118,7 @@ class Session:
         for repeat in range(REPEATS):
             for group in self._groups():
                 group.current = group.engines()
-            # Half of the time is for the first repeat, which decides how many prompts there are.
-            limit = self.asked.seconds * (1 + repeat) / REPEATS
+            limit = self.asked.seconds * (FIRST if repeat == 0 else 1.0)
             for number, ids in enumerate(prompts if repeat == 0 else prompts[:done]):
                 if number and perf_counter() - started > limit:
                     break
@@ -159,7 +158,10 @@ class Session:
         return Timing(times[-1] - times[min(1, len(times) - 1)], sum(counts[2:])), tokens
 
     def _findings(self, num_prompts: int) -> Findings:
-        plain = median(seconds for group in self._groups() if (seconds := group.seconds(PLAIN)))
+        timed = [seconds for group in self._groups() if (seconds := group.seconds(PLAIN))]
+        if not timed:
+            raise RequestError(f"no answer was long enough to be timed; give prompts that leave room for {LEAST_TOKENS} tokens")
+        plain = median(timed)
         accounts = self.subjects[0].accounts
         places = [(account.num_prompt + at) for account in accounts for at in range(2, len(account.output))]
         host = max(plain - sum(self.costs.pass_seconds(1, place, place) for place in places) / len(places), 0.0)
@@ -168,9 +170,23 @@ class Session:
         return Findings(self.costs, host, 1 / plain, self.auto.speedup(AUTO), findings, num_prompts, num_tokens)
 
     def _finding(self, subject: Subject, host: float) -> Finding:
-        entering, asking, learning = subject.listening.times.medians()
-        is_free = subject.drafter.is_free
-        prices = Prices(self.costs, host, asking, learning, is_free)
+        times, is_free = subject.listening.times, subject.drafter.is_free
+        entering, asking, learning = (median(each or [0.0]) for each in (times.entering, times.asking, times.learning))
+        # A drafter's weights and tables take the caches' room, and what it wants to know of a pass must be looked up.
+        slower = max(self._excess(times) - self._excess(self.undisturbed.times), 0.0)
+        prices = Prices(self.costs, host, asking, learning + slower, _catching_up(subject.drafter), is_free)
         line = tuple(predict(subject.accounts, k, prices) for k in range(subject.lengths[-1] + 1))
         rows = tuple(Row(line[k], subject.group.speedup(k)) for k in subject.lengths)
         return Finding(subject.group.name, is_free, acceptance(subject.accounts), entering, asking, rows, line)
+
+    def _excess(self, times: Times) -> float:
+        """Seconds by which passes, with what follows them, took longer than they cost by themselves."""
+        return median(seconds - self.costs.pass_seconds(rows, cached, rows * cached) for rows, cached, seconds in times.passing)
+
+
+def _catching_up(drafter: Proposer) -> float:
+    """A model with a cache of its own has not read the last token it drafted: where that is right, it reads two the next time."""
+    if not isinstance(drafter, DraftModel):
+        return 0.0
+    costs = CostModel(*time_passes(drafter.runner))
+    return costs.pass_seconds(2) - costs.pass_seconds(1)

@@ -11,6 +11,8 @@ from paceline.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from paceline.tune.findings import Findings
+
 SIZE, DPI = (8.0, 4.5), 120
 
 
@@ -44,6 +46,20 @@ def speedup_over_k(axes: Axes, title: str, alphas: Sequence[float], ks: Sequence
         best = max(range(len(ks)), key=gains.__getitem__)
         axes.plot([ks[best]], [gains[best]], marker="o", color=line.get_color())
     axes.set_title(title, fontsize="medium", loc="left")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("K, tokens drafted a step")
+    axes.set_ylabel("speedup over plain decoding")
+
+
+def model_and_measurement(axes: Axes, title: str, found: Findings) -> None:
+    """For each drafter a line as predicted and a dot for each length that was timed; the policy's speed is a level."""
+    for drafter in found.drafters:
+        (line,) = axes.plot([p.k for p in drafter.line], [p.speedup for p in drafter.line], label=drafter.name)
+        timed = [(row.prediction.k, row.measured) for row in drafter.rows if row.measured is not None]
+        axes.plot([k for k, _ in timed], [gain for _, gain in timed], "o", color=line.get_color())
+    if found.auto is not None:
+        axes.axhline(found.auto, color="gray", linestyle="--", label="auto, measured")
+    axes.set_title(f"{title}; lines: predicted, dots: measured", fontsize="medium", loc="left")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("K, tokens drafted a step")
     axes.set_ylabel("speedup over plain decoding")

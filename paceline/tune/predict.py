@@ -1,12 +1,13 @@
 """What drafts would gain, worked out from what passes, drafters and the host cost and what was guessed. No clock and no tensors.
 
 The formulas are those of engine/costs.py: E[tokens a step] by the acceptance at each depth, over the cost of the draft and of the pass
-that checks it. Invariant: nothing that is predicted was timed with drafts being checked; with K = 0 the prediction is 1.
+that checks it. Invariant: with K = 0 the prediction is 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import mean
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ class Prices(NamedTuple):
     target: CostModel
     host: float  # of a step beside its pass
     asking: float  # a drafter; one that runs a model, for each token
-    learning: float  # of it, in each step
+    beside: float  # in each step: showing it what the pass said, and what the pass takes longer for its being there
+    catching_up: float  # of it, where all of its tokens were right: the last one it has not read itself
     is_free: bool
 
     def plain(self, num_cached: int) -> float:
@@ -29,10 +31,11 @@ class Prices(NamedTuple):
 
     def checking(self, step: Step) -> float:
         rows = 1 + step.num_drafted
-        return self.target.pass_seconds(rows, step.num_cached, rows * step.num_cached) + self.host + self.learning
+        return self.target.pass_seconds(rows, step.num_cached, rows * step.num_cached) + self.host + self.beside
 
     def drafting(self, step: Step) -> float:
-        return self.asking * (1 if self.is_free else step.num_drafted)
+        catching_up = self.catching_up if 0 < step.num_drafted == step.num_right else 0.0
+        return self.asking * (1 if self.is_free else step.num_drafted) + catching_up
 
 
 class Prediction(NamedTuple):
@@ -59,4 +62,4 @@ def predict(accounts: Sequence[Account], k: int, prices: Prices) -> Prediction:
 def _alphas(steps: Sequence[Step], k: int) -> list[float]:
     """The chance of a step to get one token further, where nothing was drafted too."""
     reached = [sum(step.num_right >= depth for step in steps) for depth in range(k + 1)]
-    return [further / so_far if so_far else 0.0 for so_far, further in zip(reached, reached[1:], strict=False)]
+    return [further / so_far if so_far else 0.0 for so_far, further in pairwise(reached)]
