@@ -17,7 +17,7 @@ WORTH = 1.02  # a speedup that is no more than this may be noise
 AHEAD = 1.05  # by which a fixed length must beat the policy, which adapts, to be recommended instead
 SHOWN_DEPTHS = 4
 LEGEND = """α by depth: how often a token was right where one was guessed after tokens that were; drafted, τ: tokens guessed and written a
-step; predicted: from α, the costs of passes and of drafting, before any draft was checked; measured: in turn with plain decoding.
+step; predicted: from what was guessed and the costs of passes and of drafting; measured: in turn with plain decoding.
 """
 
 
