@@ -25,8 +25,9 @@ from paceline.cuda import attention
 from paceline.cuda.attention import Plan, attend
 from paceline.cuda.batch import BLOCK_SIZE, Bucket, Inputs
 from paceline.types import Columns
+from scripts.gpu_linear import microseconds
 
-HEADS, KV_HEADS, DIM, LAYERS, REPLAYS = 32, 8, 128, 32, 7
+HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 ROUNDS = (
     (("near_size", "far_size"), ((64, 64), (128, 128), (256, 256), (384, 384), (512, 512), (1024, 1024), (2048, 2048))),
     (("block_m", "num_warps"), ((16, 4), (32, 4), (64, 4), (64, 8), (128, 4), (128, 8))),
@@ -62,18 +63,7 @@ class Case:
 
     def microseconds(self, plan: Plan) -> float:
         """Of a layer, the best of a few replays."""
-        self.run(plan)
-        graph, times = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph):
-            self.run(plan)
-        for _ in range(REPLAYS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / len(self.caches))
-        return min(times)
+        return microseconds([lambda: self.run(plan)]) / len(self.caches)
 
 
 def plans_of_round(index: int, rows: int, plan: Plan) -> list[Plan]:

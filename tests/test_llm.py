@@ -404,6 +404,9 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": ["ngrm"]}}, "did you mean 'ngram'"),
     ({"speculative_config": "autp"}, "did you mean 'auto'"),
     ({"speculative_config": {"method": "auto", "num_speculative_tokens": 3}}, "beside method 'auto'"),
+    ({"load_format": "dumy"}, "load_format is 'dumy'"),
+    ({"kv_cache_dtype": "int7"}, "kv_cache_dtype is 'int7'"),
+    ({"kv_cache_dtype": "int8", "device": "cpu"}, "only GPUs have"),
 ]
 
 
@@ -411,6 +414,17 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
 def test_bad_engine_options_are_named(tiny_folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(str(tiny_folder), progress=False, **options)
+
+
+def test_random_weights_need_only_a_config(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())
+    params, said = SamplingParams(temperature=0, max_tokens=8), []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 2}):
+        with LLM(str(tmp_path), load_format="dummy", speculative_config=config, progress=False) as llm:
+            (result,) = llm.generate("each byte is a token", params)
+            said.append(result.token_ids)
+            assert len(result.prompt_token_ids) == len("each byte is a token")
+    assert said[0] == said[1]
 
 
 def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path) -> None:

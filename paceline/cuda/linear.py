@@ -43,7 +43,7 @@ def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype) -> Tile:
     block_t, block_n = next((size for size in (16, 32) if num_rows <= size), 64), _rows_of_tile(weight)
     if block_n == 64:
         return Tile(block_t, 64, 4, 6 if block_t == 16 else 4)
-    return Tile(block_t, 128, 4, 4 if weight.is_whole else 3)
+    return Tile(block_t, 128, 4, 4 if weight.is_whole or block_t == 16 else 3)
 
 
 def _rows_of_tile(weight: PackedWeight) -> int:
