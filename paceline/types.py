@@ -235,9 +235,7 @@ class BatchTensors(NamedTuple):
 
 
 class Output(NamedTuple):
-    logits: (
-        torch.Tensor
-    )  # [L, vocab]; float32, on a GPU of the pass's dtype; the next pass may overwrite them: copy what you keep
+    logits: torch.Tensor  # [L, vocab]; float32, on a GPU of the pass's dtype; the next pass may overwrite them: copy what you keep
     hidden: dict[int, torch.Tensor]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
     picked: Sequence[int] | None = None  # [L]: the tokens chosen on the device, -1 where the logits are not finite
     top: torch.Tensor | None = None  # [L, k] int64: the most likely tokens, if asked for, best first
