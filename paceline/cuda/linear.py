@@ -30,12 +30,15 @@ _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembl
 class Tile(NamedTuple):
     block_t: int  # rows of x
     block_n: int  # rows of W
-    warps: int  # four or eight: all tiles then use the same tensor instruction, fewer would use another, with other bits
+    warps: int  # four or eight: tiles of 16 rows and more then use the same tensor instruction, fewer would use another, with other bits
     stages: int
+    unroll: int = 1  # groups of K in a turn of the loop
 
 
-def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype) -> Tile:
-    """Measured on an H200 (scripts/gpu_linear.py)."""
+def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool = True) -> Tile:
+    """Measured on an H200 (scripts/gpu_linear.py). is_exact: of tiles that all give a row the same bits."""
+    if num_rows <= 8 and not is_exact and not weight.is_whole and dtype != torch.float32:
+        return Tile(8, 64, 2, 4)
     if dtype == torch.float32:  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
         return Tile(16, 128, 4, 2)
     if weight.is_whole and num_rows > 64:
@@ -72,7 +75,7 @@ def product(
     size = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
     for some, its_out in zip(x.split(FUSED_ROWS), out.split(FUSED_ROWS), strict=True):
-        launch(some, weight, bias, its_out, tile_of(len(some), weight, x.dtype), splits_of(weight), activation)
+        launch(some, weight, bias, its_out, tile_of(len(some), weight, x.dtype, is_exact), splits_of(weight), activation)
     return out
 
 
@@ -83,7 +86,7 @@ def parts(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = Non
         return product(x, weight, bias, is_exact=is_exact)[None]
     _check(x, weight, None)
     sums = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
-    _multiply(x, weight, bias, sums, tile_of(len(x), weight, x.dtype), splits, None)
+    _multiply(x, weight, bias, sums, tile_of(len(x), weight, x.dtype, is_exact), splits, None)
     return sums
 
 
@@ -136,7 +139,7 @@ def _multiply(
         x, weight.packed, weight.scales, bias, out, num_rows, num_outputs, width, rows, groups, splits, row_step, group_step,
         BITS=weight.bits, GROUP=weight.group, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, STAGES=tile.stages,
         WHOLE=width % weight.group == 0, FILLED=size % per_tile == 0,
-        ASSEMBLY=x.dtype == torch.bfloat16 and not _INTERPRETED, ACTIVATION=activation, num_warps=tile.warps, **LAUNCH,
+        ASSEMBLY=x.dtype == torch.bfloat16 and not _INTERPRETED, ACTIVATION=activation, UNROLL=tile.unroll, num_warps=tile.warps, **LAUNCH,
     )  # fmt: skip
 
 

@@ -60,9 +60,10 @@ def _part(words: tl.tensor, scales: tl.tensor, i: tl.constexpr, BITS: tl.constex
 def _parts(words: tl.tensor, scales: tl.tensor, BITS: tl.constexpr, ASSEMBLY: tl.constexpr, dtype: tl.constexpr) -> tl.tuple:
     """words [N, W] int16, scales [N, 1] int32 -> the weights of each part of the group, [N, W] each."""
     if ASSEMBLY:
-        scale = (scales & 65535) | (scales << 16)  # twice, for two words at a time; made for a row and not for each of its words
+        # Twice, for two words at a time; made for a row and not for each of its words.
+        scale = tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [scales], tl.int32, is_pure=True, pack=1)
         if BITS == 4:
-            offset = ((scales >> 16) & 65535) | (scales & -65536)
+            offset = tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [scales], tl.int32, is_pure=True, pack=1)
             parts = tl.inline_asm_elementwise(
                 _FOUR, "=r,=r,=r,=r,r,r,r,r,r", [words, scale, offset], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
                 pack=2,
@@ -108,7 +109,7 @@ def multiply(
     num_rows: tl.tensor, num_outputs: tl.tensor, width: tl.tensor, rows: tl.tensor, groups: tl.tensor, splits: tl.tensor,
     row_step: tl.tensor, group_step: tl.tensor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr,
+    WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr,
 ) -> None:  # fmt: skip
     """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or [T, N / 2] if gated."""
     WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
@@ -119,8 +120,9 @@ def multiply(
     is_row = (t < num_rows)[None, :]
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     first, end = groups * split // splits, groups * (split + 1) // splits
+    FEW: tl.constexpr = BLOCK_T == 8 and BITS < 16  # bound by instructions: fewer of those that only keep the loop going
     wait_for_previous()
-    for group in tl.range(first, end, num_stages=STAGES):
+    for group in tl.range(first, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
         if BITS >= 16:
             k = group * GROUP + j
             if WHOLE:
@@ -132,14 +134,14 @@ def multiply(
         else:
             words, of_row = tl.load(lines + group * group_step), tl.load(scales + group * rows + n)[:, None]
             parts = _parts(words, of_row, BITS, ASSEMBLY, x.dtype.element_ty)
-            # sums carried from group to group would make the tensor cores wait for each product
-            of_group = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            # sums carried from group to group would make the larger tensor instruction wait for each product
+            of_group = sums if FEW else tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
             for i in tl.static_range(16 // BITS):
                 k = group * GROUP + i * WORDS + j
                 mask = is_row if WHOLE else is_row & (k < width)[:, None]
                 inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [WORDS, BLOCK_T]
                 of_group = tl.dot(parts[i], inputs, of_group, input_precision="ieee")
-            sums += of_group
+            sums = of_group if FEW else sums + of_group
     let_next_start()  # not sooner: what waits takes room, and these programs need all there is
     if bias is not None:
         sums += tl.where(split == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]

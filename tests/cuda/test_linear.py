@@ -206,14 +206,15 @@ def test_many_rows_take_the_same_weights(device: torch.device, bits: int, monkey
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [8, 16])
 @pytest.mark.parametrize("bits", BITS)
-def test_assembly_makes_the_same_weights(bits: int) -> None:
+def test_assembly_makes_the_same_weights(bits: int, num_rows: int) -> None:
     """x picks single weights, so a product is the weights themselves, every integer in every place among them."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     weight = pack(noise(256, 512, device="cuda"), bits)
     x = torch.eye(512, dtype=torch.bfloat16, device="cuda")
-    got = torch.cat([product(rows.contiguous(), weight) for rows in x.split(16)]).T
+    got = torch.cat([product(rows.contiguous(), weight) for rows in x.split(num_rows)]).T
     assert torch.equal(got, dequantized(weight, torch.bfloat16))
 
 
@@ -227,11 +228,11 @@ def test_a_row_is_the_same_in_every_bucket(bits: int, num_outputs: int) -> None:
     weight = packed(noise(num_outputs, 2048, device="cuda"), bits, torch.bfloat16)
     assert (splits_of(weight) > 1) == (num_outputs == 1024)
     x = noise(600, 2048, dtype=torch.bfloat16, device="cuda", seed=1)
-    whole, apart = product(x, weight, is_exact=True), parts(x[:256], weight)
+    whole, apart = product(x, weight, is_exact=True), parts(x[:256], weight, is_exact=True)
     gated = product(x, weight, activation="silu", is_exact=True)
     for count in (1, 8, 16, 17, 32, 33, 64, 65, 128, 129, 200, 256, 300):
         some = x[:count].contiguous()
         assert torch.equal(product(some, weight, is_exact=True), whole[:count]), count
         assert torch.equal(product(some, weight, activation="silu", is_exact=True), gated[:count]), count
         if count <= 256:
-            assert torch.equal(parts(some, weight), apart[:, :count]), count
+            assert torch.equal(parts(some, weight, is_exact=True), apart[:, :count]), count

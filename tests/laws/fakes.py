@@ -13,7 +13,7 @@ from paceline.types import Draft, Needs, Request, Seen
 from paceline.verify.noise import Purpose
 from paceline.verify.sampling import choose, guess, noise_of, probabilities, processed
 from paceline.verify.tree import Tree
-from tests.laws.harness import VOCAB, model
+from tests.laws.harness import DEVICE, VOCAB, model
 
 
 class Fake:
@@ -107,7 +107,7 @@ class SampledChain(Fake):
         rows: list[torch.Tensor | None] = []
         for _ in range(budget if request.constraint is None else 1):
             try:
-                token, q = guess(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)))
+                token, q = guess(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)).to(DEVICE))
             except GrammarError:
                 break
             path.append(token)
@@ -126,7 +126,7 @@ class SampledTree(Fake):
                 break
             path = [tokens[n] for n in Tree(tuple(tokens), tuple(parents)).ancestors(node)[1:]]
             try:
-                logits = processed(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)))
+                logits = processed(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)).to(DEVICE))
             except GrammarError:
                 break
             if request.params.is_greedy:
