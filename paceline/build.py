@@ -9,7 +9,8 @@ import torch
 
 from paceline.config import EngineConfig, nearest, require
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AutoPolicy, Policy
+from paceline.engine.plan import Policy
+from paceline.engine.policy import AutoPolicy
 from paceline.engine.profile import profile_of, profile_path
 from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint

@@ -61,6 +61,7 @@ class SamplingParams:
     logprobs: int | None = None  # how many of the most likely tokens to report beside the chosen one; 0: the chosen one alone
     structured_outputs: StructuredOutputs | None = None
     num_speculative_tokens: int | None = None  # caps the draft length of this request; 0: no drafts
+    speculative_method: str | None = None  # of several drafters, the one that is asked for this request
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -103,6 +104,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r:.40}; use True or False")
+        if not isinstance(self.speculative_method, str | None):
+            raise ConfigError(f"speculative_method is {self.speculative_method!r:.40}; give the name of a drafter")
 
     def _freeze_collections(self) -> None:
         freeze = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731

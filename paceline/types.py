@@ -8,12 +8,12 @@ token is uncached, and it is the root of the next tree. Only the engine's commit
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from paceline.errors import PacelineError
@@ -84,6 +84,8 @@ class Request:
     error: PacelineError | None = None
     num_rounds: int = 0  # verify rounds so far; keys the noise of drafts and rejections, which may visit a position twice
     num_preemptions: int = 0
+    pick: Pick | None = None  # how a device may choose its tokens, where raw logits are enough; set when the engine takes it
+    num_prefix_hits: int = 0  # prompt tokens whose K/V were there already when it first ran
 
     @property
     def is_seeded(self) -> bool:
@@ -110,8 +112,7 @@ class Request:
         return self.status is Status.FINISHED
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A guess: a token tree whose node 0 is the request's last token."""
 
     tree: Tree
@@ -130,8 +131,7 @@ class Draft:
         return len(self.tree.tokens) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the target said about a draft."""
 
     path: tuple[int, ...]  # accepted nodes, root first
@@ -151,8 +151,7 @@ class Pick(NamedTuple):
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One request's rows in a pass: known tokens as a chain, then maybe a tree hanging from the last of them."""
 
     tokens: Sequence[int]
@@ -177,7 +176,7 @@ class Columns(NamedTuple):
 
 
 class Batch:
-    """The columns as int64 in one piece of memory, cut apart when asked for: making an array costs more than the few numbers in it.
+    """The columns as int64 in one piece of memory, cut apart when asked for: making a tensor costs more than the few numbers in it.
 
     Built by runtime/batch.py, never changed.
     """
@@ -187,15 +186,15 @@ class Batch:
     def __init__(self, columns: Columns, block_size: int, device: Any = "cpu", picks: Sequence[Pick] | None = None) -> None:
         self.columns, self.block_size, self.device = columns, block_size, device
         self.picks = picks  # one for each of the wanted rows, or None where one of them needs more
-        self._flat: np.ndarray | None = None
+        self._flat: array[int] | None = None
 
     @property
-    def flat(self) -> np.ndarray:
+    def flat(self) -> array[int]:
         """Made when first asked for: a GPU reads the columns as they are."""
-        import numpy as np
-
         if self._flat is None:
-            self._flat = np.array([number for column in self.columns for number in column], np.int64)
+            self._flat = array("q")
+            for column in self.columns:
+                self._flat.fromlist(column)
         return self._flat
 
     @property
@@ -204,7 +203,7 @@ class Batch:
 
     def addresses(self) -> list[int]:
         """Where each column lies."""
-        at, found = int(self.flat.__array_interface__["data"][0]), []
+        at, found = self.flat.buffer_info()[0], []
         for column in self.columns:
             found.append(at)
             at += 8 * len(column)
@@ -213,7 +212,7 @@ class Batch:
     def tensors(self) -> BatchTensors:
         import torch
 
-        whole = torch.from_numpy(self.flat).to(self.device)
+        whole = torch.tensor(self.flat, dtype=torch.int64, device=self.device)
         parts = dict(zip(Columns._fields, whole.split([len(column) for column in self.columns]), strict=True))
         parts["block_tables"] = parts["block_tables"].view(self.num_requests, -1)
         return BatchTensors(**parts, block_size=self.block_size)
@@ -246,6 +245,7 @@ class Needs(NamedTuple):
 
     hidden_layers: tuple[int, ...] = ()
     top_tokens: int = 0  # how many of the most likely tokens at each node of a draft
+    verdicts: bool = True  # to be shown what came of each pass; not whoever reads the requests' tokens alone
 
 
 class Seen(NamedTuple):

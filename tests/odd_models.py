@@ -66,6 +66,7 @@ def logits_of(model: CpuDecoder) -> torch.Tensor:
         start += size
     tree = Rows(tokens[start : start + 9], blocks, start, random_parents([0, 0, 1, 2, 2, 5, 0, 7]))
     parts.append(model.forward(batch_of([tree, Rows(tokens[5:11], others)]), kv).logits)
+    parts.append(model.forward(batch_of([Rows(tokens[:2], others, 6), Rows(tokens[:1], blocks, start)]), kv).logits)
     return torch.cat(parts)
 
 

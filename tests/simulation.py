@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.engine.costs import CostModel
-from paceline.engine.policy import AutoPolicy, Policy
+from paceline.engine.plan import Policy
+from paceline.engine.policy import AutoPolicy
 from paceline.engine.scheduler import Turn
 from paceline.params import SamplingParams
 from paceline.types import Cached, Draft, Needs, Request, Seen, Verdict

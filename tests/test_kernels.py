@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from paceline.cpu.attend import FEW_ROWS
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.forward import FEW_ROWS
 from paceline.cpu.lanes import address
 from paceline.cpu.paged import CHUNK
 from paceline.cpu.rows import gate, normalize

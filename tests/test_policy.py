@@ -16,7 +16,8 @@ import torch
 from paceline.engine.calibrate import Calibration, Tally, cell_of
 from paceline.engine.costs import CostModel, speedup
 from paceline.engine.nodes import admitted
-from paceline.engine.policy import AutoPolicy, FixedPolicy
+from paceline.engine.plan import FixedPolicy
+from paceline.engine.policy import AutoPolicy
 from paceline.engine.scheduler import Turn
 from paceline.engine.stats import AFTER, SpecStats, Suspicion
 from paceline.params import SamplingParams
@@ -150,6 +151,21 @@ def test_nobody_is_asked_where_no_draft_can_pay() -> None:
     assert drafter.num_asked == 0
 
 
+def test_where_no_draft_can_pay_it_looks_seldom_and_looks_again_when_requests_leave() -> None:
+    drafter = Skilled(sometimes(1.0), None, 0.0)
+    policy = AutoPolicy([drafter], CostModel({1: 1.0, 2: 1.05, 4: 4.0, 8: 8.0}))
+    world = World(policy, {1: 1.0, 2: 1.05, 4: 4.0, 8: 8.0})
+    requests = [world.new_request() for _ in range(4)]
+    looks = []
+    for _ in range(40):
+        world.step(requests)
+        looks.append(not policy._is_quiet)
+    assert drafter.num_asked == 0
+    assert 2 <= sum(looks) <= 4
+    world.step(requests[:1])
+    assert drafter.num_asked == 1
+
+
 def test_a_request_that_refuses_drafts_gets_none() -> None:
     policy = AutoPolicy([Skilled(sometimes(1.0))], CostModel(FLAT))
     turns = [_turn(limit) for limit in (0, 3)]
@@ -260,7 +276,7 @@ def test_sums_by_source_and_depth() -> None:
     tree = Draft(Tree((1, 2, 3, 4), (-1, 0, 0, 2)), "a", sources=("a", "a", "b", "b"))
     stats.record(tree, (2, 3), 3)
     stats.record(Draft(Tree.chain(1, (2, 3)), "a"), (1,), 2)
-    stats.record(Draft(Tree.chain(1)), (), 1)
+    stats.record_plain()
     assert (stats.num_steps, stats.num_tokens, stats.num_drafted, stats.num_accepted, stats.num_own) == (3, 6, 5, 3, 3)
     assert stats.drafted_by_source == {"a": 3, "b": 2}
     assert stats.accepted_by_source == {"a": 1, "b": 2}

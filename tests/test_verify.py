@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections import Counter
@@ -110,7 +109,7 @@ def test_a_broken_rule_is_reported_with_its_place(tiny: str, tmp_path: Path, mon
     def accept_all(request: Request, draft: Draft, logits: torch.Tensor, *rest: Any, **more: Any) -> Verdict:
         honest = accept(request, draft, logits, *rest, **more)
         whole = tuple(range(len(draft.tree.tokens))) if draft.tree.is_chain else honest.path
-        return dataclasses.replace(honest, path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1]))
+        return honest._replace(path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1]))
 
     monkeypatch.setattr(engine, "accept", accept_all)
     monkeypatch.setattr(distribution, "NUM_SAMPLES", 200)

@@ -15,6 +15,7 @@ from paceline.cli import console, options, parsing
 from paceline.cli.bench_console import new_table, telling
 from paceline.cli.bench_kernels import kernels
 from paceline.cli.bench_quality import quality
+from paceline.cli.bench_serve import serve
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer(invoke_without_command=True)
 app.command()(kernels)
 app.command()(quality)
+app.command()(serve)
 
 OVERALL = "overall"
 COLUMNS = ("tok/s", "±", "speedup", "τ", "α", "same", "TTFT", "TPOT", "e2e", "MB")

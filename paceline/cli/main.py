@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli import bench, chat, console, demo, explain, generate, models, plan, tune, verify
+from paceline.cli import bench, chat, console, demo, explain, export, generate, models, plan, serve, train, tune, verify
 from paceline.errors import PacelineError
 
 # Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
@@ -98,6 +98,9 @@ for _panel, _function in (
     ("Run", demo.demo),
     ("Run", generate.generate),
     ("Run", chat.chat),
+    ("Run", serve.serve),
+    ("Make", train.train),
+    ("Make", export.export),
     ("Inspect", models.models),
     ("Inspect", verify.verify),
     ("Inspect", tune.tune),

@@ -13,11 +13,12 @@ from typing import Self
 import numpy as np
 import torch
 
-from paceline.cpu import paged
-from paceline.cpu.forward import COLUMNS, FEW_ROWS, FORWARD, LayerRow, Model, Pass, Work
+from paceline.cpu.attend import FEW_ROWS, TOGETHER
+from paceline.cpu.forward import COLUMNS, FORWARD, LayerRow, Model, Pass, Work
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled
 from paceline.cpu.sync import BYTES, num_threads
+from paceline.cpu.tiles import AHEAD
 from paceline.errors import ConfigError
 from paceline.loaders.packed import Progress, Source, Tensors, head_bits, load_packed, pack_model
 from paceline.loaders.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, padded
@@ -45,6 +46,7 @@ class CpuDecoder:
         self._caches = np.empty(0, np.int64)
         self._caches_of: Sequence[LayerCache] | None = None
         self._no_taps = np.zeros(config.num_layers + 1, np.int64)
+        self._picked = np.empty(1, np.int64)
 
     @classmethod
     def load(
@@ -110,7 +112,7 @@ class CpuDecoder:
         return Model(
             _address(self._ends), self._at("norm.weight"), _address(self._layers), config.num_layers, config.hidden_size,
             config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_eps, config.scale,
-            config.embed_scale, config.activation == "gelu_tanh",
+            config.embed_scale, config.activation == "gelu_tanh", config.vocab_size,
         )  # fmt: skip
 
     def forward(
@@ -130,10 +132,19 @@ class CpuDecoder:
         logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
         FORWARD[self.bits](spec, self._model, self._workspace(spec), logits.data_ptr())
         vocab = self.config.vocab_size
-        return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden)
+        return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden, self._choices(batch))
+
+    def _choices(self, batch: Batch) -> list[int] | None:
+        """What the kernel picked, for rows that are greedy; draws are left to the host."""
+        if batch.picks is None:
+            return None
+        best: list[int] = self._picked[: len(batch.picks)].tolist()
+        return [token if pick.temperature == 0 else -1 for token, pick in zip(best, batch.picks, strict=True)]
 
     def _pass(self, batch: Batch, kv: Sequence[LayerCache], taps: np.ndarray, depth: int) -> Pass:
         columns, at = batch.columns, dict(zip(Columns._fields, batch.addresses(), strict=True))
+        if len(columns.rows) > len(self._picked):
+            self._picked = np.empty(len(columns.rows), np.int64)
         last_position = max(columns.positions)
         self._check(columns, kv, last_position, batch.block_size)
         if kv is not self._caches_of:
@@ -143,7 +154,8 @@ class CpuDecoder:
         return Pass(
             len(columns.slots), at["input_ids"], at["positions"], at["slots"], at["parents"], at["request_of"], at["block_tables"],
             at["prefix_lens"], batch.num_requests, len(columns.block_tables) // batch.num_requests, batch.block_size,
-            last_position // paged.CHUNK + 1, _address(self._caches), at["rows"], len(columns.rows), _address(taps), depth, num_threads(),
+            _span(last_position + 1), _address(self._caches), at["rows"], len(columns.rows), _address(taps), depth, num_threads(),
+            _address(self._picked) if batch.picks is not None else 0,
         )  # fmt: skip
 
     def _check_cache(self, kv: Sequence[LayerCache]) -> None:
@@ -162,7 +174,7 @@ class CpuDecoder:
 
     def _workspace(self, spec: Pass) -> Work:
         """Memory for the pass, kept for the next one: it grows to the largest pass seen."""
-        key = (spec.rows, spec.num_chunks, spec.num_requests * spec.max_blocks * spec.block_size, spec.threads)
+        key = (spec.rows, spec.span, spec.num_requests * spec.max_blocks * spec.block_size, spec.threads)
         if self._work is not None and all(have >= need for have, need in zip(self._work_key, key, strict=True)):
             return self._work
         self._work_key = tuple(max(have, need) for have, need in zip(self._work_key, key, strict=True))  # type: ignore[assignment]
@@ -171,17 +183,17 @@ class CpuDecoder:
         self._memory = torch.zeros(int(starts[-1]) + 64, dtype=torch.uint8)
         base = padded(self._memory.data_ptr(), 64)
         addresses = dict(zip(sizes, (base + int(start) for start in starts), strict=False))
-        self._work = Work(self._sync.data_ptr(), **addresses, scratch_bytes=_scratch_bytes(), widest=self._widest())
+        self._work = Work(self._sync.data_ptr(), **addresses, widest=self._widest())
         return self._work
 
     def _widest(self) -> int:
         config = self.config
         return padded(max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim), COLUMNS)
 
-    def _sizes(self, rows: int, num_chunks: int, places: int, threads: int) -> dict[str, int]:
+    def _sizes(self, rows: int, span: int, places: int, threads: int) -> dict[str, int]:
         """Bytes of each part of the workspace."""
         config, widest, layer = self.config, self._widest(), self._layer(0)
-        head_bytes = config.num_heads * (config.head_dim + paged.EXTRA) * 4
+        queries = max(min(rows, FEW_ROWS) * config.num_heads, threads * TOGETHER * config.num_heads // config.num_kv_heads)
         return {
             "h": rows * config.hidden_size * 4,
             "ready": rows * widest * 4,
@@ -190,10 +202,13 @@ class CpuDecoder:
             "values": rows * widest * 4,
             "scales": rows * widest // 32 * 4,
             "sums": rows * widest // 32 * 4,
-            "paths": rows * (rows + 1) * 8,
-            "places": places * 8,
-            "partials": max(min(rows, FEW_ROWS) * num_chunks, 2 * threads) * head_bytes,
-            "scratch": threads * _scratch_bytes(),
+            "paths": (rows * (rows + 1) + 2 * AHEAD) * 8,
+            "places": (places + 2 * AHEAD) * 8,
+            "queries": rows * config.num_heads * config.head_dim * 4,
+            "scores": queries * span * 4,
+            "mixed": queries * config.head_dim * 4,
+            "totals": queries * 4,
+            "largest": rows * threads * 8,
         }
 
 
@@ -203,8 +218,9 @@ def _address(array: np.ndarray) -> int:
     return address
 
 
-def _scratch_bytes() -> int:
-    return padded(paged.CHUNK * 8 + paged.MAX_HEADS * paged.CHUNK * 4, 64)
+def _span(positions: int) -> int:
+    """An odd number of cache lines, so that the scores of several queries do not compete for the same place in a cache."""
+    return (padded(positions, 16) // 16 | 1) * 16
 
 
 def _rotary(config: ModelConfig) -> tuple[RotaryTables, RotaryTables]:

@@ -1,7 +1,7 @@
 """A whole pass in one compiled call: embedding, all layers, head. Each thread runs all of it on its share of every step.
 
 Invariant: a step reads only what was finished before the last barrier, or by the same thread since. Rows of the residual stream
-belong to one thread for the whole pass; tiles of a product, chunks of a context and groups of columns are shared out anew in each step.
+belong to one thread for the whole pass; tiles of a product, positions of a context and groups of columns are shared out anew in each step.
 Three kernels for three kinds of weights; what differs between them is handed in as `product`, `put` and `embed`.
 """
 
@@ -12,14 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, prange
 
+from paceline.cpu.attend import attend, place
 from paceline.cpu.compile import kernel, piece, unrolled
 from paceline.cpu.lanes import int_pointer
 from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
-from paceline.cpu.paged import CHUNK, EXTRA, attend_chunk, expand_tables, finish, length_of, merge, trace_paths
-from paceline.cpu.rows import add, copy, embed_8, embed_32, fill, gate, normalize, put_4, put_8, put_32, turn
+from paceline.cpu.paged import expand_tables, trace_paths
+from paceline.cpu.rows import add, copy, embed_8, embed_32, fill, gate, normalize, put_4, put_8, put_32
 from paceline.cpu.sync import barrier
+from paceline.cpu.top import choose, first_largest
 
-FEW_ROWS = 16  # up to so many, the chunks of a context are shared out; with more, the rows are
 COLUMNS = 64  # columns a thread takes at a time: a multiple of every group
 
 
@@ -39,6 +40,7 @@ class Model(NamedTuple):
     scale: float
     embed_scale: float
     is_gelu: bool
+    vocab: int  # outputs of the head but for what fills up its last tile
 
 
 class LayerRow(NamedTuple):
@@ -76,13 +78,14 @@ class Pass(NamedTuple):
     num_requests: int
     max_blocks: int
     block_size: int
-    num_chunks: int  # no row's context has more
+    span: int  # a row's scores in memory: no context has more positions
     caches: int  # address of [num_layers, 2] addresses: keys and values
     outputs: int  # rows whose logits are wanted
     num_outputs: int
     taps: int  # address of [num_layers + 1] addresses: where to copy the residual stream before each layer, or 0
     depth: int  # layers to run
     threads: int
+    picked: int  # address of [num_outputs]: gets the first largest of each row of logits, -1 where it is not finite; 0: not wanted
 
 
 class Work(NamedTuple):
@@ -98,9 +101,11 @@ class Work(NamedTuple):
     sums: int
     paths: int  # [rows, rows + 1]
     places: int  # [requests, room for the longest prefix]
-    partials: int  # [rows, chunks, heads, dim + EXTRA], or for many rows [threads, 2, heads, dim + EXTRA]
-    scratch: int  # a thread each
-    scratch_bytes: int
+    queries: int  # [KV heads, rows, query heads of one, dim]
+    scores: int  # [KV heads, rows, query heads of one, span]; for many rows this and the next two are [threads, a few rows, ...]
+    mixed: int  # [KV heads, rows, query heads of one, dim]
+    totals: int  # [KV heads, rows, query heads of one]
+    largest: int  # [num_outputs, threads] int64: where each thread found the largest in its part of a row
     widest: int  # columns of ready
 
 
@@ -116,88 +121,6 @@ def _layer(layers_at, i):  # type: ignore[no-untyped-def]
     qkv, out = Matrix(f[1], f[2], f[3], f[4]), Matrix(f[10], f[11], f[12], f[13])
     gate_up, down = Matrix(f[16], f[17], f[18], f[19]), Matrix(f[20], f[21], f[22], f[23])
     return LayerRow(f[0], qkv, f[5], f[6], f[7], f[8], f[9], out, f[14], f[15], gate_up, down, f[24])
-
-
-@piece
-def _place(part, b, m, layer, qkv, keys, values):  # type: ignore[no-untyped-def]
-    """Norm and rotate queries in place, keys into the cache; values into the cache."""
-    positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
-    units, dim = m.num_heads + 2 * m.num_kv_heads, m.dim
-    for item in range(b.rows * units * part // b.threads, b.rows * units * (part + 1) // b.threads):
-        row, unit = item // units, item % units
-        here, angle = qkv + (row * layer.qkv.n + unit * dim) * 4, positions[row] * (dim // 2) * 4
-        slot = slots[row] * m.num_kv_heads * dim * 4
-        if unit < m.num_heads:
-            if layer.q_norm != 0:
-                normalize(here, layer.q_norm, here, dim, m.eps)
-            turn(here, here, layer.cos + angle, layer.sin + angle, dim)
-        elif unit < m.num_heads + m.num_kv_heads:
-            if layer.k_norm != 0:
-                normalize(here, layer.k_norm, here, dim, m.eps)
-            turn(here, keys + slot + (unit - m.num_heads) * dim * 4, layer.cos + angle, layer.sin + angle, dim)
-        else:
-            copy(here, values + slot + (unit - m.num_heads - m.num_kv_heads) * dim * 4, dim)
-
-
-@piece
-def _attend_by_chunk(part, b, m, layer, w, qkv, keys, values):  # type: ignore[no-untyped-def]
-    """Few rows: a thread takes a chunk of a KV head for all rows, whose keys and values then lie in its cache."""
-    stride, group, scratch = (m.dim + EXTRA) * 4, m.num_heads // m.num_kv_heads, w.scratch + part * w.scratch_bytes
-    requests = carray(int_pointer(b.request_of), b.rows)
-    for item in range(part, b.num_chunks * m.num_kv_heads, b.threads):
-        chunk, kv_head, last_request = item // m.num_kv_heads, item % m.num_kv_heads, -1
-        for row in range(b.rows):
-            length = length_of(b, w.paths, row)
-            first = max(chunk * CHUNK, length - layer.window if layer.window > 0 else 0)
-            last = min((chunk + 1) * CHUNK, length)
-            if first < last:
-                q = qkv + (row * layer.qkv.n + kv_head * group * m.dim) * 4
-                to = w.partials + ((row * b.num_chunks + chunk) * m.num_heads + kv_head * group) * stride
-                attend_chunk(b, m, w, row, requests[row] != last_request, kv_head, first, last, q, keys, values, scratch, to)
-                last_request = requests[row]
-
-
-@piece
-def _first_chunk(window, length):  # type: ignore[no-untyped-def]
-    return max(0, length - window) // CHUNK if window > 0 else 0
-
-
-@piece
-def _merge_chunks(part, b, m, layer, w):  # type: ignore[no-untyped-def]
-    """What `_attend_by_chunk` left: a thread takes a head of a row."""
-    stride = (m.dim + EXTRA) * 4
-    for item in range(part, b.rows * m.num_heads, b.threads):
-        row, head = item // m.num_heads, item % m.num_heads
-        length = length_of(b, w.paths, row)
-        first, last = _first_chunk(layer.window, length), (length + CHUNK - 1) // CHUNK
-        at = w.partials + (row * b.num_chunks * m.num_heads + head) * stride
-        total = at + first * m.num_heads * stride
-        for chunk in range(first + 1, last):
-            merge(total, at + chunk * m.num_heads * stride, m.dim)
-        finish(total, w.ready + (row * w.widest + head * m.dim) * 4, m.dim)
-
-
-@piece
-def _attend_by_row(part, b, m, layer, w, qkv, keys, values):  # type: ignore[no-untyped-def]
-    """Many rows: a thread takes a row and merges its chunks as they come."""
-    stride, group = (m.dim + EXTRA) * 4, m.num_heads // m.num_kv_heads
-    total = w.partials + part * 2 * group * stride
-    here, scratch = total + group * stride, w.scratch + part * w.scratch_bytes
-    for row in range(part, b.rows, b.threads):  # interleaved: later rows of a prompt see more
-        length = length_of(b, w.paths, row)
-        first_chunk = _first_chunk(layer.window, length)
-        for kv_head in range(m.num_kv_heads):
-            q = qkv + (row * layer.qkv.n + kv_head * group * m.dim) * 4
-            for chunk in range(first_chunk, (length + CHUNK - 1) // CHUNK):
-                first = max(chunk * CHUNK, length - layer.window if layer.window > 0 else 0)
-                to = total if chunk == first_chunk else here
-                last = min((chunk + 1) * CHUNK, length)
-                attend_chunk(b, m, w, row, True, kv_head, first, last, q, keys, values, scratch, to)
-                if chunk > first_chunk:
-                    for head in range(group):
-                        merge(total + head * stride, here + head * stride, m.dim)
-            for head in range(group):
-                finish(total + head * stride, w.ready + (row * w.widest + (kv_head * group + head) * m.dim) * 4, m.dim)
 
 
 @unrolled
@@ -252,14 +175,9 @@ def _run_layer(product, put, part, b, m, layer, w, keys, values):  # type: ignor
     barrier(w.sync, b.threads)
     product(part, b.threads, layer.qkv, x, w.wide, b.rows)
     barrier(w.sync, b.threads)
-    _place(part, b, m, layer, w.wide, keys, values)
+    place(part, b, m, layer, w, keys, values)
     barrier(w.sync, b.threads)
-    if b.rows <= FEW_ROWS:
-        _attend_by_chunk(part, b, m, layer, w, w.wide, keys, values)
-        barrier(w.sync, b.threads)
-        _merge_chunks(part, b, m, layer, w)
-    else:
-        _attend_by_row(part, b, m, layer, w, w.wide, keys, values)
+    attend(part, b, m, layer, w, keys, values)
     barrier(w.sync, b.threads)
     _put_heads(put, part, b, m, w, x)
     barrier(w.sync, b.threads)
@@ -285,13 +203,25 @@ def _tap(part, b, m, w, taps, i):  # type: ignore[no-untyped-def]
             copy(w.h + row * m.hidden * 4, taps[i] + row * m.hidden * 4, m.hidden)
 
 
+@piece
+def _pick(part, b, m, w, logits, stride):  # type: ignore[no-untyped-def]
+    """While the logits are in the caches: each thread looks through about what it has just computed of every row."""
+    largest, picked = carray(int_pointer(w.largest), (b.num_outputs, b.threads)), carray(int_pointer(b.picked), b.num_outputs)
+    barrier(w.sync, b.threads)
+    for row in range(b.num_outputs):
+        largest[row, part] = first_largest(logits + row * stride, m.vocab * part // b.threads, m.vocab * (part + 1) // b.threads)
+    barrier(w.sync, b.threads)
+    for row in range(part, b.num_outputs, b.threads):
+        picked[row] = choose(logits + row * stride, largest[row])
+
+
 @unrolled
 def _run(part, product, put, head_product, head_put, embed, b, m, w, logits):  # type: ignore[no-untyped-def]
     taps, caches = carray(int_pointer(b.taps), m.num_layers + 1), carray(int_pointer(b.caches), (m.num_layers, 2))
     ids, outputs = carray(int_pointer(b.input_ids), b.rows), carray(int_pointer(b.outputs), b.num_outputs)
     if part == 0:
-        trace_paths(b, w.paths)
-    expand_tables(b, part, w.places)
+        trace_paths(b, m.num_kv_heads * m.dim * 4, w.paths)
+    expand_tables(b, part, m.num_kv_heads * m.dim * 4, w.places)
     for row in range(part, b.rows, b.threads):
         embed(_end(m.ends, 0), ids[row], w.h + row * m.hidden * 4, m.hidden, m.embed_scale)
     for i in range(b.depth):
@@ -303,7 +233,10 @@ def _run(part, product, put, head_product, head_put, embed, b, m, w, logits):  #
     for i in range(part, b.num_outputs, b.threads):
         _put_norm(head_put, w.h + outputs[i] * m.hidden * 4, m.norm, w, x, m, i, b.num_outputs)
     barrier(w.sync, b.threads)
-    head_product(part, b.threads, _end(m.ends, 1), x, logits, b.num_outputs)
+    head = _end(m.ends, 1)
+    head_product(part, b.threads, head, x, logits, b.num_outputs)
+    if b.picked != 0:
+        _pick(part, b, m, w, logits, head.n * 4)
 
 
 @piece

@@ -162,6 +162,10 @@ def _pointer_to(kind: types.Type) -> Callable[..., Any]:
 float_pointer = _pointer_to(types.float32)  # for numba.carray
 int_pointer = _pointer_to(types.int64)
 byte_pointer = _pointer_to(types.int8)
+word_pointer = _pointer_to(types.int32)
+double_pointer = _pointer_to(types.float64)
+double_pointer = _pointer_to(types.float64)
+seed_pointer = _pointer_to(types.uint64)
 
 
 @intrinsic

@@ -1,149 +1,45 @@
-"""Attention over a paged KV cache under token trees, flash-style: one pass over the context, a running maximum, no score matrix.
+"""Attention over a paged KV cache under token trees: which positions a row sees and where they lie, and runs of rows over them.
 
 A row sees its request's cached prefix, its ancestors in this pass and itself, in position order, whatever else is in the pass.
-Invariant: the context is cut into chunks of CHUNK positions at fixed places; the chunk of a (row, head) is a fixed chain of
-operations, and chunks are merged in order. So the bits depend on the context alone: which thread did which chunk, and whether a
-chunk waited in memory to be merged, changes nothing.
+Invariant: a score depends on a row and a position, a weight on all scores of its row, and a weighted sum is one chain over the row's
+positions in order. So the bits depend on the context alone: which rows go side by side and which thread does what changes nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
-from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.lanes import INT64, LANES, Emitter, address, float_pointer, floats, int_pointer
+from paceline.cpu.compile import piece
+from paceline.cpu.lanes import LANES, float_pointer, int_pointer
+from paceline.cpu.tiles import LOWEST, MIXED, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
 
-WIDTH = 4  # lanes of a dot product
-SPAN = 4  # positions scored side by side, at most WIDTH
-AHEAD = 8  # positions between the keys scored and those asked for
-CHUNK = 64  # positions: keys and values of a head in a chunk fit the first-level cache
-LOWEST = np.float32(-3e38)  # its exponential is 1e-38, which a sum with a 1 in it does not notice
-MAX_HEADS = 3  # query heads of one KV head side by side: that makes 12 chains, enough to hide the latency of a multiply-add
-EXTRA = 2  # floats beside the weighted sum of a chunk: its maximum and the sum of its weights
+LOG2_E = 1.4426950408889634
+BLOCK = 16  # positions whose keys all KV heads read before the next: what lies side by side is read at one time
+CHUNK = 64  # positions whose values are added before the next columns' turn: they stay in the first-level cache
 
 
-def _rows_at(emit: Emitter, cache: Any, slots: Any, slot_bytes: Any, first: int, last: Any) -> list[Any]:
-    """Where SPAN consecutive positions lie in a cache; those after `last` are taken to be it."""
-    builder = emit.builder
-    inside = [builder.select(builder.icmp_signed("<", emit.const(first + p), last), emit.const(first + p), last) for p in range(SPAN)]
-    return [emit.offset(cache, emit.times(emit.load(emit.offset(slots, emit.times(p, 8)), INT64), slot_bytes)) for p in inside]
+class Run(NamedTuple):
+    """Rows of one request side by side, and where what is computed for them lies; a row's queries are those of one KV head."""
 
-
-@intrinsic(prefer_literal=True)
-def score_tile(
-    _context: Any, heads: Any, is_new: Any, q: Any, keys: Any, values: Any, slots: Any, slot_bytes: Any, last: Any, dim: Any, out: Any,
-    out_stride: Any,
-) -> Any:  # fmt: skip
-    """out[h, p] = q[h] · keys[slots[p]] for SPAN positions; those after `last` repeat it (the caller overwrites or ignores them).
-
-    Rows of a cache lie apart, which no processor foresees, so where they are read for the first time (`is_new`, a compile-time
-    constant), each turn asks for lines of keys needed soon, and of values.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        q, keys, values, slots, slot_bytes, last, dim, out, out_stride = arguments[2:]
-        emit, num_heads = Emitter(builder), heads.literal_value
-        rows = _rows_at(emit, keys, slots, slot_bytes, 0, last)
-        soon = []
-        if is_new.literal_value:
-            soon = _rows_at(emit, keys, slots, slot_bytes, AHEAD, last) + _rows_at(emit, values, slots, slot_bytes, 0, last)
-        sums = [[emit.variable(emit.zeros(WIDTH)) for _ in rows] for _ in range(num_heads)]
-        with emit.loop(builder.sdiv(dim, emit.const(LANES))) as turn:
-            line = emit.times(turn, 4 * LANES)  # 64 bytes
-            for row in soon:
-                emit.prefetch(emit.offset(row, line))
-            for step in range(0, 4 * LANES, 4 * WIDTH):
-                queries = [emit.load(emit.offset(q, emit.times(dim, 4 * h), line, step), floats(WIDTH)) for h in range(num_heads)]
-                for p, row in enumerate(rows):
-                    key = emit.load(emit.offset(row, line, step), floats(WIDTH))
-                    for h, query in enumerate(queries):
-                        emit.accumulate(sums[h][p], query, key)
-        for h, row_sums in enumerate(sums):
-            emit.store(emit.totals([builder.load(total) for total in row_sums]), emit.offset(out, emit.times(out_stride, h)))
-        return context.get_dummy_value()
-
-    return types.void(heads, is_new, *[types.int64] * 9), generate
-
-
-def _add_values(emit: Emitter, sums: list[Any], values: Any, slots: Any, slot_bytes: Any, weights: list[Any], lane: int) -> None:
-    """sums[h] += weights[h][lane] * values of the position whose slot is at `slots`."""
-    value = emit.load(emit.offset(values, emit.times(emit.load(slots, INT64), slot_bytes)), floats(LANES))
-    for total, weight in zip(sums, weights, strict=True):
-        emit.accumulate(total, emit.splat(weight, lane, LANES), value)
-
-
-@intrinsic(prefer_literal=True)
-def mix_tile(
-    _context: Any, heads: Any, weights: Any, weight_stride: Any, values: Any, slots: Any, slot_bytes: Any, count: Any, out: Any, stride: Any
-) -> Any:
-    """out[h, :16] = sum over positions of weights[h, p] * values[slots[p], :16], in order."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, weight_stride, values, slots, slot_bytes, count, out, stride = arguments[1:]
-        emit = Emitter(builder)
-        rows = [emit.offset(weights, emit.times(weight_stride, h)) for h in range(heads.literal_value)]
-        sums = [emit.variable(emit.zeros(LANES)) for _ in rows]
-        spans = builder.sdiv(count, emit.const(SPAN))
-        with emit.loop(spans) as span:
-            first = emit.times(span, 4 * SPAN)
-            fours = [emit.load(emit.offset(row, first), floats(SPAN)) for row in rows]
-            for p in range(SPAN):
-                _add_values(emit, sums, values, emit.offset(slots, emit.times(span, 8 * SPAN), 8 * p), slot_bytes, fours, p)
-        whole = emit.times(spans, SPAN)
-        with emit.loop(builder.sub(count, whole)) as rest:
-            p = builder.add(whole, rest)
-            ones = [emit.load(emit.offset(row, emit.times(p, 4)), floats(1)) for row in rows]
-            _add_values(emit, sums, values, emit.offset(slots, emit.times(p, 8)), slot_bytes, ones, 0)
-        for h, total in enumerate(sums):
-            emit.store(builder.load(total), emit.offset(out, emit.times(stride, h)))
-        return context.get_dummy_value()
-
-    return types.void(heads, *[types.int64] * 8), generate
-
-
-@intrinsic
-def weigh_lanes(_context: Any, scores: Any, turns: Any, scale: Any, maximum_at: Any) -> Any:
-    """Scale the scores, then exp(score - maximum) in place over 16 * turns floats; stores the maximum, then the sum of the results."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        scores, turns, scale, maximum_at = arguments
-        emit, kind = Emitter(builder), floats(LANES)
-        factor = emit.broadcast(scale, LANES)
-        top, total = emit.variable(emit.constant(float(LOWEST), LANES)), emit.variable(emit.zeros(LANES))
-        with emit.loop(turns) as turn:
-            score = builder.fmul(emit.load(emit.offset(scores, emit.times(turn, 4 * LANES)), kind), factor)
-            builder.store(emit.call(f"llvm.maxnum.v{LANES}f32", kind, [score, builder.load(top)]), top)
-        maximum = emit.largest(builder.load(top))
-        largest = emit.broadcast(maximum, LANES)
-        with emit.loop(turns) as turn:
-            here = emit.offset(scores, emit.times(turn, 4 * LANES))
-            value = emit.exponential(builder.fsub(builder.fmul(emit.load(here, kind), factor), largest))
-            emit.store(value, here)
-            builder.store(builder.fadd(builder.load(total), value), total)
-        emit.store(maximum, maximum_at)
-        emit.store(emit.total(builder.load(total)), emit.offset(maximum_at, 4))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.int64), generate
-
-
-@intrinsic
-def exponential(_context: Any, x: Any) -> Any:
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        emit = Emitter(builder)
-        lanes = emit.exponential(emit.broadcast(arguments[0], WIDTH))
-        return builder.extract_element(lanes, emit.first)
-
-    return types.float32(types.float32), generate
+    first: int  # row
+    last: int  # and one
+    prefix: int  # cached positions
+    places: int  # address of their offsets
+    queries: int  # address of [KV heads, rows, group, dim]
+    scores: int  # address of [KV heads, rows, group, span], then weights
+    totals: int  # address of [KV heads, rows, group]: sums of weights
+    mixed: int  # address of [KV heads, rows, group, dim]
+    rows: int  # in `queries`
+    own_rows: int  # in the others: 0 if only one KV head is there
+    start: int  # their first row
 
 
 @piece
-def trace_paths(b, paths_at):  # type: ignore[no-untyped-def]
-    """paths[row, :depth]: slots of the row's ancestors in this pass, oldest first, then its own; paths[row, rows] is how many."""
+def trace_paths(b, slot_bytes, paths_at):  # type: ignore[no-untyped-def]
+    """paths[row, :depth]: offsets of the row's ancestors in this pass, oldest first, then its own; paths[row, rows] is how many."""
     parents, slots = carray(int_pointer(b.parents), b.rows), carray(int_pointer(b.slots), b.rows)
     paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
     for row in range(b.rows):
@@ -152,101 +48,195 @@ def trace_paths(b, paths_at):  # type: ignore[no-untyped-def]
             depth = paths[parent, b.rows]
             for i in range(depth):
                 paths[row, i] = paths[parent, i]
-        paths[row, depth] = slots[row]
+        paths[row, depth] = slots[row] * slot_bytes
         paths[row, b.rows] = depth + 1
 
 
 @piece
-def expand_tables(b, part, places_at):  # type: ignore[no-untyped-def]
-    """places[request, position]: the slots of the cached prefixes. A thread takes every so many requests."""
+def expand_tables(b, part, slot_bytes, places_at):  # type: ignore[no-untyped-def]
+    """places[request, position]: offsets of the cached prefixes. A thread takes every so many requests."""
     room = b.max_blocks * b.block_size
     lengths = carray(int_pointer(b.prefix_lens), b.num_requests)
     for request in range(part, b.num_requests, b.threads):
         table = carray(int_pointer(b.block_tables + request * b.max_blocks * 8), b.max_blocks)
         places = carray(int_pointer(places_at + request * room * 8), room)
         for position in range(lengths[request]):
-            places[position] = table[position // b.block_size] * b.block_size + position % b.block_size
+            places[position] = (table[position // b.block_size] * b.block_size + position % b.block_size) * slot_bytes
 
 
 @piece
-def _slots(b, places_at, paths_at, row, first, last, scratch):  # type: ignore[no-untyped-def]
-    """Address of the slots of positions first to last of what `row` sees, put together in `scratch` if not all are cached."""
-    request = carray(int_pointer(b.request_of), b.rows)[row]
+def run_of(b, w, first, most):  # type: ignore[no-untyped-def]
+    """The rows from `first` on that belong to the same request, at most so many, in the memory that all threads share."""
+    requests = carray(int_pointer(b.request_of), b.rows)
+    request, last = requests[first], first + 1
+    while last < b.rows and last - first < most and requests[last] == request:
+        last += 1
     prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
-    cached = places_at + (request * b.max_blocks * b.block_size + first) * 8
-    if last <= prefix:
-        return cached
-    slots, places = carray(int_pointer(scratch), CHUNK), carray(int_pointer(cached), CHUNK)
-    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
-    for i in range(prefix - first):
-        slots[i] = places[i]
-    for position in range(max(first, prefix), last):
-        slots[position - first] = paths[row, position - prefix]
-    return scratch
+    places = w.places + request * b.max_blocks * b.block_size * 8
+    return Run(first, last, prefix, places, w.queries, w.scores, w.totals, w.mixed, b.rows, b.rows, 0)
 
 
 @piece
-def length_of(b, paths_at, row):  # type: ignore[no-untyped-def]
+def row_of(run, row):  # type: ignore[no-untyped-def]
+    return Run(
+        row, row + 1, run.prefix, run.places, run.queries, run.scores, run.totals, run.mixed, run.rows, run.own_rows, run.start
+    )  # fmt: skip
+
+
+@piece
+def length_of(b, w, run, row):  # type: ignore[no-untyped-def]
     """How many positions a row sees, itself included."""
-    request = carray(int_pointer(b.request_of), b.rows)[row]
-    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
-    return carray(int_pointer(b.prefix_lens), b.num_requests)[request] + paths[row, b.rows]
+    return run.prefix + carray(int_pointer(w.paths), (b.rows, b.rows + 1))[row, b.rows]
 
 
-@unrolled
-def _some_heads(heads, is_new, q, keys, values, slot_bytes, where, count, scores, scale, dim, out, stride):  # type: ignore[no-untyped-def]
-    """`heads` query heads (a compile-time constant) of one row over one chunk of one KV head: maximum, weight and weighted sum each."""
-    at = address(scores)
-    for p in range(0, count, SPAN):
-        if is_new:
-            score_tile(heads, 1, q, keys, values, where + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, CHUNK * 4)
+@piece
+def start_of(window, length):  # type: ignore[no-untyped-def]
+    """The first position a row sees."""
+    return max(0, length - window) if window > 0 else 0
+
+
+@piece
+def starts_of(b, w, run, window):  # type: ignore[no-untyped-def]
+    """The first position that some row sees, and the first that none sees only in part."""
+    lowest = highest = start_of(window, length_of(b, w, run, run.first))
+    for row in range(run.first + 1, run.last):
+        start = start_of(window, length_of(b, w, run, row))
+        lowest, highest = min(lowest, start), max(highest, start)
+    return lowest, highest
+
+
+@piece
+def common_length(b, w, run):  # type: ignore[no-untyped-def]
+    """How many positions all rows see: the prefix, and in a chain all that its first row sees."""
+    parents = carray(int_pointer(b.parents), b.rows)
+    for row in range(run.first + 1, run.last):
+        if parents[row] != row - 1:
+            return run.prefix
+    return length_of(b, w, run, run.first)
+
+
+@piece
+def _at(run, m, kv_head):  # type: ignore[no-untyped-def]
+    """Which query is the run's first in memory of its own."""
+    return (kv_head * run.own_rows + run.first - run.start) * (m.num_heads // m.num_kv_heads)
+
+
+@piece
+def _places(b, w, run, first, last):  # type: ignore[no-untyped-def]
+    """Where the offsets of positions from `first` on lie, and how far they lie there, at most to `last`."""
+    if first < run.prefix:
+        return run.places + first * 8, min(last, run.prefix)
+    return w.paths + (run.first * (b.rows + 1) + first - run.prefix) * 8, last
+
+
+@piece
+def _score_queries(count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
+    """`count` queries, SCORED at most, over some positions."""
+    whole = positions // SPAN * SPAN
+    for p in range(0, whole, SPAN):
+        at, to = places + p * 8, out + p * 4
+        if count == 1:
+            score_tile(1, 4, queries, keys, at, dim, to, stride)
+        elif count == 2:
+            score_tile(2, 4, queries, keys, at, dim, to, stride)
+        elif count == 3:
+            score_tile(3, 4, queries, keys, at, dim, to, stride)
         else:
-            score_tile(heads, 0, q, keys, values, where + p * 8, slot_bytes, count - 1 - p, dim, at + p * 4, CHUNK * 4)
-    turns = (count + LANES - 1) // LANES
-    for h in range(heads):
-        for i in range(count, turns * LANES):
-            scores[h * CHUNK + i] = LOWEST
-        weigh_lanes(at + h * CHUNK * 4, turns, np.float32(scale), out + h * stride)
-    for d in range(0, dim, LANES):
-        mix_tile(heads, at, CHUNK * 4, values + d * 4, where, slot_bytes, count, out + (EXTRA + d) * 4, stride)
+            score_tile(4, 4, queries, keys, at, dim, to, stride)
+    for p in range(whole, positions):
+        for q in range(count):
+            score_tile(1, 1, queries + q * dim * 4, keys, places + p * 8, dim, out + q * stride + p * 4, stride)
 
 
 @piece
-def attend_chunk(b, h, w, row, is_new, kv_head, first, last, q, keys, values, scratch, out):  # type: ignore[no-untyped-def]
-    """All query heads of a KV head over positions first to last; out[head] = maximum, weight, weighted sum [dim]."""
-    where = _slots(b, w.places, w.paths, row, first, last, scratch)
-    scores = carray(float_pointer(scratch + CHUNK * 8), MAX_HEADS * CHUNK)
-    group, slot_bytes, skip = h.num_heads // h.num_kv_heads, h.num_kv_heads * h.dim * 4, kv_head * h.dim * 4
-    stride, head = (h.dim + EXTRA) * 4, 0
-    while head < group:
-        parts = (group - head + MAX_HEADS - 1) // MAX_HEADS
-        heads = (group - head + parts - 1) // parts
-        query, to = q + head * h.dim * 4, out + head * stride
-        if heads == 1:
-            _some_heads(1, is_new, query, keys + skip, values + skip, slot_bytes, where, last - first, scores, h.scale, h.dim, to, stride)
-        elif heads == 2:
-            _some_heads(2, is_new, query, keys + skip, values + skip, slot_bytes, where, last - first, scores, h.scale, h.dim, to, stride)
-        else:
-            _some_heads(3, is_new, query, keys + skip, values + skip, slot_bytes, where, last - first, scores, h.scale, h.dim, to, stride)
-        head += heads
-        is_new = False
+def _mix_queries(count, weights, weight_stride, values, places, positions, out, stride):  # type: ignore[no-untyped-def]
+    """`count` queries, MIXED at most, over some positions."""
+    if count == 1:
+        mix_tile(1, weights, weight_stride, values, places, positions, out, stride)
+    elif count == 2:
+        mix_tile(2, weights, weight_stride, values, places, positions, out, stride)
+    elif count == 3:
+        mix_tile(3, weights, weight_stride, values, places, positions, out, stride)
+    elif count == 4:
+        mix_tile(4, weights, weight_stride, values, places, positions, out, stride)
+    else:
+        mix_tile(5, weights, weight_stride, values, places, positions, out, stride)
 
 
 @piece
-def merge(total_at, chunk_at, dim):  # type: ignore[no-untyped-def]
-    """Add one head's chunk to its running total: the one with the smaller maximum shrinks."""
-    total, chunk = carray(float_pointer(total_at), dim + EXTRA), carray(float_pointer(chunk_at), dim + EXTRA)
-    top = max(total[0], chunk[0])
-    old, new = exponential(total[0] - top), exponential(chunk[0] - top)
-    total[0] = top
-    for i in range(1, dim + EXTRA):
-        total[i] = total[i] * old + chunk[i] * new
+def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped-def]
+    """Scores of positions first to last, which all rows of the run see at the same places, for a range of KV heads."""
+    group, stride = m.num_heads // m.num_kv_heads, b.span * 4
+    total = (run.last - run.first) * group
+    while first < last:
+        places, end = _places(b, w, run, first, min(first + BLOCK, last))
+        for kv_head in range(kv_heads[0], kv_heads[1]):
+            queries = run.queries + (kv_head * run.rows + run.first) * group * m.dim * 4
+            to, done = run.scores + _at(run, m, kv_head) * stride + first * 4, 0
+            while done < total:
+                tiles = (total - done + SCORED - 1) // SCORED
+                count = (total - done + tiles - 1) // tiles
+                query, out = queries + done * m.dim * 4, to + done * stride
+                _score_queries(count, query, keys + kv_head * m.dim * 4, places, end - first, m.dim, out, stride)
+                done += count
+        first = end
 
 
 @piece
-def finish(total_at, out_at, dim):  # type: ignore[no-untyped-def]
-    """The weighted mean of a head."""
-    total, out = carray(float_pointer(total_at), dim + EXTRA), carray(float_pointer(out_at), dim)
-    shrink = np.float32(1) / total[1]
-    for i in range(dim):
-        out[i] = total[i + EXTRA] * shrink
+def weigh(b, m, run, row, head, start, length):  # type: ignore[no-untyped-def]
+    """Scores of one query over positions start to length become weights, in sixteens from a multiple of 16 on."""
+    group = m.num_heads // m.num_kv_heads
+    query = _at(run, m, head // group) + (row - run.first) * group + head % group
+    first, last = start // LANES * LANES, (length + LANES - 1) // LANES * LANES
+    scores = carray(float_pointer(run.scores + query * b.span * 4), last)
+    for i in range(first, start):
+        scores[i] = np.float32(LOWEST)
+    for i in range(length, last):
+        scores[i] = np.float32(LOWEST)
+    at = run.scores + (query * b.span + first) * 4
+    weigh_lanes(at, (last - first) // LANES, np.float32(m.scale * LOG2_E), run.totals + query * 4)
+
+
+@piece
+def mix(b, m, w, run, columns, first, last, values):  # type: ignore[no-untyped-def]
+    """Add the values of positions first to last to the sums of all rows, sixteen columns at a time, for a range of such strips."""
+    group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
+    total = (run.last - run.first) * group
+    while first < last:
+        places, end = _places(b, w, run, first, min(first + CHUNK, last))
+        for strip in range(columns[0], columns[1]):
+            query, done = _at(run, m, strip // strips), 0
+            while done < total:
+                tiles = (total - done + MIXED - 1) // MIXED
+                count = (total - done + tiles - 1) // tiles
+                weights = run.scores + ((query + done) * b.span + first) * 4
+                to = run.mixed + ((query + done) * m.dim + strip % strips * LANES) * 4
+                _mix_queries(count, weights, b.span * 4, values + strip * LANES * 4, places, end - first, to, m.dim * 4)
+                done += count
+        first = end
+
+
+@piece
+def clear(m, run, strip):  # type: ignore[no-untyped-def]
+    """Sums of a strip of columns begin at zero."""
+    group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
+    for query in range((run.last - run.first) * group):
+        at = run.mixed + ((_at(run, m, strip // strips) + query) * m.dim + strip % strips * LANES) * 4
+        sums = carray(float_pointer(at), LANES)
+        for i in range(LANES):
+            sums[i] = np.float32(0)
+
+
+@piece
+def finish(m, w, run, strip):  # type: ignore[no-untyped-def]
+    """Weighted means of a strip of columns, into the input of the next product."""
+    group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
+    kv_head, column = strip // strips, strip % strips * LANES
+    for query in range((run.last - run.first) * group):
+        own = _at(run, m, kv_head) + query
+        row, head = run.first + query // group, kv_head * group + query % group
+        sums = carray(float_pointer(run.mixed + (own * m.dim + column) * 4), LANES)
+        out = carray(float_pointer(w.ready + (row * w.widest + head * m.dim + column) * 4), LANES)
+        shrink = np.float32(1) / carray(float_pointer(run.totals), own + 1)[own]
+        for i in range(LANES):
+            out[i] = sums[i] * shrink

@@ -3,17 +3,50 @@
 A node is a row of int32: a string that occurred, how often, how often something followed, and its children, the likeliest first. A
 string that occurred once has no children: it is a leaf that says where the text goes on, and it grows them when it occurs again.
 Invariant: for every start in [begin, end) the counts along its text, to a leaf, `depth` or the text's end, include it once.
-Nothing here allocates: a push takes at most `depth` + 1 nodes, and `forget` gives back those of the oldest start.
+Nothing here allocates: a push takes at most `depth` + 1 nodes, and `forget` gives back those of the oldest start. Kernels are given
+the address of a tree's header: numba takes 2 µs to unpack an array, and a tree has five.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
 from paceline.cpu.compile import kernel, piece
+from paceline.cpu.lanes import int_pointer, word_pointer
 
 COUNT, TOTAL, TOKEN, PARENT, FIRST, NEXT, PREVIOUS, WHERE = range(8)  # columns of a node; WHERE: slot of the text, or -1
 FREE, NUM_FREE, BEGIN, END, NUM_ACTIVE = range(5)  # fields of the state; BEGIN and END count all tokens ever pushed
 ROOT, NOTHING = 0, 0  # the root is nobody's child, so its number can say that there is no node
 SEPARATOR = -1  # what stands in the text where there is nothing more
+
+
+class Arrays(NamedTuple):
+    """What a tree consists of."""
+
+    nodes: np.ndarray  # [size, 8] int32
+    slots: np.ndarray  # [2 * size] int32: nodes by hash of parent and token
+    text: np.ndarray  # [size] int32: a ring
+    state: np.ndarray  # [5] int64
+    active: np.ndarray  # [depth] int32: nodes of the last tokens that occurred before, longest first
+
+
+@piece
+def tree_at(header):  # type: ignore[no-untyped-def]
+    """header: address of eight int64, where the five arrays lie, the tree's size and depth, and whether it may grow."""
+    f = carray(int_pointer(header), 8)
+    size, depth = f[5], f[6]
+    return Arrays(
+        carray(word_pointer(f[0]), (size, 8)), carray(word_pointer(f[1]), 2 * size), carray(word_pointer(f[2]), size),
+        carray(int_pointer(f[3]), 5), carray(word_pointer(f[4]), depth),
+    )  # fmt: skip
+
+
+@piece
+def may_grow(header):  # type: ignore[no-untyped-def]
+    return carray(int_pointer(header), 8)[7] != 0
 
 
 @piece
@@ -169,12 +202,13 @@ def is_full(text, state, depth):  # type: ignore[no-untyped-def]
     return state[NUM_FREE] <= depth or state[END] - state[BEGIN] >= len(text) - 2
 
 
-@kernel
-def extend(nodes, slots, text, state, active, tokens, may_grow):  # type: ignore[no-untyped-def]
+@piece
+def push_all(tree, tokens, can_grow):  # type: ignore[no-untyped-def]
     """Push tokens and say how many; where there is no room stop if the arrays may grow, else forget what is oldest."""
+    nodes, slots, text, state, active = tree
     for i in range(len(tokens)):
         while is_full(text, state, len(active)):
-            if may_grow:
+            if can_grow:
                 return i
             forget(nodes, slots, text, state, len(active))
         push(nodes, slots, text, state, active, tokens[i])
@@ -182,8 +216,15 @@ def extend(nodes, slots, text, state, active, tokens, may_grow):  # type: ignore
 
 
 @kernel
-def close(nodes, slots, text, state, active, begin):  # type: ignore[no-untyped-def]
+def extend(header, tokens_at, count):  # type: ignore[no-untyped-def]
+    """tokens_at: address of int32."""
+    return push_all(tree_at(header), carray(word_pointer(tokens_at), count), may_grow(header))
+
+
+@kernel
+def close(header, begin):  # type: ignore[no-untyped-def]
     """End the text with a separator: what comes next is another. Forget all that began before `begin`."""
+    nodes, slots, text, state, active = tree_at(header)
     state[NUM_ACTIVE] = 0
     state[END] += 1
     text[state[END] % len(text)] = SEPARATOR

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from paceline.cpu.compile import kernel, piece
-from paceline.cpu.lanes import LANES, Emitter, address, floats
+from paceline.cpu.lanes import LANES, Emitter, address, float_pointer, floats
 
 BLOCK = 4 * LANES
 MAX_K = 64  # beyond it, inserting one by one is no longer cheap
@@ -34,7 +34,7 @@ def insert(best, ids, k, value, token):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def has_larger(_context: Any, at: Any, limit: Any) -> Any:
-    """Whether one of the BLOCK floats at this address is larger."""
+    """Whether one of the BLOCK floats at this address is larger, or not a number."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         emit, flags = Emitter(builder), ir.VectorType(ir.IntType(1), LANES)
@@ -42,10 +42,37 @@ def has_larger(_context: Any, at: Any, limit: Any) -> Any:
         found = ir.Constant(flags, [0] * LANES)
         for step in range(BLOCK // LANES):
             values = emit.load(emit.offset(at, 4 * LANES * step), floats(LANES))
-            found = builder.or_(found, builder.fcmp_ordered(">", values, limit))
+            found = builder.or_(found, builder.fcmp_unordered(">", values, limit))
         return emit.call(f"llvm.vector.reduce.or.v{LANES}i1", ir.IntType(1), [found])
 
     return types.boolean(types.int64, types.float32), generate
+
+
+@piece
+def first_largest(at, begin, end):  # type: ignore[no-untyped-def]
+    """Which of the floats [begin, end) at this address is the first of the largest, or not a number; -1 if all are -inf."""
+    row, best, place = carray(float_pointer(at), end), np.float32(-np.inf), -1
+    for start in range(begin, end, BLOCK):
+        stop = min(start + BLOCK, end)
+        if stop - start < BLOCK or has_larger(at + 4 * start, best):
+            for i in range(start, stop):
+                if row[i] != row[i]:
+                    return i
+                if row[i] > best:
+                    best, place = row[i], i
+    return place
+
+
+@piece
+def choose(at, places):  # type: ignore[no-untyped-def]
+    """Of what was found in the parts of a row, in order, the first of the largest; -1 if it is not finite."""
+    row, best, largest = carray(float_pointer(at), max(places) + 1), -1, np.float32(-np.inf)
+    for place in places:
+        if place >= 0 and not row[place] <= largest:
+            best, largest = place, row[place]
+            if not largest < np.inf:
+                return -1
+    return best
 
 
 @kernel

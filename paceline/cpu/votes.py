@@ -8,12 +8,80 @@ Invariant: the work is bounded by nodes drafted x tree depth, however long the t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
 from paceline.cpu.compile import kernel, piece
-from paceline.cpu.suffixes import BEGIN, COUNT, END, FIRST, NEXT, NOTHING, NUM_ACTIVE, ROOT, SEPARATOR, TOKEN, TOTAL, WHERE, find
+from paceline.cpu.lanes import double_pointer, int_pointer, word_pointer
+from paceline.cpu.suffixes import (
+    BEGIN,
+    COUNT,
+    END,
+    FIRST,
+    NEXT,
+    NOTHING,
+    NUM_ACTIVE,
+    ROOT,
+    SEPARATOR,
+    TOKEN,
+    TOTAL,
+    WHERE,
+    find,
+    may_grow,
+    push_all,
+    tree_at,
+)  # fmt: skip
 
 PAST, NODE, SLOT, LENGTH = range(4)  # columns of a match: which tree; its node, or NOTHING and a slot of the text; tokens matched
 VOTES = 2  # children of a node that get a vote
 WIDTH = 3  # most children of a drafted node
+OWN_DOUBT, PAST_DOUBT, FLOOR, FACTOR = range(4)  # settings
+
+
+class Scratch(NamedTuple):
+    """What a draft is grown in; used again for the next. nodes: one more than are ever drafted."""
+
+    settings: np.ndarray  # [4] float64
+    drafted: np.ndarray  # [nodes] int64: tokens
+    parents: np.ndarray  # [nodes] int64
+    reach: np.ndarray  # [nodes] float64: chances of their paths
+    matches: np.ndarray  # [nodes, 2 * depth, 4] int32: of each drafted node
+    counts: np.ndarray  # [nodes] int64: how many there are
+    depths: np.ndarray  # [nodes] int64
+    tokens: np.ndarray  # [votes] int64
+    chances: np.ndarray  # [votes] float64
+    pool_tokens: np.ndarray  # [nodes * width] int64: continuations not drafted yet
+    pool_parents: np.ndarray
+    pool_chances: np.ndarray  # float64
+
+
+NUM_FIELDS = len(Scratch._fields) + 3
+
+
+def scratch(depth: int, nodes: int, width: int) -> Scratch:
+    num_votes, pool = 2 * depth * VOTES, nodes * width
+    return Scratch(
+        np.zeros(4), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes), np.zeros((nodes, 2 * depth, 4), np.int32),
+        np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(num_votes, np.int64), np.zeros(num_votes),
+        np.zeros(pool, np.int64), np.zeros(pool, np.int64), np.zeros(pool),
+    )  # fmt: skip
+
+
+@piece
+def scratch_at(header):  # type: ignore[no-untyped-def]
+    """header: address of NUM_FIELDS int64, where the arrays lie, then depth, nodes and width."""
+    f = carray(int_pointer(header), NUM_FIELDS)
+    depth, nodes, width = f[12], f[13], f[14]
+    votes, pool = 2 * depth * VOTES, nodes * width
+    return Scratch(
+        carray(double_pointer(f[0]), 4), carray(int_pointer(f[1]), nodes), carray(int_pointer(f[2]), nodes),
+        carray(double_pointer(f[3]), nodes), carray(word_pointer(f[4]), (nodes, 2 * depth, 4)),
+        carray(int_pointer(f[5]), nodes), carray(int_pointer(f[6]), nodes),
+        carray(int_pointer(f[7]), votes), carray(double_pointer(f[8]), votes),
+        carray(int_pointer(f[9]), pool), carray(int_pointer(f[10]), pool), carray(double_pointer(f[11]), pool),
+    )  # fmt: skip
 
 
 @piece
@@ -28,13 +96,14 @@ def record(matches, count, is_past, tree, node, length):  # type: ignore[no-unty
 
 @piece
 def locate(matches, live, past):  # type: ignore[no-untyped-def]
-    """All matches of the request's last tokens, longest first in each tree."""
+    """All matches of the request's last tokens, longest first in each tree. What does not occur in the past ends nothing longer there."""
     count, num_active = 0, live.state[NUM_ACTIVE]
     for i in range(num_active):
         count = record(matches, count, 0, live, live.active[i], num_active - i)
     end, size = live.state[END], len(live.text)
     longest = min(end - live.state[BEGIN], len(past.active) - 1)
-    for length in range(longest, 0, -1):
+    first = count
+    for length in range(1, longest + 1):
         node, at = ROOT, end - length
         while at < end:
             node = find(past.nodes, past.slots, node, live.text[at % size])
@@ -42,13 +111,18 @@ def locate(matches, live, past):  # type: ignore[no-untyped-def]
             if node == NOTHING or past.nodes[node, WHERE] >= 0:
                 break
         if node == NOTHING:
-            continue
+            break
         here = record(matches, count, 1, past, node, length)
         while at < end and matches[count, SLOT] >= 0 and past.text[matches[count, SLOT]] == live.text[at % size]:
             matches[count, SLOT] = (matches[count, SLOT] + 1) % len(past.text)
             at += 1
-        if at == end:
-            count = here
+        if at < end:
+            break
+        count = here
+    for i in range((count - first) // 2):  # longest first
+        for column in range(4):
+            low, high = matches[first + i, column], matches[count - 1 - i, column]
+            matches[first + i, column], matches[count - 1 - i, column] = high, low
     return count
 
 
@@ -83,11 +157,11 @@ def raise_vote(tokens, chances, count, token, chance):  # type: ignore[no-untype
 
 
 @piece
-def vote(matches, count, live, past, doubts, tokens, chances):  # type: ignore[no-untyped-def]
+def vote(matches, count, live, past, settings, tokens, chances):  # type: ignore[no-untyped-def]
     """The tokens the matches vote for, and the chance of each; how many there are."""
     found = 0
     for i in range(count):
-        tree, doubt = (past if matches[i, PAST] else live), doubts[matches[i, PAST]] / matches[i, LENGTH]
+        tree, doubt = (past if matches[i, PAST] else live), settings[OWN_DOUBT + matches[i, PAST]] / matches[i, LENGTH]
         node = matches[i, NODE]
         if node == NOTHING:
             token = tree.text[matches[i, SLOT]]
@@ -117,28 +191,39 @@ def offer(scratch, pool_size, parent, reach, found, width):  # type: ignore[no-u
     return pool_size
 
 
-@kernel
-def grow(live, past, doubts, budget, width, floor, factor, scratch, drafted, reach):  # type: ignore[no-untyped-def]
-    """Draft up to `budget` nodes, best first, none below `floor`; `drafted` [nodes, 2] gets tokens and parents, `reach` their chances."""
-    matches, counts, depths = scratch.matches, scratch.counts, scratch.depths
+@piece
+def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
+    """Draft up to `budget` nodes, best first, none below the floor; how many there are with the root."""
+    matches, counts, depths, reach = scratch.matches, scratch.counts, scratch.depths, scratch.reach
     counts[0], depths[0], reach[0], pool_size, size = locate(matches[0], live, past), 0, 1.0, 0, 1
+    scratch.drafted[0], scratch.parents[0] = live.text[(live.state[END] - 1) % len(live.text)], -1
     longest = 0
     for i in range(counts[0]):
         longest = max(longest, matches[0, i, LENGTH])
-    furthest = max(1, int(factor * longest))
+    furthest = max(1, int(scratch.settings[FACTOR] * longest))
     node = 0
     while True:
         if depths[node] < furthest:
-            found = vote(matches[node], counts[node], live, past, doubts, scratch.tokens, scratch.chances)
+            found = vote(matches[node], counts[node], live, past, scratch.settings, scratch.tokens, scratch.chances)
             pool_size = offer(scratch, pool_size, node, reach[node], found, width)
         if pool_size == 0 or size > budget:
             return size
         best = scratch.pool_chances[:pool_size].argmax()
         chance, token, parent = scratch.pool_chances[best], scratch.pool_tokens[best], scratch.pool_parents[best]
-        if chance < floor:
+        if chance < scratch.settings[FLOOR]:
             return size
         scratch.pool_chances[best] = -1.0
         node = size
-        drafted[node, 0], drafted[node, 1], reach[node], depths[node] = token, parent, chance, depths[parent] + 1
+        scratch.drafted[node], scratch.parents[node] = token, parent
+        reach[node], depths[node] = chance, depths[parent] + 1
         counts[node] = follow(matches[parent], counts[parent], matches[node], live, past, token)
         size += 1
+
+
+@kernel
+def draft(live, past, tokens_at, count, budget, header):  # type: ignore[no-untyped-def]
+    """Push a request's `count` new tokens and draft what follows: the number of nodes with the root. If its tree must grow first, minus
+    one and minus the tokens that were pushed. live, past, header: addresses of the trees' headers and of the scratch's."""
+    own, width = tree_at(live), carray(int_pointer(header), NUM_FIELDS)[NUM_FIELDS - 1]
+    pushed = push_all(own, carray(word_pointer(tokens_at), count), may_grow(live))
+    return grow(own, tree_at(past), budget, width, scratch_at(header)) if pushed == count else -1 - pushed

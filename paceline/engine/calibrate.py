@@ -91,8 +91,9 @@ class Asked:
     def __init__(self, draft: Draft, record: Record, tally: Tally) -> None:
         self.draft, self.record, self.tally = draft, record, tally
         self.children: list[list[int]] | None = None
-        parents, chances = draft.tree.parents, draft.chances
-        depths, self.claimed, self.cells, self.scores = [0], [1.0], [0], [1.0]
+        parents, chances, chance_of, factor = draft.tree.parents, draft.chances, record.calibration.chance, tally.factor
+        depths, claimed, cells, scores = [0], [1.0], [0], [1.0]
+        self.claimed, self.cells, self.scores = claimed, cells, scores
         for node in range(1, len(parents)):
             parent = parents[node]
             depth = depths[parent] + 1
@@ -100,11 +101,12 @@ class Asked:
             if chances is not None:
                 above, claim = chances[parent], chances[node]
                 claim = claim / above if claim < above else 1.0
+            cell = cell_of(depth, claim)
+            expected = chance_of(cell, claim) * factor
             depths.append(depth)
-            self.claimed.append(claim)
-            self.cells.append(cell_of(depth, claim))
-            if draft.q is None:
-                self.scores.append(self.scores[parent] * self.expected(node))
+            claimed.append(claim)
+            cells.append(cell)
+            scores.append(scores[parent] * (expected if expected < SURE else SURE))
         if draft.q is not None:
             self._score_sampled(depths)
 
@@ -114,10 +116,10 @@ class Asked:
         return chance if chance < SURE else SURE
 
     def _score_sampled(self, depths: Sequence[int]) -> None:
-        rates, paths, parents = self.record.calibration.rates(), [1.0], self.draft.tree.parents
+        rates, paths, parents = self.record.calibration.rates(), self.scores, self.draft.tree.parents
+        self.scores = [1.0]
         for node in range(1, len(parents)):
             above = paths[parents[node]]
-            paths.append(above * self.expected(node))
             rate = rates[min(depths[node], DEPTHS) - 1] * self.tally.factor
             self.scores.append(min(above * rate, self.scores[parents[node]]))
 

@@ -7,19 +7,20 @@ Who drafts how much is the policy's to say, and it is shown what came of it. The
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from time import perf_counter
 from typing import NamedTuple
 
 from paceline.config import EngineConfig
 from paceline.engine.nodes import first_branch
-from paceline.engine.policy import FixedPolicy, Plan, Policy
+from paceline.engine.plan import FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler, Turn
 from paceline.engine.stats import Phases, SpecStats, Suspicion
 from paceline.errors import PacelineError, RequestError
 from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
 from paceline.types import Draft, FinishReason, Output, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
-from paceline.verify.accept import accept
+from paceline.verify.accept import accept, follow
 from paceline.verify.sampling import pick_of
 from paceline.verify.tree import Tree
 from paceline.verify.watch import Watch
@@ -33,6 +34,12 @@ class Emission(NamedTuple):
     num_accepted: int  # the first so many were drafted
     sources: tuple[str, ...]  # by whom, each of those
     logprobs: tuple[TokenLogprobs, ...]
+
+
+@lru_cache(maxsize=4096)
+def rooted(token: int) -> Draft:
+    """Nothing drafted. A few tokens make up most of a text, so that most of these are there already."""
+    return Draft(Tree.chain(token))
 
 
 class Engine:
@@ -51,6 +58,7 @@ class Engine:
         needs = [drafter.needs for drafter in self.policy.drafters]
         self._layers = tuple(sorted({layer for need in needs for layer in need.hidden_layers}))
         self._top_tokens = max((need.top_tokens for need in needs), default=0)
+        self._learners = [(n, drafter) for n, drafter in enumerate(self.policy.drafters) if drafter.needs.verdicts]
         self._num_arrivals = 0
 
     @property
@@ -64,11 +72,15 @@ class Engine:
             raise RequestError(
                 f"the prompt has {request.num_tokens:,} tokens and the context holds {limit:,}; shorten it to at most {limit - 1:,}"
             )
+        method, names = request.params.speculative_method, [drafter.name for drafter in self.policy.drafters]
+        if method is not None and method not in names:
+            raise RequestError(f"speculative_method is {method!r:.40}; loaded are: {', '.join(names) or 'none'}")
 
     def add(self, request: Request) -> None:
         self.check_fits(request)
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
+        request.pick = pick_of(request, rooted(request.tokens[-1]))
         self.stats[request.id] = SpecStats()
         self.scheduler.add(request)
 
@@ -96,10 +108,12 @@ class Engine:
         top_tokens = self._top_tokens if plan.is_learning else 0
         output = self.runner.forward(segments, hidden_layers=self._layers, top_tokens=top_tokens)
         computed = perf_counter()
-        verdicts, emissions, committing = self._judge(turns, drafts, output)
-        judged = perf_counter()
-        self.policy.observe(turns, verdicts, judged - drafted)
-        self.policy.charge(scheduled - called + drafted - answered + perf_counter() - judged)
+        judged = self._judge(turns, drafts, output)
+        accepted = perf_counter()
+        verdicts, emissions = self._commit_all(turns, drafts, judged)
+        committed = perf_counter()
+        self.policy.observe(turns, verdicts, committed - drafted)
+        self.policy.charge(scheduled - called + drafted - answered + perf_counter() - committed)
         self._observe(turns, drafts, verdicts, output, plan)
         for index, asked in proposed.items():
             if index in verdicts:
@@ -108,13 +122,15 @@ class Engine:
         phases.schedule += scheduled - started
         phases.propose += drafted - scheduled
         phases.forward += computed - drafted
-        phases.accept += judged - computed - committing
-        phases.commit += committing
-        phases.observe += perf_counter() - judged
+        phases.accept += accepted - computed
+        phases.commit += committed - accepted
+        phases.observe += perf_counter() - committed
         return emissions
 
     def _segment(self, turn: Turn, draft: Draft | None) -> Segment:
-        return segment_of(turn.request, turn.num_new, draft, pick_of(turn.request, draft) if draft is not None else None)
+        request = turn.request
+        pick = None if draft is None else request.pick if draft.q is None else pick_of(request, draft)
+        return segment_of(request, turn.num_new, draft, pick)
 
     def _propose(self, turns: Sequence[Turn], plan: Plan) -> dict[int, list[tuple[int, Draft]]]:
         """What each drafter that is asked says, by turn."""
@@ -137,43 +153,52 @@ class Engine:
         chosen = self.policy.trim(turns, proposed) if proposed else {}
         if not self.runner.decoder.checks_trees:
             chosen = {i: draft if draft.tree.is_chain else first_branch(draft) for i, draft in chosen.items()}
-        return [chosen.get(i) or Draft(Tree.chain(turn.request.tokens[-1])) if turn.is_caught_up else None for i, turn in enumerate(turns)]
+        return [chosen.get(i) or rooted(turn.request.tokens[-1]) if turn.is_caught_up else None for i, turn in enumerate(turns)]
 
-    def _judge(
-        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], output: Output
-    ) -> tuple[dict[int, Verdict], list[Emission], float]:
-        """Accept and commit, request by request: the verdicts by turn, what was said, and the seconds that commits took."""
+    def _judge(self, turns: Sequence[Turn], drafts: Sequence[Draft | None], output: Output) -> list[Verdict | PacelineError | None]:
+        """The verdict of each turn, or why there is none; None for a part of a prompt. Nothing is changed yet."""
+        judged: list[Verdict | PacelineError | None] = []
+        picked, first = output.picked if self.watch is None else None, 0  # row of the logits
+        for turn, draft in zip(turns, drafts, strict=True):
+            if draft is None:
+                judged.append(None)
+                continue
+            verdict = None if picked is None else follow(draft, picked, first)
+            judged.append(verdict or self._accept(turn.request, draft, output, slice(first, first + len(draft.tree.tokens))))
+            first += len(draft.tree.tokens)
+        return judged
+
+    def _accept(self, request: Request, draft: Draft, output: Output, nodes: slice) -> Verdict | PacelineError:
+        try:
+            picked = output.picked and output.picked[nodes]
+            return accept(request, draft, output.logits[nodes], picked=picked, watch=self.watch)
+        except PacelineError as error:
+            return error
+
+    def _commit_all(
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Verdict | PacelineError | None]
+    ) -> tuple[dict[int, Verdict], list[Emission]]:
+        """Verdicts by turn, and what was said."""
         verdicts: dict[int, Verdict] = {}
         emissions: list[Emission] = []
-        first, committing = 0, 0.0  # row of the logits
-        for index, (turn, draft) in enumerate(zip(turns, drafts, strict=True)):
+        num_plain = 0
+        for index, (turn, draft, verdict) in enumerate(zip(turns, drafts, judged, strict=True)):
             request = turn.request
-            if draft is None:
+            if isinstance(verdict, PacelineError):
+                emissions.append(self._fail(request, verdict))
+            elif draft is None or verdict is None:
                 self.runner.kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
-                continue
-            nodes = slice(first, first + len(draft.tree.tokens))
-            first = nodes.stop
-            try:
-                verdict = self._accept(request, draft, output, nodes)
-            except PacelineError as error:
-                emissions.append(self._fail(request, error))
-                continue
-            verdicts[index] = verdict
-            started = perf_counter()
-            emissions.append(self._commit(turn, draft, verdict))
-            committing += perf_counter() - started
-        return verdicts, emissions, committing
+            else:
+                verdicts[index] = verdict
+                num_plain += len(draft.tree.tokens) == 1
+                emissions.append(self._commit(request, draft, verdict))
+        if num_plain:
+            self.totals.record_plain(num_plain)
+        return verdicts, emissions
 
-    def _accept(self, request: Request, draft: Draft, output: Output, nodes: slice) -> Verdict:
-        picked = output.picked and output.picked[nodes]
-        if picked and not draft.num_drafted and picked[0] >= 0 and self.watch is None:  # nothing to judge, and the device has chosen
-            return Verdict((0,), (picked[0],))
-        return accept(request, draft, output.logits[nodes], picked=picked, watch=self.watch)
-
-    def _commit(self, turn: Turn, draft: Draft, verdict: Verdict) -> Emission:
+    def _commit(self, request: Request, draft: Draft, verdict: Verdict) -> Emission:
         """Text grows by what was accepted and the target's own token, up to the first that ends the request."""
-        request = turn.request
-        root = request.cache.num_cached + turn.num_new - 1
+        root, stats = len(request.tokens) - 1, self.stats[request.id]
         reason, emitted = None, 0
         for token in verdict.tokens:
             request.tokens.append(token)
@@ -181,30 +206,40 @@ class Engine:
             reason = self._ending(request, token)
             if reason is not None:
                 break
-            try:
-                if request.constraint is not None:
-                    request.constraint.advance(token)
-            except PacelineError as error:  # a grammar may prove too complex on the way: this request fails, the others go on
-                request.error, reason = error, FinishReason.ERROR
+            if request.constraint is not None and not self._advance(request, token):
+                reason = FinishReason.ERROR
                 break
         request.num_rounds += 1
-        accepted = verdict.path[1 : 1 + emitted]
-        for stats in (self.stats[request.id], self.totals):
-            stats.record(draft, accepted, emitted)
         if reason is None:
             self.runner.kv.commit(request.cache, root, verdict.path, request.tokens)
         else:
             self._finish(request, reason)
-        sources = tuple(draft.source_of(node) for node in accepted)
+        if len(draft.tree.tokens) == 1:
+            stats.record_plain()
+            return Emission(request, verdict.tokens, 0, (), verdict.logprobs)
+        accepted = verdict.path[1 : 1 + emitted]
+        stats.record(draft, accepted, emitted)
+        self.totals.record(draft, accepted, emitted)
+        sources = tuple(map(draft.source_of, accepted))
         return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted])
 
     def _ending(self, request: Request, token: int) -> FinishReason | None:
         has_text_stop = request.text_stop is not None and request.text_stop.push(token)
-        if token in request.stop_ids or has_text_stop:
+        if has_text_stop or token in request.stop_ids:
             return FinishReason.STOP
-        if request.num_output >= request.params.max_tokens or request.num_tokens >= self.config.max_model_len:
+        num_tokens = len(request.tokens)
+        if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= self.config.max_model_len:
             return FinishReason.LENGTH
         return None
+
+    def _advance(self, request: Request, token: int) -> bool:
+        """A grammar may prove too complex on the way: then this request fails, and the others go on."""
+        assert request.constraint is not None
+        try:
+            request.constraint.advance(token)
+        except PacelineError as error:
+            request.error = error
+        return request.error is None
 
     def _fail(self, request: Request, error: PacelineError) -> Emission:
         request.error = error
@@ -222,7 +257,7 @@ class Engine:
     ) -> None:
         """Show the drafters what the pass said about each request that goes on."""
         # Whoever lives on the likeliest tokens learns nothing from a pass that did not keep them.
-        learning = [(n, d) for n, d in enumerate(self.policy.drafters) if plan.is_learning or not d.needs.top_tokens]
+        learning = [(n, d) for n, d in self._learners if plan.is_learning or not d.needs.top_tokens]
         if not learning:
             return
         seen, first, first_row = [], 0, 0

@@ -6,10 +6,37 @@ Invariant: a node's score is never above its parent's, so the best nodes of a tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import ge
 
 from paceline.engine.calibrate import AGREED, ALONE, BINS, CONTRADICTED, DEPTHS, Asked
 from paceline.types import Draft
-from paceline.verify.tree import Tree
+from paceline.verify.tree import Tree, join
+
+
+class Lone:
+    """One draft whose best nodes are its first: a chain, or a tree that was grown best first and is believed. By far the commonest."""
+
+    __slots__ = ("asked", "q", "scores")
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.scores, self.q = asked, asked.scores, None
+
+    @staticmethod
+    def fits(asked: Sequence[Asked], has_trees: bool) -> bool:
+        if len(asked) > 1 or asked[0].draft.q is not None:
+            return False
+        scores = asked[0].scores
+        return (has_trees or asked[0].draft.tree.is_chain) and all(map(ge, scores, scores[1:]))
+
+    def owner(self, node: int) -> Asked:
+        return self.asked
+
+    def chain(self) -> Sequence[int]:
+        return range(1, len(self.scores))
+
+    def cut(self, nodes: Sequence[int]) -> Draft:
+        """The nodes are the first ones."""
+        return first_of(self.asked.draft, len(nodes))
 
 
 class Joined:
@@ -18,31 +45,17 @@ class Joined:
     __slots__ = ("chances", "holders", "parents", "q", "scores", "tokens")
 
     def __init__(self, asked: Sequence[Asked]) -> None:
-        first = asked[0]
-        self.q = first.draft.q
-        self.tokens, self.parents = list(first.draft.tree.tokens), list(first.draft.tree.parents)
-        self.holders: list[list[tuple[Asked, int]]] = [[(first, node)] for node in range(len(self.tokens))]
-        self.scores, self.chances = first.scores, list(first.draft.chances or first.scores)
+        self.q, self.scores = asked[0].draft.q, asked[0].scores
+        self.tokens, self.parents, places = join([one.draft.tree for one in asked])
+        self.holders: list[list[tuple[Asked, int]]] = [[] for _ in self.tokens]
+        for one, where in zip(asked, places, strict=True):
+            for node, place in enumerate(where):
+                self.holders[place].append((one, node))
+        first = [holders[0] for holders in self.holders]
+        self.chances = [(one.draft.chances or one.scores)[node] for one, node in first]
         if len(asked) > 1:
             assert all(one.draft.q is None for one in asked), "sampled drafts stand alone"
-            for other in asked[1:]:
-                self._add(other)
             self._compare()
-
-    def _add(self, other: Asked) -> None:
-        places = {edge: node for node, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
-        tree, chances = other.draft.tree, other.draft.chances or other.scores
-        where = [0]  # node of the other tree -> node here
-        for node in range(1, len(tree.tokens)):
-            edge = (where[tree.parents[node]], tree.tokens[node])
-            place = places.setdefault(edge, len(self.tokens))
-            if place == len(self.tokens):
-                self.parents.append(edge[0])
-                self.tokens.append(edge[1])
-                self.holders.append([])
-                self.chances.append(chances[node])
-            self.holders[place].append((other, node))
-            where.append(place)
 
     def _compare(self) -> None:
         """Score anew by who else says so: a token that another drafter contradicts is right far less often than one it agrees with."""
@@ -89,7 +102,7 @@ def first_of(draft: Draft, count: int) -> Draft:
         return draft
     tree, end = draft.tree, count + 1
     chances, sources = draft.chances and draft.chances[:end], draft.sources and draft.sources[:end]
-    return Draft(Tree(tree.tokens[:end], tree.parents[:end]), draft.source, None, chances, sources)
+    return Draft(Tree.known(tree.tokens[:end], tree.parents[:end]), draft.source, None, chances, sources)
 
 
 def admitted(scores: Sequence[float], tokens: float, seconds: float, added: Sequence[float], margin: float) -> int:

@@ -13,12 +13,11 @@ against a threshold set before it was drawn); else a policy could change the tex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import ge
-from typing import NamedTuple, Protocol
 
 from paceline.engine.calibrate import DEPTHS, SURE, Asked, Record, Tally
 from paceline.engine.costs import CostModel, Median
-from paceline.engine.nodes import Joined, admitted, first_of
+from paceline.engine.nodes import Joined, Lone, admitted, first_of
+from paceline.engine.plan import NOBODY, Plan, Proposed
 from paceline.engine.scheduler import Turn
 from paceline.types import Draft, Proposer, Request, Verdict
 
@@ -28,57 +27,8 @@ LOAN, MOST_SAVED = 4.0, 16.0  # passes' worth of time in the purse: at first, an
 MARGIN = 1.005  # a draft must promise so much more than none
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
+QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
-
-Proposed = Mapping[int, list[tuple[int, Draft]]]  # by turn: (drafter, its draft)
-
-
-class Plan(NamedTuple):
-    nodes: list[int]  # for each turn: most nodes it may get; empty if none gets any
-    asks: list[list[tuple[int, int]]]  # for each drafter: (turn, most nodes)
-    is_learning: bool  # whether drafters should be shown what the pass found likely
-
-
-class Policy(Protocol):
-    drafters: tuple[Proposer, ...]
-
-    def plan(self, turns: Sequence[Turn]) -> Plan: ...
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None: ...
-    def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
-    def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None: ...
-    def charge(self, seconds: float) -> None: ...
-    def release(self, request: Request) -> None: ...
-
-
-class FixedPolicy:
-    """What was asked for: one drafter, K tokens whenever there is room, and every one of them is checked."""
-
-    def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
-        self.drafters: tuple[Proposer, ...] = () if proposer is None else (proposer,)
-        self.num_speculative_tokens = num_speculative_tokens
-
-    def plan(self, turns: Sequence[Turn]) -> Plan:
-        nodes = [min(turn.draft_limit, self.num_speculative_tokens) for turn in turns] if self.drafters else []
-        return Plan(nodes, [[(i, count) for i, count in enumerate(nodes) if count]], bool(self.drafters))
-
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
-        """Nothing depends on it."""
-
-    def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
-        """Nothing depends on it."""
-
-    def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
-        return {index: drafts[0][1] for index, drafts in proposed.items()}
-
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
-        """Nothing depends on it."""
-
-    def charge(self, seconds: float) -> None:
-        """Nothing depends on it."""
-
-    def release(self, request: Request) -> None:
-        """Nothing is kept for a request."""
 
 
 class _Load:
@@ -116,11 +66,15 @@ class AutoPolicy:
         ]
         # Who runs a model comes first: where its draft is sampled, it stands alone.
         self._order = sorted(range(len(self.drafters)), key=lambda d: self._records[d].is_free)
+        self._has_models = not all(record.is_free for record in self._records)
+        self._learners = [number for number, drafter in enumerate(self.drafters) if drafter.needs.top_tokens]  # from likely tokens
         self._tallies: dict[str, list[Tally]] = {}
+        self._shadowed: set[str] = set()  # requests with a draft that has been right so far and was not checked to its end
         self.purse, self.probes = LOAN * one, 0.0
         self._caps: dict[tuple[int, int, int], int] = {}
         self._caps_version = 0
         self._num_steps = 0
+        self._quiet, self._num_quiet, self._is_quiet = 0, 0, False  # steps to go without a look; requests of the last look; is this one?
         self._since_plain = PLAIN_EVERY // 2
         self._judging = Median(HOST_SECONDS)  # of planning and judging, for each ask
         self._load = _Load((), costs)
@@ -133,6 +87,10 @@ class AutoPolicy:
         self._seen_by_nodes = 0  # cached tokens that they see, summed
 
     def plan(self, turns: Sequence[Turn]) -> Plan:
+        self._is_quiet = self._quiet > 0 and len(turns) >= self._num_quiet
+        if self._is_quiet:
+            self._quiet -= 1
+            return NOBODY
         load = self._load = _Load(turns, self.costs)
         self._spent = self._added = 0.0
         self._planned, self._asked, self._checked, self._seen_by_nodes = {}, {}, {}, 0
@@ -141,17 +99,18 @@ class AutoPolicy:
             self.probes = min(self.probes + PROBES * load.seconds, load.seconds)
             self.purse = min(self.purse + INCOME * load.seconds, MOST_SAVED * load.seconds)
         cap = self._cap(load) if load.speaking and self.drafters else 0
+        self._quiet, self._num_quiet = 0 if cap or not load.speaking else QUIET, len(turns)
         if not cap or self._since_plain >= PLAIN_EVERY:
-            return Plan([], [], False)
+            return NOBODY
         nodes, asks = [0] * len(turns), [[] for _ in self.drafters]  # type: list[int], list[list[tuple[int, int]]]
-        for place in range(len(turns)):
-            index = (place + self._num_steps) % len(turns)  # probes go round
-            limit = min(turns[index].draft_limit, cap)
+        first = self._num_steps % len(turns)  # probes go round
+        for index in (*range(first, len(turns)), *range(first)):
+            limit = turns[index].draft_limit
             if limit > 0:
-                nodes[index] = self._plan_one(index, turns[index].request, limit, asks)
-        self._threshold = self._row_seconds(sum(nodes)) / load.price
-        is_learning = any(asked for asked, drafter in zip(asks, self.drafters, strict=True) if drafter.needs.top_tokens)
-        return Plan(nodes, asks, is_learning)
+                nodes[index] = self._plan_one(index, turns[index].request, limit if limit < cap else cap, asks)
+        if self._has_models:
+            self._threshold = self._row_seconds(sum(nodes)) / load.price
+        return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners))
 
     def _row_seconds(self, num_nodes: int) -> float:
         """Of one row more, on average over so many."""
@@ -185,6 +144,8 @@ class AutoPolicy:
         self._planned[index] = tallies
         most = 0
         for drafter in self._order:
+            if request.params.speculative_method not in (None, self.drafters[drafter].name):
+                continue
             record, tally = self._records[drafter], tallies[drafter]
             count = self._wanted_free(tally, record, limit) if record.is_free else self._wanted(tally, record, limit, tallies)
             if count:
@@ -253,19 +214,14 @@ class AutoPolicy:
         for index, drafts in proposed.items():
             tallies = self._planned[index]
             self._asked[index] = [Asked(draft, self._records[d], tallies[d]) for d, draft in drafts]
-        if len(proposed) == 1 and len(drafts) == 1 and self._is_simple(self._asked[index][0]):
+        if len(proposed) == 1 and Lone.fits(self._asked[index], self.has_trees):
             self._trim_one(index, turns[index])
         else:
             self._trim_all(turns)
         return self._checked
 
-    def _is_simple(self, asked: Asked) -> bool:
-        """Whether its best nodes are its first: a chain, or a tree that was grown best first and is believed."""
-        draft, scores = asked.draft, asked.scores
-        return draft.q is None and (self.has_trees or draft.tree.is_chain) and all(map(ge, scores, scores[1:]))
-
     def _trim_one(self, index: int, turn: Turn) -> None:
-        """The commonest case by far: one simple draft."""
+        """One request alone, and the first nodes of its draft are the best."""
         (asked,), load = self._asked[index], self._load
         scores = asked.scores[1 : 1 + turn.num_lookahead_tokens]
         added = self._added_by(len(scores), self.costs.per_row_token * turn.request.cache.num_cached)
@@ -279,13 +235,13 @@ class AutoPolicy:
         asked.tally.saved(asked.record, saved, self._cost(asked.record))
 
     def _trim_all(self, turns: Sequence[Turn]) -> None:
-        trees = {index: Joined(asked) for index, asked in self._asked.items()}
+        trees = {i: Lone(asked[0]) if Lone.fits(asked, self.has_trees) else Joined(asked) for i, asked in self._asked.items()}
         kept: dict[int, list[int]] = {index: [] for index in trees}
         pool: list[tuple[float, int, int]] = []
         for index, tree in trees.items():
             if tree.q is None:
                 pool += [(-tree.scores[node], index, node) for node in (range(1, len(tree.scores)) if self.has_trees else tree.chain())]
-            else:  # drafted first nodes are checked whatever they are: that was decided before they were drawn
+            elif isinstance(tree, Joined):  # drafted first nodes are checked whatever they are: that was decided before they were drawn
                 kept[index] = [n for n, score in enumerate(tree.scores) if n and (score >= self._threshold or tree.parents[n] == 0)]
         if pool and self.purse > 0:
             pool.sort()
@@ -323,37 +279,45 @@ class AutoPolicy:
 
     def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
         """seconds: from the start of the pass to the commit."""
+        if self._is_quiet:
+            return
         load, num_nodes, num_accepted = self._load, 0, 0
-        for draft in self._checked.values():
+        for index, draft in self._checked.items():
             num_nodes += draft.num_drafted
+            num_accepted += verdicts[index].num_accepted if index in verdicts else 0
         self._since_plain = self._since_plain + 1 if num_nodes else 0
         if load.rows == load.speaking:
             self.costs.observe(load.rows + num_nodes, load.cached, load.cached + self._seen_by_nodes, seconds)
-        for index, verdict in verdicts.items():
-            num_accepted += verdict.num_accepted
-            tallies = self._tallies.get(turns[index].request.id)
-            if tallies is not None:
-                self._learn(tallies, self._asked.get(index, ()), self._checked.get(index), verdict)
+        if self._asked or self._shadowed:
+            for index, verdict in verdicts.items():
+                name = turns[index].request.id
+                if index in self._asked or name in self._shadowed:
+                    self._learn(name, self._asked.get(index, ()), self._checked.get(index), verdict)
         self.purse += num_accepted * load.price - self._added - self._spent
 
-    def _learn(self, tallies: Sequence[Tally], asked: Sequence[Asked], checked: Draft | None, verdict: Verdict) -> None:
+    def _learn(self, name: str, asked: Sequence[Asked], checked: Draft | None, verdict: Verdict) -> None:
+        tallies = self._tallies.get(name)
+        if tallies is None:  # the request has just ended
+            return
+        self._shadowed.discard(name)
         for tally in tallies:
             if tally.shadow is not None:
                 tally.shadow_node = _follow(tally.shadow, tally.shadow_node, verdict.tokens)
-                if not tally.shadow_node:
+                if tally.shadow_node:
+                    self._shadowed.add(name)
+                else:
                     tally.shadow = None
         for one in asked:
             tally = one.tally
             if one.draft.q is not None:
                 assert checked is not None, "the first nodes of a sampled draft are always checked"
                 _judge(one, checked, verdict)
-                is_right = verdict.num_accepted > 0
             else:
                 node = _follow(one, 0, verdict.tokens)
-                is_right = any(one.draft.tree.tokens[child] == verdict.tokens[0] for child in one.children_of(0))
                 if node and tally.shadow is None:
                     tally.shadow, tally.shadow_node = one, node
-            if is_right and not one.record.is_free:
+                    self._shadowed.add(name)
+            if not one.record.is_free and _is_right(one, verdict):
                 self.probes += tally.probe  # whoever is right is soon asked again
 
     def charge(self, seconds: float) -> None:
@@ -364,6 +328,14 @@ class AutoPolicy:
 
     def release(self, request: Request) -> None:
         self._tallies.pop(request.id, None)
+        self._shadowed.discard(request.id)
+
+
+def _is_right(one: Asked, verdict: Verdict) -> bool:
+    """Was the first token of a draft right?"""
+    if one.draft.q is not None:
+        return verdict.num_accepted > 0
+    return any(one.draft.tree.tokens[child] == verdict.tokens[0] for child in one.children_of(0))
 
 
 def _follow(one: Asked, node: int, tokens: Sequence[int]) -> int:

@@ -17,19 +17,18 @@ from paceline.runtime.kv_cache import KvCache
 from paceline.types import FinishReason, Request, Status
 
 
-@dataclass(slots=True)
 class Turn:
     """What one request does in a pass."""
 
-    request: Request
-    num_new: int  # known tokens computed now
-    draft_limit: int = 0  # most draft nodes that could be of use to it
-    num_lookahead_tokens: int = 0  # draft nodes it may add: slots are reserved for them
+    __slots__ = ("draft_limit", "is_caught_up", "num_lookahead_tokens", "num_new", "request")
 
-    @property
-    def is_caught_up(self) -> bool:
-        """All known tokens will be computed: the last of them is a root, and the target speaks after it."""
-        return self.num_new == self.request.num_uncached
+    def __init__(self, request: Request, num_new: int, draft_limit: int = 0) -> None:
+        self.request = request
+        self.num_new = num_new  # known tokens computed now
+        self.draft_limit = draft_limit  # most draft nodes that could be of use to it
+        self.num_lookahead_tokens = 0  # draft nodes it may add: slots are reserved for them
+        # All known tokens will be computed: the last of them is a root, and the target speaks after it.
+        self.is_caught_up = num_new == len(request.tokens) - request.cache.num_cached
 
     @property
     def num_tokens_with_spec(self) -> int:
@@ -41,7 +40,7 @@ class Scheduler:
     config: EngineConfig
     kv: KvCache
     waiting: list[Request] = field(default_factory=list)  # by (priority, arrival)
-    running: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)  # likewise
     num_preemptions: int = 0
     num_prefix_queries: int = 0  # tokens of the requests that were started or started again
     num_prefix_hits: int = 0  # of them, found in the cache or shared with a sibling
@@ -59,15 +58,21 @@ class Scheduler:
         self._plan, self._budget = {}, self.config.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         # Requests with one token to compute go first, so that a long prompt delays no stream.
-        for request in sorted(self.running, key=lambda r: (r.num_uncached > 1, *_order(r))):
-            if request.status is Status.RUNNING and self._budget:
+        for request in [*self._uncached(1, 1), *self._uncached(2, self.config.max_model_len)]:
+            if self._budget and request.status is Status.RUNNING:
                 self._continue(request)
         if self.num_preemptions == num_preemptions:
             self._admit()
-        for turn in self._plan.values():
-            if turn.num_new == 1 and turn.is_caught_up:
-                turn.draft_limit = max(min(self._draft_limit(turn.request), self._budget), 0)
-        return list(self._plan.values())
+        turns = list(self._plan.values())
+        if self.config.num_speculative_tokens:
+            for turn in turns:
+                if turn.num_new == 1 and turn.is_caught_up:
+                    turn.draft_limit = max(min(self._draft_limit(turn.request), self._budget), 0)
+        return turns
+
+    def _uncached(self, low: int, high: int) -> list[Request]:
+        """The running requests with so many tokens to compute."""
+        return [r for r in self.running if low <= len(r.tokens) - r.cache.num_cached <= high]
 
     def give_drafts(self, turns: Sequence[Turn], nodes: Sequence[int]) -> None:
         """Slots for the nodes that are wanted of each turn, as far as the budget and the free blocks go."""
@@ -81,13 +86,15 @@ class Scheduler:
             self._budget -= turn.num_lookahead_tokens
 
     def _continue(self, request: Request) -> None:
-        num_new = min(request.num_uncached, self._budget)
-        while not self.kv.reserve(request.cache, request.cache.num_cached + num_new):
-            victim = max(self.running, key=_order)
+        cache = request.cache
+        num_new = min(len(request.tokens) - cache.num_cached, self._budget)
+        while not self.kv.reserve(cache, cache.num_cached + num_new):
+            victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return
-        self._take(Turn(request, num_new))
+        self._plan[request.id] = Turn(request, num_new)
+        self._budget -= num_new
 
     def _admit(self) -> None:
         for request in list(self.waiting):
@@ -98,7 +105,7 @@ class Scheduler:
             if not self._start(request):
                 return
             self.waiting.remove(request)
-            self.running.append(request)
+            insort(self.running, request, key=_order)
             request.status = Status.RUNNING
 
     def _waits_for_leader(self, request: Request) -> bool:
@@ -118,13 +125,12 @@ class Scheduler:
             self.kv.free(request.cache)
             return False
         self.num_prefix_hits += num_shared
+        if not request.num_preemptions:
+            request.num_prefix_hits = num_shared
         self.num_prefix_queries += request.num_tokens
-        self._take(Turn(request, num_new))
+        self._plan[request.id] = Turn(request, num_new)
+        self._budget -= num_new
         return True
-
-    def _take(self, turn: Turn) -> None:
-        self._plan[turn.request.id] = turn
-        self._budget -= turn.num_new
 
     def _draft_limit(self, request: Request) -> int:
         """No more than could still be emitted: the target adds a token of its own to whatever is accepted."""

@@ -81,6 +81,13 @@ class SpecStats:
     def acceptance_per_position(self) -> list[float]:
         return self.positions.acceptance
 
+    def record_plain(self, num_rounds: int = 1) -> None:
+        """Rounds without a draft, each of which emits a token."""
+        self.num_steps += num_rounds
+        self.num_tokens += num_rounds
+        self.num_own += num_rounds
+        self.lengths[0] = self.lengths.get(0, 0) + num_rounds
+
     def record(self, draft: Draft, path: Sequence[int], num_tokens: int) -> None:
         """path: the nodes of the draft that were emitted; the rest of the tokens are the target's own."""
         num_drafted, num_accepted = draft.num_drafted, len(path)
@@ -90,8 +97,7 @@ class SpecStats:
         self.num_accepted += num_accepted
         self.num_own += num_tokens - num_accepted
         self.lengths[num_drafted] = self.lengths.get(num_drafted, 0) + 1
-        if num_drafted:
-            self._record_nodes(draft, path)
+        self._record_nodes(draft, path)
 
     def _record_nodes(self, draft: Draft, path: Sequence[int]) -> None:
         """A depth counts once a round, however many siblings were drafted there."""

@@ -41,6 +41,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._num_unstoppable = min_tokens
+        self._unread: list[int] = []  # tokens that nobody has asked the text of yet: where nothing stops, they are decoded together
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._settled: list[str] = []
         self._num_taken = 0  # pieces of _settled already handed out
@@ -49,6 +50,9 @@ class Detokenizer:
 
     def push(self, token: int) -> bool:
         """Add a token; True if it completed a stop string. Tokens after that change nothing."""
+        if not self._stop:
+            self._unread.append(token)
+            return False
         can_stop = self._num_unstoppable == 0
         self._num_unstoppable -= not can_stop
         if self.is_stopped or token in self._hidden:
@@ -58,6 +62,7 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """All settled text."""
+        self._read()
         if len(self._settled) > 1:
             taken, rest = "".join(self._settled[: self._num_taken]), "".join(self._settled[self._num_taken :])
             self._settled, self._num_taken = [taken, rest], 1
@@ -65,16 +70,24 @@ class Detokenizer:
 
     def take(self) -> str:
         """The text settled since the last take."""
+        self._read()
         new = "".join(self._settled[self._num_taken :])
         self._num_taken = len(self._settled)
         return new
 
     def finish(self) -> str:
         """No more tokens will come: settle all that is held back. Returns what the next take will, and does not take it."""
+        self._read()
         if not self.is_stopped:
             self._add(self._decoder.decode(b"", final=True), can_stop=False)
             self._settle(len(self._tail))
         return "".join(self._settled[self._num_taken :])
+
+    def _read(self) -> None:
+        if self._unread:
+            new = b"".join([self._token_bytes(token) for token in self._unread if token not in self._hidden])
+            self._unread.clear()
+            self._add(self._decoder.decode(new), can_stop=False)
 
     def _add(self, new: str, can_stop: bool) -> bool:
         if self._strips_space and new:

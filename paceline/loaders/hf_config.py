@@ -153,6 +153,11 @@ def _rope(keys: Fields, layer_type: str, default_theta: float) -> RopeConfig:
     return _scaled_rope(parameters, theta, keys)
 
 
+def rope_of(keys: Fields) -> RopeConfig:
+    """Of a config whose layers are all alike."""
+    return _rope(keys, "full_attention", 10_000.0)
+
+
 def _gemma_local_rope(keys: Fields) -> RopeConfig:
     local = keys.section("rope_parameters").section("sliding_attention")
     return _scaled_rope(local, local.number("rope_theta", keys.number("rope_local_base_freq", 10_000.0)), keys)

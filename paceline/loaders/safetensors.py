@@ -34,8 +34,8 @@ class SafetensorsCheckpoint:
             raise ModelFileError(f"{path} has no config.json; give a folder with config.json and .safetensors files, or a GGUF file")
         values = read_json(path / "config.json")
         self.config: ModelConfig = read_config(str(path / "config.json"), values)
-        files = _weight_files(path)
-        self._stored = _stored(path, self.config, _tensors_of(files))
+        files = weight_files(path)
+        self._stored = _stored(path, self.config, tensors_of(files))
         self._tokenizer_config = _optional_json(path / "tokenizer_config.json")
         generation = Fields(str(path / "generation_config.json"), _optional_json(path / "generation_config.json"))
         sections = [generation, Fields(str(path / "config.json"), values)]
@@ -99,7 +99,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights: those of the index where there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -121,7 +121,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _tensors_of(files: list[Path]) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+def tensors_of(files: list[Path]) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
     """Each tensor's file, type and shape, from the headers alone."""
     from safetensors import SafetensorError, safe_open
 

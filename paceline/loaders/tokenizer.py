@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +46,7 @@ class Tokenizer:
         ends = self.eos_ids if self.bos_id is None else self.eos_ids | {self.bos_id}
         self.special_ids = frozenset(i for i, token in added.items() if token.special) | ends
         self._tokens = _tokens_by_id(backend)
+        self._bytes: dict[int, bytes] = {}  # of the tokens asked for so far
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> Tokenizer:
@@ -57,6 +57,10 @@ class Tokenizer:
         from paceline.loaders.tokenizer_gguf import rebuild
 
         return cls(rebuild(source.gguf_metadata), source)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._source.chat_template is not None
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +82,12 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to a text: maybe only a part of a character. Ids without a token add nothing."""
-        return self._token_bytes[token] if 0 <= token < len(self._token_bytes) else b""
+        known = self._bytes.get(token)
+        if known is None:  # the whole vocabulary at once would take a tenth of a second of the first answer
+            name = self.token_name(token)
+            to_bytes = _byte_level_bytes if self._is_byte_level else _spaced_bytes
+            known = self._bytes[token] = b"" if name is None else to_bytes(name)
+        return known
 
     def token_text(self, token: int) -> str:
         """The token for display."""
@@ -136,11 +145,6 @@ class Tokenizer:
         """Equal for tokenizers with the same tokens and special tokens."""
         described = json.dumps([self._tokens, sorted(self.special_ids)])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
-
-    @cached_property
-    def _token_bytes(self) -> list[bytes]:
-        to_bytes = _byte_level_bytes if self._is_byte_level else _spaced_bytes
-        return [b"" if token is None else to_bytes(token) for token in self._tokens]
 
     def _end_token(self, name: str, index: int | None) -> str | None:
         """The config's own spelling first: templates compare with it."""

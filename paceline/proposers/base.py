@@ -61,21 +61,18 @@ def chain(
     return Draft(Tree.chain(request.tokens[-1], tokens[:length]), source, known or None, paths)
 
 
-def planted(request: Request, nodes: Sequence[Sequence[int]], chances: Sequence[float], source: str) -> Draft:
-    """A draft from the (token, parent) of each node but the root. What would follow a token that ends the request is left out."""
-    if request.stop_ids.isdisjoint(token for token, _ in nodes):
-        tree = Tree((request.tokens[-1], *(token for token, _ in nodes)), (-1, *(parent for _, parent in nodes)))
-        return Draft(tree, source, chances=(1.0, *chances))
-    tokens, parents, paths, places = [request.tokens[-1]], [-1], [1.0], {0: 0}
-    for node, ((token, parent), chance) in enumerate(zip(nodes, chances, strict=True), start=1):
-        place = places.get(parent)
-        if place is None or (place and tokens[place] in request.stop_ids):
-            continue
-        places[node] = len(tokens)
-        tokens.append(token)
-        parents.append(place)
-        paths.append(chance)
-    return Draft(Tree(tuple(tokens), tuple(parents)), source, chances=tuple(paths))
+def planted(request: Request, tokens: Sequence[int], parents: Sequence[int], chances: Sequence[float], source: str) -> Draft:
+    """A draft from its nodes, the root first, which are a tree. What would follow a token that ends the request is left out."""
+    if not request.stop_ids.isdisjoint(tokens[1:]):
+        kept, places = [0], {0: 0}
+        for node in range(1, len(tokens)):
+            parent = parents[node]
+            if parent in places and not (parent and tokens[parent] in request.stop_ids):
+                places[node] = len(kept)
+                kept.append(node)
+        tokens, chances = [tokens[node] for node in kept], [chances[node] for node in kept]
+        parents = [-1, *(places[parents[node]] for node in kept[1:])]
+    return Draft(Tree.known(tuple(tokens), tuple(parents)), source, chances=tuple(chances))
 
 
 def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:

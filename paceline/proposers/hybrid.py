@@ -14,7 +14,7 @@ from paceline.config import require
 from paceline.proposers import registry
 from paceline.proposers.base import DrafterConfig, Surroundings, empty
 from paceline.types import Draft, Needs, Proposer, Request, Seen
-from paceline.verify.tree import Tree
+from paceline.verify.tree import Tree, join
 
 DECAY = 0.98  # a round's weight after the next one
 UNSAID = 0.5  # the chance of each further token where a drafter names none
@@ -76,7 +76,7 @@ class Hybrid:
         self.drafters: tuple[Proposer, ...] = tuple(registry.create(kind, each, surroundings) for kind, each in parsed)
         self.limits = tuple(each.num_speculative_tokens for _, each in parsed)
         layers = sorted({layer for d in self.drafters for layer in d.needs.hidden_layers})
-        self.needs = Needs(tuple(layers), max(d.needs.top_tokens for d in self.drafters))
+        self.needs = Needs(tuple(layers), max(d.needs.top_tokens for d in self.drafters))  # and verdicts, which it counts itself
         self.is_free = all(d.is_free for d in self.drafters)
         self.can_rewind = all(getattr(d, "can_rewind", False) for d in self.drafters)
         self.records = {d.name: _Record() for d in self.drafters}
@@ -107,20 +107,14 @@ class Hybrid:
         """The best nodes of all drafts. A drafter's chances count as far as they have come true."""
         if len(drafts) == 1:
             return drafts[0]
-        tokens, parents, chances, scores, sources = [drafts[0].tree.tokens[0]], [-1], [1.0], [1.0], [self.name]
-        places: dict[tuple[int, int], int] = {}
-        for draft in drafts:
-            where, rate, claimed = [0], self.records[draft.source].rate, chances_of(draft)
-            for node in range(1, len(draft.tree.tokens)):
-                edge = (where[draft.tree.parents[node]], draft.tree.tokens[node])
-                place = places.setdefault(edge, len(tokens))
-                if place == len(tokens):
-                    for column, value in zip((parents, tokens, chances, scores, sources), (*edge, 0.0, 0.0, draft.source), strict=True):
-                        column.append(value)  # type: ignore[attr-defined]
-                if claimed[node] * rate > scores[place]:
-                    scores[place], sources[place] = claimed[node] * rate, draft.source
-                chances[place] = max(chances[place], claimed[node])
-                where.append(place)
+        tokens, parents, places = join([draft.tree for draft in drafts])
+        chances, scores, sources = [0.0] * len(tokens), [-1.0] * len(tokens), [self.name] * len(tokens)
+        for draft, where in zip(drafts, places, strict=True):
+            rate = self.records[draft.source].rate
+            for place, claimed in zip(where, chances_of(draft), strict=True):
+                if place and claimed * rate > scores[place]:
+                    scores[place], sources[place] = claimed * rate, draft.source
+                chances[place] = max(chances[place], claimed)
         best = sorted(range(1, len(tokens)), key=lambda n: -scores[n])[:budget]
         kept = [0, *sorted(best)]
         new = {node: i for i, node in enumerate(kept)}

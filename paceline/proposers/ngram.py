@@ -70,8 +70,9 @@ class _Index:
                 self.replaced.append([(gram, self.ends.get(gram)) for gram in grams])
             for gram in grams:
                 self.ends[gram] = end
+        self.tail += tokens[max(self.num_indexed, len(tokens) - LONGEST) :]
+        del self.tail[:-LONGEST]
         self.num_indexed = len(tokens)
-        self.tail = list(tokens[-LONGEST:])
 
     def _take_back(self, tokens: Sequence[int]) -> None:
         """Forget what was indexed beyond the text as it is now."""
@@ -86,6 +87,7 @@ class _Index:
                     del self.ends[gram]
                 else:
                     self.ends[gram] = end
+        del self.tail[same - start :]
         self.num_indexed = same
 
     def follower(self, tokens: Sequence[int], low: int, high: int) -> tuple[int, int] | None:
@@ -99,21 +101,24 @@ class _Index:
 
 class Ngram:
     name = "ngram"
-    needs = Needs()
+    needs = Needs(verdicts=False)
     is_free = True
     can_rewind = True
     Config = NgramConfig
 
     def __init__(self, config: NgramConfig, surroundings: Surroundings | None = None) -> None:
         self.config = config
+        self._low, self._high = config.shortest, config.longest
         self._indexes: dict[str, _Index] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> Draft:
-        low, high = self.config.shortest, self.config.longest
-        index = self._indexes.setdefault(request.id, _Index())
+        low, high = self._low, self._high
+        index = self._indexes.get(request.id)
+        if index is None:
+            index = self._indexes[request.id] = _Index()
         index.extend(request.tokens, low, high)
         found = index.follower(request.tokens, low, high)
         if found is None:

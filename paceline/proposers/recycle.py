@@ -65,17 +65,17 @@ class Recycle:
         return [self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> Draft:
-        nodes: list[tuple[int, int]] = []
-        chances: list[float] = []
+        tokens, parents, chances = [request.tokens[-1]], [-1], [1.0]
         waiting: list[tuple[float, int, int]] = []  # (-chance, parent, token): a heap
-        self._open(waiting, request.tokens[-1], 0, 1.0)
+        self._open(waiting, tokens[0], 0, 1.0)
         limit = min(budget, self.config.num_speculative_tokens)
-        while waiting and len(nodes) < limit:
+        while waiting and len(tokens) <= limit:
             chance, parent, token = heappop(waiting)
-            nodes.append((token, parent))
+            tokens.append(token)
+            parents.append(parent)
             chances.append(-chance)
-            self._open(waiting, token, len(nodes), -chance)
-        return planted(request, nodes, chances, self.name)
+            self._open(waiting, token, len(tokens) - 1, -chance)
+        return planted(request, tokens, parents, chances, self.name)
 
     def _open(self, waiting: list[tuple[float, int, int]], token: int, node: int, reach: float) -> None:
         """Add what may follow a drafted node."""

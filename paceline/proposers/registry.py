@@ -17,6 +17,11 @@ DRAFTERS = {
     "recycle": "paceline.proposers.recycle:Recycle",
     "draft_model": "paceline.proposers.draft_model:DraftModel",
     "early_exit": "paceline.proposers.early_exit:EarlyExit",
+    "eagle": "paceline.proposers.eagle:Eagle",
+    "eagle3": "paceline.proposers.eagle:Eagle",  # as vLLM names it
+    "mlp_speculator": "paceline.proposers.mlp_speculator:MlpSpeculator",
+    "medusa": "paceline.proposers.medusa:Medusa",
+    "dflash": "paceline.proposers.dflash:Dflash",
     "quantized": "paceline.proposers.quantized:Quantized",
     "lookahead": "paceline.proposers.lookahead:Lookahead",
     "staged": "paceline.proposers.staged:Staged",

@@ -135,7 +135,7 @@ class Staged:
         if max(segment.tokens) < size:
             return segment
         # A token that the middle model does not know has no chance there: whatever is read in its place is never used.
-        return replace(segment, tokens=[t if t < size else 0 for t in segment.tokens])
+        return segment._replace(tokens=[t if t < size else 0 for t in segment.tokens])
 
     def _judge(self, stage: _Stage, draft: Draft, logits: torch.Tensor) -> Verdict | None:
         view, reading = stage.view, stage.reading

@@ -9,17 +9,15 @@ What other requests said may change the guesses, never the text.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 
 from paceline.config import require
 from paceline.cpu import votes
 from paceline.proposers.base import DrafterConfig, Surroundings, empty, planted
-from paceline.proposers.suffix_tree import SuffixTree
+from paceline.proposers.suffix_tree import SuffixTree, header_of
 from paceline.types import Draft, Needs, Request, Seen
 
 # How much a single occurrence is doubted, in the request's own text and in that of others: a match of d tokens that occurred n times and
@@ -59,31 +57,9 @@ class SuffixConfig(DrafterConfig):
         require(is_number and low <= value <= high, name, value, f"use a number from {low:g} to {high:g}")
 
 
-class _Scratch(NamedTuple):
-    """What a draft is grown in; used again for the next."""
-
-    matches: np.ndarray  # [nodes, 2 * depth, 4] int32: of each drafted node, see votes.py
-    counts: np.ndarray  # [nodes] int64: how many there are
-    depths: np.ndarray  # [nodes] int64
-    tokens: np.ndarray  # [votes] int64
-    chances: np.ndarray  # [votes] float64
-    pool_tokens: np.ndarray  # [nodes * width] int64: continuations not drafted yet
-    pool_parents: np.ndarray
-    pool_chances: np.ndarray  # float64
-
-
-def _scratch(depth: int, nodes: int, width: int) -> _Scratch:
-    num_votes, pool = 2 * depth * votes.VOTES, nodes * width
-    return _Scratch(
-        np.zeros((nodes, 2 * depth, 4), np.int32), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64),
-        np.zeros(num_votes, np.int64), np.zeros(num_votes),
-        np.zeros(pool, np.int64), np.zeros(pool, np.int64), np.zeros(pool),
-    )  # fmt: skip
-
-
 class Suffix:
     name = "suffix"
-    needs = Needs()
+    needs = Needs(verdicts=False)
     is_free = True
     Config = SuffixConfig
 
@@ -92,10 +68,12 @@ class Suffix:
         self.past = self._new_tree()
         self._live: dict[str, tuple[SuffixTree, int]] = {}  # request -> its tree, and how many of its tokens are in it
         self._ends: deque[int] = deque()  # where each past answer ends
-        nodes, self._width = config.num_speculative_tokens + 1, votes.WIDTH if config.tree else 1
-        self._scratch = _scratch(config.suffix_decoding_max_tree_depth, nodes, self._width)
-        self._drafted, self._reach = np.zeros((nodes, 2), np.int64), np.zeros(nodes)
-        self._doubts = np.array(DOUBTS)
+        depth, nodes = config.suffix_decoding_max_tree_depth, config.num_speculative_tokens + 1
+        self._scratch = votes.scratch(depth, nodes, votes.WIDTH)
+        self._scratch.settings[:] = (*DOUBTS, config.suffix_decoding_min_token_prob, config.suffix_decoding_max_spec_factor)
+        self._header = header_of(self._scratch, depth, nodes, votes.WIDTH if config.tree else 1)
+        self._at = self._header.buffer_info()[0]
+        self._answer = tuple(memoryview(each) for each in (self._scratch.drafted, self._scratch.parents, self._scratch.reach))
         self._compile()
 
     def _compile(self) -> None:
@@ -103,7 +81,7 @@ class Suffix:
         tree = self._new_tree()
         tree.extend(())
         tree.close()
-        self._grow(tree, 1)
+        self._grow(tree, (), 1)
 
     @property
     def num_bytes(self) -> int:
@@ -114,24 +92,21 @@ class Suffix:
         return [self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> Draft:
-        size = self._grow(self._read(request), min(budget, self.config.num_speculative_tokens))
-        return planted(request, self._drafted[1:size].tolist(), self._reach[1:size].tolist(), self.name)
-
-    def _grow(self, tree: SuffixTree, budget: int) -> int:
-        config = self.config
-        size: int = votes.grow(
-            tree.arrays, self.past.arrays, self._doubts, budget, self._width,
-            float(config.suffix_decoding_min_token_prob), float(config.suffix_decoding_max_spec_factor),
-            self._scratch, self._drafted, self._reach,
-        )  # fmt: skip
-        return size
-
-    def _read(self, request: Request) -> SuffixTree:
-        """The request's tree with all of its tokens."""
         tree, num_read = self._live.get(request.id) or (self._new_tree(), 0)
-        tree.extend(request.tokens[num_read:])
-        self._live[request.id] = tree, request.num_tokens
-        return tree
+        size = self._grow(tree, request.tokens[num_read:], min(budget, self.config.num_speculative_tokens))
+        self._live[request.id] = tree, len(request.tokens)
+        tokens, parents, chances = self._answer
+        return planted(request, tokens[:size].tolist(), parents[:size].tolist(), chances[:size].tolist(), self.name)
+
+    def _grow(self, tree: SuffixTree, tokens: Sequence[int], budget: int) -> int:
+        """Read the tokens that are new and draft: how many nodes, the root counted."""
+        left = array("i", tokens)
+        while True:
+            size: int = votes.draft(tree.at, self.past.at, left.buffer_info()[0], len(left), budget, self._at)
+            if size > 0:
+                return size
+            left = left[-1 - size :]
+            tree.grow()
 
     def _new_tree(self) -> SuffixTree:
         return SuffixTree(self.config.suffix_decoding_max_tree_depth, self.config.suffix_decoding_max_bytes)

@@ -6,25 +6,21 @@ are forgotten, one for each that comes. Each token costs at most `depth` steps, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from array import array
+from collections.abc import Iterable
 
 import numpy as np
 
 from paceline.cpu import suffixes
+from paceline.cpu.suffixes import Arrays
 
 SLOT_BYTES = 8 * 4 + 2 * 4 + 4  # of a node, its two places in the hash table, and a token of text
 FIRST_SIZE = 1024  # slots
 
 
-class Arrays(NamedTuple):
-    """What the kernels read and write."""
-
-    nodes: np.ndarray  # [size, 8] int32
-    slots: np.ndarray  # [2 * size] int32: nodes by hash of parent and token
-    text: np.ndarray  # [size] int32: a ring
-    state: np.ndarray  # [5] int64
-    active: np.ndarray  # [depth] int32: nodes of the last tokens that occurred before, longest first
+def header_of(arrays: Iterable[np.ndarray], *sizes: int) -> array[int]:
+    """What a kernel is given the address of (`buffer_info()[0]`): where the arrays lie, and their sizes."""
+    return array("q", [*(int(each.__array_interface__["data"][0]) for each in arrays), *sizes])
 
 
 class SuffixTree:
@@ -34,15 +30,11 @@ class SuffixTree:
         root, empty = np.zeros((1, 8), np.int32), np.full(1, suffixes.SEPARATOR, np.int32)
         root[0, suffixes.WHERE] = -1
         self.arrays = Arrays(root, np.zeros(2, np.int32), empty, np.zeros(5, np.int64), np.zeros(depth, np.int32))
-        self._grow(min(FIRST_SIZE, self.max_size))
+        self._resize(min(FIRST_SIZE, self.max_size))
 
     @property
     def num_bytes(self) -> int:
         return self.size * SLOT_BYTES
-
-    @property
-    def size(self) -> int:
-        return len(self.arrays.nodes)
 
     @property
     def num_pushed(self) -> int:
@@ -53,22 +45,27 @@ class SuffixTree:
     def num_held(self) -> int:
         return self.num_pushed - int(self.arrays.state[suffixes.BEGIN])
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Iterable[int]) -> None:
         """The text goes on."""
-        left = np.array(tokens, np.int32)
+        left = array("i", tokens)
         while True:
-            may_grow = self.size < self.max_size
-            num_taken = suffixes.extend(*self.arrays, left, may_grow)
+            num_taken = suffixes.extend(self.at, left.buffer_info()[0], len(left))
             if num_taken == len(left):
                 return
             left = left[num_taken:]
-            self._grow(2 * self.size)
+            self.grow()
 
     def close(self, begin: int = 0) -> None:
         """The text is complete, and what comes next is another. All that began before `begin`, as `num_pushed` counts, is forgotten."""
-        suffixes.close(*self.arrays, begin)
+        suffixes.close(self.at, begin)
 
-    def _grow(self, size: int) -> None:
+    def grow(self) -> None:
+        self._resize(2 * self.size)
+
+    def _resize(self, size: int) -> None:
         old = self.arrays
         self.arrays = Arrays(np.zeros((size, 8), np.int32), np.zeros(2 * size, np.int32), np.empty(size, np.int32), old.state, old.active)
         suffixes.move(*self.arrays[:4], old.nodes, old.text)
+        self._header = header_of(self.arrays, size, len(old.active), size < self.max_size)
+        self.at = self._header.buffer_info()[0]  # what kernels are given
+        self.size = size

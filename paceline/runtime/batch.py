@@ -10,15 +10,17 @@ from paceline.types import Batch, Columns, Draft, Pick, Request, Segment
 
 def segment_of(request: Request, num_new: int, draft: Draft | None, pick: Pick | None = None) -> Segment:
     """A request's rows: `num_new` known tokens, then the nodes of its draft, which hangs from the last known token."""
-    start = request.cache.num_cached
-    known = request.tokens[start : start + num_new]
+    cache = request.cache
+    known = request.tokens[cache.num_cached : cache.num_cached + num_new]
     if draft is None:
-        return Segment(known, request.cache, None, num_logits=0)
+        return Segment(known, cache, None, 0)
+    if len(draft.tree.tokens) == 1:
+        return Segment(known, cache, None, 1, pick)
     root = num_new - 1
     before_root = list(range(-1, root - 1))
     return Segment(
         [*known, *draft.tree.tokens[1:]],
-        request.cache,
+        cache,
         before_root + [root + p for p in draft.tree.parents],
         num_logits=len(draft.tree.tokens),
         pick=pick,
@@ -27,40 +29,40 @@ def segment_of(request: Request, num_new: int, draft: Draft | None, pick: Pick |
 
 def build(segments: Sequence[Segment], kv: KvCache) -> Batch:
     """Slots for every row must have been reserved."""
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    parents: list[int] = []
-    request_of: list[int] = []
-    starts = [0]
-    rows: list[int] = []
-    for index, segment in enumerate(segments):
-        first, count, base = len(ids), len(segment.tokens), segment.cache.num_cached
-        local = segment.parents if segment.parents is not None else range(-1, count - 1)
-        assert len(local) == count, "one parent a row"
-        depths: list[int] = []
-        for parent in local:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        ids.extend(segment.tokens)
-        positions.extend(base + d for d in depths)
-        slots.extend(kv.slots(segment.cache, base, base + count))
-        parents.extend(-1 if p < 0 else first + p for p in local)
-        request_of.extend([index] * count)
-        starts.append(len(ids))
-        rows.extend(range(len(ids) - segment.num_logits, len(ids)))
-    width = max((len(s.cache.blocks) for s in segments), default=0) or 1
-    tables = [block for s in segments for block in (*s.cache.blocks, *[0] * (width - len(s.cache.blocks)))]
-    prefixes = [s.cache.num_cached for s in segments]
-    columns = Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, rows)
-    return Batch(columns, BLOCK_SIZE, kv.data.device, _picks(segments))
+    columns = Columns([], [], [], [], [], [0], [], [], [])
+    ids, positions, slots, parents, request_of, starts, tables, prefixes, rows = columns
+    picks: list[Pick] | None = []
+    width = max((len(segment.cache.blocks) for segment in segments), default=0) or 1
+    zeros = [0] * width
+    for index, (tokens, cache, local, num_logits, pick) in enumerate(segments):
+        first, count, base = len(ids), len(tokens), cache.num_cached
+        ids += tokens
+        if count == 1:  # by far the commonest
+            positions.append(base)
+            slots.append(cache.blocks[base // BLOCK_SIZE] * BLOCK_SIZE + base % BLOCK_SIZE)
+            parents.append(-1)
+            request_of.append(index)
+        else:
+            _add_rows(columns, index, first, base, range(-1, count - 1) if local is None else local)
+            slots += kv.slots(cache, base, base + count)
+        assert len(slots) == len(parents) == len(ids), "one parent a row"
+        starts.append(first + count)
+        prefixes.append(base)
+        tables += cache.blocks
+        tables += zeros[len(cache.blocks) :]
+        rows += range(first + count - num_logits, first + count)
+        if num_logits and picks is not None:
+            if pick is None:  # one row that needs more than a pick: the host chooses everywhere
+                picks = None
+            else:
+                picks += [pick] * num_logits
+    return Batch(columns, BLOCK_SIZE, kv.data.device, picks or None)
 
 
-def _picks(segments: Sequence[Segment]) -> list[Pick] | None:
-    """One a wanted row, if every segment that wants logits says how its tokens are chosen."""
-    picks: list[Pick] = []
-    for segment in segments:
-        if segment.num_logits and segment.pick is None:
-            return None
-        if segment.pick is not None:
-            picks.extend([segment.pick] * segment.num_logits)
-    return picks or None
+def _add_rows(columns: Columns, index: int, first: int, base: int, local: Sequence[int]) -> None:
+    depths: list[int] = []
+    for parent in local:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    columns.positions.extend(base + depth for depth in depths)
+    columns.parents.extend(-1 if parent < 0 else first + parent for parent in local)
+    columns.request_of.extend([index] * len(depths))

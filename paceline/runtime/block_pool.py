@@ -35,9 +35,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def num_holders(self, block: int) -> int:
-        return self._holders[block]
-
     def allocate(self, count: int) -> list[int] | None:
         """`count` fresh blocks, or None if there are not enough. Reuses the least recently used; what it held is forgotten."""
         if count > len(self._free):
@@ -73,8 +70,9 @@ class BlockPool:
             self._by_hash[name] = block
             self._hash_of[block] = name
 
-    def is_registered(self, block: int) -> bool:
-        return block in self._hash_of
+    def is_private(self, block: int) -> bool:
+        """May its holder write to it? Not if there are others, or if others can find it by name: they would read what it held before."""
+        return self._holders[block] == 1 and block not in self._hash_of
 
     def _forget(self, block: int) -> None:
         name = self._hash_of.pop(block, None)

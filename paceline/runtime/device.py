@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 
 import torch
 
@@ -54,3 +55,8 @@ def _free_on_cpu() -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def device_name(device: torch.device) -> str:
+    """What a person would call it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

@@ -63,9 +63,11 @@ class KvCache:
 
     def reserve(self, cached: Cached, num_tokens: int) -> bool:
         """Make slots [num_cached, num_tokens) writable for this sequence alone. False, and nothing changed, if blocks run out."""
-        first = cached.num_cached // BLOCK_SIZE
-        shared = [i for i in range(first, len(cached.blocks)) if not self._is_private(cached.blocks[i])]
-        num_new = -(-num_tokens // BLOCK_SIZE) - len(cached.blocks)
+        first, blocks = cached.num_cached // BLOCK_SIZE, cached.blocks
+        if num_tokens <= len(blocks) * BLOCK_SIZE == (first + 1) * BLOCK_SIZE and self.pool.is_private(blocks[first]):
+            return True  # nearly always: there is room in the last block
+        shared = [i for i in range(first, len(blocks)) if not self.pool.is_private(blocks[i])]
+        num_new = -(-num_tokens // BLOCK_SIZE) - len(blocks)
         fresh = self.pool.allocate(max(num_new, 0) + len(shared))
         if fresh is None:
             return False
@@ -83,13 +85,16 @@ class KvCache:
         tokens: the sequence's tokens that have K/V now, for naming full blocks.
         """
         self.gather(cached, first, path)
-        self.trim(cached)
-        self.register(cached, tokens[: cached.num_cached])
+        num_full = cached.num_cached // BLOCK_SIZE
+        if len(cached.blocks) * BLOCK_SIZE >= cached.num_cached + BLOCK_SIZE:
+            self.trim(cached)
+        if num_full > len(cached.block_hashes):
+            self.register(cached, tokens[: cached.num_cached])
 
     def gather(self, cached: Cached, first: int, path: Sequence[int]) -> None:
         """Move the nodes on a path into place, one after the other from index `first` on, and keep all blocks."""
-        moves = [(first + node, first + i) for i, node in enumerate(path) if node != i]
-        if moves:
+        if path and path[-1] != len(path) - 1:  # else all are in place: nodes of a path rise
+            moves = [(first + node, first + i) for i, node in enumerate(path) if node != i]
             source = [self.slots(cached, s, s + 1)[0] for s, _ in moves]
             target = [self.slots(cached, t, t + 1)[0] for _, t in moves]
             self.data[:, :, target] = self.data[:, :, source]  # the right side is gathered before anything is written
@@ -98,8 +103,9 @@ class KvCache:
     def trim(self, cached: Cached) -> None:
         """Give back the blocks beyond the cached tokens."""
         keep = -(-cached.num_cached // BLOCK_SIZE)
-        self.pool.release(cached.blocks[keep:])
-        del cached.blocks[keep:]
+        if keep < len(cached.blocks):
+            self.pool.release(cached.blocks[keep:])
+            del cached.blocks[keep:]
 
     def rewind(self, cached: Cached, num_cached: int) -> None:
         """Forget the tokens from `num_cached` on: what a drafter does with the ones that were rejected."""
@@ -145,10 +151,6 @@ class KvCache:
         cached.block_hashes[:] = block_names(tokens, BLOCK_SIZE, cached.block_hashes)
         for block, name in zip(cached.blocks[known:], cached.block_hashes[known:], strict=False):
             self.pool.register(block, name)
-
-    def _is_private(self, block: int) -> bool:
-        """May its only holder write to it? Not if others can find it by name: they would read what it held before."""
-        return self.pool.num_holders(block) == 1 and not self.pool.is_registered(block)
 
     def _copy_block(self, source: int, target: int) -> None:
         a, b = source * BLOCK_SIZE, target * BLOCK_SIZE

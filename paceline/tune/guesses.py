@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.engine.policy import FixedPolicy, Plan, Proposed
+from paceline.engine.plan import FixedPolicy, Plan, Proposed
 from paceline.engine.scheduler import Turn
 from paceline.types import Draft, Proposer, Verdict
 

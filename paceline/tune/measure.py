@@ -15,7 +15,8 @@ from time import perf_counter
 
 from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AutoPolicy, Policy
+from paceline.engine.plan import Policy
+from paceline.engine.policy import AutoPolicy
 from paceline.errors import RequestError
 from paceline.llm import LLM
 from paceline.params import SamplingParams

@@ -49,6 +49,25 @@ def accept(
         walk.restore()
 
 
+def follow(draft: Draft, picked: Sequence[int], first: int = 0) -> Verdict | None:
+    """The same verdict without a look at the logits, where all choices on the way were made on the device. picked[first]: the root's."""
+    token = picked[first]
+    if token < 0:
+        return None
+    if len(draft.tree.tokens) == 1:
+        return Verdict((0,), (token,))
+    path, tokens, node = [0], [token], 0
+    drafted, parents = draft.tree.tokens, draft.tree.parents
+    for child in range(1, len(drafted)):  # a node comes after its parent, so one look at each is enough
+        if parents[child] == node and drafted[child] == token:
+            node, token = child, picked[first + child]
+            if token < 0:
+                return None
+            path.append(node)
+            tokens.append(token)
+    return Verdict(tuple(path), tuple(tokens), len(drafted) - 1)
+
+
 def rule_of(request: Request, draft: Draft) -> Rule:
     if request.params.is_greedy:
         return "greedy"

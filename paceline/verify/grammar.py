@@ -56,15 +56,20 @@ class GrammarCompiler:
             verbose_errors=False,
         )
 
-    def compile(self, spec: StructuredOutputs) -> GrammarConstraint:
+    def matcher(self, spec: StructuredOutputs) -> tuple[str, llguidance.LLMatcher]:
+        """Which kind of grammar it is, and its parser after a first look at the tokens. All that may take long is done here."""
         import llguidance
 
         kind, grammar = _to_grammar(spec)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(f"structured_outputs.{kind} does not compile: {_shorten(matcher.get_error())}; {_REMEDY[kind]}")
-        constraint = GrammarConstraint(matcher, kind, self._eos_ids, self._num_known, self._vocab_size)
         matcher.compute_bitmask()  # only a first look at the tokens tells a grammar that none can begin
+        return kind, matcher
+
+    def compile(self, spec: StructuredOutputs) -> GrammarConstraint:
+        kind, matcher = self.matcher(spec)
+        constraint = GrammarConstraint(matcher, kind, self._eos_ids, self._num_known, self._vocab_size)
         if (matcher.is_stopped() and not matcher.is_accepting()) or not constraint.allowed().any():
             raise GrammarError(f"structured_outputs.{kind} allows no text at all; loosen it")
         return constraint

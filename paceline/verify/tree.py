@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import lt
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +19,21 @@ class Tree:
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) >= 1, "a tree has a root and one parent a node"
         assert self.parents[0] == -1, "node 0 is the root"
-        edges = set(zip(self.parents, self.tokens, strict=True))
-        assert len(edges) == len(self.tokens), "siblings hold different tokens"
-        assert all(0 <= p < i for i, p in enumerate(self.parents) if i), "parents come before their children"
+        assert len(set(zip(self.parents, self.tokens, strict=True))) == len(self.tokens), "siblings hold different tokens"
+        assert all(map(lt, self.parents, count())), "parents come before their children"
+        assert min(self.parents[1:], default=0) >= 0, "only the root has no parent"
+
+    @classmethod
+    def known(cls, tokens: tuple[int, ...], parents: tuple[int, ...]) -> Tree:
+        """For who cannot be wrong about it: nothing is checked, and after a pass has emptied the caches that takes as long as drafting."""
+        tree = object.__new__(cls)
+        object.__setattr__(tree, "tokens", tokens)
+        object.__setattr__(tree, "parents", parents)
+        return tree
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int] = ()) -> Tree:
-        return cls((root, *tokens), tuple(range(-1, len(tokens))))
+        return cls.known((root, *tokens), tuple(range(-1, len(tokens))))
 
     @property
     def is_chain(self) -> bool:
@@ -48,3 +58,19 @@ class Tree:
             path.append(node)
             node = self.parents[node]
         return path[::-1]
+
+
+def join(trees: Sequence[Tree]) -> tuple[list[int], list[int], list[list[int]]]:
+    """Tokens and parents of all nodes of trees with the same root, and for each tree where its nodes are among them."""
+    tokens, parents, places = list(trees[0].tokens), list(trees[0].parents), [list(range(len(trees[0].tokens)))]
+    found = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
+    for tree in trees[1:]:
+        where = [0]
+        for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
+            place = found.setdefault((where[parent], token), len(tokens))
+            if place == len(tokens):
+                parents.append(where[parent])
+                tokens.append(token)
+            where.append(place)
+        places.append(where)
+    return tokens, parents, places

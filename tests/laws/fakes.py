@@ -135,7 +135,7 @@ class SampledTree(Fake):
                 q[node] = left = probabilities(request.params, logits)
                 picks = []
                 for _ in range(min(2, int((left > 0).sum()))):  # the best two of one noisy row: a sample without replacement
-                    picks.append(noise.draw(left.log().numpy(), request.num_tokens + len(path), Purpose.DRAFT))
+                    picks.append(noise.draw(left.log().cpu().numpy(), request.num_tokens + len(path), Purpose.DRAFT))
                     left = left.clone()
                     left[picks[-1]] = 0
             tokens.extend(picks)

@@ -10,10 +10,13 @@ import pytest
 from paceline.engine.engine import Engine
 from paceline.params import SamplingParams
 from paceline.proposers.registry import DRAFTERS
+from tests.heads import random_head
 from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
-from tests.laws.harness import DTYPE, END, VOCAB, engine_with, model, prompts, request_of, run
+from tests.laws.harness import DTYPE, END, VOCAB, RandomCheckpoint, engine_with, model, prompts, request_of, run
 from tests.laws.reference import reference_loop
+
+TARGET = RandomCheckpoint()
 
 # Every drafter of the registry runs here; a new one needs a line, and the test below says so.
 REGISTERED: dict[str, dict[str, Any]] = {
@@ -36,6 +39,18 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "early_exit_tree": {"method": "early_exit", "num_layers": 2, "tree_width": 2},
     "early_exit_unsure": {"method": "early_exit", "num_layers": 2, "confidence_threshold": 0.2},
     "quantized_tree": {"method": "quantized", "bits": 4, "tree_width": 2, "tree_depth": 3},
+    "eagle": {"method": "eagle", "model": random_head("eagle", TARGET)},
+    "eagle_reduced": {"method": "eagle", "model": random_head("eagle", TARGET, draft_vocab=20), "confidence_threshold": 0.05},
+    "eagle_tree": {"method": "eagle", "model": random_head("eagle", TARGET, draft_vocab=32), "tree_width": 3, "num_speculative_tokens": 8},
+    "medusa": {"method": "medusa", "model": random_head("medusa", TARGET, draft_vocab=40)},
+    "medusa_tree": {"method": "medusa", "model": random_head("medusa", TARGET, num_blocks=2), "tree_width": 3, "num_speculative_tokens": 8},
+    "dflash": {"method": "dflash", "model": random_head("dflash", TARGET, markov_rank=16)},
+    "dflash_tree": {
+        "method": "dflash",
+        "model": random_head("dflash", TARGET, draft_vocab=40, markov_rank=16, sample_from_anchor=False, block_size=5),
+        "tree_width": 2,
+        "num_speculative_tokens": 8,
+    },
     "lookahead": {"method": "lookahead"},
     "lookahead_deep": {"method": "lookahead", "max_window_size": 2, "max_ngram_size": 3, "pool_from_text": False},
     "staged": {"method": "staged", "middle": {"method": "early_exit", "num_layers": 2}, "drafter": {"method": "ngram"}},

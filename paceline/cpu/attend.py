@@ -1,0 +1,154 @@
+"""Who computes what in attention. Few rows: threads share out the positions, then the heads, then the columns. Many: a few rows each.
+
+Invariant: both ways are made of the same chains (paged.py), so they give the same bits.
+"""
+
+from __future__ import annotations
+
+from numba import carray
+
+from paceline.cpu.compile import piece
+from paceline.cpu.lanes import LANES, int_pointer
+from paceline.cpu.paged import BLOCK, Run, clear, common_length, finish, length_of, mix, row_of, run_of, score, start_of, starts_of, weigh
+from paceline.cpu.rows import copy, normalize, turn
+from paceline.cpu.sync import barrier
+
+FEW_ROWS = 16  # up to so many, the positions of a context are shared out; with more, the rows are
+TOGETHER = 4  # of many rows, so many share what is read
+
+
+@piece
+def place(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
+    """Norm and rotate queries and keys; keys and values into the cache, queries to those of the same KV head."""
+    positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
+    units, dim, group = m.num_heads + 2 * m.num_kv_heads, m.dim, m.num_heads // m.num_kv_heads
+    for item in range(b.rows * units * part // b.threads, b.rows * units * (part + 1) // b.threads):
+        row, unit = item // units, item % units
+        here, angle = w.wide + (row * layer.qkv.n + unit * dim) * 4, positions[row] * (dim // 2) * 4
+        slot = slots[row] * m.num_kv_heads * dim * 4
+        if unit < m.num_heads:
+            if layer.q_norm != 0:
+                normalize(here, layer.q_norm, here, dim, m.eps)
+            query = (unit // group * b.rows + row) * group + unit % group
+            turn(here, w.queries + query * dim * 4, layer.cos + angle, layer.sin + angle, dim)
+        elif unit < m.num_heads + m.num_kv_heads:
+            if layer.k_norm != 0:
+                normalize(here, layer.k_norm, here, dim, m.eps)
+            turn(here, keys + slot + (unit - m.num_heads) * dim * 4, layer.cos + angle, layer.sin + angle, dim)
+        else:
+            copy(here, values + slot + (unit - m.num_heads - m.num_kv_heads) * dim * 4, dim)
+
+
+@piece
+def attend(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
+    """From queries and the cache to `ready`. All threads must have placed what is theirs."""
+    if b.rows > FEW_ROWS:
+        _attend_by_rows(part, b, m, layer.window, w, keys, values)
+        return
+    _share_scores(part, b, m, layer.window, w, keys)
+    barrier(w.sync, b.threads)
+    _share_weights(part, b, m, layer.window, w)
+    barrier(w.sync, b.threads)
+    _share_columns(part, b, m, layer.window, w, values)
+
+
+@piece
+def _blocks(b, w, run, window):  # type: ignore[no-untyped-def]
+    """The first position of the prefix that a row of the run sees, rounded down, and the number of blocks from there on."""
+    low = starts_of(b, w, run, window)[0] // BLOCK * BLOCK
+    return low, max(0, (run.prefix - low + BLOCK - 1) // BLOCK)
+
+
+@piece
+def _share_scores(part, b, m, window, w, keys):  # type: ignore[no-untyped-def]
+    """A thread takes a stretch of all blocks of all prefixes, rows weighed in, and every so many rows' own positions."""
+    work, row = 0, 0
+    while row < b.rows:
+        run = run_of(b, w, row, b.rows)
+        work, row = work + _blocks(b, w, run, window)[1] * (run.last - run.first), run.last
+    begin, end = work * part // b.threads, work * (part + 1) // b.threads
+    heads, row, before = (0, m.num_kv_heads), 0, 0
+    while row < b.rows:
+        run = run_of(b, w, row, b.rows)
+        low, blocks = _blocks(b, w, run, window)
+        count = run.last - run.first
+        # blocks that begin in this thread's stretch of the work
+        first = min(max((begin - before + count - 1) // count, 0), blocks)
+        last = min(max((end - before + count - 1) // count, 0), blocks)
+        score(b, m, w, run, heads, low + first * BLOCK, min(low + last * BLOCK, run.prefix), keys)
+        for own in range(run.first, run.last):
+            if own % b.threads == part:
+                length = length_of(b, w, run, own)
+                score(b, m, w, row_of(run, own), heads, max(run.prefix, start_of(window, length)), length, keys)
+        before, row = before + blocks * count, run.last
+
+
+@piece
+def _share_weights(part, b, m, window, w):  # type: ignore[no-untyped-def]
+    """A thread takes a stretch of the queries, KV head by KV head, most of whose values it will add up."""
+    group, row = m.num_heads // m.num_kv_heads, 0
+    while row < b.rows:
+        run = run_of(b, w, row, b.rows)
+        count = (run.last - run.first) * group
+        total = count * m.num_kv_heads
+        for item in range(total * part // b.threads, total * (part + 1) // b.threads):
+            own, head = run.first + item % count // group, item // count * group + item % group
+            length = length_of(b, w, run, own)
+            weigh(b, m, run, own, head, start_of(window, length), length)
+        row = run.last
+
+
+@piece
+def _share_columns(part, b, m, window, w, values):  # type: ignore[no-untyped-def]
+    """A thread takes some columns of all KV heads' values."""
+    strips, row = m.num_kv_heads * m.dim // LANES, 0
+    columns = (strips * part // b.threads, strips * (part + 1) // b.threads)
+    while row < b.rows:
+        run = run_of(b, w, row, b.rows)
+        _mix_rows(b, m, w, run, run.prefix, window, columns, values)
+        row = run.last
+
+
+@piece
+def _mix_rows(b, m, w, run, common, window, columns, values):  # type: ignore[no-untyped-def]
+    """Each row's positions in order: those that only some rows still see, those that all see, those that are its own."""
+    highest = min(starts_of(b, w, run, window)[1], common)
+    for strip in range(columns[0], columns[1]):
+        clear(m, run, strip)
+    for row in range(run.first, run.last):
+        mix(b, m, w, row_of(run, row), columns, start_of(window, length_of(b, w, run, row)), highest, values)
+    mix(b, m, w, run, columns, highest, common, values)
+    for row in range(run.first, run.last):
+        length = length_of(b, w, run, row)
+        mix(b, m, w, row_of(run, row), columns, max(common, start_of(window, length)), length, values)
+    for strip in range(columns[0], columns[1]):
+        finish(m, w, run, strip)
+
+
+@piece
+def _attend_by_rows(part, b, m, window, w, keys, values):  # type: ignore[no-untyped-def]
+    """A thread takes a KV head of a few rows, every so many: later rows of a prompt see more."""
+    strips, group, item = m.dim // LANES, m.num_heads // m.num_kv_heads, 0
+    own = TOGETHER * group * part
+    scores, totals, mixed = w.scores + own * b.span * 4, w.totals + own * 4, w.mixed + own * m.dim * 4
+    for kv_head in range(m.num_kv_heads):
+        row = 0
+        while row < b.rows:
+            shared = run_of(b, w, row, TOGETHER)
+            if item % b.threads == part:
+                run = Run(shared.first, shared.last, shared.prefix, shared.places, w.queries, scores, totals, mixed, b.rows, 0, row)
+                _attend_run(b, m, window, w, run, kv_head, strips, keys, values)
+            item, row = item + 1, shared.last
+
+
+@piece
+def _attend_run(b, m, window, w, run, kv_head, strips, keys, values):  # type: ignore[no-untyped-def]
+    heads, group, common = (kv_head, kv_head + 1), m.num_heads // m.num_kv_heads, common_length(b, w, run)
+    score(b, m, w, run, heads, starts_of(b, w, run, window)[0] // BLOCK * BLOCK, common, keys)
+    for row in range(run.first, run.last):
+        length = length_of(b, w, run, row)
+        start = start_of(window, length)
+        score(b, m, w, row_of(run, row), heads, max(common, start), length, keys)
+        for head in range(group):
+            weigh(b, m, run, row, kv_head * group + head, start, length)
+    _mix_rows(b, m, w, run, common, window, (kv_head * strips, (kv_head + 1) * strips), values)

@@ -1,0 +1,68 @@
+"""What a drafting head says next, from its logits: the likeliest token, or with a seed the one that wins with the target's own noise.
+
+The noise is verify/noise.py's (Philox 4x32-10, purpose TARGET), made for the few tokens that can win. A guess that differs from what
+numpy would compute in the last bit costs a draft now and then and never changes the text: the target chooses by itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import carray
+
+from paceline.cpu.compile import piece
+from paceline.cpu.head_attention import largest_lanes, sum_exponentials
+from paceline.cpu.lanes import LANES, float_pointer
+from paceline.verify import noise
+
+FIRST, SECOND = noise._MULTIPLIERS
+WEYL_FIRST, WEYL_SECOND = (np.uint64(number) for number in noise._WEYL)
+MASK, HALF, FOUR, ZERO = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(4), np.uint64(0)
+FAR = 8.0  # tokens so far behind the best, in nats, are not guessed: noise seldom makes them win
+ONE = np.float32(1)
+
+
+@piece
+def gumbel(seed, position, token):  # type: ignore[no-untyped-def]
+    """Noise of a token of the target's vocabulary at a position."""
+    a, b, c, d = np.uint64(token) // FOUR, np.uint64(position) & MASK, ZERO, ZERO
+    k, m = seed & MASK, seed >> HALF
+    for _ in range(10):
+        x, y = a * FIRST, c * SECOND
+        a, b, c, d = (y >> HALF) ^ b ^ k, y & MASK, (x >> HALF) ^ d ^ m, x & MASK
+        k, m = (k + WEYL_FIRST) & MASK, (m + WEYL_SECOND) & MASK
+    lane = token % 4
+    word = a if lane == 0 else b if lane == 1 else c if lane == 2 else d
+    return -math.log(-math.log((np.float64(word) + 0.5) * 2.0**-32))
+
+
+@piece
+def _first_of(logits, count, top):  # type: ignore[no-untyped-def]
+    """0 where none is a number."""
+    for i in range(count):
+        if logits[i] == top:
+            return i
+    return 0
+
+
+@piece
+def guess(logits_at, size, count, ids, temperature, seed, position):  # type: ignore[no-untyped-def]
+    """(index, chance) of the best of `count` logits, filled up to `size`, a multiple of 16; ids: of the target's vocabulary, none if they
+    are the same."""
+    logits = carray(float_pointer(logits_at), size)
+    top = largest_lanes(logits_at, size // LANES)
+    best = _first_of(logits, count, top)
+    if temperature == 0.0:
+        chance = ONE / sum_exponentials(0, logits_at, size // LANES, ONE, top)
+        return best, chance if chance == chance else np.float32(0)
+    lead = top / temperature + gumbel(seed, position, ids[best] if len(ids) else best)
+    edge, most, total = top - FAR * temperature, lead, 0.0
+    for i in range(count):
+        if logits[i] >= edge:
+            noisy = logits[i] / temperature + gumbel(seed, position, ids[i] if len(ids) else i)
+            total += math.exp((noisy - lead) * temperature)
+            if noisy > most:
+                most, best = noisy, i
+    chance = np.float32(math.exp((most - lead) * temperature) / total) if total > 0.0 else np.float32(0)
+    return best, chance if chance == chance else np.float32(0)

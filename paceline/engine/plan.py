@@ -1,0 +1,62 @@
+"""What a policy is asked, and the policy that always does what it was told. See policy.py for the one that weighs what pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from paceline.engine.scheduler import Turn
+from paceline.types import Draft, Proposer, Request, Verdict
+
+Proposed = Mapping[int, list[tuple[int, Draft]]]  # by turn: (drafter, its draft)
+
+
+class Plan(NamedTuple):
+    nodes: list[int]  # for each turn: most nodes it may get; empty if none gets any
+    asks: list[list[tuple[int, int]]]  # for each drafter: (turn, most nodes)
+    is_learning: bool  # whether drafters should be shown what the pass found likely
+
+
+NOBODY = Plan([], [], False)
+
+
+class Policy(Protocol):
+    drafters: tuple[Proposer, ...]
+
+    def plan(self, turns: Sequence[Turn]) -> Plan: ...
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None: ...
+    def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
+    def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None: ...
+    def charge(self, seconds: float) -> None: ...
+    def release(self, request: Request) -> None: ...
+
+
+class FixedPolicy:
+    """What was asked for: one drafter, K tokens whenever there is room, and every one of them is checked."""
+
+    def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
+        self.drafters: tuple[Proposer, ...] = () if proposer is None else (proposer,)
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def plan(self, turns: Sequence[Turn]) -> Plan:
+        nodes = [min(turn.draft_limit, self.num_speculative_tokens) for turn in turns] if self.drafters else []
+        return Plan(nodes, [[(i, count) for i, count in enumerate(nodes) if count]], bool(self.drafters))
+
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
+        return {index: drafts[0][1] for index, drafts in proposed.items()}
+
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def charge(self, seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def release(self, request: Request) -> None:
+        """Nothing is kept for a request."""

@@ -1,0 +1,192 @@
+"""Writes a head of ours as other projects read it: EAGLE-3 for `speculators`, vLLM and SGLang, Medusa for vLLM, DFlash for both.
+
+Invariant: what the other format cannot say is an error, never left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.loaders.head_files import Head
+from paceline.models.head_config import DflashConfig, EagleConfig, LayeredConfig, MedusaConfig, default_taps
+
+if TYPE_CHECKING:
+    from paceline.loaders.checkpoint import Checkpoint
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+Tensors = dict[str, torch.Tensor]
+Written = tuple[dict[str, Any], Tensors]
+
+
+def export_head(head: Head, target: Checkpoint, form: str, folder: Path, verifier: str) -> None:
+    """verifier: the name by which the other engine will know the target."""
+    write = _WRITERS.get((head.config.kind, form))
+    if write is None:
+        known = [name for kind, name in _WRITERS if kind == head.config.kind]
+        raise ConfigError(f"format is {form!r}, which has no {head.config.kind} heads; use one of {', '.join(known) or 'no format'}")
+    values, tensors = write(head, target, verifier)
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    halves = {name: (t.half() if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
+    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _rope(config: LayeredConfig) -> dict[str, Any]:
+    rope = config.rope
+    if rope.divisors is not None or rope.kind == "yarn":
+        raise ConfigError(f"rope kind {rope.kind!r} with divisors or yarn cannot be written for other engines; use Paceline itself")
+    values: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    if rope.kind == "linear":
+        values["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
+    if rope.kind == "llama3":
+        values["rope_scaling"] = {
+            "rope_type": "llama3", "factor": rope.factor, "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor, "original_max_position_embeddings": rope.original_context,
+        }  # fmt: skip
+    return values
+
+
+def _layer_config(config: LayeredConfig, target: Checkpoint, model_type: str, num_layers: int) -> dict[str, Any]:
+    return {
+        "model_type": model_type, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "num_hidden_layers": num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.rms_eps, "hidden_act": "silu",
+        "max_position_embeddings": target.config.max_context, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+        "torch_dtype": "float16", **_rope(config),
+    }  # fmt: skip
+
+
+def _words(head: Head) -> Tensors:
+    """The draft vocabulary as offsets, and as a mask of the target's."""
+    ids = head.tensors.get("draft_ids")
+    if ids is None:
+        return {}
+    mask = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+    mask[ids] = True
+    return {"d2t": ids.to(torch.int64) - torch.arange(len(ids)), "t2d": mask}
+
+
+def _weights(head: Head, layer: str) -> Tensors:
+    """All but the draft vocabulary; the one layer of an EAGLE head under another name."""
+    return {name.replace("midlayer.", layer): tensor for name, tensor in head.tensors.items() if name != "draft_ids"}
+
+
+def _eagle_for_speculators(head: Head, target: Checkpoint, verifier: str) -> Written:
+    config = head.config
+    assert isinstance(config, EagleConfig)
+    values = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.1.0",
+        "draft_vocab_size": config.draft_vocab_size, "norm_before_residual": config.norm_before_residual, "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": list(config.taps), "torch_dtype": "float16", "tie_word_embeddings": False,
+        "transformer_layer_config": _layer_config(config, target, "llama", 1),
+        "speculators_config": _proposal("eagle3", 5, verifier, target),
+    }  # fmt: skip
+    _refuse_normed_output(config)
+    return values, {**_weights(head, "layers.0."), **_words(head)}
+
+
+def _proposal(algorithm: str, num_tokens: int, verifier: str, target: Checkpoint) -> dict[str, Any]:
+    method = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    architecture = ARCHITECTURES.get(target.config.family, "LlamaForCausalLM")
+    return {
+        "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [method],
+        "verifier": {"name_or_path": verifier, "architectures": [architecture]},
+    }  # fmt: skip
+
+
+def _refuse_normed_output(config: EagleConfig) -> None:
+    if config.norm_output:
+        raise ConfigError("norm_output is true, which this format does not have; use format vllm")
+
+
+def _eagle_plain(head: Head, target: Checkpoint, verifier: str) -> Written:
+    """As vLLM's own EAGLE-3 files: hidden states are counted as we do."""
+    config = head.config
+    assert isinstance(config, EagleConfig)
+    values = {
+        "architectures": ["LlamaForCausalLMEagle3"], **_layer_config(config, target, "llama", 1),
+        "draft_vocab_size": config.draft_vocab_size, "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        "norm_before_residual": config.norm_before_residual, "norm_output": config.norm_output,
+    }  # fmt: skip
+    return values, {**_weights(head, "midlayer."), **_words(head)}
+
+
+def _eagle_published(head: Head, target: Checkpoint, verifier: str) -> Written:
+    """As the authors and SpecForge write it; layers are named by their output, one less than we count."""
+    config = head.config
+    assert isinstance(config, EagleConfig)
+    _refuse_normed_output(config)
+    values, tensors = _eagle_plain(head, target, verifier)
+    del values["eagle_aux_hidden_state_layer_ids"], values["norm_output"]
+    if config.norm_before_residual:
+        raise ConfigError("norm_before_residual is true, which format eagle does not have; use format speculators")
+    if config.taps != default_taps(config.target_layers):
+        values["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps]}
+    return values, tensors
+
+
+def _medusa_for_vllm(head: Head, target: Checkpoint, verifier: str) -> Written:
+    config = head.config
+    assert isinstance(config, MedusaConfig)
+    values = {
+        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.draft_vocab_size, "num_heads": config.num_heads_ahead, "num_hidden_layers": config.num_blocks,
+        "original_lm_head": True, "medusa_fc_bias": True, "max_paths": 64, "topk": 10, "torch_dtype": "float16",
+    }  # fmt: skip
+    tensors = {("lm_heads.0.weight" if name == "lm_head.weight" else name): t for name, t in head.tensors.items() if name != "draft_ids"}
+    if "draft_ids" in head.tensors:
+        tensors["token_map"] = head.tensors["draft_ids"].to(torch.int64)
+    return values, tensors
+
+
+def _dflash_values(config: DflashConfig, target: Checkpoint) -> dict[str, Any]:
+    if config.markov_rank:
+        raise ConfigError(f"markov_rank is {config.markov_rank}, and other engines read no Markov head of a reduced vocabulary")
+    return _layer_config(config, target, "qwen3", config.num_layers)
+
+
+def _dflash_plain(head: Head, target: Checkpoint, verifier: str) -> Written:
+    """As z-lab writes it; layers are named by their output, and the target's own output layer speaks."""
+    config = head.config
+    assert isinstance(config, DflashConfig)
+    if config.has_lm_head or config.draft_vocab_size < config.vocab_size:
+        raise ConfigError("this DFlash head has an output layer of its own, which format vllm does not have; use format speculators")
+    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
+    own["sample_from_anchor"] = config.sample_from_anchor
+    values = {
+        "architectures": ["DFlashDraftModel"], **_dflash_values(config, target), "block_size": config.block_size,
+        "num_target_layers": config.target_layers, "dflash_config": own,
+    }  # fmt: skip
+    return values, {name: tensor for name, tensor in head.tensors.items() if name != "lm_head.weight"}
+
+
+def _dflash_for_speculators(head: Head, target: Checkpoint, verifier: str) -> Written:
+    config = head.config
+    assert isinstance(config, DflashConfig)
+    values = {
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "speculators_version": "0.1.0",
+        "draft_vocab_size": config.draft_vocab_size, "block_size": config.block_size, "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": list(config.taps), "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor, "torch_dtype": "float16",
+        "transformer_layer_config": _dflash_values(config, target),
+        "speculators_config": _proposal("dflash", config.num_drafts, verifier, target),
+    }  # fmt: skip
+    return values, {**_weights(head, ""), **_words(head)}
+
+
+_WRITERS: dict[tuple[str, str], Callable[[Head, Any, str], Written]] = {
+    ("eagle", "speculators"): _eagle_for_speculators,
+    ("eagle", "vllm"): _eagle_plain,
+    ("eagle", "eagle"): _eagle_published,
+    ("medusa", "vllm"): _medusa_for_vllm,
+    ("dflash", "speculators"): _dflash_for_speculators,
+    ("dflash", "vllm"): _dflash_plain,
+}

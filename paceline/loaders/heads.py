@@ -1,0 +1,96 @@
+"""Opens a learned head for a target: our own format, and those of other projects, told apart by what their config says.
+
+Invariant: what comes out fits the target, or it is an error that names both; a head in our format says by a hash for which weights it was
+trained, one of another project is known by its sizes alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.errors import ModelFileError
+from paceline.loaders.head_files import Head, HeadFiles
+from paceline.models.head_config import HeadConfig, check_target, read_head_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.loaders.checkpoint import Checkpoint
+
+log = logging.getLogger("paceline")
+
+
+class Dialect(Protocol):
+    """One module for each family of formats."""
+
+    def matches(self, files: HeadFiles) -> bool: ...
+    def read(self, files: HeadFiles, target: Checkpoint) -> Head: ...
+
+
+def open_head(model: str, target: Checkpoint, kinds: Sequence[str], progress: bool = True) -> Head:
+    """The head in a folder (or of a Hugging Face name), of one of these kinds, for this target."""
+    from paceline.loaders import hub
+
+    folder = hub.resolve(model, progress=progress)
+    if not folder.is_dir():
+        raise ModelFileError(f"{folder} is a model file where a head is expected; give the folder of a head: config.json and .safetensors")
+    files = HeadFiles(folder)
+    head = _read(files, target)
+    if head.config.kind not in kinds:
+        raise ModelFileError(f"{folder} holds a head of kind {head.config.kind!r}, not {' or '.join(map(repr, kinds))}; use that method")
+    _check_sizes(head.config, target, head.where)
+    _check_ids(head)
+    if not head.config.has_lm_head and head.config.kind in ("eagle", "dflash", "draft"):
+        head.tensors["lm_head.weight"] = _output_rows(target, head.tensors.get("draft_ids"))
+    log.info(
+        "%s: a %s head in the %s format, reading the target's layers %s", folder, head.config.kind, head.dialect, head.config.hidden_layers
+    )
+    return head
+
+
+def _read(files: HeadFiles, target: Checkpoint) -> Head:
+    if "paceline_head" in files.values:
+        config = read_head_config(files.values, str(files.folder / "config.json"))
+        check_target(config, target, files.where)
+        return Head(config, files.read(config.tensor_shapes()), files.where, "paceline")
+    for dialect in _dialects():
+        if dialect.matches(files):
+            return dialect.read(files, target)
+    shown = files.values.get("architectures") or files.values.get("model_type")
+    raise ModelFileError(
+        f"{files.folder} is not a head that is known (architectures {shown!r}); use one of paceline train, EAGLE, Medusa, DFlash or "
+        "an MLP speculator"
+    )
+
+
+def _dialects() -> list[Dialect]:
+    from paceline.loaders import heads_dflash, heads_eagle, heads_medusa, heads_mlp
+
+    return [heads_dflash, heads_medusa, heads_mlp, heads_eagle]
+
+
+def _check_sizes(config: HeadConfig, target: Checkpoint, where: str) -> None:
+    model = target.config
+    wanted = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size, "target_layers": model.num_layers}
+    for name, size in wanted.items():
+        if getattr(config, name) != size:
+            raise ModelFileError(
+                f"{where}: this {config.kind} head was made for {config.target_name} with {name} {getattr(config, name)}, "
+                f"and {target.name} has {size}; use a head of this target"
+            )
+
+
+def _check_ids(head: Head) -> None:
+    ids = head.tensors.get("draft_ids")
+    if ids is None:
+        return
+    is_inside = int(ids.min()) >= 0 and int(ids.max()) < head.config.vocab_size
+    if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
+        raise ModelFileError(f"{head.where}: the draft vocabulary is not an ascending list of the target's tokens; the file is damaged")
+
+
+def _output_rows(target: Checkpoint, ids: torch.Tensor | None) -> torch.Tensor:
+    weight = target.tensor("embed_tokens.weight" if target.config.tie_embeddings else "lm_head.weight")
+    return weight if ids is None else weight[ids]

@@ -1,0 +1,98 @@
+"""The nouns between a drafter and what runs its head: rows with the target's features, nodes of a tree, and how guesses are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Row(NamedTuple):
+    """A position of a text as a pass of the target showed it."""
+
+    position: int
+    hidden: dict[int, torch.Tensor]  # layer -> [rows, hidden] of that pass
+    at: int  # which row of them
+
+
+class Feed(NamedTuple):
+    """Rows of one sequence, one after the other, with true features."""
+
+    place: Any  # its keys and values
+    start: int  # where the first row goes, and its position
+    tokens: Sequence[int]
+    rows: Sequence[Row]
+
+
+class BlockFeed(NamedTuple):
+    """Features of one sequence, one after the other, and the token that a block begins with."""
+
+    place: Any
+    start: int
+    rows: Sequence[Row]
+    root: int
+
+
+class Node(NamedTuple):
+    """A row of a tree's level."""
+
+    place: Any
+    at: int  # where its keys and values go
+    position: int
+    token: int
+    source: Any  # what its parent put out
+    seen: int  # rows of the text
+    others: Sequence[int]  # where its ancestors lie, and itself
+
+
+class Speaker(NamedTuple):
+    """How guesses are made for a request."""
+
+    temperature: float  # 0: the likeliest
+    seed: int
+    position: int  # of the first token that is guessed
+
+
+class Said(NamedTuple):
+    logits: torch.Tensor  # [n, draft vocabulary]; the next call may overwrite them
+    outputs: Sequence[Any]  # [n]: each a source for nodes that follow
+
+
+class Guesses(NamedTuple):
+    """[steps][requests]; fewer steps than asked for where nothing likely was left."""
+
+    tokens: list[list[int]]
+    chances: list[list[float]]  # of the paths
+
+
+class ChainBackend(Protocol):
+    """A head that drafts token by token."""
+
+    def place(self) -> Any: ...  # an empty sequence
+    def fork(self, place: Any, length: int) -> Any: ...  # another with the same first rows
+    def can_guess(self, temperature: float) -> bool: ...
+    def read(self, feeds: Sequence[Feed]) -> None: ...
+    def begin(self, feeds: Sequence[Feed]) -> Said: ...  # after the last row of each
+    def level(self, nodes: Sequence[Node]) -> Said: ...
+    def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses: ...
+
+
+class BlockBackend(Protocol):
+    """A head that drafts a block in one pass."""
+
+    def place(self) -> Any: ...
+    def fork(self, place: Any, length: int) -> Any: ...
+    def can_guess(self, temperature: float) -> bool: ...
+    def read(self, feed: BlockFeed) -> None: ...
+    def guess(self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int) -> Guesses: ...
+    def logits(self, feeds: Sequence[BlockFeed], steps: int) -> torch.Tensor: ...  # [steps, requests, draft vocabulary], no Markov head
+
+
+class SideBackend(Protocol):
+    """Heads beside the target's own, on its last hidden state."""
+
+    def can_guess(self, temperature: float) -> bool: ...
+    def guess(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Guesses: ...
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor: ...  # [heads, requests, draft vocabulary]

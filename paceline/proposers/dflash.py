@@ -1,0 +1,82 @@
+"""DFlash: a small head drafts a whole block in one pass, with the target's hidden states as keys and values of each of its layers.
+
+Rows of the text are taken in once; the block's own rows lie behind them and are overwritten by what the target shows next. A Markov head,
+where there is one, adds to a token's logits what the token before it makes likely, so a tree's nodes differ with their parents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from paceline.models.head_config import DflashConfig
+from paceline.models.head_rows import BlockFeed, Guesses
+from paceline.proposers.base import Surroundings
+from paceline.proposers.features import Library, Read
+from paceline.proposers.grow import Growth
+from paceline.proposers.head_backends import block_backend
+from paceline.proposers.heads import Asked, HeadDrafter, HeadDrafterConfig, Pairs
+from paceline.types import Draft, Request
+
+CHUNK = 256  # rows: where more wait, they are taken in before
+
+
+class Dflash(HeadDrafter):
+    name = "dflash"
+    kinds = ("dflash",)
+
+    def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
+        super().__init__(config, surroundings)
+        assert isinstance(self.head.config, DflashConfig)
+        self._backend = block_backend(self.head, surroundings)
+        self._library = Library(self._backend.fork, self._read_all, lookahead=0)
+        self._most = self.head.config.num_drafts
+        self._tree = replace(config, tree_depth=min(config.tree_depth or self._most, self._most))
+        self._words = None if self._ids is None else {int(token): i for i, token in enumerate(self._ids)}
+
+    def can_guess(self, temperature: float) -> bool:
+        return self._backend.can_guess(temperature)
+
+    def guess(self, asked: Sequence[Asked]) -> Guesses:
+        steps = min(max(a.limit for a in asked), self._most)
+        return self._backend.guess(self._feeds(asked), [a.speaker for a in asked if a.speaker is not None], steps)
+
+    def grow(self, asked: Sequence[Asked]) -> list[Draft]:
+        logits = self._backend.logits(self._feeds(asked), self._most)  # [steps, requests, words]
+
+        def speak(growths: list[Growth], pairs: Pairs) -> torch.Tensor:
+            found = torch.stack([logits[growths[i].depth, i] for i, _ in pairs])
+            return found + self._markov([growths[i].tokens[node] for i, node in pairs], found)
+
+        return self.grow_all(asked, speak, self._tree)
+
+    def _markov(self, tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """What each token adds to the logits of the next: [n, words]."""
+        config, tensors = self.head.config, self.head.tensors
+        if not isinstance(config, DflashConfig) or not config.markov_rank:
+            return torch.zeros((), device=like.device)
+        words = tokens if self._words is None else [self._words.get(token, config.draft_vocab_size) for token in tokens]
+        return (tensors["markov_w1.weight"][list(words)] @ tensors["markov_w2.weight"].T).to(like)
+
+    def _feeds(self, asked: Sequence[Asked]) -> list[BlockFeed]:
+        feeds = []
+        for text, _, _ in asked:
+            read = self._library.reads.get(text.request.id)
+            if read is None:
+                read = self._library.reads[text.request.id] = Read(text, self._backend.place())
+                self._library.begin(read)
+            if len(text.waiting) > CHUNK:
+                self._read_all(read, keeping=1)
+            start, rows = read.count, read.take(len(text.waiting))
+            feeds.append(BlockFeed(read.place, start, rows, text.request.tokens[-1]))
+        return feeds
+
+    def _read_all(self, read: Read, keeping: int = 0) -> None:
+        start, rows = read.count, read.take(len(read.text.waiting) - keeping)
+        self._backend.read(BlockFeed(read.place, start, rows, 0))
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        self._library.finish(request.id)

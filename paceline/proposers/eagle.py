@@ -1,0 +1,97 @@
+"""EAGLE: a head of one layer drafts from the target's hidden states, token by token, then on from its own output.
+
+The pair (hidden state of position t, token of position t + 1) is one row of the head. Rows of the text are read with true features; what
+the head guesses lies behind them and is overwritten in the next round, so nothing has to be rolled back.
+With a width the draft is EAGLE-2's tree: the best paths by the product of the head's probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.models.head_rows import Feed, Guesses, Node
+from paceline.proposers.base import Surroundings
+from paceline.proposers.features import Library, Read
+from paceline.proposers.grow import Growth
+from paceline.proposers.head_backends import chain_backend
+from paceline.proposers.heads import Asked, HeadDrafter, HeadDrafterConfig, Pairs
+from paceline.types import Draft, Request
+
+CHUNK = 256  # rows: where more wait, all but the last are read before
+
+
+@dataclass(slots=True)
+class _Nodes:
+    """Where the rows of a growing tree lie, and what the head put out there."""
+
+    read: Read
+    places: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    def node(self, growth: Growth, n: int) -> Node:
+        start, path = self.read.count, [n]
+        self.places[n] = start + len(self.places)
+        while growth.parents[path[-1]] > 0:
+            path.append(growth.parents[path[-1]])
+        others, source = [self.places[each] for each in reversed(path)], self.outputs[growth.parents[n]]
+        return Node(self.read.place, self.places[n], start - 1 + len(path), growth.tokens[n], source, start, others)
+
+
+class Eagle(HeadDrafter):
+    name = "eagle"
+    kinds = ("eagle",)
+
+    def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
+        super().__init__(config, surroundings)
+        self._backend, self._tree = chain_backend(self.head, surroundings), config
+        self._library = Library(self._backend.fork, self._read_all, lookahead=1)
+
+    def can_guess(self, temperature: float) -> bool:
+        return self._backend.can_guess(temperature)
+
+    def guess(self, asked: Sequence[Asked]) -> Guesses:
+        speakers = [a.speaker for a in asked if a.speaker is not None]
+        return self._backend.guess(self._feeds(asked), speakers, max(a.limit for a in asked), self.config.confidence_threshold)
+
+    def grow(self, asked: Sequence[Asked]) -> list[Draft]:
+        feeds = self._feeds(asked)
+        trees = [_Nodes(self._library.reads[a.text.request.id]) for a in asked]
+
+        def speak(growths: list[Growth], pairs: Pairs) -> torch.Tensor:
+            if not trees[0].outputs:
+                said = self._backend.begin(feeds)
+            else:
+                said = self._backend.level([trees[i].node(growths[i], n) for i, n in pairs])
+            for (i, n), output in zip(pairs, said.outputs, strict=True):
+                trees[i].outputs[n] = output
+            return said.logits
+
+        return self.grow_all(asked, speak, self._tree)
+
+    def _feeds(self, asked: Sequence[Asked]) -> list[Feed]:
+        """What the head has not read of each text."""
+        feeds = []
+        for text, _, _ in asked:
+            read = self._library.reads.get(text.request.id)
+            if read is None:
+                read = self._library.reads[text.request.id] = Read(text, self._backend.place())
+                self._library.begin(read)
+            if len(text.waiting) > CHUNK:
+                self._backend.read([self._take(read, len(text.waiting) - 1)])
+            feeds.append(self._take(read, len(text.waiting)))
+        return feeds
+
+    def _take(self, read: Read, count: int) -> Feed:
+        start, rows = read.count, read.take(count)
+        return Feed(read.place, start, [read.tokens[row.position + 1] for row in rows], rows)
+
+    def _read_all(self, read: Read) -> None:
+        self._backend.read([self._take(read, len(read.text.waiting))])
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        self._library.finish(request.id)

@@ -1,0 +1,246 @@
+"""The engine as the HTTP side sees it: a table of calls, a process that is kept alive, and the queue's bound.
+
+Invariant: every call ends: by its own end, an abort, an error of the engine, or the engine's death. A call that nobody waits for is
+aborted, which frees its blocks before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from paceline.errors import ModelError
+from paceline.server import wire
+from paceline.server.calls import Call
+from paceline.server.config import ServerConfig
+from paceline.server.errors import ApiError, engine_lost, from_engine
+from paceline.server.logs import log
+from paceline.server.metrics import Metrics
+from paceline.server.process import EngineProcess
+
+State = Literal["starting", "ok", "restarting", "draining"]
+PING_EVERY_S = 1.0
+BACKOFF_S, MOST_BACKOFF_S = 0.2, 30.0
+STABLE_S = 60.0  # an engine that lived so long starts the backoff anew
+
+
+class EngineClient:
+    def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
+        self.config, self.metrics = config, metrics
+        self.info: dict[str, Any] = {}
+        self.num_restarts = 0
+        self.is_draining = False
+        self.started = asyncio.Event()  # the engine is there, or never will be
+        self.fatal: str | None = None  # why the engine could not be started at all
+        self._process: EngineProcess | None = None
+        self._is_ready = False
+        self._calls: dict[str, tuple[Call, int]] = {}  # by the id of a part
+        self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._heard_at = 0.0
+
+    @property
+    def state(self) -> State:
+        if self.is_draining:
+            return "draining"
+        if self._is_ready:
+            return "ok"
+        return "restarting" if self.num_restarts else "starting"
+
+    @property
+    def num_calls(self) -> int:
+        return len({call.name for call, _ in self._calls.values()})
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(call.num_choices for call, _ in self._calls.values())
+
+    # Asking
+
+    @asynccontextmanager
+    async def call(self, parts: Sequence[dict[str, Any]], num_choices: int) -> AsyncIterator[Call]:
+        """A request to the engine, admitted. When the block is left it is over, or it is aborted."""
+        self._check_open()
+        self._check_room(len(parts) * num_choices)
+        name = secrets.token_hex(8)
+        call = Call(name, list(parts), num_choices)
+        process = self._process
+        assert process is not None, "open means that there is a process"
+        for index, part in enumerate(parts):
+            self._calls[f"{name}.{index}"] = (call, index)
+            process.send({"do": "add", "id": f"{name}.{index}", **part})
+        timer = asyncio.get_running_loop().call_later(self.config.request_timeout, call.fail, self._too_slow())
+        try:
+            await call.admitted()
+            yield call
+        finally:
+            timer.cancel()
+            self._leave(call)
+
+    async def ask(self, message: dict[str, Any]) -> Any:
+        """A question that needs no engine step, such as what the tokens of a text are."""
+        self._check_open()
+        assert self._process is not None
+        name = secrets.token_hex(8)
+        answer = self._answers[name] = asyncio.get_running_loop().create_future()
+        try:
+            self._process.send({**message, "id": name})
+            return await asyncio.wait_for(answer, self.config.request_timeout)
+        except TimeoutError:
+            raise self._too_slow() from None
+        finally:
+            self._answers.pop(name, None)
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(
+            504, f"the request took longer than {self.config.request_timeout:g} seconds; ask for fewer tokens", "request_timeout"
+        )
+
+    def _check_open(self) -> None:
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down; send the request to another", "draining", None, 5)
+        if not self._is_ready:
+            raise ApiError(503, f"the engine is {self.state}; try again in a moment", "engine_unavailable", None, 2)
+
+    def _check_room(self, num_new: int) -> None:
+        room, now = self.info["max_num_seqs"] + self.config.max_queue, self.num_sequences
+        if num_new > room:
+            raise ApiError(
+                400, f"the request asks for {num_new} answers, and {room} may run or wait; ask for fewer", "too_many_choices", "n"
+            )
+        if now + num_new > room:
+            raise ApiError(429, f"{now} answers are running or waiting, and {room} may; try again later", "queue_full", None, 1)
+
+    def _leave(self, call: Call) -> None:
+        """Forget a call; what of it is still running is stopped."""
+        for index in range(len(call.parts)):
+            name = f"{call.name}.{index}"
+            first = index * call.num_choices
+            is_done = all(choice in call.ends for choice in range(first, first + call.num_choices))
+            if self._calls.pop(name, None) is not None and not is_done and self._process is not None and self._is_ready:
+                self._process.send({"do": "abort", "id": name})
+
+    # Listening
+
+    async def run(self) -> None:
+        """Keep an engine alive until cancelled."""
+        backoff = BACKOFF_S
+        while True:
+            begun = time.monotonic()
+            try:
+                await self._serve_one()
+            finally:
+                self._lose()
+            if self.fatal is not None:
+                return
+            backoff = BACKOFF_S if time.monotonic() - begun > STABLE_S else min(backoff * 2, MOST_BACKOFF_S)
+            self.num_restarts += 1
+            self.metrics.count("engine_restarts")
+            log("engine restarting", logging.WARNING, restarts=self.num_restarts, backoff_s=round(backoff, 2))
+            await asyncio.sleep(backoff)
+
+    async def _serve_one(self) -> None:
+        """One engine process from its birth to its death."""
+        started = time.monotonic()
+        setup = {"engine": self.config.engine_options(), "limits": self.config.limits(), "log_level": self.config.log_level}
+        async with EngineProcess.start(setup) as process:
+            self._process, self._heard_at = process, time.monotonic()
+            self.metrics.gauge("engine_pid", process.pid)
+            guard = asyncio.create_task(self._guard(process))
+            try:
+                while (message := await wire.read(process.reader)) is not None:
+                    self._heard_at = time.monotonic()
+                    self._take(message, started)
+            finally:
+                guard.cancel()
+            status = await process.wait()
+            if not self._is_ready and not self.started.is_set() and self.fatal is None:
+                self.fatal = f"the engine ended with status {status} while it was starting; see the lines above"
+                self.started.set()
+            log("engine ended", logging.WARNING, status=status, calls=self.num_calls)
+
+    async def _guard(self, process: EngineProcess) -> None:
+        """An engine that gives no sign of life for too long is killed; `run` starts another."""
+        while True:
+            await asyncio.sleep(PING_EVERY_S)
+            if not self._is_ready:
+                continue  # reading a model may take its time
+            process.send({"do": "ping"})
+            if time.monotonic() - self._heard_at > self.config.engine_timeout:
+                log("engine does not answer", logging.ERROR, seconds=self.config.engine_timeout)
+                process.kill()
+
+    def _take(self, message: wire.Message, started: float) -> None:
+        kind = message["is"]
+        if kind == "step":
+            for said in message.get("said", ()):
+                self._deliver(said)
+            self.metrics.step(message)
+        elif kind == "admitted":
+            if message["id"] in self._calls:
+                call, part = self._calls[message["id"]]
+                call.admit(part, message)
+        elif kind == "refused":
+            self._refuse(message)
+        elif kind == "answer":
+            if message["id"] in self._answers and not self._answers[message["id"]].done():
+                self._answers[message["id"]].set_result(message["value"])
+        elif kind == "ready":
+            self.info, self._is_ready = message, True
+            self.metrics.engine_up(True, time.monotonic() - started)
+            log(
+                "engine ready", seconds=round(time.monotonic() - started, 2), context=message["max_model_len"], blocks=message["num_blocks"]
+            )
+            self.started.set()
+        elif kind == "failed":
+            if not self.started.is_set():
+                self.fatal = message["message"]
+                self.started.set()
+            log("engine cannot start", logging.ERROR)
+
+    def _deliver(self, said: dict[str, Any]) -> None:
+        entry = self._calls.get(said["id"])
+        if entry is not None:  # else it was left meanwhile, and an abort is on its way
+            call, part = entry
+            self.metrics.heard(call, said)
+            call.hear(part, said)
+
+    def _refuse(self, message: wire.Message) -> None:
+        if message["id"] in self._calls:
+            self._calls[message["id"]][0].fail(from_engine(message["error"]))
+        elif message["id"] in self._answers and not self._answers[message["id"]].done():
+            self._answers[message["id"]].set_exception(from_engine(message["error"]))
+
+    def _lose(self) -> None:
+        """The engine is gone, and with it everything it was doing."""
+        self._is_ready, self._process = False, None
+        self.metrics.engine_up(False)
+        for call, _ in self._calls.values():
+            if not call.is_over:
+                call.fail(engine_lost())
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(engine_lost())
+
+    def cut_off(self) -> None:
+        """End what is still running: the time to finish is up."""
+        for call, _ in list(self._calls.values()):
+            if not call.is_over:
+                call.fail(ApiError(503, "the server is shutting down; send the request to another", "draining", None, 5))
+
+    async def drained(self, seconds: float) -> bool:
+        """Wait until no call is left; False if that took too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._calls:
+                    await asyncio.sleep(0.02)
+        return not self._calls
+
+    def raise_if_fatal(self) -> None:
+        if self.fatal is not None:
+            raise ModelError(self.fatal)

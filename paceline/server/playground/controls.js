@@ -1,0 +1,91 @@
+// The settings: what the form holds, as fields of a request. A field left empty is not sent, so the server's default stands.
+import { byId } from "./dom.js";
+import { useKey, key } from "./api.js";
+import { learn } from "./sources.js";
+
+const NUMBERS = { "max-tokens": "max_tokens", seed: "seed", "top-k": "top_k", "min-p": "min_p", "repetition-penalty": "repetition_penalty" };
+const form = byId("settings");
+
+export function start(onKey) {
+  for (const id of ["temperature", "top-p", "k"]) byId(id).addEventListener("input", showValues);
+  byId("key").value = key.get();
+  byId("key").addEventListener("change", () => {
+    useKey(byId("key").value);
+    onKey();
+  });
+  form.addEventListener("submit", (event) => event.preventDefault());
+  byId("settings-open").addEventListener("click", () => openPanel());
+  byId("settings-close").addEventListener("click", closePanel);
+  showValues();
+}
+
+function showValues() {
+  byId("temperature-shown").textContent = Number(byId("temperature").value) === 0 ? "0, greedy" : byId("temperature").value;
+  byId("top-p-shown").textContent = byId("top-p").value;
+  byId("k-shown").textContent = isUncapped() ? "as many as pay" : byId("k").value === "0" ? "none" : `at most ${byId("k").value}`;
+}
+
+function isUncapped() {
+  return byId("k").value === byId("k").max;
+}
+
+/** What the server can draft with. */
+export function offer(speculative) {
+  const most = speculative?.num_speculative_tokens ?? 0;
+  const drafters = speculative?.drafters ?? [];
+  const names = speculative?.selectable ?? drafters;
+  const choices = [["auto", "auto: as the server was started"], ...names.map((name) => [name, name]), ["off", "off: plain decoding"]];
+  const before = byId("drafter").value;
+  byId("drafter").replaceChildren(...choices.map(([value, text]) => new Option(text, value)));
+  byId("drafter").value = choices.some(([value]) => value === before) ? before : "auto";
+  if (most > 0) Object.assign(byId("k"), { max: most, value: most });
+  byId("drafter").disabled = byId("k").disabled = most === 0;
+  byId("drafting-note").hidden = most > 0;
+  byId("drafting-note").textContent = most > 0 ? "" : "This server was started without drafts; start it with --speculative-config auto.";
+  learn(drafters);
+  showValues();
+}
+
+/** Opens the panel (a sheet on narrow pages) and puts the focus into a field. */
+export function openPanel(id = "drafter") {
+  document.body.classList.add("settings-shown");
+  byId("settings-open").setAttribute("aria-expanded", "true");
+  byId(id).focus();
+}
+
+export function closePanel() {
+  if (!document.body.classList.contains("settings-shown")) return false;
+  document.body.classList.remove("settings-shown");
+  byId("settings-open").setAttribute("aria-expanded", "false");
+  byId("settings-open").focus();
+  return true;
+}
+
+/** False, with the browser's own words at the field, when a value cannot be used. */
+export function isValid() {
+  const wrong = form.querySelector(":invalid:not(fieldset)");
+  if (!wrong) return true;
+  wrong.closest("details")?.setAttribute("open", "");
+  openPanel(wrong.id);
+  return form.reportValidity();
+}
+
+export function sampling() {
+  const fields = { temperature: Number(byId("temperature").value), top_p: Number(byId("top-p").value) };
+  for (const [id, name] of Object.entries(NUMBERS)) if (byId(id).value !== "") fields[name] = Number(byId(id).value);
+  if (byId("stop-text").value) fields.stop = [byId("stop-text").value];
+  return fields;
+}
+
+/** The `speculative` field; `method` overrides the form's. */
+export function speculative(method = byId("drafter").value) {
+  const asked = { details: byId("details").checked };
+  if (method !== "auto") asked.method = method;
+  if (method !== "off" && !isUncapped() && !byId("k").disabled) asked.num_speculative_tokens = Number(byId("k").value);
+  return asked;
+}
+
+export function systemMessages() {
+  const text = byId("system").value.trim();
+  return text ? [{ role: "system", content: text }] : [];
+}

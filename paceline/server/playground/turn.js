@@ -1,0 +1,58 @@
+// One answer from request to end: streams it into an Answer and a Tally.
+// What arrives is drawn in batches: drawing every token by itself would take the engine's cores where both share a machine.
+import { events } from "./api.js";
+import { Answer } from "./answer.js";
+import { Tally, shown } from "./numbers.js";
+
+const DRAW_MS = 100;
+const ENDS = { length: "reached max tokens", stop: "", content_filter: "filtered", tool_calls: "called a tool" };
+
+export class Turn {
+  constructor() {
+    this.answer = new Answer();
+    this.tally = new Tally();
+    this.end = null; // the server's finish_reason, or "stopped"
+    this._undrawn = [];
+  }
+
+  /** Writes until the end or until `signal` says stop; throws what the server or the network did wrong, keeping what was written. */
+  async write(body, signal, onChange) {
+    const drawing = setInterval(() => this._draw() && onChange(this), DRAW_MS);
+    try {
+      for await (const event of events("/v1/chat/completions", body, signal)) this._take(event);
+    } catch (error) {
+      if (error.name !== "AbortError") throw error;
+      this.end = "stopped";
+    } finally {
+      clearInterval(drawing);
+      this._draw();
+      this.answer.finish();
+      onChange(this);
+    }
+  }
+
+  _take(event) {
+    const choice = event.choices?.[0];
+    if (choice) {
+      this._undrawn.push(choice);
+      this.tally.add(choice.speculative);
+      this.end = choice.finish_reason ?? this.end;
+    }
+    if (event.usage) this.tally.finish(event.usage);
+  }
+
+  _draw() {
+    const chunks = this._undrawn.splice(0);
+    for (const chunk of chunks) this.answer.add(chunk.delta?.content, chunk.speculative);
+    return chunks.length > 0;
+  }
+
+  /** "128 tokens in 61 passes · 143.2 tokens/s" */
+  get summary() {
+    const passes = this.tally.final?.speculative?.num_steps ?? this.tally.passes;
+    const parts = [`${this.tally.numTokens} tokens${passes ? ` in ${passes} passes` : ""}`];
+    if (this.tally.speed) parts.push(`${shown(this.tally.speed, 1)} tokens/s`);
+    const end = this.end === "stopped" ? "stopped by you" : ENDS[this.end] ?? this.end;
+    return [...parts, end].filter(Boolean).join(" · ");
+  }
+}

@@ -1,0 +1,115 @@
+"""From what a client wrote to engine requests: chat templates, tokens, limits and grammars. Runs in the engine process, beside the steps.
+
+Invariant: what it refuses is refused before anything is queued, by a PacelineError; it changes nothing that the engine reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import RequestError
+from paceline.params import SamplingParams
+from paceline.server.details import Watcher
+from paceline.server.grammar_check import GrammarChecker
+
+if TYPE_CHECKING:
+    from paceline.build import Built
+    from paceline.engine.engine import Engine
+    from paceline.intake import Intake
+    from paceline.loaders.tokenizer import Tokenizer
+    from paceline.types import Request
+
+
+class TooLong(RequestError):
+    """A prompt that the context or a limit of the server does not hold."""
+
+
+@dataclass(slots=True)
+class Preparer:
+    tokenizer: Tokenizer
+    engine: Engine
+    intake: Intake
+    max_prompt_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    watcher: Watcher = field(init=False)
+    checker: GrammarChecker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watcher = Watcher(self.tokenizer)
+        self.checker = GrammarChecker(self.tokenizer, self.intake.vocab_size)
+
+    def prepare(self, message: Mapping[str, Any]) -> Any:
+        """For an `add` its requests, else the answer itself."""
+        if message["do"] == "detokenize":
+            return {"prompt": self._decode(message["tokens"])}
+        try:
+            tokens = self._tokens(message["prompt"])
+        except RecursionError:
+            raise RequestError("the messages are nested too deeply; flatten them") from None
+        if message["do"] == "tokenize":
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.config.max_model_len}
+        return self._requests(tokens, message)
+
+    def echo(self, request: Request) -> str:
+        """The prompt as text, for those who gave token ids and want it back."""
+        return self.tokenizer.decode(request.tokens[: request.num_prompt])
+
+    def _tokens(self, prompt: Mapping[str, Any]) -> list[int]:
+        if "tokens" in prompt:
+            return list(prompt["tokens"])
+        if "text" in prompt:
+            return self.tokenizer.encode(prompt["text"], add_special=prompt.get("add_special", True))
+        options = {"add_generation_prompt": prompt["add_generation_prompt"], "tools": prompt["tools"], **prompt["template_options"]}
+        return self.tokenizer.encode_chat(prompt["messages"], **options)
+
+    def _requests(self, tokens: list[int], message: Mapping[str, Any]) -> list[Request]:
+        context, limit = self.engine.config.max_model_len, self.max_prompt_tokens
+        if limit is not None and len(tokens) > limit:
+            raise TooLong(f"the prompt has {len(tokens):,} tokens; this server takes at most {limit:,}")
+        if len(tokens) >= context:
+            raise TooLong(f"the prompt has {len(tokens):,} tokens and the context holds {context:,}; shorten it to at most {context - 1:,}")
+        options = dict(message["params"])
+        if "max_tokens" not in options:  # as much as there is room for
+            room = context - len(tokens)
+            options["max_tokens"] = min(room, self.max_completion_tokens or room)
+        if "logit_bias" in options:  # JSON has no whole numbers for keys
+            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+        params = SamplingParams(**options)
+        if params.structured_outputs is not None:
+            self.checker.check(options["structured_outputs"])
+        requests = self.intake.requests(tokens, params, message.get("priority", 0))
+        self.engine.check_fits(requests[0])
+        return requests
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        known = self.intake.vocab_size
+        bad = next((token for token in tokens if not 0 <= token < known), None)
+        if bad is not None:
+            raise RequestError(f"tokens holds {bad}; the model's ids go from 0 to {known - 1}")
+        return self.tokenizer.decode(tokens, skip_special=False)
+
+
+def description(built: Built, speculative_config: Mapping[str, Any] | str | None, seconds: float) -> dict[str, Any]:
+    """What the HTTP side must know of the model and the drafters."""
+    drafters = [each.name for drafter in built.engine.policy.drafters for each in (drafter, *getattr(drafter, "drafters", ()))]
+    template = built.checkpoint.tokenizer_source().chat_template
+    config, kv = built.engine.config, built.engine.runner.kv
+    asked = speculative_config.get("method", "draft_model") if isinstance(speculative_config, Mapping) else speculative_config or "off"
+    is_pinned = isinstance(speculative_config, Mapping) and "num_speculative_tokens" in speculative_config
+    return {
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "num_blocks": kv.pool.num_blocks,
+        "has_template": template is not None,
+        "has_tools": template is not None and "tools" in template,
+        "speculative": {
+            "method": "hybrid" if isinstance(asked, list) else asked,
+            "drafters": drafters,
+            "selectable": [drafter.name for drafter in built.engine.policy.drafters],
+            "num_speculative_tokens": config.num_speculative_tokens,
+            "is_pinned": is_pinned,
+        },
+        "start_seconds": seconds,
+    }

@@ -1,0 +1,135 @@
+"""Tools: what a chat's functions look like to the model, and what of its words is a call.
+
+A template that knows tools writes them itself. For one that does not, they are put into the system message in the form that most open
+models were trained on: JSON between <tool_call> tags. Read back are calls in those tags, and answers that are nothing but JSON naming a
+function (an object or a list), which is how other families call and how a forced call is written.
+Invariant: text that is no call comes out unchanged, in order; a call comes out once, whole.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_SAYS_HOW = (
+    "You may call functions. They are described within <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
+    "For each call, write a JSON object with its name and arguments within tags:\n"
+    '<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
+)
+Calls = list[dict[str, Any]]
+
+
+def for_plain_template(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The same conversation for a template that knows neither tools nor their answers."""
+    written = [_in_words(message) for message in messages]
+    if not tools:
+        return written
+    text = _SAYS_HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if written and written[0]["role"] == "system":
+        first = {**written[0], "content": f"{written[0]['content']}\n\n{text}"}
+        return [first, *written[1:]]
+    return [{"role": "system", "content": text}, *written]
+
+
+def _in_words(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] in ("tool", "function"):
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    calls = [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in message["tool_calls"]]
+    return {"role": message["role"], "content": "\n".join([message["content"], *calls] if message["content"] else calls)}
+
+
+def forced_schema(tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
+    """A JSON schema whose texts are calls of one of the tools, or of the one that is named."""
+    chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": each["name"]}, "arguments": each.get("parameters") or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for each in chosen
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _as_calls(text: str, names: frozenset[str]) -> Calls:
+    """The calls in a JSON text; none if it is not JSON, or names no known function."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls = []
+    for each in value if isinstance(value, list) else [value]:
+        if not isinstance(each, dict) or each.get("name") not in names:
+            return []
+        arguments = each.get("arguments", each.get("parameters", {}))
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        function = {"name": each["name"], "arguments": written}
+        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+    return calls
+
+
+@dataclass(slots=True)
+class ToolReader:
+    """Reads an answer piece by piece."""
+
+    names: frozenset[str]
+    _held: str = ""  # not yet known to be text or call
+    _is_bare: bool | None = None  # the answer begins like JSON, so it may be a call without tags; None: nothing seen yet
+    _is_after_call: bool = False  # line ends between calls are nobody's words
+    calls: Calls = field(default_factory=list)
+
+    def read(self, text: str) -> tuple[str, Calls]:
+        """What is certainly text by now, and the calls that are complete."""
+        self._held = (self._held + text).lstrip("\n") if self._is_after_call else self._held + text
+        if self._is_bare is None and self._held.strip():
+            self._is_bare = self._held.lstrip()[0] in "{["
+        if self._is_bare is not False:
+            return "", []
+        said: list[str] = []
+        found: Calls = []
+        while OPEN in self._held:
+            before, _, rest = self._held.partition(OPEN)
+            self._say(said, before)
+            inside, tag, after = rest.partition(CLOSE)
+            if not tag:
+                self._held = OPEN + rest
+                return "".join(said), self._found(found)
+            calls = _as_calls(inside.strip(), self.names)
+            found += calls
+            if calls:
+                self._held, self._is_after_call = after.lstrip("\n"), True
+            else:  # tags around something else: the model's own words
+                self._say(said, OPEN + inside + CLOSE)
+                self._held = after
+        num_kept = _overlap(self._held, OPEN)
+        self._say(said, self._held[: len(self._held) - num_kept])
+        self._held = self._held[len(self._held) - num_kept :]
+        return "".join(said), self._found(found)
+
+    def _say(self, said: list[str], text: str) -> None:
+        said.append(text)
+        self._is_after_call = self._is_after_call and not text
+
+    def finish(self) -> tuple[str, Calls]:
+        """The answer has ended: what was held is a call if it can be read as one, else text."""
+        held, self._held = self._held, ""
+        inside = held.removeprefix(OPEN).strip()
+        calls = _as_calls(inside, self.names) if self._is_bare or held.startswith(OPEN) else []
+        return ("", self._found(calls)) if calls else (held, [])
+
+    def _found(self, calls: Calls) -> Calls:
+        self.calls += calls
+        return calls
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many characters at the end of a text may begin a tag."""
+    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)

@@ -1,0 +1,142 @@
+"""Attention of simulated draft steps: a row sees the keys of the text up to its position, and the keys of its own earlier steps.
+
+The text's part is an ordinary causal attention (a fused kernel) that also gives its log-sum; the few keys of the row's own chain are
+added to it afterwards, and the fused backward, given the joined output and log-sum, is exact for the joined softmax. So no mask of
+steps by steps is ever made. Invariant: equal to attention over the concatenated keys, which tests/test_train.py checks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    """-> output [B, H, S, D], log-sum [B, H, S], and what else the backward wants."""
+    if q.device.type == "cpu":
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=None, scale=scale)
+        return out, log_sum, ()
+    out, log_sum, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    return out, log_sum, tuple(rest[:6])
+
+
+def _fused_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor,
+                    rest: tuple[Any, ...], scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ops = torch.ops.aten
+    if q.device.type == "cpu":
+        found = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, log_sum, 0.0, True, attn_mask=None, scale=scale
+        )  # fmt: skip
+    else:
+        cum_q, cum_k, max_q, max_k, seed, offset = rest
+        found = ops._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, log_sum, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset, scale=scale
+        )  # fmt: skip
+    return tuple(found)
+
+
+class _ChainAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        batch, heads, length, dim = k.shape
+        full = _spread(q, rows, batch, length)  # [B, H, S, D]
+        out, log_sum, ctx.rest = _fused(full, k, v, scale)
+        mine = out.transpose(1, 2).reshape(-1, heads, dim)[rows].float()  # [N, H, D]
+        base = log_sum.transpose(1, 2).reshape(-1, heads)[rows].float()  # [N, H]
+        scores = torch.einsum("nhd,nkhd->nhk", q.float(), own_k.float()) * scale
+        total = torch.logsumexp(torch.cat([base[..., None], scores], -1), -1)  # [N, H]
+        weights = (scores - total[..., None]).exp()
+        joined = mine * (base - total).exp()[..., None] + torch.einsum("nhk,nkhd->nhd", weights, own_v.float())
+        joined = joined.to(q.dtype)
+        ctx.save_for_backward(q, own_k, own_v, k, v, rows, joined, total, out, log_sum, weights)
+        ctx.scale = scale
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, own_k, own_v, k, v, rows, joined, total, out, log_sum, weights = ctx.saved_tensors
+        grad, scale = grads[0].contiguous(), ctx.scale
+        batch, length = k.shape[0], k.shape[2]
+        out, log_sum = out.clone(memory_format=torch.contiguous_format), log_sum.clone()
+        b, t = rows // length, rows % length
+        out[b, :, t], log_sum[b, :, t] = joined, total.to(log_sum.dtype)
+        full_q, full_grad = _spread(q, rows, batch, length), _spread(grad, rows, batch, length)
+        to_q, to_k, to_v = _fused_backward(full_grad, full_q, k, v, out, log_sum, ctx.rest, scale)
+        to_q = to_q[b, :, t].float()
+        wide = grad.float()
+        delta = (wide * joined.float()).sum(-1, keepdim=True)  # [N, H, 1]
+        slopes = weights * (torch.einsum("nhd,nkhd->nhk", wide, own_v.float()) - delta) * scale
+        to_q = to_q + torch.einsum("nhk,nkhd->nhd", slopes, own_k.float())
+        to_own_k = torch.einsum("nhk,nhd->nkhd", slopes, q.float())
+        to_own_v = torch.einsum("nhk,nhd->nkhd", weights, wide)
+        return to_q.to(q.dtype), to_own_k.to(own_k.dtype), to_own_v.to(own_v.dtype), to_k, to_v, None, None
+
+
+def _spread(x: torch.Tensor, rows: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """[N, H, D] at its places in [B, H, S, D], zeros elsewhere."""
+    full = x.new_zeros((batch * length, *x.shape[1:]))
+    full[rows] = x
+    return full.view(batch, length, *x.shape[1:]).transpose(1, 2)
+
+
+def plain_chain_attention(
+    q: torch.Tensor, own_k: torch.Tensor, own_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The same by the book: scores of all positions with all, so memory grows with the square of the length."""
+    batch, _, length, _ = k.shape
+    b, t = rows // length, rows % length
+    far = (_spread(q, rows, batch, length) @ k.transpose(-1, -2))[b, :, t].float() * scale  # [N, H, S]
+    far = far.masked_fill(torch.arange(length, device=q.device) > t[:, None, None], -torch.inf)
+    near = torch.einsum("nhd,nkhd->nhk", q, own_k).float() * scale
+    weights = torch.cat([far, near], -1).softmax(-1).to(q.dtype)
+    seen = (_spread(weights[..., :length], rows, batch, length) @ v)[b, :, t]
+    return seen + torch.einsum("nhk,nkhd->nhd", weights[..., length:], own_v)
+
+
+@cache
+def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
+    """The fused kernels are torch's own business and may change: a small trial says whether they still mean what they did."""
+    draw = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(device, dtype).requires_grad_()
+
+    inputs = some(4, 2, dim), some(4, 2, 2, dim), some(4, 2, 2, dim), some(2, 2, 8, dim), some(2, 2, 8, dim)
+    rows = torch.tensor([3, 7, 8, 13], device=device)
+    try:
+        with torch.enable_grad():
+            found = [
+                torch.autograd.grad(way(*inputs, rows, dim**-0.5).square().sum(), inputs) for way in (_fused_way, plain_chain_attention)
+            ]
+    except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
+        return False
+    loose = 0.1 if dtype != torch.float32 else 1e-3
+    return all(torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in zip(*found, strict=True))
+
+
+def _fused_way(*arguments: Any) -> torch.Tensor:
+    found: torch.Tensor = _ChainAttention.apply(*arguments)
+    return found
+
+
+def chain_attention(
+    q: torch.Tensor, own_k: torch.Tensor, own_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """q [N, H, D] of the rows (b * S + t); own_k, own_v [N, K, H, D] of their chains, K may be 0; k, v [B, H, S, D] of the text.
+
+    A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D].
+    """
+    way = _fused_way if _is_fused_exact(str(q.device), q.dtype, q.shape[-1]) else plain_chain_attention
+    with torch.autocast(q.device.type, enabled=False):  # sums and exponents stay in float32
+        return way(q, own_k, own_v, k, v, rows, scale)

@@ -1,0 +1,101 @@
+"""How each kind is trained: one frozen recipe a kind, and the head's sizes for a given target.
+
+Losses and their weights are those of the papers (EAGLE-3: soft cross-entropy over simulated steps, 0.8 a step; Medusa: 0.8 a head;
+DFlash: exp(-k / 4); distillation: KL and total variation); rates and batches are ours, for small heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.config import require
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+from paceline.models.head_config import (
+    DflashConfig,
+    DraftConfig,
+    EagleConfig,
+    HeadConfig,
+    MedusaConfig,
+    default_taps,
+    shared_fields,
+)
+from paceline.train.losses import Mix
+
+WIDTH = 576  # of the model that the rates were found on
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    kind: str
+    mix: Mix
+    decay: float  # weight of a step, of the one before
+    num_steps: int = 5  # of a draft that are trained and measured
+    rate: float = 1e-3  # of learning, at its highest, for a width of WIDTH
+    warm_up: float = 0.03  # of the training
+    batch_tokens: int = 32_768
+    max_length: int = 1536
+    draft_vocab_size: int = 8192
+    num_layers: int = 3  # of a block drafter or a draft model
+    intermediate_size: int = 0  # 0: the target's
+    num_taps: int = 3
+    num_blocks: int = 2  # residual blocks of a Medusa head
+    markov_rank: int = 128
+    has_lm_head: bool = True
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    average: float = 0.0  # of the weights over time (0: none)
+    num_held_out: int = 512  # greedy answers that acceptance is measured on
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_tokens", "max_length", "draft_vocab_size", "num_layers", "num_taps", "num_blocks", "num_held_out"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value >= 1, name, value, "use a whole number, 1 or more")
+        require(0 < self.rate <= 0.1, "rate", self.rate, "use a number up to 0.1, such as 1e-3")
+        require(0 <= self.average < 1, "average", self.average, "use a number from 0 to below 1, such as 0.999")
+
+    def rate_for(self, width: int) -> float:
+        """Wide layers add up more of every step, so they take smaller ones."""
+        return self.rate * min(max(WIDTH / width, 0.2), 4.0)
+
+
+RECIPES: dict[str, Recipe] = {
+    "eagle": Recipe("eagle", Mix(soft=1.0), decay=0.8),
+    "medusa": Recipe("medusa", Mix(soft=0.5, hard=0.5), decay=0.8),
+    "dflash": Recipe("dflash", Mix(soft=0.5, hard=0.5), decay=0.78, num_taps=5, has_lm_head=False),
+    "draft": Recipe("draft", Mix(soft=1.0, variation=0.5), decay=1.0, rate=6e-4, has_lm_head=False),
+}
+
+
+def recipe_for(kind: str, **changes: Any) -> Recipe:
+    if kind not in RECIPES:
+        raise ConfigError(f"{kind!r} cannot be trained; choose {', '.join(RECIPES)}")
+    return replace(RECIPES[kind], **changes)
+
+
+def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, mask_token_id: int) -> HeadConfig:
+    """The head that a recipe makes for a target."""
+    shared: dict[str, Any] = {
+        **shared_fields(target, name, digest, recipe.draft_vocab_size),
+        "has_lm_head": recipe.has_lm_head,
+    }
+    if recipe.kind == "medusa":
+        return MedusaConfig(**shared, num_heads_ahead=recipe.num_steps, num_blocks=recipe.num_blocks)
+    layered: dict[str, Any] = {
+        **shared,
+        "num_heads": target.num_heads,
+        "num_kv_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "intermediate_size": recipe.intermediate_size or target.intermediate_size,
+        "rope": target.rope,
+    }
+    taps = default_taps(target.num_layers, recipe.num_taps)
+    if recipe.kind == "eagle":
+        return EagleConfig(**layered, taps=taps)
+    if recipe.kind == "dflash":
+        return DflashConfig(
+            **layered, taps=taps, num_layers=recipe.num_layers, block_size=recipe.num_steps, mask_token_id=mask_token_id,
+            markov_rank=recipe.markov_rank,
+        )  # fmt: skip
+    return DraftConfig(**layered, num_layers=recipe.num_layers)

@@ -1,0 +1,121 @@
+"""A training from text to a head on disk: what `paceline train` and scripts/train_heads.py share.
+
+Writes DIR/model.safetensors, config.json, provenance.json and curves.png; what is needed to go on lies in DIR/state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline import __version__
+from paceline.errors import ConfigError
+from paceline.loaders.checkpoint import Checkpoint
+from paceline.runtime.device import device_name
+from paceline.train.acceptance import Acceptance
+from paceline.train.curves import draw_curves
+from paceline.train.lessons import prepare
+from paceline.train.recipes import Recipe
+from paceline.train.resume import STATE, load_state
+from paceline.train.save import read_head, save_head
+from paceline.train.shards import Texts
+from paceline.train.trainer import Limit, Report, Trainer, run
+
+
+def train(
+    checkpoint: Checkpoint,
+    texts: Texts,
+    recipes: Sequence[Recipe],
+    limit: Limit,
+    folders: Sequence[Path],
+    *,
+    device: torch.device,
+    seed: int,
+    command: Sequence[str],
+    report: Report,
+    states: Sequence[Path] | None = None,
+    is_resumed: bool = False,
+    start: Path | None = None,
+    others: Mapping[str, Texts] | None = None,
+    bits: int = 16,
+    is_over: Callable[[], bool] = lambda: False,
+    num_measures: int = 20,
+) -> list[Acceptance]:
+    """One head a recipe, all on the same passes of the target, each into its folder.
+
+    states: where checkpoints lie. start: a head whose weights are the first ones. others: more texts to measure acceptance on at the end.
+    """
+    states = states or [folder / "state" for folder in folders]
+    begun = next((state for state in states if (state / STATE).exists()), None)
+    if begun is not None and not is_resumed:
+        raise ConfigError(f"{begun} holds a training that was begun; resume it (--resume), or choose another folder")
+    lessons = prepare(checkpoint, texts, recipes[0], device)
+    trainers = [Trainer(lessons, recipe, limit, seed) for recipe in recipes]
+    for trainer, state in zip(trainers, states, strict=True):
+        if is_resumed:
+            load_state(trainer, state)
+        elif start is not None:
+            start_from(trainer, start)
+    run(trainers, states, report, is_over, num_measures)
+    return [_finish(trainer, folder, command, others or {}, bits, report) for trainer, folder in zip(trainers, folders, strict=True)]
+
+
+def _finish(trainer: Trainer, folder: Path, command: Sequence[str], others: Mapping[str, Texts], bits: int, report: Report) -> Acceptance:
+    """Measure once more, save, draw."""
+    last = trainer.place.curve[-1]
+    found = Acceptance(last["tau"], tuple(last["by_position"]))
+    apart = {name: trainer.accept(text, np.arange(len(text))) for name, text in others.items()}
+    notes = provenance(trainer, command, found, apart)
+    save_head(folder, trainer.config, trainer.tensors(), notes, bits)
+    draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)
+    report("saved", {"folder": str(folder), "kind": trainer.recipe.kind, "acceptance": notes["acceptance"]})
+    return found
+
+
+def start_from(trainer: Trainer, folder: Path) -> None:
+    """Weights of an earlier head of the same shape and target."""
+    config, tensors = read_head(folder)
+    if config != trainer.config:
+        differs = next(n for n in asdict(trainer.config) if getattr(config, n, None) != getattr(trainer.config, n))
+        theirs, mine = getattr(config, differs, None), getattr(trainer.config, differs)
+        raise ConfigError(f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; start from a head of the same shape")
+    ids = tensors.pop("draft_ids", None)
+    if ids is not None and not np.array_equal(ids.numpy(), trainer.lessons.draft_ids):
+        raise ConfigError(f"{folder} drafts other tokens than the text asks for; train with the text it was made from")
+    with torch.no_grad():
+        for name, weight in trainer.head.named_parameters():
+            weight.copy_(tensors[name])
+            if name in trainer.average:
+                trainer.average[name].copy_(tensors[name])
+    trainer.is_fresh = False
+
+
+def provenance(trainer: Trainer, command: Sequence[str], found: Acceptance, apart: Mapping[str, Acceptance]) -> dict[str, Any]:
+    """How a head came to be."""
+    place, device = trainer.place, trainer.device
+    return {
+        "version": __version__,
+        "command": list(command),
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "target": {"name": trainer.config.target_name, "hash": trainer.config.target_hash},
+        "text": {
+            "sha256": trainer.lessons.digest,
+            "sequences": len(trainer.lessons.texts),
+            "tokens": int(trainer.lessons.texts.starts[-1]),
+            "answer_tokens": trainer.lessons.texts.num_answer_tokens,
+            "held_out": len(trainer.lessons.held),
+        },
+        "seed": trainer.seed,
+        "recipe": asdict(trainer.recipe),
+        "trained": {"steps": place.step, "rounds": place.round, "tokens": place.tokens, "seconds": round(place.seconds, 1)},
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "acceptance": {name: {"tau": a.tau, "by_position": list(a.by_position)} for name, a in {"held_out": found, **apart}.items()},
+        "curve": place.curve,
+    }

@@ -1,0 +1,126 @@
+"""Tokens a second by the number of requests at once: plain decoding, `auto`, and a fixed K = 4, taking turns on the same model.
+
+    python scripts/concurrency.py --levels 1,2,4,8,16,32 --plot docs/images/concurrency_cpu.png
+    python scripts/concurrency.py --device cuda --levels 1,2,4,8,16,32,64,128 --plot docs/images/concurrency_gpu.png
+
+A wave is so many requests with prompts of their own, all writing as many tokens; the reading of the prompts is not counted. Every engine
+reads the same waves, in an order that turns round, and each level's figure is the median over waves of the ratio to plain decoding in the
+same wave. Invariant: greedy texts are compared with plain decoding's, and on a CPU a single different token is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline import LLM, SamplingParams
+from paceline.engine.engine import Engine
+from paceline.engine.plan import FixedPolicy
+from paceline.prompts import load
+from paceline.proposers.suffix import Suffix, SuffixConfig
+
+K = 4
+
+
+def prompts_of(llm: LLM, path: Path | None) -> list[list[int]]:
+    texts = [prompt.text for prompt in load()]
+    if path is not None:
+        texts = [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines()]
+    return [llm.tokenizer.encode_chat([{"role": "user", "content": text}])[-1000:] for text in texts]
+
+
+def wave(llm: LLM, engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
+    """Tokens a second after all have their first one, and the texts."""
+    llm.engine = engine
+    requests = [request for prompt in prompts for request in llm._requests(prompt, params)]
+    llm._add(requests)
+    while any(request.num_output == 0 for request in requests):
+        llm._pump()
+    before, started = sum(request.num_output for request in requests), time.perf_counter()
+    while not all(request.is_finished for request in requests):
+        llm._pump()
+    seconds = time.perf_counter() - started
+    written = sum(request.num_output for request in requests) - before
+    texts = [request.output for request in requests]
+    for request in requests:
+        llm._drop(request)
+    return written / seconds, texts
+
+
+def engines_of(llm: LLM) -> dict[str, Engine]:
+    """Each with a drafter of its own: what one answered would be known to the other when the same prompt comes again."""
+    auto = llm.engine
+    drafter = Suffix(SuffixConfig(num_speculative_tokens=K))
+    return {
+        "plain": Engine(auto.runner, None, auto.config),
+        "auto": auto,
+        f"fixed K = {K}": Engine(auto.runner, drafter, auto.config, FixedPolicy(drafter, K)),
+    }
+
+
+def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], level: int, tokens: int, waves: int) -> dict[str, Any]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    names, different = list(engines), 0
+    for number in range(waves + 1):
+        chosen = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
+        texts = {}
+        for name in names[number % 3 :] + names[: number % 3]:
+            speed, texts[name] = wave(llm, engines[name], chosen, params)
+            if number:  # the first warms up: kernels, graphs, what the policy knows of this level
+                speeds[name].append(speed)
+        different += sum(a != b for name in names for a, b in zip(texts[name], texts["plain"], strict=True))
+    ratios = {name: round(median(a / b for a, b in zip(speeds[name], speeds["plain"], strict=True)), 3) for name in names}
+    return {"concurrency": level, "tokens_per_s": {n: round(median(v), 1) for n, v in speeds.items()}, "ratio": ratios, "different": different}
+
+
+def plot(records: list[dict[str, Any]], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    levels = [record["concurrency"] for record in records]
+    for name, colour in zip(records[0]["ratio"], ("#777777", "#0a7d4b", "#c2571a"), strict=True):
+        axes.plot(levels, [record["ratio"][name] for record in records], marker="o", label=name, color=colour)
+    axes.set(xscale="log", xticks=levels, xticklabels=levels, xlabel="requests at once", ylabel="speed over plain decoding", title=title)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--levels", default="1,2,4,8,16,32")
+    parser.add_argument("--prompts", type=Path, help="lines of JSON with a field turns; default: those of the package")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--waves", type=int, default=4)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    levels = [int(level) for level in asked.levels.split(",")]
+    with LLM(asked.model, device=asked.device, max_num_seqs=max(levels), max_model_len=1536, progress=False) as llm:
+        engines, prompts, records = engines_of(llm), prompts_of(llm, asked.prompts), []
+        for level in levels:
+            records.append(measure(llm, engines, prompts, level, asked.tokens, max(asked.waves, 8 // level)))
+            print(json.dumps(records[-1]), flush=True)
+            if llm.engine.runner.decoder.is_exact and records[-1]["different"]:
+                raise SystemExit("a text differs from plain decoding's")
+        title = f"{llm.checkpoint.name}, {'CPU' if llm.engine.runner.kv.data.device.type == 'cpu' else 'GPU'}"
+    if asked.json is not None:
+        asked.json.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    if asked.plot is not None:
+        plot(records, title, asked.plot)
+
+
+if __name__ == "__main__":
+    main()

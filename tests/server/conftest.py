@@ -1,0 +1,61 @@
+"""Servers that tests share: the tiny model behind keys, and the default model, which is slow enough to be interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.loaders import hub
+from tests.make_models import tiny_hf, tiny_tokenizer
+from tests.server.harness import Server, start_server
+
+KEYS = ("first-secret-key-71", "second-secret-key-72")
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a context that holds tools and long answers."""
+    folder = tmp_path_factory.mktemp("wide")
+    tiny_hf(folder, "llama", max_position_embeddings=4096)
+    tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_server(wide_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two keys, one of them in a file; drafters that may be chosen for a request."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text(f"{KEYS[1]}\n")
+    drafters = '{"method": ["ngram", "suffix"]}'
+    flags = ("--api-key", KEYS[0], "--api-key-file", str(keys), "--cors-origin", "https://page.example", "--served-model-name", "tiny")
+    server = start_server(str(wide_folder), *flags, "--speculative-config", drafters, key=KEYS[0])
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def default_server() -> Iterator[Server]:
+    hub.fetch_default(progress=False)
+    server = start_server("default")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def limited_server() -> Iterator[Server]:
+    """One at a time, one may wait, and little patience."""
+    hub.fetch_default(progress=False)
+    limits = {
+        "max-num-seqs": 1,
+        "max-queue": 1,
+        "request-timeout": 2,
+        "body-timeout": 1,
+        "max-prompt-tokens": 60,
+        "max-completion-tokens": 3000,
+    }
+    sizes = {"max-request-bytes": 20_000, "max-choices": 4, "max-grammar-bytes": 1000}
+    server = start_server("default", *(f"--{name}={value}" for name, value in {**limits, **sizes}.items()))
+    yield server
+    server.kill()

@@ -1,0 +1,123 @@
+"""A real server process on a free port, and the few things tests ask of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+STARTS_S = 120.0
+CODE = "from paceline.cli.entry import main; raise SystemExit(main())"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    log: Path
+    key: str = ""
+    url: str = ""
+    http: httpx.Client = field(init=False)
+    client: openai.OpenAI = field(init=False)
+
+    def wait_until(self, pattern: str, seconds: float = STARTS_S) -> re.Match[str]:
+        """For a line in the log."""
+        end = time.monotonic() + seconds
+        while (found := re.search(pattern, self.log.read_text(encoding="utf-8"))) is None:
+            assert self.process.poll() is None, self.log.read_text(encoding="utf-8")[-3000:]
+            assert time.monotonic() < end, f"no {pattern} in {self.log.read_text(encoding='utf-8')[-3000:]}"
+            time.sleep(0.05)
+        return found
+
+    def connect(self, **options: Any) -> None:
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        self.url = self.wait_until(r'"url": "([^"]+)"')[1]
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120, **options)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=120)
+
+    def close(self) -> None:
+        """Our ends of the connections."""
+        for client in ("http", "client"):
+            if hasattr(self, client):
+                getattr(self, client).close()
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines()]
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its name and labels, the model's left out."""
+        found = {}
+        for line in self.http.get("/metrics").text.splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                found[re.sub(r'model_name="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")] = float(value)
+        return found
+
+    def settled(self, seconds: float = 10.0) -> dict[str, float]:
+        """The figures once nothing runs; fails if something goes on running."""
+        end = time.monotonic() + seconds
+        while True:
+            now = self.metrics()
+            busy = {n: now[f"paceline:{n}"] for n in ("num_requests_running", "num_requests_waiting", "kv_cache_blocks_used")}
+            if not any(busy.values()):
+                return now
+            assert time.monotonic() < end, f"still {busy}"
+            time.sleep(0.05)
+
+    def wait_until_taken(self, count: int, seconds: float = 30.0) -> None:
+        """Until so many answers run or wait in the engine."""
+        end = time.monotonic() + seconds
+        while (now := self.metrics())["paceline:num_requests_running"] + now["paceline:num_requests_waiting"] < count:
+            assert time.monotonic() < end, f"{count} requests never ran at once"
+            time.sleep(0.02)
+
+    def wait_until_ready(self, seconds: float = STARTS_S) -> None:
+        end = time.monotonic() + seconds
+        while self.http.get("/ready").status_code != 200:
+            assert time.monotonic() < end, "the server did not become ready"
+            time.sleep(0.05)
+
+    def stop(self) -> int:
+        self.close()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        self.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+def launch(model: str, *flags: str, environment: dict[str, str] | None = None) -> Server:
+    """Start a server without waiting for anything."""
+    log = Path(tempfile.mkstemp(suffix=".log", prefix="paceline-server-")[1])
+    command = [sys.executable, "-c", CODE, "serve", model, "--port", "0", *flags]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, env={**os.environ, **(environment or {})})
+    return Server(process, log)
+
+
+def start_server(model: str, *flags: str, key: str = "", environment: dict[str, str] | None = None) -> Server:
+    server = launch(model, *flags, environment=environment)
+    server.key = key
+    try:
+        server.connect()
+        server.wait_until_ready()
+    except BaseException:
+        server.kill()
+        raise
+    return server

@@ -1,0 +1,166 @@
+"""The engine is killed, clients leave, the server is told to stop: every request ends, no block stays held."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.loaders import hub
+from tests.server.harness import Server, launch, start_server
+
+ROOT = Path(__file__).parent.parent.parent
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def own_server() -> Iterator[Server]:
+    hub.fetch_default(progress=False)
+    server = start_server("default", "--drain-timeout", "20")
+    yield server
+    server.kill()
+
+
+def soak(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "scripts" / "serve_soak.py"), *arguments, "--may-lag"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+class Asking(threading.Thread):
+    """A request in the background."""
+
+    def __init__(self, server: Server, is_stream: bool) -> None:
+        super().__init__(daemon=True)
+        self.server, self.is_stream = server, is_stream
+        self.begun = threading.Event()
+        self.status, self.text = 0, ""
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", f"{self.server.url}/v1/completions", json={**LONG, "stream": self.is_stream}, timeout=120) as answer:
+            self.status = answer.status_code
+            for line in answer.iter_lines():
+                self.text += line + "\n"
+                self.begun.set()
+
+
+def test_a_killed_engine_fails_its_requests_clearly_and_comes_back(own_server: Server) -> None:
+    stream, whole = Asking(own_server, True), Asking(own_server, False)
+    assert stream.begun.wait(30)
+    own_server.wait_until_taken(2)
+    os.kill(int(own_server.metrics()["paceline:engine_pid"]), signal.SIGKILL)
+    stream.join(10)
+    whole.join(10)
+    assert not stream.is_alive()
+    assert not whole.is_alive()
+    events = [line for line in stream.text.splitlines() if line]
+    assert events[-1] == "data: [DONE]"
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
+    assert (error["code"], error["type"]) == ("engine_lost", "service_unavailable_error")
+    assert whole.status == 503
+    assert json.loads(whole.text)["error"]["code"] == "engine_lost"
+    health = own_server.http.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "restarting")
+    refused = own_server.post("/v1/completions", **LONG)
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    own_server.wait_until_ready()
+    assert own_server.http.get("/health").json()["engine_restarts"] == 1
+    now = own_server.metrics()
+    assert (now["paceline:engine_restarts_total"], now["paceline:engine_up"]) == (1, 1)
+    assert own_server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+    own_server.settled()
+
+
+def test_sigterm_lets_running_requests_finish(own_server: Server) -> None:
+    running = [Asking(own_server, True), Asking(own_server, False)]
+    assert running[0].begun.wait(30)
+    own_server.wait_until_taken(2)
+    own_server.process.send_signal(signal.SIGTERM)
+    own_server.wait_until('"event": "draining"')
+    refused = httpx.post(f"{own_server.url}/v1/completions", json=LONG)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert httpx.get(f"{own_server.url}/ready").status_code == 503
+    assert httpx.get(f"{own_server.url}/health").status_code == 200
+    assert own_server.process.wait(60) == 0
+    for asking in running:
+        asking.join(5)
+        assert asking.status == 200
+    assert running[0].text.endswith("data: [DONE]\n\n")
+    assert json.loads(running[1].text)["usage"]["completion_tokens"] == 600
+
+
+def test_a_second_sigterm_cuts_off(own_server: Server) -> None:
+    running = Asking(own_server, True)
+    assert running.begun.wait(30)
+    engine = int(own_server.metrics()["paceline:engine_pid"])
+    for _ in range(2):
+        own_server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert own_server.process.wait(15) == 1
+    running.join(5)
+    assert '"code":"draining"' in running.text
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_an_engine_does_not_outlive_its_server(own_server: Server) -> None:
+    engine = int(own_server.metrics()["paceline:engine_pid"])
+    own_server.process.kill()
+    own_server.process.wait(10)
+    end = time.monotonic() + 10
+    while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1]:
+        assert time.monotonic() < end, "the engine is still there"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_clients_that_leave_hold_no_blocks() -> None:
+    report = soak("disconnects", "--count", "48", "--clients", "12")
+    assert report["outcomes"] == {"left": 48}
+    assert report["blocks_used"] == 0
+    assert report["counted"] > 20
+
+
+@pytest.mark.slow
+def test_kills_under_load(wide_folder: Path) -> None:
+    report = soak("kills", "--count", "2", "--clients", "4", "--model", str(wide_folder))
+    assert report["restarts"] == 2
+    assert report["outcomes"]["engine_lost"] >= 1
+
+
+def test_sigterm_under_load(wide_folder: Path) -> None:
+    assert soak("sigterm", "--clients", "12", "--model", str(wide_folder))["status"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/no/such/model.gguf"], "no model"),
+        (["default", "--speculative-config", '{"method": "nobody"}'], "method is 'nobody'"),
+        (["default", "--max-num-seqs", "0"], "max_num_seqs is 0"),
+        (["default", "--ssl-certfile", "/no/cert", "--ssl-keyfile", "/no/key"], "cannot be used"),
+        (["default", "--host", "203.0.113.7"], "cannot be listened on"),
+    ],
+    ids=["model", "method", "engine option", "certificate", "address"],
+)
+def test_what_cannot_start_says_why_and_exits_2(arguments: list[str], words: str) -> None:
+    import re
+
+    server = launch(*arguments)
+    assert server.process.wait(60) == 2
+    last = server.log.read_text(encoding="utf-8").strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert re.search(words, last)

@@ -1,0 +1,111 @@
+"""Bounds: a queue that is full, a request that takes too long, prompts and answers that are too long."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.harness import Server
+
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+
+
+def test_a_full_queue_is_429_with_retry_after(limited_server: Server) -> None:
+    streams = [
+        limited_server.client.completions.create(model="default", **_plain(LONG), extra_body={"ignore_eos": True}, stream=True)
+        for _ in range(2)
+    ]
+    refused = limited_server.post("/v1/completions", prompt="x")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+    with pytest.raises(openai.RateLimitError):
+        limited_server.client.completions.create(model="default", prompt="x")
+    for stream in streams:
+        stream.close()
+    limited_server.settled()
+    assert limited_server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    assert limited_server.metrics()['paceline:requests_rejected_total{reason="queue_full"}'] == 2
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "ignore_eos"}
+
+
+def test_a_request_that_takes_too_long_is_504(limited_server: Server) -> None:
+    limited_server.settled()
+    started = time.monotonic()
+    whole = limited_server.post("/v1/completions", **LONG)
+    assert whole.status_code == 504
+    assert whole.json()["error"]["code"] == "request_timeout"
+    assert time.monotonic() - started < 10
+    limited_server.settled()
+    with limited_server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+        events = [line for line in stream.iter_lines() if line]
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "request_timeout"
+    assert "choices" in json.loads(events[0].removeprefix("data: "))
+    limited_server.settled()
+
+
+def test_prompts_answers_and_bodies_have_limits(limited_server: Server) -> None:
+    long = limited_server.post("/v1/completions", prompt="one two three four " * 30)
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert limited_server.post("/v1/completions", prompt="x", max_tokens=5000).status_code == 400
+    assert limited_server.post("/v1/completions", prompt="x " * 20_000).status_code == 413
+    assert limited_server.post("/v1/completions", prompt=["x"] * 5).status_code == 400  # max_choices
+    assert limited_server.post("/v1/completions", prompt="x", guided_choice=["y" * 2000]).status_code == 400
+
+
+def test_a_slow_reader_holds_up_nobody(tiny_server: Server) -> None:
+    body = {"prompt": "In a paceline,", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True, "logprobs": 20}
+    data = json.dumps(body).encode()
+    host, port = tiny_server.url.removeprefix("http://").split(":")
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((host, int(port)))
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {tiny_server.key}\r\ncontent-type: application/json\r\n"
+        slow.sendall(f"{head}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        time.sleep(0.3)
+        for _ in range(3):
+            assert tiny_server.post("/v1/completions", prompt="x", max_tokens=8).status_code == 200
+        tiny_server.settled(60)  # the engine is done with it although hardly anything was read
+        received = bytearray()
+        slow.settimeout(30)
+        while piece := slow.recv(2**16):
+            received += piece
+    assert received.count(b"[DONE]") == 1
+    tokens = sum(len(json.loads(line[6:])["choices"][0]["logprobs"]["tokens"]) for line in _events(bytes(received)))
+    assert tokens == 1500
+
+
+def _events(received: bytes) -> list[bytes]:
+    """The JSON of each event, chunked encoding taken off."""
+    _, _, rest = received.partition(b"\r\n\r\n")
+    body = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return [line for line in body.split(b"\n\n") if line.startswith(b"data: {")]
+
+
+def test_many_at_once_are_all_answered(tiny_server: Server) -> None:
+    answers: list[int] = []
+
+    def ask(number: int) -> None:
+        answers.append(tiny_server.post("/v1/completions", prompt=f"rider {number}", max_tokens=16, n=2).status_code)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 32
+    tiny_server.settled()

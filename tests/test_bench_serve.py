@@ -1,0 +1,280 @@
+"""`paceline bench serve` on a real Paceline server and on one of another kind whose delays are known; and its arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from paceline.bench.counters import difference
+from paceline.bench.load import Level, Record, due_times
+from paceline.bench.load_report import goals_of, level_report, peak_in_flight, percentile
+from paceline.cli.main import app
+from paceline.errors import ConfigError
+from tests.make_models import tiny_hf, tiny_tokenizer
+from tests.other_server import FIRST_S, WORD_S, other_server
+from tests.server.harness import CODE, Server, start_server
+
+PNG = b"\x89PNG\r\n\x1a\n"
+KEY = "a-key-of-the-bench"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    tiny_hf(folder, "llama", max_position_embeddings=4096)
+    tiny_tokenizer(folder)
+    server = start_server(str(folder), "--api-key", KEY, "--served-model-name", "tiny", key=KEY)
+    yield server
+    server.kill()
+
+
+def bench(*arguments: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["bench", "serve", *arguments], env={"OPENAI_API_KEY": None})
+    return done.exit_code, done.stdout, " ".join(done.stderr.split())
+
+
+def report_of(tmp_path: Path, *arguments: str, prompt: str | None = None) -> dict[str, Any]:
+    if prompt is not None:
+        (tmp_path / "prompts.txt").write_text(prompt)
+        arguments = (*arguments, "--prompts", str(tmp_path / "prompts.txt"))
+    status, out, err = bench(*arguments, "--json", str(tmp_path / "r.json"))
+    assert status == 0, err
+    assert "throughput" in out
+    report: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
+    return report
+
+
+def test_a_sweep_of_rates_on_our_server(server: Server, tmp_path: Path) -> None:
+    pictures = tmp_path / "plots"
+    options = (
+        "--base-url",
+        f"{server.url}/v1",
+        "--api-key",
+        KEY,
+        "--request-rate",
+        "20,40",
+        "--num-prompts",
+        "12",
+        "--max-new-tokens",
+        "16",
+    )
+    report = report_of(tmp_path, *options, "--ignore-eos", "--plot", str(pictures), "--metric-percentiles", "50,99.9")
+    assert (report["model"], report["is_interrupted"]) == ("tiny", False)
+    assert [level["request_rate"] for level in report["levels"]] == [20, 40]
+    for level in report["levels"]:
+        assert (level["completed"], level["failed"], level["given_up"]) == (12, 0, 0)
+        assert level["output_tokens"] == 12 * 16
+        assert level["tokens_counted_by"] == "server"
+        assert level["output_throughput"] == pytest.approx(12 * 16 / level["duration_s"], rel=1e-3)
+        assert set(level["ttft_ms"]) == {"mean", "p50", "p99.9"}
+        assert 0 < level["ttft_ms"]["p50"] <= level["e2el_ms"]["p50"]
+        assert level["speculative_decoding"]["num_draft_tokens"] >= level["speculative_decoding"]["num_accepted_tokens"]
+        assert [request["due_s"] for request in level["requests"]] == pytest.approx(due_times(12, level["request_rate"], 1.0, 0), abs=1e-5)
+        assert len({request["prompt"] for request in level["requests"]}) == 12
+    for name in ("latency.png", "throughput.png", "ttft.png"):
+        assert (pictures / name).read_bytes().startswith(PNG)
+    server.settled()
+
+
+def test_the_server_can_be_told_not_to_draft(server: Server, tmp_path: Path) -> None:
+    options = ("--base-url", server.url, "--api-key", KEY, "--max-concurrency", "2", "--num-prompts", "4", "--max-new-tokens", "24")
+    level = report_of(tmp_path, *options, "--endpoint", "/v1/completions", "--extra-body", '{"speculative": "off"}')["levels"][0]
+    assert (level["completed"], level["speculative_decoding"]["num_draft_tokens"]) == (4, 0)
+    assert level["peak_in_flight"] == 2
+
+
+def test_without_its_key_nothing_is_measured(server: Server) -> None:
+    status, _, err = bench("--base-url", server.url)
+    assert status == 2
+    assert "401" in err
+    assert "--api-key" in err
+
+
+def test_delays_of_another_kind_of_server_are_measured_as_they_are(tmp_path: Path) -> None:
+    with other_server() as (url, asked):
+        options = ("--base-url", url, "--max-concurrency", "1", "--num-prompts", "5", "--num-warmups", "2", "--goodput", "ttft:5000,tpot:1")
+        report = report_of(tmp_path, *options, "--temperature", "0.5", "--max-new-tokens", "9", prompt="plain")
+    level = report["levels"][0]
+    assert level["output_tokens"] == 5 * 10
+    assert 1000 * FIRST_S <= level["ttft_ms"]["p50"] < 1000 * FIRST_S + 40
+    assert 4000 * WORD_S / 9 <= level["tpot_ms"]["p50"] < 4000 * WORD_S / 9 + 8  # ten tokens in five pieces
+    assert 1000 * WORD_S <= level["itl_ms"]["p50"] < 1000 * WORD_S + 15
+    assert level["e2el_ms"]["mean"] >= 1000 * (FIRST_S + 4 * WORD_S)
+    assert (level["request_goodput"], level["good_share"]) == (0, 0)  # a millisecond a token is asked too much
+    speculation = level["speculative_decoding"]
+    assert (speculation["num_drafts"], speculation["acceptance_length"], speculation["acceptance_rate"]) == (50, 2.5, 0.5)
+    assert speculation["per_position_acceptance_rates"] == [1.5]
+    assert len(asked) == 7
+    body = asked[0]
+    assert (body["model"], body["max_tokens"], body["temperature"], body["stream"]) == ("m", 9, 0.5, True)
+    assert "ignore_eos" not in body
+
+
+def test_load_is_open_and_waiting_counts_from_when_a_request_was_due(tmp_path: Path) -> None:
+    options = ("--num-prompts", "10", "--request-rate", "50", "--num-warmups", "0")
+    with other_server() as (url, _):
+        free = report_of(tmp_path, "--base-url", url, *options, prompt="plain")["levels"][0]
+        capped = report_of(tmp_path, "--base-url", url, *options, "--max-concurrency", "1", prompt="plain")["levels"][0]
+    one = FIRST_S + 4 * WORD_S
+    assert free["peak_in_flight"] > 3
+    assert free["duration_s"] < 5 * one  # nobody waited for anybody
+    assert capped["peak_in_flight"] == 1
+    assert capped["duration_s"] >= 10 * one
+    assert capped["e2el_ms"]["p99"] > 1000 * 7 * one
+
+
+def test_a_server_without_counts_and_metrics_is_measured_all_the_same(tmp_path: Path) -> None:
+    with other_server(has_metrics=False) as (url, asked):
+        options = (
+            "--base-url",
+            url,
+            "--max-concurrency",
+            "2",
+            "--num-prompts",
+            "4",
+            "--extra-body",
+            '{"stream_options": null, "top_k": 3}',
+        )
+        level = report_of(tmp_path, *options, prompt="uncounted")["levels"][0]
+    assert (level["output_tokens"], level["tokens_counted_by"], level["speculative_decoding"]) == (20, "pieces of text", None)
+    assert "stream_options" not in asked[0]
+    assert asked[0]["top_k"] == 3
+
+
+def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
+    with other_server() as (url, _):
+        options = ("--base-url", url, "--max-concurrency", "5", "--num-prompts", "5", "--num-warmups", "0", "--timeout", "2")
+        level = report_of(tmp_path, *options, prompt="plain\nrefused\ncut\nsilent\nlate")["levels"][0]
+    assert (level["completed"], level["failed"]) == (1, 4)
+    assert level["errors"] == {
+        "HTTP 400: such prompts are refused": 1,
+        "the connection broke off": 1,
+        "no end after 2 s": 1,
+        "broke off: the engine died": 1,
+    }
+    assert level["good_share"] == 0.2
+
+
+def test_a_warm_up_that_is_refused_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("refused")
+    with other_server() as (url, _):
+        status, _, err = bench("--base-url", url, "--prompts", str(tmp_path / "prompts.txt"))
+    assert status == 2
+    assert "such prompts are refused" in err
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("plain")
+    with other_server() as (url, asked):
+        options = ["--base-url", url, "--request-rate", "10,20", "--num-prompts", "200", "--prompts", str(tmp_path / "prompts.txt")]
+        command = [sys.executable, "-c", CODE, "bench", "serve", *options, "--json", str(tmp_path / "r.json")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+            end = time.monotonic() + 60
+            while len(asked) < 10:
+                assert time.monotonic() < end, "no requests came"
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "interrupted" in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    (level,) = report["levels"]
+    assert report["is_interrupted"] is True
+    assert 3 <= level["completed"] < 50
+    assert level["completed"] + level["given_up"] == level["asked"] == 200
+    assert level["failed"] == 0
+
+
+def test_nobody_at_the_address_is_one_line() -> None:
+    status, _, err = bench("--base-url", "http://127.0.0.1:9")
+    assert status == 2
+    assert "does not answer" in err
+    assert "paceline serve" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--base-url", "127.0.0.1:8000"), "--base-url"),
+        (("--base-url", "http://127.0.0.1:port"), "port is not a number"),
+        (("--request-rate", "1,0"), "--request-rate is '1,0'"),
+        (("--request-rate", "fast"), "--request-rate is 'fast'"),
+        (("--max-concurrency", "1.5"), "whole numbers"),
+        (("--goodput", "ttft:fast"), "--goodput holds 'ttft:fast'"),
+        (("--goodput", "itl:5"), "--goodput holds 'itl:5'"),
+        (("--metric-percentiles", "50,101"), "up to 100"),
+        (("--endpoint", "/v1/chat"), "/v1/chat/completions"),
+        (("--extra-body", "[1]"), "--extra-body"),
+        (("--burstiness", "0"), "--burstiness is 0"),
+        (("--api-key", "a\nb"), "--api-key"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
+    status, _, err = bench(*arguments)
+    assert status == 2
+    assert words in err
+
+
+def test_arrivals_are_poisson_and_belong_to_the_seed() -> None:
+    times = due_times(4000, 8.0, 1.0, seed=3)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert times == due_times(4000, 8.0, 1.0, seed=3) != due_times(4000, 8.0, 1.0, seed=4)
+    assert fmean(gaps) == pytest.approx(1 / 8, rel=0.06)
+    assert pstdev(gaps) == pytest.approx(1 / 8, rel=0.1)  # an exponential's deviation is its mean
+    even = due_times(4000, 8.0, 100.0, seed=3)
+    assert pstdev([b - a for a, b in itertools.pairwise(even)]) < 0.2 / 8
+    assert due_times(3, math.inf, 1.0, seed=0) == [0.0] * 3
+
+
+def test_percentiles_are_those_of_numpy() -> None:
+    values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
+    for percent in (1, 50, 90, 99, 100):
+        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+    assert percentile([7.0], 99) == 7.0
+
+
+def test_the_report_of_known_records() -> None:
+    quick = Record("1", 0.0, 0.0, [0.1, 0.2, 0.3], 0.3, num_tokens=5, num_prompt=10, num_cached=4, finish="stop")
+    slow = Record("2", 1.0, 1.5, [2.0, 3.0], 3.0, num_tokens=5, num_prompt=10, finish="length")
+    failed = Record("3", 1.0, 1.0, [], 2.0, error="HTTP 500")
+    level = level_report(Level(2.0, None), [quick, slow, failed], 4, (50,), goals_of("ttft:500, e2el:1000"))
+    assert (level["load"], level["completed"], level["failed"], level["given_up"], level["errors"]) == ("2 req/s", 2, 1, 1, {"HTTP 500": 1})
+    assert (level["duration_s"], level["request_throughput"], level["request_goodput"]) == (3.0, 0.6667, 0.3333)
+    assert level["good_share"] == 0.3333
+    assert (level["output_throughput"], level["total_token_throughput"], level["cached_prompt_tokens"]) == (3.3333, 10.0, 4)
+    assert level["ttft_ms"] == {"mean": 550.0, "p50": 550.0}  # 100 and 1000, from when it was due
+    assert level["tpot_ms"] == {"mean": 150.0, "p50": 150.0}  # 50 and 250
+    assert level["e2el_ms"] == {"mean": 1150.0, "p50": 1150.0}
+    assert level["client_lag_ms"] == 500.0
+    assert peak_in_flight([quick, slow, failed]) == 2
+
+
+def test_a_level_without_answers_has_no_latencies() -> None:
+    level = level_report(Level(math.inf, 4), [Record("1", 0.0, 0.0, [], 1.0, error="x")], 1, (50,), {})
+    assert (level["load"], level["request_rate"], level["ttft_ms"], level["request_goodput"]) == ("4 in flight", None, None, None)
+
+
+def test_goals_and_counters() -> None:
+    assert goals_of("ttft:500,tpot:50") == {"ttft": 500.0, "tpot": 50.0}
+    assert goals_of("none") == {}
+    with pytest.raises(ConfigError, match="'ttft:-1'"):
+        goals_of("ttft:-1")
+    assert difference({}, {}) is None
+    none = difference({"drafts": 2.0}, {"drafts": 2.0})
+    assert none is not None
+    assert none["acceptance_length"] is None

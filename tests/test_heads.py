@@ -1,0 +1,313 @@
+"""Learned heads: what the kernels compute, and what the drafters read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import EngineConfig
+from paceline.cpu.block_head import BlockHead
+from paceline.cpu.chain_head import ChainHead
+from paceline.cpu.medusa import MedusaHead
+from paceline.engine.engine import Engine
+from paceline.models.attention import rms_norm
+from paceline.models.block_head import TorchBlockHead
+from paceline.models.chain_head import TorchChainHead
+from paceline.models.decoder import Decoder
+from paceline.models.head_rows import BlockFeed, Feed, Node, Row, Speaker
+from paceline.models.linear import Linear
+from paceline.models.side_heads import TorchMedusaHead
+from paceline.params import SamplingParams
+from paceline.proposers import registry
+from paceline.proposers.base import Surroundings
+from paceline.proposers.candidates import likeliest
+from paceline.runtime.kv_cache import KvCache
+from paceline.runtime.runner import Runner
+from paceline.types import Cached, Draft, Request, Segment
+from paceline.verify.tree import Tree
+from tests.heads import Oracle, Tensors, config_of, eagle_1, random_head, random_tensors
+from tests.laws.harness import CONFIG, RandomCheckpoint, decoder, engine_with, prompts, request_of, run, runner
+
+TARGET = RandomCheckpoint()
+NORM = TARGET.tensor("norm.weight")
+N = 37
+CPU = torch.device("cpu")
+GREEDY = Speaker(0.0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def hidden() -> dict[int, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {layer: torch.randn(N, CONFIG.hidden_size, generator=generator) for layer in range(CONFIG.num_layers + 1)}
+
+
+@pytest.fixture(scope="module")
+def rows(hidden: dict[int, torch.Tensor]) -> list[Row]:
+    return [Row(i, hidden, i) for i in range(N)]
+
+
+TOKENS = torch.randint(0, CONFIG.vocab_size, (N,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+def embedding(bits: int) -> torch.Tensor:
+    return Linear(TARGET.tensor("embed_tokens.weight"), bits=bits).weight
+
+
+def features(hidden: dict[int, torch.Tensor], layers: Sequence[int]) -> torch.Tensor:
+    return torch.cat([hidden[layer] for layer in layers], 1)
+
+
+def oracle(config: Any, tensors: Tensors, bits: int) -> Oracle:
+    return Oracle(config, tensors, embedding(bits), bits)
+
+
+def spread(logits: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    full = torch.full((CONFIG.vocab_size,), -torch.inf)
+    full[tensors["draft_ids"].long()] = logits
+    return full
+
+
+@pytest.fixture(scope="module")
+def torch_target() -> Decoder:
+    return Decoder.load(TARGET)
+
+
+CHAINS = {"eagle": ({}, 8), "eagle normed": ({"norm_before_residual": True, "norm_output": True}, 8), "eagle in torch": ({}, 32)}
+
+
+@pytest.mark.parametrize(("fields", "bits"), CHAINS.values(), ids=CHAINS)
+def test_eagle_computes_what_the_oracle_does(
+    fields: dict[str, Any], bits: int, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
+) -> None:
+    """Rows in two pieces, a chain guessed from them, and a tree's nodes: siblings, and a child of the second."""
+    config = config_of("eagle", CONFIG, draft_vocab=40, **fields)
+    tensors = random_tensors(config)
+    head: Any = ChainHead(config, tensors, decoder(dtype="int8")) if bits == 8 else TorchChainHead(config, tensors, torch_target, None, CPU)
+    true, shown, place = oracle(config, tensors, bits), features(hidden, config.taps), head.place()
+    head.read([Feed(place, 0, TOKENS[:20], rows[:20])])
+    said = head.begin([Feed(place, 20, TOKENS[20:], rows[20:])])
+    assert torch.allclose(said.logits[0], true.eagle(shown, TOKENS)[0], atol=1e-4)
+    outputs = list(said.outputs)
+    level = head.level([Node(place, N + i, N, token, outputs[0], N, [N + i]) for i, token in enumerate((3, 9))])
+    for i, token in enumerate((3, 9)):
+        assert torch.allclose(level.logits[i], true.eagle(shown, [*TOKENS, token])[0], atol=1e-4)
+    deeper = head.level([Node(place, N + 2, N + 1, 5, level.outputs[1], N, [N + 1, N + 2])])
+    assert torch.allclose(deeper.logits[0], true.eagle(shown, [*TOKENS, 9, 5])[0], atol=1e-4)
+    tokens, chances = head.guess([Feed(place, 36, TOKENS[36:], rows[36:])], [Speaker(0.0, 0, N + 1)], 4, 0.0)
+    path, chance = list(TOKENS), 1.0
+    for (token,), (reached,) in zip(tokens, chances, strict=True):
+        logits = spread(true.eagle(shown, path)[0], tensors)
+        assert token == int(logits.argmax())
+        chance *= float(logits.softmax(0).max())
+        assert reached == pytest.approx(chance, rel=1e-4)
+        path.append(token)
+
+
+def test_a_seeded_guess_knows_the_targets_noise(hidden: dict[int, torch.Tensor], rows: list[Row]) -> None:
+    config = config_of("eagle", CONFIG, draft_vocab=40)
+    tensors = random_tensors(config)
+    head, true = ChainHead(config, tensors, decoder(dtype="int8")), oracle(config, tensors, 8)
+    for seed in range(6):
+        request = request_of([1, *TOKENS], SamplingParams(temperature=0.8, seed=seed))
+        tokens, chances = head.guess([Feed(head.place(), 0, TOKENS, rows)], [Speaker(0.8, request.seed, N + 1)], 3, 0.0)
+        path: list[int] = []
+        for (token,), (chance,) in zip(tokens, chances, strict=True):
+            best = likeliest(request, path, spread(true.eagle(features(hidden, config.taps), [*TOKENS, *path])[0], tensors), 1)[0]
+            assert token == best.token
+            assert 0 < chance <= 1
+            path.append(token)
+
+
+def test_guessing_stops_where_nothing_is_likely(rows: list[Row]) -> None:
+    config = config_of("eagle", CONFIG)
+    head = ChainHead(config, random_tensors(config), decoder(dtype="int8"))
+    feed = [Feed(head.place(), 0, TOKENS, rows)]
+    _, chances = head.guess(feed, [GREEDY], 5, 0.0)
+    stopped = head.guess(feed, [GREEDY], 5, chances[1][0] + 1e-9)
+    assert len(stopped.tokens) == 2 < len(chances)
+
+
+def test_requests_in_one_call_are_drafted_as_alone(rows: list[Row]) -> None:
+    config = config_of("eagle", CONFIG, draft_vocab=40)
+    head = ChainHead(config, random_tensors(config), decoder(dtype="int8"))
+    parts = [slice(0, 5), slice(3, 30), slice(10, 11)]
+    feeds = [Feed(head.place(), 0, TOKENS[part], rows[part]) for part in parts]
+    together = head.guess(feeds, [GREEDY] * 3, 4, 0.0)
+    for i, part in enumerate(parts):
+        alone = head.guess([Feed(head.place(), 0, TOKENS[part], rows[part])], [GREEDY], 4, 0.0)
+        assert [row[i] for row in together.tokens] == [row[0] for row in alone.tokens]
+        assert [row[i] for row in together.chances] == [row[0] for row in alone.chances]
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_a_distilled_model_reads_tokens_alone(bits: int, rows: list[Row], torch_target: Decoder) -> None:
+    config = config_of("draft", CONFIG, draft_vocab=40)
+    tensors = random_tensors(config)
+    head: Any = ChainHead(config, tensors, decoder(dtype="int8")) if bits == 8 else TorchChainHead(config, tensors, torch_target, None, CPU)
+    said = head.begin([Feed(head.place(), 0, TOKENS, rows)])
+    assert torch.allclose(said.logits[0], oracle(config, tensors, bits).draft(TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_eagle_1_fuses_the_token_with_the_last_hidden_state(
+    bits: int, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
+) -> None:
+    config = eagle_1(CONFIG)
+    tensors = {**random_tensors(config), "lm_head.weight": TARGET.tensor("embed_tokens.weight")}
+    if bits == 8:
+        head: Any = ChainHead(config, tensors, decoder(dtype="int8"), NORM)
+    else:
+        head = TorchChainHead(config, tensors, torch_target, NORM, CPU)
+    true, normed = oracle(config, tensors, bits), rms_norm(hidden[CONFIG.num_layers], NORM, config.rms_eps)
+    place = head.place()
+    said = head.begin([Feed(place, 0, TOKENS, rows)])
+    assert torch.allclose(said.logits[0], true.eagle_1(normed, TOKENS), atol=1e-4)
+    level = head.level([Node(place, N, N, 3, said.outputs[0], N, [N])])
+    assert torch.allclose(level.logits[0], true.eagle_1(normed, [*TOKENS, 3]), atol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_medusa_computes_what_the_oracle_does(bits: int, blocks: int, hidden: dict[int, torch.Tensor], rows: list[Row]) -> None:
+    config = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=blocks)
+    tensors = random_tensors(config)
+    head: Any = MedusaHead(config, tensors, NORM) if bits == 8 else TorchMedusaHead(config, tensors, NORM, CPU)
+    true = torch.stack([oracle(config, tensors, bits).medusa(hidden[CONFIG.num_layers][i], NORM) for i in (5, 9)], 1)
+    assert torch.allclose(head.logits([rows[5], rows[9]]), true, atol=1e-4)
+    tokens, chances = head.guess([rows[5], rows[9]], [GREEDY] * 2)
+    assert tokens == tensors["draft_ids"][true.argmax(-1)].tolist()
+    assert torch.allclose(torch.tensor(chances, dtype=torch.float32), true.softmax(-1).amax(-1).cumprod(0), atol=1e-4)
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_dflash_computes_what_the_oracle_does(
+    bits: int, from_anchor: bool, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
+) -> None:
+    config: Any = config_of("dflash", CONFIG, draft_vocab=40, markov_rank=16, sample_from_anchor=from_anchor, block_size=4)
+    tensors, steps, root = random_tensors(config, seed=1), config.num_drafts, 11
+    head: Any = BlockHead(config, tensors, decoder(dtype="int8")) if bits == 8 else TorchBlockHead(config, tensors, torch_target, CPU)
+    true, place = oracle(config, tensors, bits), head.place()
+    head.read(BlockFeed(place, 0, rows[:20], 0))
+    expected = true.dflash(features(hidden, config.taps), root)[config.block_size - steps :]
+    assert torch.allclose(head.logits([BlockFeed(place, 20, rows[20:], root)], steps)[:, 0], expected, atol=1e-3)
+    tokens, _ = head.guess([BlockFeed(place, 36, rows[36:], root)], [GREEDY], steps)
+    ids = tensors["draft_ids"].tolist()
+    word = ids.index(root) if root in ids else len(ids)
+    for (token,), logits in zip(tokens, expected, strict=True):
+        word = int((logits + true.markov(word)).argmax())
+        assert token == ids[word]
+
+
+class Recorder:
+    """Remembers what a drafter proposed for which text, and proposes the truth instead, now and then with a wrong end: heads that nobody
+    trained are hardly ever right, and what they read after a draft was accepted is to be tested."""
+
+    def __init__(self, inner: Any, truth: dict[tuple[int, ...], list[int]]) -> None:
+        self.inner, self.truth = inner, truth  # truth: prompt -> the target's whole text
+        self.said: list[tuple[list[int], Draft]] = []
+        self.name, self.needs, self.is_free = inner.name, inner.needs, inner.is_free
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        drafts: list[Draft] = self.inner.propose(requests, budgets)
+        self.said += [(list(r.tokens), draft) for r, draft in zip(requests, drafts, strict=True)]
+        return [self._better(r, budget) for r, budget in zip(requests, budgets, strict=True)]
+
+    def _better(self, request: Request, budget: int) -> Draft:
+        known = self.truth[tuple(request.tokens[: request.num_prompt])]
+        tokens = known[request.num_tokens : request.num_tokens + budget]
+        if len(tokens) > 1 and request.num_tokens % 3 == 0:
+            tokens[-1] = (tokens[-1] + 1) % CONFIG.vocab_size
+        return Draft(Tree.chain(request.tokens[-1], tokens), self.name)
+
+    def observe(self, seen: Any) -> None:
+        self.inner.observe(seen)
+
+    def release(self, request: Request) -> None:
+        self.inner.release(request)
+
+
+def hidden_of(tokens: Sequence[int]) -> dict[int, torch.Tensor]:
+    """What the target computes on a text in one pass from nothing."""
+    fresh, cached = runner(len(tokens) // 16 + 1, dtype="int8"), Cached()
+    assert fresh.kv.reserve(cached, len(tokens))
+    return fresh.forward([Segment(tokens, cached)], hidden_layers=range(CONFIG.num_layers + 1)).hidden
+
+
+def recorded(kind: str, requests: Sequence[Request], **limits: Any) -> tuple[Recorder, Any]:
+    model = random_head(kind, TARGET, draft_vocab=40)
+    drafter = registry.create(*registry.parse({"method": kind, "model": model, "num_speculative_tokens": 3}), _surroundings())
+    plain = [request_of(r.tokens, r.params) for r in requests]
+    run(engine_with(None, target_dtype="int8"), plain)
+    recorder = Recorder(drafter, {tuple(r.tokens[: r.num_prompt]): r.tokens for r in plain})
+    engine = engine_with(recorder, target_dtype="int8", num_speculative_tokens=3, **limits)
+    run(engine, requests)
+    return recorder, engine
+
+
+def _surroundings() -> Surroundings:
+    return Surroundings(runner(dtype="int8"), TARGET, None, lambda *_: None)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
+def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str) -> None:
+    """In a batch, with chunked prompts, accepted tokens and preemption: each draft is the one that the text alone leads to."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    requests = [request_of(p, params) for p in prompts(6, low=10, high=40, seed=21)]
+    recorder, engine = recorded(kind, requests, num_blocks=14, max_num_batched_tokens=23, max_model_len=120)
+    assert engine.scheduler.num_preemptions > 0
+    config, tensors = recorder.inner.head.config, recorder.inner.head.tensors
+    true, ids, right = oracle(config, tensors, 8), tensors["draft_ids"].tolist(), 0
+    said = [(tokens, draft) for tokens, draft in recorder.said if draft.num_drafted]
+    assert len(said) > 60
+    for tokens, draft in said[:: len(said) // 60]:
+        hidden = hidden_of(tokens[:-1])
+        if kind == "medusa":
+            logits = true.medusa(hidden[CONFIG.num_layers][-1], NORM)[0]
+        elif kind == "eagle":
+            logits = true.eagle(features(hidden, config.taps), tokens[1:])[0]
+        else:
+            logits = true.dflash(features(hidden, config.taps), tokens[-1])[0]
+        right += ids[int(logits.argmax())] == draft.tree.tokens[1]
+    assert right >= 58, "kernel and oracle may differ where two logits are nearly equal, no more"
+    assert engine.totals.num_accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_text_found_in_the_cache_starts_with_what_was_read_of_another(kind: str) -> None:
+    """The target computes only the tail of a known prompt, so the head sees no features of the rest: it takes over the first text's."""
+    shared, params = prompts(1, low=60, high=60, seed=9)[0], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    first, second = request_of([*shared, 1, 2], params), request_of([*shared, 3], params)
+    drafter = registry.create(*registry.parse({"method": kind, "model": random_head(kind, TARGET, draft_vocab=40)}), _surroundings())
+    engine = engine_with(drafter, target_dtype="int8", num_speculative_tokens=3)
+    run(engine, [first])
+    engine.add(second)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.num_prefix_hits >= 48
+    read: Any = drafter._library.reads[second.id]  # type: ignore[attr-defined]
+    assert read.count >= second.num_tokens - 3
+
+
+def test_heads_run_beside_a_target_in_torch(torch_target: Decoder) -> None:
+    """Chains and trees of every kind over torch's kernels: the text of the same target without drafts."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+    def text_with(options: dict[str, Any] | None) -> tuple[list[list[int]], int]:
+        target = Runner(torch_target, KvCache(CONFIG, 64))
+        around = Surroundings(target, TARGET, None, lambda *_: None)
+        drafter = registry.create(*registry.parse({"num_speculative_tokens": 3, **options}), around) if options else None
+        engine = Engine(target, drafter, EngineConfig(max_model_len=200, num_speculative_tokens=3 if drafter else 0))
+        requests = [request_of(p, params) for p in prompts(3, seed=2)]
+        run(engine, requests)
+        return [r.output for r in requests], engine.totals.num_drafted
+
+    plain, _ = text_with(None)
+    for kind in ("eagle", "medusa", "dflash"):
+        for width in (1, 2):
+            found, num_drafted = text_with({"method": kind, "model": random_head(kind, TARGET, draft_vocab=40), "tree_width": width})
+            assert found == plain, kind
+            assert num_drafted > 50

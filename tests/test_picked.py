@@ -1,0 +1,90 @@
+"""Greedy choices that the kernels make themselves, and the walk along them: the same as looking at the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.cpu.compile import kernel
+from paceline.cpu.lanes import address
+from paceline.cpu.top import BLOCK, choose, first_largest
+from paceline.params import SamplingParams
+from paceline.types import Cached, Draft, Pick, Request, Segment
+from paceline.verify.accept import accept, follow
+from paceline.verify.tree import Tree, join
+from tests.laws.harness import VOCAB, prompts, runner
+
+
+@kernel
+def _pick(row: Any, places: Any) -> Any:
+    """As forward.py does, one part after the other."""
+    for part in range(len(places)):
+        places[part] = first_largest(address(row), len(row) * part // len(places), len(row) * (part + 1) // len(places))
+    return choose(address(row), places)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 5 * BLOCK), st.integers(1, 5), st.integers(0, 2**31), st.sampled_from([2, 30, 10**6]))
+def test_the_first_largest_wins_and_what_is_not_finite_is_seen(width: int, parts: int, seed: int, levels: int) -> None:
+    rng = np.random.default_rng(seed)
+    row = rng.integers(-levels, levels, width).astype(np.float32)
+    for odd in (-np.inf, np.nan, np.inf):
+        row[rng.random(width) < rng.choice([0.0, 0.02, 0.3, 1.0], p=[0.7, 0.1, 0.1, 0.1])] = odd
+    best = int(row.argmax())
+    assert _pick(row, np.zeros(parts, np.int64)) == (best if np.isfinite(row[best]) else -1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
+def test_a_pass_picks_what_its_logits_say(dtype: str) -> None:
+    target = runner(dtype=dtype)
+    segments = []
+    for prompt, temperature in zip(prompts(4), (0.0, 0.0, 0.7, 0.0), strict=True):
+        cached = Cached()
+        assert target.kv.reserve(cached, len(prompt))
+        segments.append(Segment(prompt, cached, None, 3, Pick(temperature, 1)))
+    output = target.forward(segments)
+    best = output.logits[:, :VOCAB].argmax(1).tolist()
+    assert output.picked == [*best[:6], -1, -1, -1, *best[9:]]
+    assert target.forward([*segments[:3], segments[3]._replace(pick=None)]).picked is None
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    tokens, parents = [0], [-1]
+    for _ in range(draw(st.integers(0, 8))):
+        edge = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, 3))
+        if edge not in zip(parents, tokens, strict=True):
+            parents.append(edge[0])
+            tokens.append(edge[1])
+    return Tree(tuple(tokens), tuple(parents))
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees(), st.integers(0, 2**31), st.sets(st.integers(0, 8)))
+def test_following_choices_is_the_rule(tree: Tree, seed: int, broken: set[int]) -> None:
+    request = Request("r", SamplingParams(temperature=0.0), [5, 0], 2, 0)
+    draft, logits = Draft(tree, "x"), torch.randn(len(tree.tokens), 4, generator=torch.Generator().manual_seed(seed))
+    picked = [9, *logits.argmax(1).tolist()]  # another request's comes first
+    expected = accept(request, draft, logits)
+    assert follow(draft, picked, 1) == expected
+    left = [-1 if node in broken else token for node, token in enumerate(picked[1:])]
+    assert follow(draft, left) == (None if broken & set(expected.path) else expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(trees(), min_size=1, max_size=4))
+def test_joined_trees_hold_every_path_once(some: list[Tree]) -> None:
+    tokens, parents, places = join(some)
+    joined = Tree(tuple(tokens), tuple(parents))
+
+    def path(tree: Tree, node: int) -> tuple[int, ...]:
+        return tuple(tree.tokens[n] for n in tree.ancestors(node))
+
+    for tree, where in zip(some, places, strict=True):
+        assert [path(tree, node) for node in range(len(tree.tokens))] == [path(joined, place) for place in where]
+    assert {place for where in places for place in where} == set(range(len(tokens)))

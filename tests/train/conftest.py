@@ -1,0 +1,36 @@
+"""A tiny target, as a teacher, and what it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.llm import LLM
+from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.train.shards import Texts, from_written
+from paceline.train.talk import conversations
+from paceline.train.target import Target
+from paceline.train.writing import Writer
+from tests.make_models import VOCAB
+from tests.train.small import CPU
+
+
+@pytest.fixture(scope="package")
+def checkpoint(tiny_folder: Path) -> Checkpoint:
+    return open_checkpoint(str(tiny_folder), progress=False)
+
+
+@pytest.fixture(scope="package")
+def target(checkpoint: Checkpoint) -> Target:
+    return Target.load(checkpoint, CPU, torch.float32, 512)
+
+
+@pytest.fixture(scope="package")
+def texts(tiny_folder: Path) -> Texts:
+    """What the tiny model writes to prompts of its own."""
+    with LLM(str(tiny_folder), speculative_config=None, device="cpu", progress=False) as llm:
+        writer = Writer(llm, batch=16)
+        talks = conversations(llm.tokenizer, [], seed=0)
+        return from_written(list(writer.write(talks, lambda: writer.num_tokens > 16_000)), VOCAB)

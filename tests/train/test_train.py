@@ -1,0 +1,257 @@
+"""Training: the text, the batches, and whole trainings of every kind on a tiny target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import ConfigError, ModelFileError
+from paceline.llm import LLM
+from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.models.head_config import check_target, read_head_config, target_hash, write_head_config
+from paceline.train.lessons import answer_counts, draft_vocabulary, prepare
+from paceline.train.recipes import Recipe, recipe_for
+from paceline.train.save import read_head, save_head
+from paceline.train.session import train
+from paceline.train.shards import Texts, Written, from_written, joined, load_shard, load_shards, piece, save_shards
+from paceline.train.stream import batches, split
+from paceline.train.talk import Voice, conversations, questions_in
+from paceline.train.target import Target
+from paceline.train.trainer import Limit, Trainer
+from paceline.train.writing import Writer
+from tests.make_models import VOCAB, tiny_hf
+from tests.train.small import CPU, KINDS, head_of, small, some_batch
+
+# The data
+
+
+def test_shards_come_back_as_they_were_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    written = [Written([1, 2, 3], [4, 5], 0.0), Written([7], [8, 9, 10, 11], 0.8), Written([3, 3], [1], 0.0)]
+    whole = from_written(written, VOCAB)
+    assert whole.tokens.dtype == np.uint16
+    assert whole.num_answer_tokens == 7
+    paths = save_shards(tmp_path, whole, "text", shard_tokens=8)
+    assert len(paths) == 2
+    again = load_shards(tmp_path)
+    assert all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
+    assert again.digest() == whole.digest()
+    assert joined([piece(whole, 0, 1), piece(whole, 1, 3)]).digest() == whole.digest()
+    assert piece(whole, 1, 2).digest() != whole.digest()
+    paths[0].write_bytes(paths[0].read_bytes()[:-20])
+    with pytest.raises(ModelFileError, match=paths[0].name):
+        load_shard(paths[0])
+    np.savez(
+        tmp_path / "bad.npz", tokens=whole.tokens, starts=whole.starts[:-1], num_prompt=whole.num_prompt, temperature=whole.temperature
+    )
+    with pytest.raises(ModelFileError, match="index does not fit"):
+        load_shard(tmp_path / "bad.npz")
+    with pytest.raises(ConfigError, match="holds no written text"):
+        load_shards(tmp_path / "nothing")
+
+
+def test_a_batch_has_the_rows_that_drafts_start_from() -> None:
+    batch = some_batch()
+    assert batch.ids.shape == (3, 32)
+    assert batch.size.tolist() == [15, 19, 8]  # from the prompt's last token to the text's last but one
+    assert batch.position[:3].tolist() == [4, 5, 6]
+    assert batch.token_after(1)[0] == batch.ids[0, 5]
+    after = batch.row_after(2)
+    assert after[0] == 2
+    assert after[13] == after[14] == -1  # the first sequence ends there
+    assert after[15] == 17
+
+
+def test_batches_hold_every_sequence_once_and_follow_the_seed(texts: Texts) -> None:
+    learned, held = split(texts, 8)
+    assert not set(learned) & set(held)
+    assert (texts.temperature[held] == 0).all()
+
+    def tokens(seed: int) -> list[list[int]]:
+        return [batch.ids.flatten().tolist() for batch in batches(texts, learned, 2048, 448, np.random.default_rng(seed))]
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+    count = sum(len(batch.ids) for batch in batches(texts, learned, 2048, 448, np.random.default_rng(1)))
+    assert count == len(learned[texts.num_prompt[learned] < 447])
+    assert count > len(learned) / 2
+
+
+def test_the_target_writes_greedy_and_sampled_answers_of_its_own(texts: Texts, tiny_folder: Path) -> None:
+    assert len(texts) > 20
+    assert 0.2 < float((texts.temperature == 0).mean()) < 0.8
+    index = int(np.flatnonzero(texts.temperature == 0)[0])
+    sequence = texts.tokens[texts.starts[index] : texts.starts[index + 1]].tolist()
+    prompt, answer = sequence[: texts.num_prompt[index]], sequence[texts.num_prompt[index] :]
+    with LLM(str(tiny_folder), speculative_config=None, device="cpu", progress=False) as llm:
+        from paceline.params import SamplingParams
+
+        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=len(answer)))
+    assert list(result.outputs[0].token_ids) == answer
+
+
+def test_given_prompts_are_asked_and_questions_are_found(tiny: LLM) -> None:
+    import random
+
+    writer = Writer(tiny, batch=4)
+    talks = conversations(tiny.tokenizer, [("Tell me about the wind.",)], seed=1)
+    written = list(writer.write((next(talks) for _ in range(3)), lambda: False))
+    assert any("Tell me about the wind." in tiny.tokenizer.decode(w.prompt) for w in written)
+    assert questions_in(['Text. Who rides in front? "What is a paceline?" Nothing.']) == ["Who rides in front?", "What is a paceline?"]
+    assert {Voice(tiny.tokenizer, random.Random(i)).temperature() == 0 for i in range(20)} == {True, False}
+
+
+def test_the_draft_vocabulary_is_what_answers_are_made_of(texts: Texts) -> None:
+    frequency = answer_counts(texts, np.arange(len(texts)), VOCAB)
+    assert frequency.sum() == texts.num_answer_tokens
+    assert answer_counts(texts, np.arange(3), VOCAB).sum() == texts.starts[3] - texts.num_prompt[:3].sum()
+    ids, blank = draft_vocabulary(frequency, 50, (2,))
+    assert 2 in ids
+    assert (np.diff(ids) > 0).all()
+    assert frequency[ids].sum() > frequency.sum() * 50 / VOCAB
+    assert frequency[blank] == frequency.min()
+
+
+# Whole trainings
+
+
+def silent(what: str, numbers: dict[str, Any]) -> None:
+    """Nobody watches."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_raises_held_out_acceptance(kind: str, checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    limit = Limit(tokens=60_000)
+    (found,) = train(
+        checkpoint, texts, [small(kind)], limit, [tmp_path], device=CPU, seed=1, command=["test"], report=silent, num_measures=3
+    )
+    notes = json.loads((tmp_path / "provenance.json").read_text())
+    first, last = notes["curve"][0], notes["curve"][-1]
+    assert last["tau"] == found.tau
+    assert last["tau"] > first["tau"] + 0.04
+    assert last["by_position"][0] > first["by_position"][0] + 0.04
+    assert notes["target"]["hash"] == target_hash(checkpoint)
+    assert notes["text"]["sha256"] == texts.digest()
+    config, tensors = read_head(tmp_path)
+    assert config.kind == kind
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == config.tensor_shapes()
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_resumed_training_ends_as_one_that_was_not_interrupted(kind: str, checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    recipe, limit = small(kind, average=0.9), Limit(tokens=24_000)
+
+    def run(folder: Path, is_resumed: bool = False, most_steps: int = 1 << 30) -> dict[str, torch.Tensor]:
+        steps = 0
+
+        def count(what: str, numbers: dict[str, Any]) -> None:
+            nonlocal steps
+            steps += what == "step"
+
+        train(checkpoint, texts, [recipe], limit, [folder], device=CPU, seed=3, command=[], report=count, is_resumed=is_resumed,
+              is_over=lambda: steps >= most_steps, num_measures=2)  # fmt: skip
+        return read_head(folder)[1]
+
+    whole = run(tmp_path / "whole")
+    half = run(tmp_path / "parts", most_steps=5)
+    assert any(not torch.equal(whole[name], half[name]) for name in whole)
+    with pytest.raises(ConfigError, match="resume"):
+        run(tmp_path / "parts")
+    parts = run(tmp_path / "parts", is_resumed=True)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, parts[name]), name
+
+
+def test_resuming_with_another_recipe_or_text_is_an_error(checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    def run(recipe: Recipe, text: Texts, is_resumed: bool) -> None:
+        train(
+            checkpoint, text, [recipe], Limit(tokens=3000), [tmp_path], device=CPU, seed=1, command=[], report=silent, is_resumed=is_resumed
+        )
+
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        run(small("medusa"), texts, True)
+    run(small("medusa"), texts, False)
+    with pytest.raises(ConfigError, match="was trained with recipe"):
+        run(small("medusa", rate=1e-4), texts, True)
+    with pytest.raises(ConfigError, match="was trained with text"):
+        run(small("medusa"), piece(texts, 0, len(texts) - 1), True)
+
+
+def test_a_head_of_another_target_is_refused_and_both_are_named(checkpoint: Checkpoint, tmp_path: Path, texts: Texts) -> None:
+    lessons = prepare(checkpoint, texts, small("medusa"), CPU, name="the one")
+    trainer = Trainer(lessons, small("medusa"), Limit(tokens=1))
+    check_target(trainer.config, checkpoint, "head")
+    other = open_checkpoint(str(tiny_hf(tmp_path / "other", "llama", seed=5)), progress=False)
+    with pytest.raises(ModelFileError, match=r"trained for the one .*, not for .*other"):
+        check_target(trainer.config, other, "head")
+    assert target_hash(checkpoint) == target_hash(open_checkpoint(str(checkpoint.path), progress=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_survive_the_disk(kind: str, target: Target, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    head = head_of(kind, target, checkpoint, markov_rank=64)
+    assert read_head_config(json.loads(json.dumps(write_head_config(head.config))), "here") == head.config
+    tensors = head.tensors()
+    for bits, loose in ((16, 2e-3), (8, 2e-2)):
+        save_head(tmp_path / str(bits), head.config, tensors, {}, bits)
+        config, again = read_head(tmp_path / str(bits))
+        assert config == head.config
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(again[name], tensor, atol=loose, rtol=loose)
+    sizes = [(tmp_path / str(bits) / "model.safetensors").stat().st_size for bits in (8, 16)]
+    assert sizes[0] < 0.65 * sizes[1]
+    (tmp_path / "16" / "config.json").write_text(json.dumps(write_head_config(head.config) | {"hidden_size": 96}))
+    with pytest.raises(ModelFileError, match="where the config asks for"):
+        read_head(tmp_path / "16")
+
+
+def test_bad_recipes_and_texts_are_named() -> None:
+    with pytest.raises(ConfigError, match="rate is 3"):
+        recipe_for("eagle", rate=3)
+    with pytest.raises(ConfigError, match="'hydra' cannot be trained"):
+        recipe_for("hydra")
+    with pytest.raises(ConfigError, match="greedy answers"):
+        split(from_written([Written([1], [2, 3], 0.8)], VOCAB), 4)
+
+
+def test_heads_that_learn_together_are_those_that_learn_alone(checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    def run(*kinds: str) -> dict[str, dict[str, torch.Tensor]]:
+        folders = [tmp_path / f"{len(kinds)}" / kind for kind in kinds]
+        train(
+            checkpoint, texts, [small(kind) for kind in kinds], Limit(tokens=9000), folders, device=CPU, seed=2, command=[], report=silent
+        )
+        return {kind: read_head(folder)[1] for kind, folder in zip(kinds, folders, strict=True)}
+
+    together, alone = run("medusa", "dflash", "eagle"), run("dflash")
+    for name, tensor in alone["dflash"].items():
+        assert torch.equal(tensor, together["dflash"][name]), name
+
+
+@pytest.mark.slow
+def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from paceline.cli.main import app
+
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "head"
+    prompts.write_text("Tell me about the wind.\nWho rides in front?\nWrite a list of riders.\n")
+    common = ["train", "eagle", "--target", str(tiny_folder), "--device", "cpu", "-o", str(out), "--draft-vocab", "256"]
+    done = CliRunner().invoke(app, [*common, "--prompts", str(prompts), "--tokens", "20000"])
+    assert done.exit_code == 0, done.output
+    assert "tokens a step on held-out answers" in done.stdout
+    notes = json.loads((out / "provenance.json").read_text())
+    assert notes["text"]["answer_tokens"] >= 20_000
+    assert notes["curve"][-1]["tau"] > notes["curve"][0]["tau"] + 0.05
+    config, _ = read_head(out)
+    check_target(config, open_checkpoint(str(tiny_folder), progress=False), str(out))
+    again = CliRunner().invoke(app, [*common, "--text", str(out / "text")])
+    assert again.exit_code == 2
+    assert "--resume" in again.stderr
+    both = CliRunner().invoke(app, [*common, "--tokens", "5000", "--hours", "1"])
+    assert both.exit_code == 2
+    assert "not both" in both.stderr
