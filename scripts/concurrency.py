@@ -75,7 +75,12 @@ def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], leve
                 speeds[name].append(speed)
         different += sum(a != b for name in names for a, b in zip(texts[name], texts["plain"], strict=True))
     ratios = {name: round(median(a / b for a, b in zip(speeds[name], speeds["plain"], strict=True)), 3) for name in names}
-    return {"concurrency": level, "tokens_per_s": {n: round(median(v), 1) for n, v in speeds.items()}, "ratio": ratios, "different": different}
+    return {
+        "concurrency": level,
+        "tokens_per_s": {n: round(median(v), 1) for n, v in speeds.items()},
+        "ratio": ratios,
+        "different": different,
+    }
 
 
 def plot(records: list[dict[str, Any]], title: str, path: Path) -> None:

@@ -93,7 +93,10 @@ def main() -> None:
                     record = {"batch": batch, "rate": rate, "K": length, "tokens_per_s": round(speed, 1), "speedup": round(speed / base, 2)}
                     tau = engine.totals.num_tokens / engine.totals.num_steps
                     same = sum(a == b for a, b in zip(said, texts, strict=True))
-                    print(json.dumps(record | {"tau": round(tau, 2), "formula": round(expected_tokens(rate, length), 2), "same": same}), flush=True)
+                    print(
+                        json.dumps(record | {"tau": round(tau, 2), "formula": round(expected_tokens(rate, length), 2), "same": same}),
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

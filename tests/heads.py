@@ -93,6 +93,15 @@ def random_head(kind: str, target: Any, seed: int = 0, draft_vocab: int | None =
     return str(write_head(Path(_folders.name) / name, write_head_config(config), random_tensors(config, seed)))
 
 
+@functools.cache
+def random_mlp(target: Any) -> str:
+    """The folder of an MLP speculator, as other projects write it."""
+    config = mlp_speculator(target.config)
+    values = {"model_type": "mlp_speculator", "vocab_size": config.vocab_size, "emb_dim": config.hidden_size, "inner_dim": 32}
+    tensors = {f"speculator.{name}": tensor for name, tensor in random_tensors(config).items()}
+    return str(write_head(Path(_folders.name) / "mlp", {**values, "n_predict": 3, "scale_input": True}, tensors))
+
+
 @dataclass
 class Oracle:
     """A head whose products round as the int8 kernels do (bits=8) or not at all (32)."""

@@ -104,6 +104,7 @@ def test_without_its_key_nothing_is_measured(server: Server) -> None:
     assert "--api-key" in err
 
 
+@pytest.mark.serial
 def test_delays_of_another_kind_of_server_are_measured_as_they_are(tmp_path: Path) -> None:
     with other_server() as (url, asked):
         options = ("--base-url", url, "--max-concurrency", "1", "--num-prompts", "5", "--num-warmups", "2", "--goodput", "ttft:5000,tpot:1")
@@ -124,6 +125,7 @@ def test_delays_of_another_kind_of_server_are_measured_as_they_are(tmp_path: Pat
     assert "ignore_eos" not in body
 
 
+@pytest.mark.serial
 def test_load_is_open_and_waiting_counts_from_when_a_request_was_due(tmp_path: Path) -> None:
     options = ("--num-prompts", "10", "--request-rate", "50", "--num-warmups", "0")
     with other_server() as (url, _):

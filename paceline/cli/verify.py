@@ -50,7 +50,9 @@ def verify(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 16,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each category.")] = None,
     methods: Annotated[str | None, typer.Option(help="Only these drafters, separated by commas.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Who drafts for draft_model; left out: the model itself.")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Who drafts for draft_model (left out: the model itself), or the folder of a learned head.")
+    ] = None,
 ) -> None:
     """Check that every drafter gives the same text as plain decoding, and the same distribution.
 
@@ -67,7 +69,7 @@ def verify(
 
     chosen = prompt_files.load(prompts)
     chosen = prompt_files.first_of_each(chosen, limit) if limit is not None else chosen
-    configs = _drafters(methods, draft_model or model)
+    configs = _drafters(methods, model, draft_model)
     parsing.check_target("--json", json_file)
     _check_draft_model(model, configs)
     report = _examine(model, {"dtype": dtype, "device": device, "exact": exact}, chosen, max_tokens, configs)
@@ -78,19 +80,22 @@ def verify(
         raise typer.Exit(1)
 
 
-def _drafters(methods: str | None, draft_model: str) -> dict[str, dict[str, Any]]:
+def _drafters(methods: str | None, model: str, draft_model: str | None) -> dict[str, dict[str, Any]]:
+    """All but learned heads if none is named: the target may have none."""
     from paceline.config import nearest
-    from paceline.proposers.registry import DRAFTERS, parse
+    from paceline.proposers.registry import DRAFTERS, HEADS, parse
 
     known = ["auto", *DRAFTERS]
-    names = [name.strip() for name in methods.split(",")] if methods is not None else known
+    names = [name.strip() for name in methods.split(",")] if methods is not None else [name for name in known if name not in HEADS]
     for name in names:
         if name not in known:
             raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
     configs: dict[str, dict[str, Any]] = {name: {"method": name} for name in names}
     for name, config in configs.items():
-        if name == "draft_model":
-            config["model"] = draft_model
+        if name in HEADS and draft_model is None:
+            raise ConfigError(f"--methods holds {name!r}; name the head's folder with --draft-model")
+        if name in ("draft_model", *HEADS):
+            config["model"] = draft_model or model
         if name != "auto":  # a named drafter is checked at its full length, whether that pays here or not
             config["num_speculative_tokens"] = parse(config)[1].num_speculative_tokens
     return configs

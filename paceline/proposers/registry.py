@@ -28,6 +28,8 @@ DRAFTERS = {
     "hybrid": "paceline.proposers.hybrid:Hybrid",
 }
 
+HEADS = ("eagle", "eagle3", "mlp_speculator", "medusa", "dflash")  # learned for one target: a folder must be named
+
 # Whom "auto" asks: one that needs no training and runs no model. It says what it can; the policy chooses from it.
 # Token recycling beside it gained nothing (docs/log.md) and costs host time.
 AUTO: tuple[dict[str, Any], ...] = ({"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.1},)

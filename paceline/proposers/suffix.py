@@ -73,7 +73,8 @@ class Suffix:
         self._scratch.settings[:] = (*DOUBTS, config.suffix_decoding_min_token_prob, config.suffix_decoding_max_spec_factor)
         self._header = header_of(self._scratch, depth, nodes, votes.WIDTH if config.tree else 1)
         self._at = self._header.buffer_info()[0]
-        self._answer = tuple(memoryview(each) for each in (self._scratch.drafted, self._scratch.parents, self._scratch.reach))
+        parts = (self._scratch.drafted, self._scratch.parents, self._scratch.reach)
+        self._answer = tuple(memoryview(each) for each in parts)  # type: ignore[arg-type]
         self._compile()
 
     def _compile(self) -> None:

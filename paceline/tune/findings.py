@@ -37,14 +37,15 @@ class Asked:
                 raise ConfigError("--methods holds 'hybrid'; name its drafters one by one, each is measured alone")
             if name not in known:
                 raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
-        if "draft_model" in self.methods and self.draft_model is None:
-            raise ConfigError("--methods holds 'draft_model'; name the smaller model with --draft-model")
+        for name in self.methods:
+            if name in ("draft_model", *registry.HEADS) and self.draft_model is None:
+                raise ConfigError(f"--methods holds {name!r}; name the smaller model, or the head's folder, with --draft-model")
         for k in self.lengths:
             if not 1 <= k <= MOST_K:
                 raise ConfigError(f"-k is {k}; give a whole number from 1 to {MOST_K}")
 
     def options(self, name: str, k: int) -> dict[str, Any]:
-        model = {"model": self.draft_model} if name == "draft_model" else {}
+        model = {"model": self.draft_model} if name in ("draft_model", *registry.HEADS) else {}
         return {"method": name, "num_speculative_tokens": k, **model}
 
     def is_free(self, name: str) -> bool:

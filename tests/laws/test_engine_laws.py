@@ -10,7 +10,7 @@ import pytest
 from paceline.engine.engine import Engine
 from paceline.params import SamplingParams
 from paceline.proposers.registry import DRAFTERS
-from tests.heads import random_head
+from tests.heads import random_head, random_mlp
 from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
 from tests.laws.harness import DTYPE, END, VOCAB, RandomCheckpoint, engine_with, model, prompts, request_of, run
@@ -42,6 +42,10 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle", "model": random_head("eagle", TARGET)},
     "eagle_reduced": {"method": "eagle", "model": random_head("eagle", TARGET, draft_vocab=20), "confidence_threshold": 0.05},
     "eagle_tree": {"method": "eagle", "model": random_head("eagle", TARGET, draft_vocab=32), "tree_width": 3, "num_speculative_tokens": 8},
+    "eagle3": {"method": "eagle3", "model": random_head("eagle", TARGET, norm_before_residual=True), "num_speculative_tokens": 2},
+    "mlp_speculator": {"method": "mlp_speculator", "model": random_mlp(TARGET)},
+    "mlp_speculator_tree": {"method": "mlp_speculator", "model": random_mlp(TARGET), "tree_width": 2, "num_speculative_tokens": 6},
+    "hybrid_of_heads": {"method": "hybrid", "drafters": ["ngram", {"method": "eagle", "model": random_head("eagle", TARGET)}]},
     "medusa": {"method": "medusa", "model": random_head("medusa", TARGET, draft_vocab=40)},
     "medusa_tree": {"method": "medusa", "model": random_head("medusa", TARGET, num_blocks=2), "tree_width": 3, "num_speculative_tokens": 8},
     "dflash": {"method": "dflash", "model": random_head("dflash", TARGET, markov_rank=16)},

@@ -65,13 +65,13 @@ def answer_of(server: Server, **body: Any) -> str:
 
 @browsing
 def test_a_chat_turn_streams_in_colours(page: Browser, default_server: Server) -> None:
-    page.set("max-tokens", 96)
+    page.set("max-tokens", 192)
     page.script(RECORD)
     page.type(QUESTION, ENTER)
     page.until_answered()
     lengths = [length for length in page.script("return window.lengths") if length]
     assert len(set(lengths)) > 3  # it grew while it was written
-    assert page.text(".turn.model .text") == answer_of(default_server, max_tokens=96)
+    assert page.text(".turn.model .text") == answer_of(default_server, max_tokens=192)
     drafted, own = page.all(".text .token.by-0"), page.all(".text .token.by-target")
     assert drafted
     assert own
@@ -81,7 +81,7 @@ def test_a_chat_turn_streams_in_colours(page: Browser, default_server: Server) -
     assert page.text("#alpha").endswith("%")
     assert page.all("#bars li")
     assert "drafter: suffix" in page.text("#legend")
-    assert re.search(r"96 tokens in \d+ passes · [\d.]+ tokens/s · reached max tokens", page.text(".summary"))
+    assert re.search(r"192 tokens in \d+ passes · [\d.]+ tokens/s · reached max tokens", page.text(".summary"))
 
 
 @browsing
