@@ -26,6 +26,9 @@ from paceline.proposers.base import Surroundings
 from paceline.proposers.candidates import likeliest
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
+from paceline.train.modules import build_head
+from paceline.train.stream import Batch
+from paceline.train.target import Target
 from paceline.types import Cached, Draft, Request, Segment
 from paceline.verify.tree import Tree
 from tests.heads import Oracle, Tensors, config_of, eagle_1, random_head, random_tensors
@@ -311,3 +314,31 @@ def test_heads_run_beside_a_target_in_torch(torch_target: Decoder) -> None:
             found, num_drafted = text_with({"method": kind, "model": random_head(kind, TARGET, draft_vocab=40), "tree_width": width})
             assert found == plain, kind
             assert num_drafted > 50
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash", "draft"])
+def test_what_is_trained_is_what_drafts(kind: str) -> None:
+    """The modules that are trained and the oracle of the drafters compute the same, three steps ahead."""
+    config: Any = config_of(kind, CONFIG, draft_vocab=40, **({"markov_rank": 16} if kind == "dflash" else {}))
+    tensors, target = random_tensors(config), Target.load(TARGET, CPU, torch.float32, 64)
+    module = build_head(config, target, tensors["draft_ids"].long(), 64)
+    module.load_state_dict({name: tensor for name, tensor in tensors.items() if name != "draft_ids"}, strict=True)
+    batch = Batch(
+        torch.tensor([TOKENS]), torch.arange(20, 30), torch.zeros(10, dtype=torch.int64), torch.tensor([0]), torch.tensor([10]), N
+    )
+    seen, true, row = target.read(batch.ids, config.hidden_layers if kind in ("eagle", "dflash") else ()), oracle(config, tensors, 32), 21
+    shown, ids = seen.taps[0, : row + 1], tensors["draft_ids"].tolist()
+    with torch.no_grad():
+        guesses = module.guesses(batch, seen, 3)
+    for step, guess in enumerate(guesses):
+        said, before = guess.hidden[1] @ guess.weight.T, TOKENS[: row + 2 + step]
+        if kind == "eagle":
+            expected = true.eagle(shown, before[1:])[0]
+        elif kind == "medusa":
+            expected = true.medusa(seen.last[0, row], NORM)[step]
+        elif kind == "dflash":
+            word = ids.index(before[-1]) if before[-1] in ids else len(ids)
+            expected = true.dflash(shown, TOKENS[row + 1])[step] + true.markov(word)
+        else:
+            expected = true.draft(before)
+        assert torch.allclose(said, expected, atol=1e-3), step

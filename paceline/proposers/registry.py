@@ -20,6 +20,7 @@ DRAFTERS = {
     "eagle": "paceline.proposers.eagle:Eagle",
     "eagle3": "paceline.proposers.eagle:Eagle",  # as vLLM names it
     "mlp_speculator": "paceline.proposers.mlp_speculator:MlpSpeculator",
+    "draft": "paceline.proposers.distilled:Distilled",
     "medusa": "paceline.proposers.medusa:Medusa",
     "dflash": "paceline.proposers.dflash:Dflash",
     "quantized": "paceline.proposers.quantized:Quantized",
@@ -28,7 +29,7 @@ DRAFTERS = {
     "hybrid": "paceline.proposers.hybrid:Hybrid",
 }
 
-HEADS = ("eagle", "eagle3", "mlp_speculator", "medusa", "dflash")  # learned for one target: a folder must be named
+HEADS = ("eagle", "eagle3", "mlp_speculator", "draft", "medusa", "dflash")  # learned for one target: a folder must be named
 
 # Whom "auto" asks: one that needs no training and runs no model. It says what it can; the policy chooses from it.
 # Token recycling beside it gained nothing (docs/log.md) and costs host time.

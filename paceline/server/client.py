@@ -26,8 +26,7 @@ from paceline.server.process import EngineProcess
 
 State = Literal["starting", "ok", "restarting", "draining"]
 PING_EVERY_S = 1.0
-BACKOFF_S, MOST_BACKOFF_S = 0.2, 30.0
-STABLE_S = 60.0  # an engine that lived so long starts the backoff anew
+BACKOFF_S, MOST_BACKOFF_S = 0.2, 30.0  # doubled for each engine in a row that could not even start
 
 
 class EngineClient:
@@ -131,14 +130,15 @@ class EngineClient:
         """Keep an engine alive until cancelled."""
         backoff = BACKOFF_S
         while True:
-            begun = time.monotonic()
+            was_ready = False
             try:
                 await self._serve_one()
+                was_ready = self._is_ready
             finally:
                 self._lose()
             if self.fatal is not None:
                 return
-            backoff = BACKOFF_S if time.monotonic() - begun > STABLE_S else min(backoff * 2, MOST_BACKOFF_S)
+            backoff = BACKOFF_S if was_ready else min(backoff * 2, MOST_BACKOFF_S)
             self.num_restarts += 1
             self.metrics.count("engine_restarts")
             log("engine restarting", logging.WARNING, restarts=self.num_restarts, backoff_s=round(backoff, 2))

@@ -46,6 +46,8 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "mlp_speculator": {"method": "mlp_speculator", "model": random_mlp(TARGET)},
     "mlp_speculator_tree": {"method": "mlp_speculator", "model": random_mlp(TARGET), "tree_width": 2, "num_speculative_tokens": 6},
     "hybrid_of_heads": {"method": "hybrid", "drafters": ["ngram", {"method": "eagle", "model": random_head("eagle", TARGET)}]},
+    "distilled": {"method": "draft", "model": random_head("draft", TARGET, draft_vocab=40)},
+    "distilled_tree": {"method": "draft", "model": random_head("draft", TARGET), "tree_width": 2, "num_speculative_tokens": 6},
     "medusa": {"method": "medusa", "model": random_head("medusa", TARGET, draft_vocab=40)},
     "medusa_tree": {"method": "medusa", "model": random_head("medusa", TARGET, num_blocks=2), "tree_width": 3, "num_speculative_tokens": 8},
     "dflash": {"method": "dflash", "model": random_head("dflash", TARGET, markov_rank=16)},
