@@ -22,7 +22,7 @@ def is_prime(n):
         if n % i == 0:
             return False
     return True"""
-SHOWN = 24  # of the drafted tokens, the one whose card is open
+SHOWN = 37  # of the drafted tokens, the one whose card is open
 CONTROL_ENTER = "\ue009\ue007"
 
 
