@@ -18,10 +18,13 @@ from statistics import median
 from typing import Any
 
 from paceline import LLM, SamplingParams
+from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
 from paceline.engine.plan import FixedPolicy
+from paceline.engine.policy import AutoPolicy
 from paceline.prompts import load
-from paceline.proposers.suffix import Suffix, SuffixConfig
+from paceline.proposers import registry
+from paceline.proposers.suffix import Suffix
 
 K = 4
 
@@ -51,14 +54,15 @@ def wave(llm: LLM, engine: Engine, prompts: list[list[int]], params: SamplingPar
     return written / seconds, texts
 
 
-def engines_of(llm: LLM) -> dict[str, Engine]:
-    """Each with a drafter of its own: what one answered would be known to the other when the same prompt comes again."""
-    auto = llm.engine
-    drafter = Suffix(SuffixConfig(num_speculative_tokens=K))
+def engines_of(llm: LLM, costs: CostModel) -> dict[str, Engine]:
+    """Each with a drafter of its own, new for each level: an answer given before would be known when the same prompt comes again."""
+    runner, config = llm.engine.runner, llm.engine.config
+    free, fixed = (Suffix(registry.parse(options)[1]) for options in (registry.AUTO[0], {"method": "suffix", "num_speculative_tokens": K}))
+    policy = AutoPolicy([free], costs.fresh(), has_trees=runner.decoder.checks_trees)
     return {
-        "plain": Engine(auto.runner, None, auto.config),
-        "auto": auto,
-        f"fixed K = {K}": Engine(auto.runner, drafter, auto.config, FixedPolicy(drafter, K)),
+        "plain": Engine(runner, None, config),
+        "auto": Engine(runner, free, config, policy),
+        f"fixed K = {K}": Engine(runner, fixed, config, FixedPolicy(fixed, K)),
     }
 
 
@@ -114,9 +118,9 @@ def main() -> None:
     asked = parser.parse_args()
     levels = [int(level) for level in asked.levels.split(",")]
     with LLM(asked.model, device=asked.device, max_num_seqs=max(levels), max_model_len=1536, progress=False) as llm:
-        engines, prompts, records = engines_of(llm), prompts_of(llm, asked.prompts), []
+        prompts, records, costs = prompts_of(llm, asked.prompts), [], llm.engine.policy.costs
         for level in levels:
-            records.append(measure(llm, engines, prompts, level, asked.tokens, max(asked.waves, 8 // level)))
+            records.append(measure(llm, engines_of(llm, costs), prompts, level, asked.tokens, max(asked.waves, 8 // level)))
             print(json.dumps(records[-1]), flush=True)
             if llm.engine.runner.decoder.is_exact and records[-1]["different"]:
                 raise SystemExit("a text differs from plain decoding's")
