@@ -115,6 +115,11 @@ class Suffix:
     def observe(self, seen: Sequence[Seen]) -> None:
         """Nothing to learn: the trees follow the tokens."""
 
+    def forget(self) -> None:
+        """All past answers: who measures the same prompt twice must not be given its answer."""
+        self.past = self._new_tree()
+        self._ends.clear()
+
     def release(self, request: Request) -> None:
         """Forget the request's tree; its answer joins the past, and the oldest one leaves it if there are too many."""
         self._live.pop(request.id, None)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from paceline import LLM, RequestError, SamplingParams
 from paceline.bench.passes import Passes
 from paceline.engine.stats import SpecStats
+from paceline.proposers.suffix import Suffix
 
 CONTEXT, TIMED = 256, 7  # cached tokens a measured pass sees; passes of each width, of which the median counts
 
@@ -36,8 +37,10 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
 @dataclass(frozen=True, slots=True)
 class Worker:
     llm: LLM
+    answered: set[tuple[int, ...]] = field(default_factory=set)  # prompts whose answers a drafter may remember
 
     def generate(self, prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
+        self._forget({tuple(prompt["ids"]) for prompt in prompts})
         started = time.perf_counter()
         if in_flight == 1:
             answers = [self._answer(prompt) for prompt in prompts]
@@ -45,6 +48,15 @@ class Worker:
             with ThreadPoolExecutor(in_flight) as pool:
                 answers = list(pool.map(self._answer, prompts))
         return {"wall_s": time.perf_counter() - started, "answers": answers}
+
+    def _forget(self, asked: set[tuple[int, ...]]) -> None:
+        """A repeat must not find its answer in what a drafter remembers of the last one."""
+        if self.answered & asked:
+            for drafter in self.llm.engine.policy.drafters:
+                if isinstance(drafter, Suffix):
+                    drafter.forget()
+            self.answered.clear()
+        self.answered.update(asked)
 
     def _answer(self, prompt: dict[str, Any]) -> dict[str, Any]:
         """One request. Times are in seconds from its start."""
@@ -72,6 +84,7 @@ class Worker:
                 (result,) = self.llm.generate([ids], SamplingParams(temperature=0, max_tokens=max_tokens, num_speculative_tokens=0))
             except RequestError as error:
                 raise RequestError(f"prompt {name}: {error}") from None
+            self.answered.add(tuple(ids))
             room = self.llm.engine.config.max_model_len - len(ids)
             found[name] = {"ids": ids, "num_tokens": min(max(len(result.token_ids), min_tokens), max_tokens, room)}
         return {"prompts": found}
