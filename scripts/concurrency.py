@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from waves import wave
 
 from paceline import LLM, SamplingParams
 from paceline.engine.costs import CostModel
@@ -34,24 +35,6 @@ def prompts_of(llm: LLM, path: Path | None) -> list[list[int]]:
     if path is not None:
         texts = [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines()]
     return [llm.tokenizer.encode_chat([{"role": "user", "content": text}])[-1000:] for text in texts]
-
-
-def wave(llm: LLM, engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
-    """Tokens a second after all have their first one, and the texts."""
-    llm.engine = engine
-    requests = [request for prompt in prompts for request in llm._requests(prompt, params)]
-    llm._add(requests)
-    while any(request.num_output == 0 for request in requests):
-        llm._pump()
-    before, started = sum(request.num_output for request in requests), time.perf_counter()
-    while not all(request.is_finished for request in requests):
-        llm._pump()
-    seconds = time.perf_counter() - started
-    written = sum(request.num_output for request in requests) - before
-    texts = [request.output for request in requests]
-    for request in requests:
-        llm._drop(request)
-    return written / seconds, texts
 
 
 def engines_of(llm: LLM, costs: CostModel) -> dict[str, Engine]:

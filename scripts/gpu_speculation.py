@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from waves import wave
 
 from paceline import LLM, SamplingParams
 from paceline.engine.costs import expected_tokens
@@ -48,21 +49,10 @@ class Coin:
 
 
 def run(llm: LLM, engine: Engine, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
-    """Tokens a second after all have their first one, and the answers; the second of two runs, the first records graphs."""
+    """The second of two waves; the first records graphs."""
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
-    llm.engine = engine
-    for _ in range(2):
-        requests = [request for prompt in prompts for request in llm._requests(prompt, params)]
-        llm._add(requests)
-        while any(request.num_output == 0 for request in requests):
-            llm._pump()
-        before, started = sum(request.num_output for request in requests), time.perf_counter()
-        while not all(request.is_finished for request in requests):
-            llm._pump()
-        speed = (sum(request.num_output for request in requests) - before) / (time.perf_counter() - started)
-        for request in requests:
-            llm._drop(request)
-    return speed, [request.output for request in requests]
+    wave(llm, engine, prompts, params)
+    return wave(llm, engine, prompts, params)
 
 
 def main() -> None:
@@ -88,7 +78,8 @@ def main() -> None:
             for rate in (float(rate) for rate in asked.rates.split(",")):
                 for length in (int(length) for length in asked.lengths.split(",")):
                     coin = Coin(rate, answers, size)
-                    engine = Engine(plain.runner, coin, plain.config, FixedPolicy(coin, length))
+                    config = replace(plain.config, num_speculative_tokens=length)
+                    engine = Engine(plain.runner, coin, config, FixedPolicy(coin, length))
                     speed, said = run(llm, engine, prompts)
                     record = {"batch": batch, "rate": rate, "K": length, "tokens_per_s": round(speed, 1), "speedup": round(speed / base, 2)}
                     tau = engine.totals.num_tokens / engine.totals.num_steps

@@ -195,6 +195,16 @@ def test_past_answers_are_drafted_from_and_the_oldest_forgotten() -> None:
     assert drafted(nothing, request_of([1, 100, 101])) == []
 
 
+def test_what_is_forgotten_is_not_drafted() -> None:
+    """Who measures a prompt twice must not be given its answer."""
+    one = drafter()
+    one.propose([request_of([1, 2, 3, 4, 5, 6], "first", num_prompt=2)], [4])
+    one.release(request_of([1, 2, 3, 4, 5, 6], "first", num_prompt=2))
+    assert one.propose([request_of([9, 3, 4], "second")], [4])[0].num_drafted
+    one.forget()
+    assert not one.propose([request_of([9, 3, 4], "third")], [4])[0].num_drafted
+
+
 def test_a_request_leaves_nothing_but_its_answer() -> None:
     suffix = drafter()
     empty = suffix.num_bytes
