@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool = True) -> Tile:
     """Measured on an H200 (scripts/gpu_linear.py). is_exact: of tiles that all give a row the same bits."""
     if num_rows <= 8 and not is_exact and weight.bits == 4 and dtype != torch.float32:
-        return Tile(8, 64, 2, 3, unroll=2 if splits_of(weight) == 1 else 1)
+        return Tile(8, 64, 2, 3, unroll=2)
     if dtype == torch.float32:  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
         return Tile(16, 128, 4, 2)
     if weight.is_whole and num_rows > 64:
