@@ -13,7 +13,7 @@ from paceline.proposers.registry import DRAFTERS
 from tests.heads import random_head, random_mlp
 from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
-from tests.laws.harness import DTYPE, END, VOCAB, RandomCheckpoint, engine_with, model, prompts, request_of, run
+from tests.laws.harness import DTYPE, END, EXACT, VOCAB, RandomCheckpoint, engine_with, model, prompts, request_of, run
 from tests.laws.reference import reference_loop
 
 TARGET = RandomCheckpoint()
@@ -148,6 +148,8 @@ def test_same_text_in_a_batch(drafter: str | None, temperature: float) -> None:
 @pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "early_exit", "quantized", "SampledTree", "AlwaysRight"])
 def test_same_text_with_weights_of_every_type(drafter: str | None, dtype: str) -> None:
     """The laws of this file hold for the default type; here the other two, in a batch, with chunked prompts and preemption."""
+    if dtype == "int4" and not EXACT:
+        pytest.skip("int4 works in bfloat16 on a GPU: without the exact mode a token may differ at a near tie, which `paceline verify` counts")
     params = [SamplingParams(temperature=t, seed=5, max_tokens=30, ignore_eos=True) for t in (0.0, 0.9)]
     requests = [request_of(p, params[i % 2], seed=i) for i, p in enumerate(prompts(6, low=10, high=80, seed=7))]
     engine = make(drafter, num_blocks=20, max_num_batched_tokens=37, max_model_len=150, target_dtype=dtype)
@@ -234,8 +236,13 @@ def test_logprobs_are_those_of_plain_decoding(drafter: str | None) -> None:
         said = run(make(name), requests)
         return [[x for e in said if e.request is r for x in e.logprobs] for r in requests]
 
-    found = logprobs(drafter)
-    assert found == logprobs(None)
+    found, plain = logprobs(drafter), logprobs(None)
+    if EXACT:
+        assert found == plain
+    else:  # other numbers of rows, other orders of adding up: the same numbers but for their last digits
+        assert [[x.token for x in row] for row in found] == [[x.token for x in row] for row in plain]
+        pairs = [(a, b) for mine, theirs in zip(found, plain, strict=True) for a, b in zip(mine, theirs, strict=True)]
+        assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
     assert all(x.top[0][1] >= x.logprob and len(x.top) == 3 for row in found for x in row)
 
 
