@@ -277,14 +277,15 @@ class Engine:
 
     def _suspect(self, asked: Sequence[tuple[int, Draft]], verdict: Verdict) -> None:
         for number, draft in asked:
-            if self._suspicion.is_settled(self.policy.drafters[number].name):
+            drafter = self.policy.drafters[number]
+            if self._suspicion.is_settled(drafter.name):
                 continue
             if draft.q is None:
                 tree = draft.tree
                 is_right = any(tree.tokens[n] == verdict.tokens[0] for n, parent in enumerate(tree.parents) if parent == 0)
             else:
                 is_right = verdict.num_accepted > 0
-            self._suspicion.note(self.policy.drafters[number].name, is_right)
+            self._suspicion.note(drafter.name, is_right, getattr(drafter, "usual", 0.0))
 
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""

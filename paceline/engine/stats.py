@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from paceline.types import Draft
 
 NEVER_RIGHT, AFTER = 0.01, 200  # a drafter is reported whose first token was right less often than this in so many drafts
+TOO_RARE = 0.4  # or less often than this share of what was measured when it was trained: texts differ, but not as much
 
 
 @dataclass(slots=True)
@@ -165,12 +166,14 @@ class Suspicion:
     def is_settled(self, name: str) -> bool:
         return self._seen.get(name, 0) >= AFTER
 
-    def note(self, name: str, is_right: bool) -> None:
-        """Was the first token of a draft right?"""
+    def note(self, name: str, is_right: bool, usual: float = 0.0) -> None:
+        """Was the first token of a draft right? usual: how often it was when the drafter was trained, 0 if not known."""
         seen = self._seen[name] = self._seen.get(name, 0) + 1
         right = self._right[name] = self._right.get(name, 0) + is_right
-        if seen == AFTER and right < NEVER_RIGHT * AFTER:
+        if seen == AFTER and right < max(NEVER_RIGHT, TOO_RARE * usual) * AFTER:
+            known = f" (where it was trained: {usual * AFTER:.0f})" if usual else ""
             message = (
-                f"the drafter {name} was right {right} times in its first {AFTER} drafts; check that it fits this model, or leave it out"
+                f"the drafter {name} was right {right} times in its first {AFTER} drafts{known}; check that it fits this model and reads "
+                "the right layers, or leave it out"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -38,6 +38,7 @@ class HeadConfig:
     rms_eps: float
     draft_vocab_size: int  # equal to vocab_size: every token can be drafted, and no `draft_ids` are stored
     has_lm_head: bool = True  # False: the rows `draft_ids` of the target's own output layer
+    first_accepted: float = 0.0  # share of held-out drafts whose first token was right; 0: not known
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "target_layers", "draft_vocab_size")
@@ -47,6 +48,8 @@ class HeadConfig:
                 raise ConfigError(f"{name} is {value!r}; a head has a whole number from 1 to {most}")
         if self.draft_vocab_size > self.vocab_size:
             raise ConfigError(f"draft_vocab_size is {self.draft_vocab_size}; the target knows {self.vocab_size} tokens")
+        if isinstance(self.first_accepted, bool) or not 0 <= self.first_accepted <= 1:
+            raise ConfigError(f"first_accepted is {self.first_accepted!r}; it is a share, from 0 to 1")
         for tap in self.hidden_layers:
             if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap <= self.target_layers:
                 raise ConfigError(f"the head reads layer {tap!r}; the target has {self.target_layers}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def _finish(trainer: Trainer, folder: Path, command: Sequence[str], others: Mapp
     found = Acceptance(last["tau"], tuple(last["by_position"]))
     apart = {name: trainer.accept(text, np.arange(len(text))) for name, text in others.items()}
     notes = provenance(trainer, command, found, apart)
-    save_head(folder, trainer.config, trainer.tensors(), notes, bits)
+    config = replace(trainer.config, first_accepted=round(found.by_position[0], 4))
+    save_head(folder, config, trainer.tensors(), notes, bits)
     draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)
     report("saved", {"folder": str(folder), "kind": trainer.recipe.kind, "acceptance": notes["acceptance"]})
     return found
@@ -81,6 +82,7 @@ def _finish(trainer: Trainer, folder: Path, command: Sequence[str], others: Mapp
 def start_from(trainer: Trainer, folder: Path) -> None:
     """Weights of an earlier head of the same shape and target."""
     config, tensors = read_head(folder)
+    config = replace(config, first_accepted=0.0)
     if config != trainer.config:
         differs = next(n for n in asdict(trainer.config) if getattr(config, n, None) != getattr(trainer.config, n))
         theirs, mine = getattr(config, differs, None), getattr(trainer.config, differs)
