@@ -133,8 +133,8 @@ FORMATS = [
 
 @pytest.mark.parametrize(("kind", "form"), FORMATS, ids=map(" as ".join, FORMATS))
 def test_what_is_exported_is_read_back_the_same(kind: str, form: str, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"has_lm_head": False} if (kind, form) == ("dflash", "vllm") else {}
-    config = config_of(kind, CONFIG, target_hash(TARGET), None if fields else 40, **fields)
+    fields: dict[str, Any] = {"has_lm_head": False, "sample_from_anchor": False} if (kind, form) == ("dflash", "vllm") else {}
+    config = config_of(kind, CONFIG, target_hash(TARGET), None if fields or kind == "medusa" else 40, **fields)
     tensors = {name: t if name == "draft_ids" else t.half().float() for name, t in random_tensors(config).items()}
     head = open_head(str(write_head(tmp_path / "ours", write_head_config(config), tensors)), TARGET, (kind,))
     export_head(head, TARGET, form, tmp_path / "theirs", "org/model")
@@ -143,6 +143,31 @@ def test_what_is_exported_is_read_back_the_same(kind: str, form: str, tmp_path: 
     assert {n: t.shape for n, t in again.tensors.items()} == {n: t.shape for n, t in head.tensors.items()}
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in head.tensors.items() if name != "lm_head.weight")
     assert torch.allclose(again.tensors["lm_head.weight"], head.tensors["lm_head.weight"], atol=1e-3)
+
+
+def test_an_exported_medusa_head_never_prefers_what_it_cannot_draft(tmp_path: Path) -> None:
+    folder, _, tensors = save(tmp_path / "ours", "medusa")
+    head = open_head(str(folder), TARGET, ("medusa",))
+    export_head(head, TARGET, "vllm", tmp_path / "theirs", "org/model")
+    again = open_head(str(tmp_path / "theirs"), TARGET, ("medusa",))
+    assert again.config.draft_vocab_size == CONFIG.vocab_size
+    states = torch.randn(500, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
+    best = (states @ tensors["lm_head.weight"].half().float().T).argmax(1)
+    assert torch.equal((states @ again.tensors["lm_head.weight"].T).argmax(1), tensors["draft_ids"].long()[best])
+
+
+def test_a_markov_head_is_exported_as_dspark(tmp_path: Path) -> None:
+    folder, config, _ = save(tmp_path / "ours", "dflash", markov_rank=8)
+    head = open_head(str(folder), TARGET, ("dflash",))
+    export_head(head, TARGET, "speculators", tmp_path / "theirs", "org/model")
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["speculators_model_type"] == "dspark"
+    again = open_head(str(tmp_path / "theirs"), TARGET, ("dflash",))
+    read: Any = again.config
+    assert (read.markov_rank, read.sample_from_anchor, read.taps) == (8, True, config.taps)
+    assert again.tensors.keys() == head.tensors.keys()
+    assert all(torch.equal(tensor, head.tensors[name].half().float()) for name, tensor in again.tensors.items() if name != "draft_ids")
+    with pytest.raises(ConfigError, match="use format speculators"):
+        export_head(head, TARGET, "vllm", tmp_path / "plain", "org/model")
 
 
 def test_a_format_that_cannot_hold_a_head_says_so(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def export(
 ) -> None:
     """Write a head as other engines read it.
 
-    vLLM takes the result as "model" of its speculative_config, with method eagle3, medusa or dflash.
+    vLLM takes the result as "model" of its speculative_config, with method eagle3, medusa, dflash, or dspark for a DFlash head with
+    a Markov head.
 
     Examples:
 

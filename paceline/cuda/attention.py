@@ -10,7 +10,7 @@ in exact mode these are fixed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -19,15 +19,29 @@ import triton.language as tl
 from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 from paceline.cuda.rows import SCALE_BYTES
 
-if TYPE_CHECKING:
-    from paceline.cuda.batch import DeviceBatch
-
 PLACES = tl.constexpr(64)  # keys of a tile: as many as a word of the masks has bits
 BLOCK_SIZE = tl.constexpr(16)  # slots of a block
 NEAR = tl.constexpr(16)  # splits of the near size, at most; all after them are of the far size
 LOG2_E = 1.4426950408889634
 FEW, MANY = 16, 512  # requests a program looks through to find its own: few sizes, since each is compiled for
 QUERY_BYTES = 32 * 1024  # of a tile of queries, at most
+
+
+class Sights(Protocol):
+    """What the rows of a pass see; cuda/batch.py says how."""
+
+    @property
+    def positions(self) -> torch.Tensor: ...  # [T]
+    @property
+    def slots(self) -> torch.Tensor: ...  # [T]: where a row's keys are
+    @property
+    def starts(self) -> torch.Tensor: ...  # [R + 1]
+    @property
+    def prefix_lens(self) -> torch.Tensor: ...  # [R]
+    @property
+    def block_tables(self) -> torch.Tensor: ...  # [R, B]
+    @property
+    def masks(self) -> torch.Tensor: ...  # [T, W]
 
 
 class Plan(NamedTuple):
@@ -102,7 +116,7 @@ def attend(
     q: torch.Tensor,  # [T, heads, dim]
     keys: torch.Tensor,  # [num_slots, kv_heads, dim], int8 with scales (cuda/rows.py); the rows of this pass are already there
     values: torch.Tensor,  # as the keys
-    batch: DeviceBatch,
+    batch: Sights,
     *,
     scale: float,
     window: int | None,

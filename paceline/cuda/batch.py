@@ -51,16 +51,21 @@ class DeviceBatch(NamedTuple):
     masks: torch.Tensor  # [T, W] int64: bit j of word w: row starts[r] + 64 w + j is an ancestor in this pass, or the row itself
 
 
-def _next(sizes: tuple[int, ...], size: int) -> int:
+def next_size(sizes: tuple[int, ...], size: int) -> int:
     """The smallest of the sizes that holds it; beyond the largest, the size itself."""
     return next((each for each in sizes if each >= size), size)
 
 
+def context_for(length: int) -> int:
+    """The bucket of so many cached tokens."""
+    return next_size(CONTEXTS, length)
+
+
 def bucket_for(columns: Columns) -> Bucket:
     num_rows = len(columns.slots)
-    rows, requests = _next(ROWS, num_rows), _next(REQUESTS, len(columns.prefix_lens))
+    rows, requests = next_size(ROWS, num_rows), next_size(REQUESTS, len(columns.prefix_lens))
     longest = max(b - a for a, b in zip(columns.starts, columns.starts[1:], strict=False))
-    return Bucket(rows, requests, _next(MAX_ROWS, max(longest, rows - num_rows)), _next(CONTEXTS, max(columns.prefix_lens)))
+    return Bucket(rows, requests, next_size(MAX_ROWS, max(longest, rows - num_rows)), context_for(max(columns.prefix_lens)))
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
@@ -70,6 +75,11 @@ def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.
         for row in range(first, end):
             above = masks[parents[row]] if parents[row] >= 0 else 0
             masks[row] = above | 1 << (row - first) % (WORD * num_words)
+    return mask_words(masks, num_words)
+
+
+def mask_words(masks: Sequence[int], num_words: int) -> np.ndarray:
+    """[T, W] int64 of masks of any length."""
     size = WORD // 8 * num_words
     words = bytearray().join(mask.to_bytes(size, "little") for mask in masks)
     return np.frombuffer(words, np.int64).reshape(len(masks), num_words)

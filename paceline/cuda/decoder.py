@@ -41,6 +41,7 @@ class CudaDecoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device, capture: Capture, is_exact: bool) -> None:
         self.config, self.weights, self.device = config, weights, device
+        self.capture = capture  # for whoever records more beside it: all share its memory
         self._graphs = Graphs(capture)
         self.is_exact = is_exact
 
@@ -80,7 +81,7 @@ class CudaDecoder:
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         columns = batch.columns
-        task = _Task(bucket_for(columns), depth, tuple(hidden_layers), batch.picks is not None)
+        task = _Task(bucket_for(columns), depth, tuple(dict.fromkeys(hidden_layers)), batch.picks is not None)
         if task.bucket.rows <= MAX_GRAPH_ROWS and len(columns.rows) == len(columns.slots):
             recording, (inputs, _) = self._graphs.get((task, id(kv)), lambda: self._prepare_graph(task, kv))
             inputs.fill(columns, batch.picks)
@@ -91,8 +92,9 @@ class CudaDecoder:
             inputs.fill(columns, batch.picks)
             logits, picked, hidden = run()
         count, num_rows = len(columns.rows), len(columns.slots)
+        kept = hidden[:, :num_rows].clone() if hidden is not None else ()
         chosen = picked[:count].tolist() if picked is not None else None  # waits for the device: the one time in a step
-        return Output(logits[:count], {layer: x[:num_rows].clone() for layer, x in hidden.items()}, chosen)
+        return Output(logits[:count], dict(zip(task.hidden_layers, kept, strict=True)), chosen)
 
     def _prepare_graph(self, task: _Task, kv: Sequence[LayerCache]) -> tuple[Callable[[], Any], tuple[Inputs, Sequence[LayerCache]]]:
         """Kept beside the recording: its inputs, and the cache, since another at the same address would be taken for it."""
@@ -105,21 +107,22 @@ class CudaDecoder:
         return partial(self._run, inputs, task, kv, rows), inputs
 
     def _run(self, inputs: Inputs, task: _Task, kv: Sequence[LayerCache], wanted: torch.Tensor | None) -> Any:
-        """Launch a pass: -> logits [L, vocab], the picked tokens or None, hidden states [T, hidden]."""
+        """Launch a pass: -> logits [L, vocab], the picked tokens or None, hidden states [layers, T, hidden] or None."""
         weights, eps, batch = self.weights, self.config.rms_eps, inputs.batch
         x = torch.empty((task.bucket.rows, self.config.hidden_size), dtype=weights.dtype, device=self.device)
-        normed, added, after, hidden = torch.empty_like(x), None, None, {}
+        normed, added, after, wished = torch.empty_like(x), None, None, task.hidden_layers
+        hidden = torch.empty((len(wished), *x.shape), dtype=x.dtype, device=x.device) if wished else None
         rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, x)
         for i, layer in enumerate(weights.layers[: task.depth]):
             rows.add_norm(x, added, after, layer.attention_norm, eps, normed)
-            if i in task.hidden_layers:
-                hidden[i] = x.clone()
+            if hidden is not None and i in wished:
+                hidden[wished.index(i)] = x
             attended = layer.out.parts(self._attend(layer, layer.qkv.parts(normed), batch, task.bucket, kv[i]))
             rows.add_norm(x, attended, layer.after_attention, layer.mlp_norm, eps, normed)
             added, after = layer.down.parts(layer.gate_up(normed, self.config.activation)), layer.after_mlp
         rows.add_norm(x, added, after, weights.norm, eps, normed)
-        if task.depth in task.hidden_layers:
-            hidden[task.depth] = x.clone()
+        if hidden is not None and task.depth in wished:
+            hidden[wished.index(task.depth)] = x
         if wanted is not None and not len(wanted):  # part of a prompt
             return normed.new_empty((0, self.config.vocab_size)), None, hidden
         logits = weights.head(normed if wanted is None else normed[wanted])

@@ -1,10 +1,9 @@
-"""The target's choices on the device, and the walk that follows them down the drafted trees: a step copies no logits to the host.
+"""The target's choices on the device: a step copies no logits to the host, which follows the choices down the drafted trees.
 
 `pick` makes the choice of paceline/verify/sampling.py for requests without further options, with the same noise: the random words are
 those of paceline/verify/noise.py bit for bit, and scores are float64 as there. The only thing that may differ is the last bit of a
 logarithm, so a choice differs from the host's only where two scores agree to about 15 digits; it never differs between two runs here.
-`walk` is the rule of paceline/verify/accept.py for greedy and seeded requests: every token emitted is the target's own choice.
-Invariant: a row's choice depends on its logits, temperature, seed and position, a request's path on its own rows.
+Invariant: a row's choice depends on its logits, temperature, seed and position.
 """
 
 from __future__ import annotations
@@ -121,69 +120,3 @@ def pick(
     width = triton.next_power_of_2(num_blocks)
     _best_of_rows[(num_rows,)](*work, logits, out_ids, vocab, num_blocks, width, num_warps=1, **LAUNCH)
     return out_ids
-
-
-class Walked(NamedTuple):
-    """What the walks found; the rows of a padding request without rows hold -1, 0 and -1."""
-
-    path: torch.Tensor  # [R, max_nodes] int32: accepted nodes counted from the root, which is 0 and comes first; then -1
-    num_accepted: torch.Tensor  # [R] int32: nodes on the path, the root not counted
-    bonus: torch.Tensor  # [R] int64: the target's own token after the path
-
-
-def walked(num_requests: int, max_nodes: int, device: torch.device | str) -> Walked:
-    """Memory for the walks of this many requests."""
-    path = torch.empty(num_requests, max_nodes, dtype=torch.int32, device=device)
-    counts = torch.empty(num_requests, dtype=torch.int32, device=device)
-    return Walked(path, counts, torch.empty(num_requests, dtype=torch.int64, device=device))
-
-
-@triton.jit
-def _walk(
-    tokens_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    roots_ptr: tl.tensor,
-    picked_ptr: tl.tensor,
-    path_ptr: tl.tensor,
-    num_accepted_ptr: tl.tensor,
-    bonus_ptr: tl.tensor,
-    max_nodes: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    """The whole tree is read at once, so that a step down waits for no memory. Nodes count from the root, parents are rows of the pass."""
-    request = tl.program_id(0)
-    root, end = tl.load(roots_ptr + request), tl.load(starts_ptr + request + 1)
-    nodes = tl.arange(0, block)
-    inside = (nodes < max_nodes) & (root + nodes < end)
-    tokens = tl.load(tokens_ptr + root + nodes, mask=inside, other=-1).to(tl.int64)
-    parents = tl.load(parents_ptr + root + nodes, mask=inside, other=-1) - root
-    picked = tl.load(picked_ptr + root + nodes, mask=inside, other=-1).to(tl.int64)
-
-    path = tl.full((block,), -1, tl.int32)
-    node, depth, choice = tl.where(root < end, 0, block), -1, tl.full((), -1, tl.int64)
-    while node < block:
-        depth += 1
-        path = tl.where(nodes == depth, node, path)
-        choice = tl.sum(tl.where(nodes == node, picked, 0), 0)
-        is_choice = inside & (parents == node) & (tokens == choice) & (nodes > node)  # downward only: the walk ends whatever it reads
-        node = tl.min(tl.where(is_choice, nodes, block), 0)
-    tl.store(path_ptr + request * max_nodes + nodes, path, mask=nodes < max_nodes)
-    tl.store(num_accepted_ptr + request, tl.maximum(depth, 0))
-    tl.store(bonus_ptr + request, choice)
-
-
-def walk(
-    tokens: torch.Tensor,  # [T]
-    parents: torch.Tensor,  # [T]: row of the parent in this pass, or -1
-    starts: torch.Tensor,  # [R + 1]
-    roots: torch.Tensor,  # [R]: row of the root of each request's tree, where its last known token is
-    picked: torch.Tensor,  # [T]: the target's choice after each row; those before a root are not read
-    out: Walked,
-) -> None:
-    """Follow the child that is the target's choice, from each root down. A tree has at most as many nodes as a path has room for."""
-    num_requests, max_nodes = out.path.shape
-    assert tokens.shape == parents.shape == picked.shape, "one of each a row"
-    assert (len(starts), len(roots)) == (num_requests + 1, num_requests), "one walk a request"
-    block = triton.next_power_of_2(max_nodes)
-    _walk[(num_requests,)](tokens, parents, starts, roots, picked, *out, max_nodes, block, num_warps=1 if block <= 256 else 4)

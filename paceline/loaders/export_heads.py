@@ -1,4 +1,5 @@
-"""Writes a head of ours as other projects read it: EAGLE-3 for `speculators`, vLLM and SGLang, Medusa for vLLM, DFlash for both.
+"""Writes a head of ours as other projects read it: EAGLE-3 for `speculators`, vLLM and SGLang, Medusa for vLLM, DFlash for both, and
+DFlash with a Markov head as DSpark.
 
 Invariant: what the other format cannot say is an error, never left out.
 """
@@ -138,19 +139,22 @@ def _medusa_for_vllm(head: Head, target: Checkpoint, verifier: str) -> Written:
     assert isinstance(config, MedusaConfig)
     values = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
-        "truncated_vocab_size": config.draft_vocab_size, "num_heads": config.num_heads_ahead, "num_hidden_layers": config.num_blocks,
-        "original_lm_head": True, "medusa_fc_bias": True, "max_paths": 64, "topk": 10, "torch_dtype": "float16",
+        "num_heads": config.num_heads_ahead, "num_hidden_layers": config.num_blocks, "original_lm_head": True, "medusa_fc_bias": True,
+        "max_paths": 64, "topk": 10, "torch_dtype": "float16",
     }  # fmt: skip
-    tensors = {("lm_heads.0.weight" if name == "lm_head.weight" else name): t for name, t in head.tensors.items() if name != "draft_ids"}
-    if "draft_ids" in head.tensors:
-        tensors["token_map"] = head.tensors["draft_ids"].to(torch.int64)
-    return values, tensors
+    tensors = {name: tensor for name, tensor in head.tensors.items() if name.startswith("blocks.")}
+    return values, {**tensors, "lm_heads.0.weight": _all_words(head)}
 
 
-def _dflash_values(config: DflashConfig, target: Checkpoint) -> dict[str, Any]:
-    if config.markov_rank:
-        raise ConfigError(f"markov_rank is {config.markov_rank}, and other engines read no Markov head of a reduced vocabulary")
-    return _layer_config(config, target, "qwen3", config.num_layers)
+def _all_words(head: Head) -> torch.Tensor:
+    """An output layer of the whole vocabulary, since vLLM has a map of a reduced one but refuses files that use it (0.32: `token_map` "not
+    initialized"). Tokens that cannot be drafted get the mean of all rows: a mean is never above the best, and vLLM drafts the best."""
+    rows, ids = head.tensors["lm_head.weight"], head.tensors.get("draft_ids")
+    if ids is None:
+        return rows
+    every = rows.mean(0, keepdim=True).repeat(head.config.vocab_size, 1)
+    every[ids] = rows
+    return every
 
 
 def _dflash_plain(head: Head, target: Checkpoint, verifier: str) -> Written:
@@ -159,11 +163,14 @@ def _dflash_plain(head: Head, target: Checkpoint, verifier: str) -> Written:
     assert isinstance(config, DflashConfig)
     if config.has_lm_head or config.draft_vocab_size < config.vocab_size:
         raise ConfigError("this DFlash head has an output layer of its own, which format vllm does not have; use format speculators")
+    if config.markov_rank or config.sample_from_anchor:
+        raise ConfigError(
+            "this DFlash head drafts from the root's row or has a Markov head, which format vllm cannot say; use speculators instead"
+        )
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
-    own["sample_from_anchor"] = config.sample_from_anchor
     values = {
-        "architectures": ["DFlashDraftModel"], **_dflash_values(config, target), "block_size": config.block_size,
-        "num_target_layers": config.target_layers, "dflash_config": own,
+        "architectures": ["DFlashDraftModel"], **_layer_config(config, target, "qwen3", config.num_layers),
+        "block_size": config.block_size, "num_target_layers": config.target_layers, "dflash_config": own,
     }  # fmt: skip
     return values, {name: tensor for name, tensor in head.tensors.items() if name != "lm_head.weight"}
 
@@ -171,15 +178,28 @@ def _dflash_plain(head: Head, target: Checkpoint, verifier: str) -> Written:
 def _dflash_for_speculators(head: Head, target: Checkpoint, verifier: str) -> Written:
     config = head.config
     assert isinstance(config, DflashConfig)
+    algorithm, architecture = ("dspark", "Qwen3DSparkModel") if config.markov_rank else ("dflash", "DFlashSpeculator")
     values = {
-        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "speculators_version": "0.1.0",
+        "architectures": [architecture], "speculators_model_type": algorithm, "speculators_version": "0.1.0",
         "draft_vocab_size": config.draft_vocab_size, "block_size": config.block_size, "target_hidden_size": None,
         "aux_hidden_state_layer_ids": list(config.taps), "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor, "torch_dtype": "float16",
-        "transformer_layer_config": _dflash_values(config, target),
-        "speculators_config": _proposal("dflash", config.num_drafts, verifier, target),
+        "transformer_layer_config": _layer_config(config, target, "qwen3", config.num_layers),
+        "speculators_config": _proposal(algorithm, config.num_drafts, verifier, target),
     }  # fmt: skip
-    return values, {**_weights(head, ""), **_words(head)}
+    if not config.markov_rank:
+        return values, {**_weights(head, ""), **_words(head)}
+    markov = {"markov_rank": config.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+    plain = {name: tensor for name, tensor in _weights(head, "").items() if not name.startswith("markov")}
+    return {**values, **markov}, {**plain, **_words(head), **_markov(head)}
+
+
+def _markov(head: Head) -> Tensors:
+    """Theirs has a row for every token of the target; all that cannot be drafted get our one row for them."""
+    first, ids = head.tensors["markov_w1.weight"], head.tensors.get("draft_ids")
+    rows = first[-1:].repeat(head.config.vocab_size, 1)
+    rows[slice(None) if ids is None else ids] = first[:-1]
+    return {"markov_head.markov_w1.weight": rows, "markov_head.markov_w2.weight": head.tensors["markov_w2.weight"]}
 
 
 _WRITERS: dict[tuple[str, str], Callable[[Head, Any, str], Written]] = {

@@ -91,8 +91,17 @@ def _taps(files: HeadFiles, own: Fields, is_speculators: bool) -> tuple[int, ...
 
 
 def _markov(files: HeadFiles, config: DflashConfig, ids: torch.Tensor | None) -> dict[str, Any]:
-    """Their first matrix has a row for every token of the target; ours for every draft token, and one for all others, which is zero."""
+    """Their first matrix has a row for every token of the target; ours for every draft token, and one for all others."""
     shapes = {"first": (config.vocab_size, config.markov_rank), "second": (config.draft_vocab_size, config.markov_rank)}
     found = files.read(shapes, dict(zip(shapes, MARKOV, strict=True)))
-    rows = found["first"] if ids is None else found["first"][ids]
-    return {"markov_w1.weight": torch.nn.functional.pad(rows, (0, 0, 0, 1)), "markov_w2.weight": found["second"]}
+    first = found["first"]
+    rows = first if ids is None else first[ids]
+    return {"markov_w1.weight": torch.cat([rows, _other_row(first, ids)]), "markov_w2.weight": found["second"]}
+
+
+def _other_row(first: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """[1, rank]: what the tokens that cannot be drafted have in common; zero where they differ, or where there are none."""
+    is_other = torch.ones(len(first), dtype=torch.bool)
+    is_other[slice(None) if ids is None else ids] = False
+    others = first[is_other]
+    return others[:1] if len(others) and bool((others == others[:1]).all()) else torch.zeros_like(first[:1])

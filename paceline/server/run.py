@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -97,6 +98,8 @@ async def _main(config: ServerConfig, listener: socket.socket, http: _Http) -> i
     metrics = Metrics(name)
     engine = EngineClient(config, metrics)
     http.config.loaded_app = make_app(Service(config, engine, metrics, name))
+    gc.collect()
+    gc.freeze()  # what is loaded is here to stay: a collection that looked at all of it would hold up the loop for 30 ms
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)

@@ -57,6 +57,8 @@ def _build(channel: socket.socket, setup: wire.Message) -> Worker:
     from paceline.intake import Intake
     from paceline.server.preparing import Preparer, description
 
+    if hasattr(os, "nice"):
+        os.nice(5)  # where the HTTP loop needs a core that the engine computes on, it gets it at once
     started = time.monotonic()
     options = {"kernels": "exact", "progress": sys.stderr.isatty(), **setup["engine"]}
     built = build(**options)

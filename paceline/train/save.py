@@ -33,6 +33,7 @@ def save_head(folder: Path, config: HeadConfig, tensors: Mapping[str, torch.Tens
         stored.update(_integers(name, tensor) if bits == 8 and tensor.ndim == 2 else {name: _halves(name, tensor)})
     folder.mkdir(parents=True, exist_ok=True)
     save_file(stored, folder / f"{WEIGHTS}.part", metadata={"format": "pt"})
+    (folder / f"{WEIGHTS}.part").chmod(0o644)  # the library makes files that only their owner can read
     (folder / f"{WEIGHTS}.part").replace(folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(write_head_config(config), indent=1) + "\n")
     (folder / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")

@@ -53,6 +53,7 @@ def device() -> torch.device:
 def _short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, a program takes milliseconds, also one that finds nothing to do: buckets no larger than what is in them."""
     if not torch.cuda.is_available():
-        from paceline.cuda import batch
+        from paceline.cuda import batch, head_inputs
 
         monkeypatch.setattr(batch, "CONTEXTS", tuple(32 * 2**i for i in range(8)))
+        monkeypatch.setattr(head_inputs, "ROWS", (2, 6, 12, 24, 48))

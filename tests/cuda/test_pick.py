@@ -1,4 +1,4 @@
-"""Choices on the device against paceline.verify: the same noise bit for bit, the same tokens, the same walks."""
+"""Choices on the device against paceline.verify: the same noise bit for bit, the same tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cuda.pick import BLOCK, noise_words, pick, walk, walked, workspace
-from paceline.params import SamplingParams
-from paceline.types import Draft, Request
-from paceline.verify.accept import accept
+from paceline.cuda.pick import BLOCK, noise_words, pick, workspace
 from paceline.verify.noise import Noise, Purpose, philox
-from paceline.verify.tree import Tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = st.integers(0, 2**64 - 1)
@@ -112,71 +108,3 @@ def test_a_row_with_nothing_to_choose_shows(device: torch.device, temperature: f
 
 
 VOCAB = 5
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> Tree:
-    """Few tokens, so that walks go deep and siblings would collide."""
-    tokens, parents = [draw(st.integers(0, VOCAB - 1))], [-1]
-    for _ in range(draw(st.integers(0, 12))):
-        parent, token = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, VOCAB - 1))
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            parents.append(parent)
-            tokens.append(token)
-    return Tree(tuple(tokens), tuple(parents))
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    drafts=st.lists(st.tuples(trees(), st.integers(0, 3)), min_size=1, max_size=4),
-    temperature=st.sampled_from([0.0, 0.9]),
-    seed=st.integers(0, 10_000),
-)
-def test_pick_and_walk_give_the_verdicts_of_the_host(drafts: list[tuple[Tree, int]], temperature: float, seed: int) -> None:
-    """Several requests, each with known prompt tokens before its tree."""
-    tokens, parents, starts, roots, places = [], [], [0], [], []
-    for tree, num_known in drafts:
-        first = len(tokens)
-        tokens += [0] * num_known + list(tree.tokens)
-        parents += [-1, *range(first, first + num_known)][: num_known + 1]
-        parents += [first + num_known + parent for parent in tree.parents[1:]]
-        places += [*range(1, num_known + 1), *(num_known + 1 + depth for depth in tree.depths())]
-        roots.append(first + num_known)
-        starts.append(len(tokens))
-    logits = random_logits(len(tokens), VOCAB, seed)
-    same = [seed] * len(tokens)
-    picked = pick(logits, torch.full((len(tokens),), temperature, dtype=torch.float64, device=DEVICE), longs(*same), longs(*places))
-    found = walked(len(drafts), 13, DEVICE)
-    walk(ints(tokens), ints(parents), ints(starts), ints(roots), picked, found)
-    for i, (tree, num_known) in enumerate(drafts):
-        params = SamplingParams(temperature=temperature, seed=seed)
-        request = Request("r", params, [0] * num_known + [tree.tokens[0]], 1, seed=seed)
-        verdict = accept(request, Draft(tree), logits[roots[i] : starts[i + 1]].cpu())
-        assert found.path[i].tolist() == [*verdict.path, *[-1] * (13 - len(verdict.path))]
-        assert int(found.num_accepted[i]) == verdict.num_accepted
-        assert int(found.bonus[i]) == verdict.tokens[-1]
-
-
-def test_the_first_of_two_equal_siblings_is_followed(device: torch.device) -> None:
-    found = walked(1, 4, device)
-    walk(ints([1, 2, 2, 3]), ints([-1, 0, 0, 2]), ints([0, 4]), ints([0]), longs(2, 3, 3, 4), found)
-    assert found.path.tolist() == [[0, 1, -1, -1]]
-    assert found.bonus.tolist() == [3]
-
-
-def test_padding_requests_have_no_path(device: torch.device) -> None:
-    """One real request, one without rows in the middle, one that holds the padding rows, one past the last row."""
-    found = walked(4, 2, device)
-    walk(ints([7, 8, 0, 0]), ints([-1, 0, -1, -1]), ints([0, 2, 2, 4, 4]), ints([0, 2, 2, 4]), longs(8, 9, 0, 0), found)
-    assert found.path.tolist() == [[0, 1], [-1, -1], [0, -1], [-1, -1]]
-    assert found.num_accepted.tolist() == [1, 0, 0, 0]
-    assert found.bonus.tolist() == [9, -1, 0, -1]
-
-
-def test_a_long_chain_is_walked_to_its_end(device: torch.device) -> None:
-    nodes = 300
-    found = walked(1, nodes, device)
-    chain = list(range(nodes))
-    walk(ints(chain), ints([-1, *chain[:-1]]), ints([0, nodes]), ints([0]), longs(*range(1, nodes + 1)), found)
-    assert found.path[0].tolist() == chain
-    assert (found.num_accepted.tolist(), found.bonus.tolist()) == ([nodes - 1], [nodes])

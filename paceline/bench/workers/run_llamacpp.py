@@ -30,7 +30,10 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
     def read_prompt(ids: list[int], num_cached: int) -> dict[str, Any]:
         return {"seconds": reading_seconds(server, ids, num_cached)}
 
-    return {"generate": generate, "read_prompt": read_prompt}
+    def address() -> dict[str, Any]:
+        return {"url": server.listening_address}
+
+    return {"generate": generate, "read_prompt": read_prompt, "address": address}
 
 
 def note() -> str | None:
