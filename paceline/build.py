@@ -17,7 +17,7 @@ from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.config import ModelConfig
 from paceline.params import SamplingParams
-from paceline.proposers import registry
+from paceline.proposers import registry, shipped
 from paceline.proposers.base import DrafterConfig, Surroundings
 from paceline.runtime.device import cache_dtype, free_memory, resolve
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, blocks_in, bytes_per_token
@@ -25,6 +25,7 @@ from paceline.runtime.runner import Runner, check_dtype, default_dtype, load_dec
 from paceline.types import Proposer, Request
 from paceline.waiting import waiting
 
+HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
 SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
 
 
@@ -40,6 +41,7 @@ class Speculation(NamedTuple):
 
     drafters: tuple[tuple[type[Any], DrafterConfig], ...] = ()
     is_pinned: bool = True  # as many tokens as were asked for, always; else the policy chooses
+    head: bool | str = False  # whether the shipped head of the target is asked too, where there is one; or the kind it must be
 
     @property
     def most_nodes(self) -> int:
@@ -47,16 +49,22 @@ class Speculation(NamedTuple):
 
 
 def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
-    """None or "off": nobody drafts. "auto": the policy chooses drafters and lengths. A method: that one; with a length, always so much."""
+    """None or "off": nobody drafts. "auto": the policy chooses drafters and lengths; with "head": False without the learned head that is
+    shipped for the target, with its kind that one. A method: that one; with a length, always so much."""
+    head: bool | str = True
     if isinstance(options, Mapping) and options.get("method") in ("auto", "off", "none"):
-        extra = next((name for name in options if name != "method"), None)
+        if options["method"] == "auto":
+            head = options.get("head", True)
+            remedy = f"use True, False or one of {', '.join(shipped.KINDS)}"
+            require(isinstance(head, bool) or head in shipped.KINDS, "speculative_config head", head, remedy)
+        extra = next((name for name in options if name != "method" and (name != "head" or options["method"] != "auto")), None)
         if extra is not None:
             raise ConfigError(f"speculative_config has {extra!r} beside method {options['method']!r}; name a drafter, or leave it out")
         options = str(options["method"])
     if options is None or options in ("off", "none"):
         return Speculation()
     if options == "auto":
-        return Speculation(tuple(registry.parse(each) for each in registry.AUTO), is_pinned=False)
+        return Speculation(tuple(registry.parse(each) for each in registry.AUTO), is_pinned=False, head=head)
     if isinstance(options, str):
         names = ["auto", "off"]
         known = options in registry.DRAFTERS
@@ -89,6 +97,7 @@ def build(
         require(_is_whole(max_model_len) and max_model_len >= 2, "max_model_len", max_model_len, "use a whole number, 2 or more")
     checkpoint = open_checkpoint(model, progress, load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
+    asked = _with_head(asked, checkpoint)
     kept = cache_dtype(place, dtype, kv_cache_dtype)
     free = free_memory(place, checkpoint.config, dtype)
     memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len, kept, free)
@@ -114,6 +123,11 @@ def build(
     return Built(Engine(runner, drafters[0] if drafters else None, config, policy), checkpoint, tokenizer, surroundings)
 
 
+def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
+    options = shipped.shipped_head(checkpoint, asked.head)
+    return asked if options is None else asked._replace(drafters=(*asked.drafters, registry.parse(options)))
+
+
 def _policy(drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint: Checkpoint, dtype: str) -> Policy:
     """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on this machine."""
     single = [each for drafter in drafters for each in getattr(drafter, "drafters", (drafter,))]
@@ -123,7 +137,9 @@ def _policy(drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint
             drafter.propose([example], [1])
             drafter.release(example)
     profile = profile_of(runner, profile_path(checkpoint.fingerprint, dtype, runner))
-    known = {name: (drafter.seconds, drafter.acceptance) for name, drafter in profile.drafters.items()}
+    one = profile.costs.pass_seconds(1)
+    usual = {drafter.name: (one * HEAD_COST, (share,)) for drafter in single if (share := getattr(drafter, "usual", 0.0))}
+    known = usual | {name: (drafter.seconds, drafter.acceptance) for name, drafter in profile.drafters.items()}
     has_trees = getattr(runner.decoder, "checks_trees", True)
     return AutoPolicy(single, profile.costs, most_nodes=num_draft, has_trees=has_trees, known=known)
 

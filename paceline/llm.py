@@ -61,7 +61,8 @@ class _Inbox:
 class LLM:
     """A model, and drafters that make it faster without changing what it says.
 
-    speculative_config: "auto": drafters that need no training, as much as pays at each step; None or "off": none;
+    speculative_config: "auto": suffix matching, and the learned head that is shipped for the model if there is one, as much as pays at each
+        step; {"method": "auto", "head": False}: without the head; None or "off": none;
         {"method": "suffix" | "ngram" | "draft_model" | "early_exit" | ..., options}: that one, as much as pays;
         {"method": ..., "num_speculative_tokens": K}: always K tokens.
     device: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one.

@@ -89,7 +89,8 @@ class World:
         for turn, nodes in zip(turns, plan.nodes, strict=False):
             turn.num_lookahead_tokens = nodes
         proposed: dict[int, list[tuple[int, Draft]]] = {}
-        for number, asks in enumerate(plan.asks):
+        for number in self.policy.order if plan.asks else ():
+            asks = self.policy.reconsider(number, plan.asks[number], turns) if proposed else plan.asks[number]
             if asks:
                 drafter = self.policy.drafters[number]
                 drafts = drafter.propose([requests[i] for i, _ in asks], [count for _, count in asks])

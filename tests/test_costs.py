@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.costs import REBUILD, CostModel, Median, best_k, break_even_alpha, expected_tokens, speedup
+from paceline.engine.costs import REBUILD, CostModel, Line, Median, best_k, break_even_alpha, expected_tokens, speedup
 from paceline.errors import ConfigError
 
 MEASURED = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 16: 27.0}
@@ -112,3 +112,20 @@ SLOPES = {"per_request_token": 0, "per_row_token": 0}
 def test_a_spoilt_profile_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="profile"):
         CostModel.from_json(data)
+
+
+def test_a_call_is_a_fixed_part_and_one_for_each() -> None:
+    line = Line(1.0, 1.0)
+    for i in range(200):
+        line.add(1 + i % 4, 0.5 + 0.2 * (1 + i % 4))
+    assert line.fixed == pytest.approx(0.5, abs=0.02)
+    assert line.each == pytest.approx(0.2, abs=0.02)
+    line.add(2, 50.0)
+    assert line.fixed + 2 * line.each < 1.2, "one that took very long is not believed"
+
+
+def test_where_all_calls_are_alike_only_their_level_is_learned() -> None:
+    line = Line(0.1, 0.1)
+    for _ in range(200):
+        line.add(1, 0.5)
+    assert line.fixed + line.each == pytest.approx(0.5, abs=0.01)

@@ -271,6 +271,69 @@ def test_where_only_chains_may_be_checked_only_a_chain_is() -> None:
     assert policy.trim([turn], {0: [(0, tree)]})[0].tree == Tree.chain(2, (4, 6))
 
 
+def test_a_model_is_not_asked_where_a_free_draft_promises_more() -> None:
+    free = Skilled(lambda request, position: position % 40 < 20, None, 0.02, name="free")
+    model = Skilled(sometimes(0.7), None, 0.3, is_free=False, name="model")
+    world = auto(CPU, free, model)
+    request, asked = world.new_request(), {True: 0, False: 0}
+    while request.num_tokens < 1600:
+        is_free_right, before = request.num_tokens % 40 < 16, model.num_asked
+        free.claim = 0.95 if is_free_right else 0.05
+        world.step([request])
+        asked[is_free_right] += model.num_asked - before
+    assert asked[True] < 0.3 * asked[False]
+    assert speed(world) > 1.5
+
+
+def test_both_together_are_not_slower_than_either() -> None:
+    def made(*names: str) -> float:
+        known = {
+            "free": Skilled(sometimes(0.5), 0.5, 0.02, name="free"),
+            "model": Skilled(lambda r, p: sometimes(0.6)(r, p + 10**6), 0.6, 0.3, is_free=False, name="model"),
+        }
+        world = auto(CPU, *(known[name] for name in names))
+        for _ in range(4):
+            world.run(1, 200)
+        return speed(world)
+
+    assert made("free", "model") > 0.97 * max(made("free"), made("model"))
+
+
+def test_a_sampled_draft_stands_alone_and_nobody_is_asked_after_it() -> None:
+    drafters = [Skilled(sometimes(1), name="free"), *(Skilled(sometimes(1), is_free=False, name=name) for name in "ab")]
+    policy, turn = AutoPolicy(drafters, CostModel(FLAT)), _turn(4)
+    plan = policy.plan([turn])
+    turn.num_lookahead_tokens = 4
+    assert [len(asks) for asks in plan.asks] == [1, 1, 1]
+    assert policy.order == (0, 1, 2)
+    free = Draft(Tree.chain(2, (7, 8)), "free", chances=(1.0, 0.01, 0.001))
+    drawn = Draft(Tree.chain(2, (3, 4)), "a", {n: torch.full((8,), 1 / 8) for n in range(2)}, (1.0, 0.9, 0.8))
+    policy.heard(0, plan.asks[0], [free], 0.0)
+    assert policy.reconsider(1, plan.asks[1], [turn]) == plan.asks[1]
+    policy.heard(1, plan.asks[1], [drawn], 0.0)
+    assert policy.reconsider(2, plan.asks[2], [turn]) == []
+    checked = policy.trim([turn], {0: [(0, free), (1, drawn)]})[0]
+    assert checked.source == "a"
+    assert checked.q is not None
+
+
+def test_a_long_success_is_doubted_after_a_few_mistakes() -> None:
+    tally = Tally()
+    for _ in range(200):
+        tally.note(0.9, True)
+    assert tally.factor > 1
+    for _ in range(5):
+        tally.note(0.9, False)
+    assert tally.factor < 0.5
+
+
+def test_mistakes_that_were_to_be_expected_are_not_held_against_it() -> None:
+    tally = Tally()
+    for i in range(300):
+        tally.note(0.2, i % 5 == 0)
+    assert 0.6 < tally.factor < 1.4
+
+
 def test_sums_by_source_and_depth() -> None:
     stats = SpecStats()
     tree = Draft(Tree((1, 2, 3, 4), (-1, 0, 0, 2)), "a", sources=("a", "a", "b", "b"))

@@ -34,7 +34,8 @@ def plain(default_model: LLM) -> list[str]:
 def test_sizes_of_the_package() -> None:
     sizes = {path.parent.name: path.stat().st_size for path in HEADS.glob("*/model.safetensors")}
     assert sorted(sizes) == sorted(TAU)
-    assert max(sizes.values()) <= 16e6 and sum(sizes.values()) <= 48e6
+    assert max(sizes.values()) <= 16e6
+    assert sum(sizes.values()) <= 48e6
 
 
 @pytest.mark.parametrize("kind", TAU)
@@ -60,7 +61,9 @@ def test_wrong_layers_are_warned_of(tmp_path: Path, taps: list[int]) -> None:
         warnings.simplefilter("always")
         asked(llm, 8)
     messages = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
-    assert len(messages) == 1 and "the drafter eagle was right" in messages[0] and "the right layers" in messages[0]
+    assert len(messages) == 1
+    assert "the drafter eagle was right" in messages[0]
+    assert "the right layers" in messages[0]
 
 
 def test_the_right_layers_are_not_warned_of() -> None:

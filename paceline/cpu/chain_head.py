@@ -17,8 +17,9 @@ from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry, Task, draft_chai
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_memory import NOTHING, Flat, Memory, Place, Tensors, Workspace, address, describe, sources_of
 from paceline.cpu.heads import Rows
+from paceline.cpu.single_feed import MOST_ROWS, MOST_STEPS, SingleFeed
 from paceline.models.head_config import DraftConfig, EagleConfig, LayeredConfig
-from paceline.models.head_rows import Feed, Guesses, Node, Said, Speaker
+from paceline.models.head_rows import Feed, Guesses, Node, Row, Said, Speaker
 from paceline.models.other_heads import Eagle1Config
 
 CHUNK = 256  # rows read in one pass
@@ -53,6 +54,14 @@ class ChainHead:
         ids = tensors.get("draft_ids")
         self._ids = np.empty(0, np.int64) if ids is None else ids.to(torch.int64).numpy()
         self._logits = np.empty((0, self.shape.num_outputs), np.float32)
+        self._single = SingleFeed(self.shape, self._entry, self._ids)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What is compiled on first use is not the first request's to wait for, nor to be taken for a cost."""
+        nothing = torch.zeros(1, self.config.hidden_size)
+        row = Row(0, dict.fromkeys(self.config.hidden_layers, nothing), 0)
+        self.guess([Feed(self.place(), 0, [0], [row])], [GREEDY], 1, 0.0)
 
     @property
     def num_bytes(self) -> int:
@@ -76,6 +85,11 @@ class ChainHead:
 
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed, until no chance reaches `least`."""
+        if len(feeds) == 1 and len(feeds[0].tokens) <= MOST_ROWS and steps <= MOST_STEPS:
+            feed, end = feeds[0], feeds[0].start + len(feeds[0].tokens) + steps
+            feed.place.reserve(end)
+            sources = sources_of(feed.rows, self.config.hidden_layers, self.config.hidden_size)
+            return self._single.guess(feed, sources, speakers[0], steps, least, self._workspace.get(MOST_ROWS, end))
         _, tokens, chances = self._run(feeds, speakers, steps, least)
         return Guesses(tokens.tolist(), chances.tolist())
 

@@ -18,6 +18,7 @@ from paceline.cpu.heads import (
     FUSE,
     HEAD,
     embed_row,
+    keep_layer,
     layer_of,
     matrix_of,
     multiply,
@@ -129,7 +130,10 @@ def _run(part, r, s, e, t, w):  # type: ignore[no-untyped-def]
         else:
             for row in range(part, r.num, s.threads):
                 put_normed(s, w, w.h + row * s.hidden * 4, layer.input_norm, row, r.num)
-        run_layer(part, r, s, layer, i, w)
+        if t.num_speaking == 0 and i == s.num_layers - 1:  # nobody speaks: what comes after the last keys and values is of no use
+            keep_layer(part, r, s, layer, i, w)
+        else:
+            run_layer(part, r, s, layer, i, w)
     barrier(w.sync, s.threads)
 
 

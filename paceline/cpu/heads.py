@@ -197,10 +197,16 @@ def _put_gate(part, r, s, w, stride):  # type: ignore[no-untyped-def]
 
 
 @piece
-def run_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
-    """From rows that are put as the input of qkv to the residual stream after the layer."""
+def keep_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
+    """From rows that are put as the input of qkv to their keys and values."""
     multiply(part, s, w, layer.qkv, w.wide, r.num)
     place_rows(part, r, s, layer, i, w)
+
+
+@piece
+def run_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
+    """From rows that are put as the input of qkv to the residual stream after the layer."""
+    keep_layer(part, r, s, layer, i, w)
     barrier(w.sync, s.threads)
     attend_rows(part, r, s, layer, i, w)
     barrier(w.sync, s.threads)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.engine.costs import Median
+from paceline.engine.costs import Line, Median
 from paceline.types import Draft
 
 BINS = 12  # of claimed chances
@@ -22,6 +22,7 @@ MEMORY = 0.99  # of a count, from one observation in its bin to the next
 SURE = 0.995  # no claim is taken for more
 UNSAID = 0.5  # what a drafter that makes no claims is taken to claim
 OWN_MEMORY, OWN_PRIOR = 0.93, 3.0  # of a request's own acceptance: how long it is remembered, and the hits it starts with
+UNLIKELY, DOUBT = 0.01, 0.5  # a streak of mistakes so unlikely halves what is believed of a request, at once
 GAIN_MEMORY = 0.94  # of what asking a drafter gained
 GRANT, MOST_CREDIT, ALL_CREDIT = 32, 256, 4096  # asks that can be paid: when a request enters, at most, and for all requests together
 
@@ -71,12 +72,13 @@ def cell_of(depth: int, claimed: float, standing: int = 0) -> int:
 class Record:
     """What is known of a drafter over all requests."""
 
-    __slots__ = ("calibration", "credit", "entry", "is_free", "learning", "seconds")
+    __slots__ = ("calibration", "credit", "entry", "is_free", "learning", "line", "seconds")
 
     def __init__(self, is_free: bool, seconds: float, known: Sequence[float] = ()) -> None:
         self.is_free = is_free
         self.calibration = Calibration(known)
-        self.seconds = Median(seconds)  # of asking it for one request; of one that runs a model, for each node
+        self.seconds = Median(seconds)  # of asking it for one request
+        self.line = Line(seconds / 2, seconds / 2)  # of asking one that runs a model, by the nodes it drafts
         self.entry = Median(seconds)  # of the first ask for a request, which may read all of its text
         self.learning = Median(0.0)  # of showing it a request's part of a pass
         self.credit = GRANT * seconds  # seconds that it has saved and not yet cost: new requests get their first asks out of it
@@ -86,11 +88,12 @@ class Asked:
     """One drafter's answer for one request. By node: the claimed chance given its parent, the cell in which it is counted, and the score
     by which it is kept: the expected chance of its whole path. Where the draft was sampled, a node's score does not know its own token."""
 
-    __slots__ = ("cells", "children", "claimed", "draft", "record", "scores", "tally")
+    __slots__ = ("added", "cells", "children", "claimed", "count", "draft", "record", "scores", "tally")
 
     def __init__(self, draft: Draft, record: Record, tally: Tally) -> None:
         self.draft, self.record, self.tally = draft, record, tally
         self.children: list[list[int]] | None = None
+        self.count, self.added = 0, 0.0  # nodes that are worth checking, and the seconds they take
         parents, chances, chance_of, factor = draft.tree.parents, draft.chances, record.calibration.chance, tally.factor
         depths, claimed, cells, scores = [0], [1.0], [0], [1.0]
         self.claimed, self.cells, self.scores = claimed, cells, scores
@@ -115,6 +118,13 @@ class Asked:
         chance = self.record.calibration.chance(self.cells[node], self.claimed[node]) * self.tally.factor
         return chance if chance < SURE else SURE
 
+    def compare(self, standing: int) -> None:
+        """Another drafter says the same first token, or another."""
+        before = self.scores[1]
+        self.cells[1] += standing * BINS * DEPTHS
+        factor = self.expected(1) / before if before else 0.0
+        self.scores = [1.0, *(score * factor for score in self.scores[1:])]
+
     def _score_sampled(self, depths: Sequence[int]) -> None:
         rates, paths, parents = self.record.calibration.rates(), self.scores, self.draft.tree.parents
         self.scores = [1.0]
@@ -132,7 +142,10 @@ class Asked:
 class Tally:
     """What is known of one drafter for one request."""
 
-    __slots__ = ("_expected", "_hits", "credit", "factor", "gain", "is_new", "probe", "shadow", "shadow_node")
+    __slots__ = (
+        "_expected", "_hits", "_streak", "count", "credit", "factor", "first", "gain", "is_new", "next_look", "probe", "promise",
+        "shadow", "shadow_node",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._hits = self._expected = OWN_PRIOR
@@ -141,12 +154,20 @@ class Tally:
         self.gain = 0.0  # seconds an ask saves, averaged
         self.is_new = True  # the drafter was not asked yet
         self.probe = 0.0  # seconds paid for an ask from which nothing was expected
+        self.promise = 0.0  # of one that runs a model: seconds that an ask should save,
+        self.count, self.first = 0, 0.0  # the nodes it is worth asking for, what the first of them costs,
+        self.next_look = 0  # and the step from which on that is looked at again
+        self._streak = 1.0  # the chance of having been wrong so often in a row
         self.shadow: Asked | None = None  # a draft that was not checked to its end and has been right so far
         self.shadow_node = 0
 
     def note(self, expected: float, is_hit: bool) -> None:
         self._hits = OWN_MEMORY * self._hits + (1 - OWN_MEMORY) * OWN_PRIOR + is_hit
         self._expected = OWN_MEMORY * self._expected + (1 - OWN_MEMORY) * OWN_PRIOR + expected
+        self._streak = 1.0 if is_hit else self._streak * (1.0 - expected)
+        if self._streak < UNLIKELY:  # no bad luck: the text has changed
+            self._hits *= DOUBT
+            self._streak = UNLIKELY**0.5
         self.factor = self._hits / self._expected
 
     def enter(self, record: Record, cost: float) -> None:

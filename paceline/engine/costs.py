@@ -18,6 +18,7 @@ Alpha = float | Sequence[float]
 PRECISION = 1e-9  # of a break-even α
 WINDOW = 15  # timings of which the median counts
 REBUILD = 32  # timings between two looks at them all
+FADING = 0.95  # of the weight of a call, from one to the next
 FADE = 0.9  # of the weight of a row count's timings, from one look to the next
 
 
@@ -68,6 +69,26 @@ class Median:
         self._recent.append(number)
         insort(self._order, number)
         self.value = self._order[len(self._order) // 2]
+
+
+class Line:
+    """Seconds of a call: fixed + each x count, fitted to the last few calls. One that took very long counts as twice what was expected."""
+
+    __slots__ = ("_sums", "each", "fixed")
+
+    def __init__(self, fixed: float, each: float) -> None:
+        """What is expected until something is seen, worth two calls."""
+        self.fixed, self.each = fixed, each
+        self._sums = (2.0, 6.0, 26.0, 2 * fixed + 6 * each, 6 * fixed + 26 * each)  # of 1, x, x^2, y and xy over counts of 1 and 5
+
+    def add(self, count: float, seconds: float) -> None:
+        y = min(seconds, 2 * (self.fixed + self.each * count) + 1e-9)
+        n, x, xx, total, xy = (FADING * old for old in self._sums)
+        n, x, xx, total, xy = self._sums = n + 1, x + count, xx + count * count, total + y, xy + count * y
+        spread = n * xx - x * x
+        if spread > 0.01 * n * n:  # else all counts are the same, and only the level can be told
+            self.each = max((n * xy - x * total) / spread, 0.0)
+        self.fixed = max((total - self.each * x) / n, 0.0)
 
 
 class CostModel:

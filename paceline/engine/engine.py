@@ -135,8 +135,10 @@ class Engine:
     def _propose(self, turns: Sequence[Turn], plan: Plan) -> dict[int, list[tuple[int, Draft]]]:
         """What each drafter that is asked says, by turn."""
         proposed: dict[int, list[tuple[int, Draft]]] = {}
-        for number, planned in enumerate(plan.asks):
-            asks = [(i, min(count, turns[i].num_lookahead_tokens)) for i, count in planned if turns[i].num_lookahead_tokens]
+        for number in self.policy.order:
+            asks = [(i, min(count, turns[i].num_lookahead_tokens)) for i, count in plan.asks[number] if turns[i].num_lookahead_tokens]
+            if asks and proposed:
+                asks = self.policy.reconsider(number, asks, turns)
             if not asks:
                 continue
             drafter, started = self.policy.drafters[number], perf_counter()
@@ -266,7 +268,9 @@ class Engine:
             end, end_row = first + nodes, first_row + turn.num_new + max(nodes - 1, 0)
             if not turn.request.is_finished:
                 top = output.top[first:end] if output.top is not None and draft is not None else None
-                hidden = {layer: x[first_row:end_row] for layer, x in output.hidden.items()}
+                hidden = output.hidden
+                if len(turns) > 1 and hidden:
+                    hidden = {layer: x[first_row:end_row] for layer, x in hidden.items()}
                 seen.append(Seen(turn.request, turn.num_new, draft, verdicts.get(index), top, hidden))
             first, first_row = end, end_row
         for number, drafter in learning:

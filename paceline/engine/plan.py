@@ -22,8 +22,10 @@ NOBODY = Plan([], [], False)
 
 class Policy(Protocol):
     drafters: tuple[Proposer, ...]
+    order: tuple[int, ...]  # in which drafters are asked
 
     def plan(self, turns: Sequence[Turn]) -> Plan: ...
+    def reconsider(self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[tuple[int, int]]: ...
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None: ...
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
@@ -38,10 +40,14 @@ class FixedPolicy:
     def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
         self.drafters: tuple[Proposer, ...] = () if proposer is None else (proposer,)
         self.num_speculative_tokens = num_speculative_tokens
+        self.order = tuple(range(len(self.drafters)))
 
     def plan(self, turns: Sequence[Turn]) -> Plan:
         nodes = [min(turn.draft_limit, self.num_speculative_tokens) for turn in turns] if self.drafters else []
         return Plan(nodes, [[(i, count) for i, count in enumerate(nodes) if count]], bool(self.drafters))
+
+    def reconsider(self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[tuple[int, int]]:
+        return list(asks)
 
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
         """Nothing depends on it."""

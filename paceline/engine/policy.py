@@ -1,6 +1,7 @@
 """Chooses each step who drafts, how much, and which drafted nodes the target checks. No tensors, no devices, no clock of its own.
 
     plan      before drafting: whom to ask for which request, and for how many nodes; often nobody, and that costs nothing
+    reconsider  before asking one that runs a model: not where what others have just said is worth more
     trim      after drafting: of all nodes of all requests, those with which the batch is expected to emit most tokens a second
     observe   after the pass: what was right, also of the nodes that were not checked, and what it took
 
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.engine.calibrate import DEPTHS, SURE, Asked, Record, Tally
+from paceline.engine.calibrate import AGREED, CONTRADICTED, DEPTHS, SURE, Asked, Record, Tally
 from paceline.engine.costs import CostModel, Median
+from paceline.engine.judging import follow, is_right, judge_sampled
 from paceline.engine.nodes import Joined, Lone, admitted, first_of
 from paceline.engine.plan import NOBODY, Plan, Proposed
 from paceline.engine.scheduler import Turn
@@ -29,6 +31,10 @@ MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
+LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
+DEAR = 0.25  # of a pass: where eight rows more cost so much, the better of two drafts is checked and not both
+USUAL_GAIN = 1.6  # a node must promise so much more than its row and drafting it cost, before a head drafts on from it
+STEPS_OF_LEAST = 32  # a chance from which a head drafts on is one of so many
 
 
 class _Load:
@@ -64,8 +70,9 @@ class AutoPolicy:
         self._records = [
             Record(drafter.is_free, *(known or {}).get(drafter.name, guess)) for drafter, guess in zip(self.drafters, guesses, strict=True)
         ]
-        # Who runs a model comes first: where its draft is sampled, it stands alone.
-        self._order = sorted(range(len(self.drafters)), key=lambda d: self._records[d].is_free)
+        # Who runs a model comes last, and is not asked where the others promise more.
+        self.order = tuple(sorted(range(len(self.drafters)), key=lambda d: not self._records[d].is_free))
+        self._can_stop = [hasattr(drafter, "least") for drafter in self.drafters]
         self._has_models = not all(record.is_free for record in self._records)
         self._learners = [number for number, drafter in enumerate(self.drafters) if drafter.needs.top_tokens]  # from likely tokens
         self._tallies: dict[str, list[Tally]] = {}
@@ -110,6 +117,9 @@ class AutoPolicy:
                 nodes[index] = self._plan_one(index, turns[index].request, limit if limit < cap else cap, asks)
         if self._has_models:
             self._threshold = self._row_seconds(sum(nodes)) / load.price
+            for drafter, planned in enumerate(asks):
+                if planned and self._can_stop[drafter]:
+                    self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
         return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners))
 
     def _row_seconds(self, num_nodes: int) -> float:
@@ -117,6 +127,13 @@ class AutoPolicy:
         load, count = self._load, max(num_nodes, 1)
         base = self.costs.base(load.rows + count)
         return (base[load.rows + count] - base[load.rows]) / count + load.by_row
+
+    def _least(self, record: Record) -> float:
+        """The chance from which it pays to draft another token after one, and to check both."""
+        load = self._load
+        base = self.costs.base(load.rows + 2)
+        chance = USUAL_GAIN * (base[load.rows + 2] - base[load.rows + 1] + load.by_row + record.line.each) / load.price
+        return min(round(chance * STEPS_OF_LEAST) / STEPS_OF_LEAST, SURE)
 
     def _cap(self, load: _Load) -> int:
         """The most nodes that would pay for one request if all were right."""
@@ -137,22 +154,21 @@ class AutoPolicy:
         return [base[rows + n] - start + n * each for n in range(1, count + 1)]
 
     def _plan_one(self, index: int, request: Request, limit: int, asks: list[list[tuple[int, int]]]) -> int:
-        """Whom to ask for this request; the most nodes anybody is asked for. A sampled draft cannot be joined with others."""
+        """Whom to ask for this request; the most nodes anybody is asked for."""
         tallies = self._tallies.get(request.id)
         if tallies is None:
             tallies = self._tallies[request.id] = [Tally() for _ in self._records]
         self._planned[index] = tallies
         most = 0
-        for drafter in self._order:
+        for drafter in self.order:
             if request.params.speculative_method not in (None, self.drafters[drafter].name):
                 continue
             record, tally = self._records[drafter], tallies[drafter]
-            count = self._wanted_free(tally, record, limit) if record.is_free else self._wanted(tally, record, limit, tallies)
+            count = self._wanted_free(tally, record, limit) if record.is_free else self._wanted(tally, record, limit)
             if count:
+                count = limit if self._can_stop[drafter] else count
                 asks[drafter].append((index, count))
                 most = max(most, count)
-                if not (record.is_free or request.params.is_greedy or request.is_seeded):
-                    break
         return most
 
     def _wanted_free(self, tally: Tally, record: Record, limit: int) -> int:
@@ -165,22 +181,51 @@ class AutoPolicy:
         """Seconds of asking a drafter for one request, with everything that follows from it on this side."""
         return record.seconds.value + record.learning.value + self._judging.value
 
-    def _wanted(self, tally: Tally, record: Record, limit: int, tallies: Sequence[Tally]) -> int:
+    def _wanted(self, tally: Tally, record: Record, limit: int) -> int:
         """Of a drafter that runs a model: as many nodes as pay by the rates seen at each depth, or one as a probe."""
+        if self._num_steps >= tally.next_look or limit < tally.count:
+            self._look(tally, record, limit)
+            tally.next_look = self._num_steps + LOOK_EVERY
+        tally.probe = 0.0
+        if tally.count and self.purse > (record.entry.value if tally.is_new else 0.0):
+            return tally.count
+        return 1 if self._may_probe(tally, tally.first) else 0
+
+    def _look(self, tally: Tally, record: Record, limit: int) -> None:
+        """What asking it promises now."""
         load, rates, survival, scores = self._load, record.calibration.rates(), 1.0, []
         for depth in range(limit):
             survival *= min(rates[min(depth, DEPTHS - 1)] * tally.factor, SURE)
             scores.append(survival)
-        added = self._added_by(limit, record.seconds.value + load.by_row)
-        count = admitted(scores, load.speaking, load.seconds, added, MARGIN)
-        tally.probe = 0.0
-        if tally.is_new and self.purse < record.entry.value:
-            count = 0
-        if count and self.purse > 0:
-            gain = sum(scores[:count]) * load.price - added[count - 1]
-            if gain > max((t.gain for t, r in zip(tallies, self._records, strict=True) if r.is_free), default=0.0):
-                return count
-        return 1 if self._may_probe(tally, added[0]) else 0
+        fixed, each = record.line.fixed, record.line.each
+        added = [fixed + seconds for seconds in self._added_by(limit, each + load.by_row)]
+        count = tally.count = admitted(scores, load.speaking, load.seconds, added, MARGIN)
+        tally.first, tally.promise = added[0], 0.0
+        if count:  # drafts that are cut where they doubt gain more than those of average length; what they gained lately is known
+            tally.promise = max(sum(scores[:count]) * load.price - added[count - 1], tally.gain - fixed - each * count)
+
+    def reconsider(self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[tuple[int, int]]:
+        """For whom it still pays to ask, now that others have answered. A sampled draft cannot be joined with others: it stands alone, so
+        that whoever is asked after it would be asked in vain."""
+        if self._records[drafter].is_free:
+            return list(asks)
+        kept = []
+        for index, count in asks:
+            tally, answers = self._planned[index][drafter], self._asked.get(index, ())
+            is_sampled = any(one.draft.q is not None for one in answers)
+            if is_sampled or (not tally.probe and any(self._worth(one, turns[index]) > tally.promise for one in answers)):
+                self.probes += tally.probe
+            else:
+                kept.append((index, count))
+        return kept
+
+    def _worth(self, asked: Asked, turn: Turn) -> float:
+        """Seconds that a draft is expected to save by itself; how many of its nodes are worth checking is kept with it."""
+        load, scores = self._load, asked.scores[1 : 1 + turn.num_lookahead_tokens]
+        added = self._added_by(len(scores), self.costs.per_row_token * turn.request.cache.num_cached)
+        count = asked.count = admitted(scores, load.speaking, load.seconds, added, MARGIN) if self.purse > 0 else 0
+        asked.added = added[count - 1] if count else 0.0
+        return sum(scores[:count]) * load.price - asked.added
 
     def _may_probe(self, tally: Tally, seconds: float) -> bool:
         if self.probes < seconds:
@@ -198,12 +243,16 @@ class AutoPolicy:
             if tally.is_new:
                 entering += 1
                 tally.enter(record, self._cost(record))
-            if not draft.num_drafted:
+            if draft.num_drafted:
+                self._asked.setdefault(index, []).append(Asked(draft, record, tally))
+            else:
                 tally.saved(record, 0.0, self._cost(record))
         if entering:
             record.entry.add(seconds / entering)
         else:
-            record.seconds.add(seconds / (len(asks) if record.is_free else sum(count for _, count in asks)))
+            record.seconds.add(seconds / len(asks))
+            if not record.is_free:
+                record.line.add(sum(max(draft.num_drafted, 1) for draft in drafts) / len(asks), seconds / len(asks))
         self._spent += seconds
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
@@ -212,26 +261,40 @@ class AutoPolicy:
 
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
         for index, drafts in proposed.items():
-            tallies = self._planned[index]
-            self._asked[index] = [Asked(draft, self._records[d], tallies[d]) for d, draft in drafts]
+            if index not in self._asked:
+                tallies = self._planned[index]
+                self._asked[index] = [Asked(draft, self._records[d], tallies[d]) for d, draft in drafts]
+            asked = self._asked[index]
+            if len(asked) > 1 and asked[-1].draft.q is not None:  # that it would be used was decided before it was drawn
+                self._asked[index] = asked[-1:]
         if len(proposed) == 1 and Lone.fits(self._asked[index], self.has_trees):
-            self._trim_one(index, turns[index])
+            self._trim_one(index, turns[index], self._asked[index][0])
+        elif len(proposed) == 1 and len(asked) == 2 and self._is_dear() and all(Lone.fits([one], self.has_trees) for one in asked):
+            self._trim_two(index, turns[index], *asked)
         else:
             self._trim_all(turns)
         return self._checked
 
-    def _trim_one(self, index: int, turn: Turn) -> None:
+    def _is_dear(self) -> bool:
+        rows, base = self._load.rows, self.costs.base(self._load.rows + 8)
+        return base[rows + 8] > (1 + DEAR) * base[rows]
+
+    def _trim_two(self, index: int, turn: Turn, one: Asked, two: Asked) -> None:
+        """Two drafts for one request, where rows are dear: the better of them, by who else says so."""
+        standing = AGREED if one.draft.tree.tokens[1] == two.draft.tree.tokens[1] else CONTRADICTED
+        one.compare(standing)
+        two.compare(standing)
+        better, other = (one, two) if self._worth(one, turn) >= self._worth(two, turn) else (two, one)
+        self._trim_one(index, turn, better)
+        other.tally.saved(other.record, 0.0, self._cost(other.record))
+
+    def _trim_one(self, index: int, turn: Turn, asked: Asked) -> None:
         """One request alone, and the first nodes of its draft are the best."""
-        (asked,), load = self._asked[index], self._load
-        scores = asked.scores[1 : 1 + turn.num_lookahead_tokens]
-        added = self._added_by(len(scores), self.costs.per_row_token * turn.request.cache.num_cached)
-        count = admitted(scores, load.speaking, load.seconds + self._spent, added, MARGIN) if self.purse > 0 else 0
-        saved = 0.0
-        if count:
-            self._added = added[count - 1]
-            self._seen_by_nodes = count * turn.request.cache.num_cached
-            self._checked = {index: first_of(asked.draft, count)}
-            saved = sum(scores[:count]) * load.price - self._added
+        saved = self._worth(asked, turn)
+        if asked.count:
+            self._added = asked.added
+            self._seen_by_nodes = asked.count * turn.request.cache.num_cached
+            self._checked = {index: first_of(asked.draft, asked.count)}
         asked.tally.saved(asked.record, saved, self._cost(asked.record))
 
     def _trim_all(self, turns: Sequence[Turn]) -> None:
@@ -302,7 +365,7 @@ class AutoPolicy:
         self._shadowed.discard(name)
         for tally in tallies:
             if tally.shadow is not None:
-                tally.shadow_node = _follow(tally.shadow, tally.shadow_node, verdict.tokens)
+                tally.shadow_node = follow(tally.shadow, tally.shadow_node, verdict.tokens)
                 if tally.shadow_node:
                     self._shadowed.add(name)
                 else:
@@ -311,13 +374,13 @@ class AutoPolicy:
             tally = one.tally
             if one.draft.q is not None:
                 assert checked is not None, "the first nodes of a sampled draft are always checked"
-                _judge(one, checked, verdict)
+                judge_sampled(one, checked, verdict)
             else:
-                node = _follow(one, 0, verdict.tokens)
+                node = follow(one, 0, verdict.tokens)
                 if node and tally.shadow is None:
                     tally.shadow, tally.shadow_node = one, node
                     self._shadowed.add(name)
-            if not one.record.is_free and _is_right(one, verdict):
+            if not one.record.is_free and is_right(one, verdict):
                 self.probes += tally.probe  # whoever is right is soon asked again
 
     def charge(self, seconds: float) -> None:
@@ -329,42 +392,3 @@ class AutoPolicy:
     def release(self, request: Request) -> None:
         self._tallies.pop(request.id, None)
         self._shadowed.discard(request.id)
-
-
-def _is_right(one: Asked, verdict: Verdict) -> bool:
-    """Was the first token of a draft right?"""
-    if one.draft.q is not None:
-        return verdict.num_accepted > 0
-    return any(one.draft.tree.tokens[child] == verdict.tokens[0] for child in one.children_of(0))
-
-
-def _follow(one: Asked, node: int, tokens: Sequence[int]) -> int:
-    """Walk a draft along what was emitted, judging each child on the way; the node reached, 0 if it was wrong or has ended.
-
-    A node that was not checked is judged too: had it been there, it would have been accepted if and only if its token was emitted.
-    """
-    observe, note, drafted = one.record.calibration.observe, one.tally.note, one.draft.tree.tokens
-    for token in tokens:
-        reached = 0
-        for child in one.children_of(node):
-            is_hit = drafted[child] == token
-            note(observe(one.cells[child], one.claimed[child], is_hit), is_hit)
-            if is_hit:
-                reached = child
-        if not reached:
-            return 0
-        node = reached
-    return node if one.children_of(node) else 0
-
-
-def _judge(one: Asked, checked: Draft, verdict: Verdict) -> None:
-    """Of a sampled draft only what was checked can be judged: the nodes on the accepted path, and the children beside it."""
-    children, place = checked.tree.children(), 0  # where the path is in the draft before it was cut
-    for depth, node in enumerate(verdict.path):
-        following = verdict.path[depth + 1] if depth + 1 < len(verdict.path) else -1
-        reached = 0
-        for child, original in zip(children[node], one.children_of(place), strict=False):
-            is_hit = child == following
-            one.tally.note(one.record.calibration.observe(one.cells[original], one.claimed[original], is_hit), is_hit)
-            reached = original if is_hit else reached
-        place = reached

@@ -37,6 +37,7 @@ def export_head(head: Head, target: Checkpoint, form: str, folder: Path, verifie
     folder.mkdir(parents=True, exist_ok=True)
     halves = {name: (t.half() if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
     save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the library makes files that only their owner can read
     (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
 
 

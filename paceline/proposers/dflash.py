@@ -30,10 +30,11 @@ class Dflash(HeadDrafter):
     def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
         super().__init__(config, surroundings)
         assert isinstance(self.head.config, DflashConfig)
-        self._backend = block_backend(self.head, surroundings)
-        self._library = Library(self._backend.fork, self._read_all, lookahead=0)
         self._most = self.head.config.num_drafts
+        self._backend = block_backend(self.head, surroundings, min(self.longest_chain, self._most))
+        self._library = Library(self._backend.fork, self._read_all, lookahead=0)
         self._tree = replace(config, tree_depth=min(config.tree_depth or self._most, self._most))
+        self._factors: list[torch.Tensor] | None = None  # the Markov head's, where the logits are
         self._words = None if self._ids is None else {int(token): i for i, token in enumerate(self._ids)}
 
     def can_guess(self, temperature: float) -> bool:
@@ -54,11 +55,14 @@ class Dflash(HeadDrafter):
 
     def _markov(self, tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """What each token adds to the logits of the next: [n, words]."""
-        config, tensors = self.head.config, self.head.tensors
+        config = self.head.config
         if not isinstance(config, DflashConfig) or not config.markov_rank:
             return torch.zeros((), device=like.device)
+        if self._factors is None:
+            self._factors = [self.head.tensors[f"markov_w{i}.weight"].to(like.device) for i in (1, 2)]
+        before, after = self._factors
         words = tokens if self._words is None else [self._words.get(token, config.draft_vocab_size) for token in tokens]
-        return (tensors["markov_w1.weight"][list(words)] @ tensors["markov_w2.weight"].T).to(like)
+        return (before[torch.tensor(list(words), device=like.device)] @ after.T).to(like)
 
     def _feeds(self, asked: Sequence[Asked]) -> list[BlockFeed]:
         feeds = []

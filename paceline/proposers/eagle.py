@@ -15,13 +15,14 @@ import torch
 
 from paceline.models.head_rows import Feed, Guesses, Node
 from paceline.proposers.base import Surroundings
-from paceline.proposers.features import Library, Read
+from paceline.proposers.features import Library, Read, Text
 from paceline.proposers.grow import Growth
 from paceline.proposers.head_backends import chain_backend
 from paceline.proposers.heads import Asked, HeadDrafter, HeadDrafterConfig, Pairs
-from paceline.types import Draft, Request
+from paceline.types import Draft, Request, Seen
 
-CHUNK = 256  # rows: where more wait, all but the last are read before
+CHUNK = 8  # rows: where more wait, all but the last are read before, which needs their keys and values alone
+EAGER = 4  # requests: of so few, prompts are read as the target reads them; of more, when their drafts are asked for
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class Eagle(HeadDrafter):
 
     def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
         super().__init__(config, surroundings)
-        self._backend, self._tree = chain_backend(self.head, surroundings), config
+        self._backend, self._tree = chain_backend(self.head, surroundings, self.longest_chain), config
         self._library = Library(self._backend.fork, self._read_all, lookahead=1)
 
     def can_guess(self, temperature: float) -> bool:
@@ -55,7 +56,7 @@ class Eagle(HeadDrafter):
 
     def guess(self, asked: Sequence[Asked]) -> Guesses:
         speakers = [a.speaker for a in asked if a.speaker is not None]
-        return self._backend.guess(self._feeds(asked), speakers, max(a.limit for a in asked), self.config.confidence_threshold)
+        return self._backend.guess(self._feeds(asked), speakers, max(a.limit for a in asked), self.least)
 
     def grow(self, asked: Sequence[Asked]) -> list[Draft]:
         feeds = self._feeds(asked)
@@ -76,14 +77,26 @@ class Eagle(HeadDrafter):
         """What the head has not read of each text."""
         feeds = []
         for text, _, _ in asked:
-            read = self._library.reads.get(text.request.id)
-            if read is None:
-                read = self._library.reads[text.request.id] = Read(text, self._backend.place())
-                self._library.begin(read)
-            if len(text.waiting) > CHUNK:
-                self._backend.read([self._take(read, len(text.waiting) - 1)])
+            read = self._reading(text)
             feeds.append(self._take(read, len(text.waiting)))
         return feeds
+
+    def _reading(self, text: Text) -> Read:
+        """What was read of a text, a few rows at most left to be read."""
+        read = self._library.reads.get(text.request.id)
+        if read is None:
+            read = self._library.reads[text.request.id] = Read(text, self._backend.place())
+            self._library.begin(read)
+        if len(text.waiting) > CHUNK:
+            self._backend.read([self._take(read, len(text.waiting) - 1)])
+        return read
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        super().observe(seen)
+        if len(seen) <= EAGER:
+            for one in seen:
+                if one.num_known > CHUNK:
+                    self._reading(self._texts[one.request.id])
 
     def _take(self, read: Read, count: int) -> Feed:
         start, rows = read.count, read.take(count)

@@ -18,7 +18,7 @@ import torch
 from paceline.config import require
 from paceline.errors import GrammarError
 from paceline.proposers.base import DrafterConfig, empty, fit_vocabulary
-from paceline.proposers.candidates import Sampling, draw, is_sampled, likeliest, sampling_of
+from paceline.proposers.candidates import Candidate, Sampling, draw, is_sampled, likeliest, sampling_of
 from paceline.proposers.reading import GrammarWalk, Reader, Reading, Rows
 from paceline.types import Draft, Request, Segment
 from paceline.verify.sampling import noise_of
@@ -118,13 +118,18 @@ class Growth:
         parents = [local.get(self.parents[n], -1) for n in self.rows]
         return Segment([self.tokens[n] for n in self.rows], cache, parents, num_logits=len(self.frontier))
 
-    def extend(self, logits: torch.Tensor) -> None:
-        """Add the next level. logits: [frontier, vocab], the drafting model's."""
+    def extend(self, logits: torch.Tensor, offers: Sequence[Sequence[Candidate]] | None = None) -> None:
+        """Add the next level. logits: [frontier, vocab], the drafting model's; offers: the likeliest after each, where they are known."""
         if self.trunk < 0:
             self.reading.cache.num_cached += len(self.reading.unread)
             self.trunk = 0
         first = len(self.tokens)
-        (self._sample if is_sampled(self.request) else self._offer)(logits)
+        if offers is not None:
+            self._add_best(
+                [(self.chances[node] * c.chance, node, c.token) for node, some in zip(self.frontier, offers, strict=True) for c in some]
+            )
+        else:
+            (self._sample if is_sampled(self.request) else self._offer)(logits)
         self.newest, self.depth = first, self.depth + 1
         self.frontier = sorted(sorted(self._promising(), key=lambda n: -self.chances[n])[: self.width])
 
@@ -139,6 +144,9 @@ class Growth:
             except GrammarError:  # the drafter has nothing to say that the request allows; the target may
                 continue
             found.extend((self.chances[node] * c.chance, node, c.token) for c in candidates)
+        self._add_best(found)
+
+    def _add_best(self, found: Sequence[tuple[float, int, int]]) -> None:
         for chance, node, token in sorted(found, key=lambda f: -f[0]):
             self._add(node, token, chance)
 

@@ -1,4 +1,4 @@
-"""What runs a head: compiled where the target is, in torch elsewhere. The drafters see one interface."""
+"""What runs a head: compiled or as CUDA graphs where the target is, in torch elsewhere. The drafters see one interface."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from paceline.runtime.runner import Decoder
 
 if TYPE_CHECKING:
     from paceline.cpu.decoder import CpuDecoder
+    from paceline.cuda.block_head import CudaBlockHead
+    from paceline.cuda.chain_head import CudaChainHead
+    from paceline.cuda.decoder import CudaDecoder
+    from paceline.cuda.side_heads import CudaMedusaHead
 
 
 def refuse_stage(name: str, surroundings: Surroundings) -> None:
@@ -22,7 +26,8 @@ def refuse_stage(name: str, surroundings: Surroundings) -> None:
         raise ConfigError(f"method {name!r} drafts for the target alone; use it beside other drafters, not inside 'staged'")
 
 
-def chain_backend(head: Head, surroundings: Surroundings) -> ChainBackend:
+def chain_backend(head: Head, surroundings: Surroundings, steps: int) -> ChainBackend:
+    """steps: tokens of the longest chain that will be asked for; 0: only trees."""
     config, decoder = head.config, surroundings.runner.decoder
     if isinstance(config, MlpSpeculatorConfig):
         from paceline.models.mlp_head import TorchMlpHead
@@ -34,35 +39,64 @@ def chain_backend(head: Head, surroundings: Surroundings) -> ChainBackend:
         from paceline.cpu.chain_head import ChainHead
 
         return ChainHead(config, head.tensors, decoder, norm)
+    if is_on_gpu(decoder):
+        from paceline.cuda.chain_head import CudaChainHead
+
+        recorded = CudaChainHead(config, head.tensors, decoder, surroundings.runner.kv.pool.num_blocks, norm)
+        _warm_up(recorded, steps)
+        return recorded
     from paceline.models.chain_head import TorchChainHead
 
     return TorchChainHead(config, head.tensors, decoder, norm, surroundings.runner.kv.data.device)
 
 
-def side_backend(head: Head, surroundings: Surroundings) -> SideBackend:
+def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBackend:
     config, decoder, norm = head.config, surroundings.runner.decoder, surroundings.checkpoint.tensor("norm.weight")
     assert isinstance(config, MedusaConfig)
     if is_compiled(decoder):
         from paceline.cpu.medusa import MedusaHead
 
         return MedusaHead(config, head.tensors, norm)
+    if is_on_gpu(decoder):
+        from paceline.cuda.side_heads import CudaMedusaHead
+
+        recorded = CudaMedusaHead(config, head.tensors, norm, decoder)
+        _warm_up(recorded, steps)
+        return recorded
     from paceline.models.side_heads import TorchMedusaHead
 
     return TorchMedusaHead(config, head.tensors, norm, surroundings.runner.kv.data.device)
 
 
-def block_backend(head: Head, surroundings: Surroundings) -> BlockBackend:
+def block_backend(head: Head, surroundings: Surroundings, steps: int) -> BlockBackend:
     config, decoder = head.config, surroundings.runner.decoder
     assert isinstance(config, DflashConfig)
     if is_compiled(decoder):
         from paceline.cpu.block_head import BlockHead
 
         return BlockHead(config, head.tensors, decoder)
+    if is_on_gpu(decoder):
+        from paceline.cuda.block_head import CudaBlockHead
+
+        recorded = CudaBlockHead(config, head.tensors, decoder, surroundings.runner.kv.pool.num_blocks)
+        _warm_up(recorded, steps)
+        return recorded
     from paceline.models.block_head import TorchBlockHead
 
     return TorchBlockHead(config, head.tensors, decoder, surroundings.runner.kv.data.device)
 
 
+def _warm_up(backend: CudaChainHead | CudaBlockHead | CudaMedusaHead, steps: int) -> None:
+    """What a GPU compiles and records on first use is not the first request's to wait for, nor to be taken for the cost of a draft."""
+    if backend.device.type == "cuda" and steps:
+        backend.warm_up(steps)
+
+
 def is_compiled(decoder: Decoder) -> TypeGuard[CpuDecoder]:
     """Told by its name, so that nothing is compiled elsewhere."""
     return type(decoder).__module__ == "paceline.cpu.decoder"
+
+
+def is_on_gpu(decoder: Decoder) -> TypeGuard[CudaDecoder]:
+    """Told by its name, too: its module needs Triton."""
+    return type(decoder).__module__ == "paceline.cuda.decoder"

@@ -22,11 +22,12 @@ from paceline.loaders.heads import open_head
 from paceline.models.head_config import DflashConfig, EagleConfig
 from paceline.models.head_rows import Guesses, Speaker
 from paceline.proposers.base import Surroundings, chain, empty
+from paceline.proposers.candidates import Candidate
 from paceline.proposers.features import Text
 from paceline.proposers.grow import Growth, TreeConfig
-from paceline.proposers.head_backends import refuse_stage
+from paceline.proposers.head_backends import is_on_gpu, refuse_stage
 from paceline.proposers.reading import Reading
-from paceline.types import Cached, Draft, Needs, Request, Seen
+from paceline.types import Cached, Draft, Needs, Pick, Request, Seen
 from paceline.verify.sampling import pick_of
 
 
@@ -52,6 +53,7 @@ class Asked(NamedTuple):
     speaker: Speaker | None  # how the head itself guesses; None: it cannot
 
 
+GREEDY = Pick(0.0, 0)
 Pairs = list[tuple[int, int]]  # (number of a tree, node)
 
 
@@ -67,11 +69,20 @@ class HeadDrafter:
     def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
         refuse_stage(self.name, surroundings)
         self.config = config
+        self.least = config.confidence_threshold  # the chance below which a chain is not drafted on; a policy may raise it
         self.head = _with_layers(open_head(config.model, surroundings.checkpoint, self.kinds), config.hidden_layers)
         self.needs = Needs(hidden_layers=self.head.config.hidden_layers)
+        self.usual = self.head.config.first_accepted  # what a warning compares with
         self._vocab = surroundings.runner.config.vocab_size
         self._ids = self.head.tensors.get("draft_ids")
+        self._ids_there = None if self._ids is None else self._ids.to(surroundings.runner.kv.data.device)
+        self._offers_on_device = is_on_gpu(surroundings.runner.decoder)
         self._texts: dict[str, Text] = {}
+
+    @property
+    def longest_chain(self) -> int:
+        """That the head itself will be asked to guess; 0 where it drafts trees."""
+        return self.config.num_speculative_tokens if self.config.tree_width == 1 else 0
 
     def can_guess(self, temperature: float) -> bool:
         raise NotImplementedError
@@ -98,7 +109,7 @@ class HeadDrafter:
                 yield Asked(text, limit, self._speaker(request))
 
     def _speaker(self, request: Request) -> Speaker | None:
-        pick = pick_of(request, empty(request)) if self.config.tree_width == 1 else None
+        pick = (request.pick or pick_of(request, empty(request))) if self.config.tree_width == 1 else None
         if pick is None or not self.can_guess(pick.temperature):
             return None
         return Speaker(pick.temperature, pick.seed, request.num_tokens)
@@ -106,6 +117,9 @@ class HeadDrafter:
     def _chains(self, asked: Sequence[Asked]) -> dict[str, Draft]:
         tokens, chances = self.guess(asked)
         least, drafts = self.config.confidence_threshold, {}
+        if len(asked) == 1 and not least:
+            (text, limit, _), paths = asked[0], [row[0] for row in chances]
+            return {text.request.id: chain(text.request, [row[0] for row in tokens[:limit]], self.name, chances=paths[:limit])}
         for i, (text, limit, _) in enumerate(asked):
             sure = [c for c in (row[i] for row in chances[:limit]) if c >= least]
             drafts[text.request.id] = chain(text.request, [row[i] for row in tokens[: len(sure)]], self.name, chances=sure)
@@ -114,24 +128,34 @@ class HeadDrafter:
     def grow_all(self, asked: Sequence[Asked], speak: Callable[[list[Growth], Pairs], torch.Tensor], config: TreeConfig) -> list[Draft]:
         """speak: the logits [n, draft vocabulary] after these nodes."""
         growths = [Growth(Reading(a.text.request, Cached(), a.text.request.tokens[-1:], a.limit), config) for a in asked]
+        is_greedy = self._offers_on_device and all(pick_of(a.text.request, empty(a.text.request)) == GREEDY for a in asked)
         try:
             while pairs := [(i, node) for i, growth in enumerate(growths) for node in growth.frontier]:
-                logits, first = self._spread(speak(growths, pairs)), 0
+                said, first = speak(growths, pairs), 0
+                offers = self._offers(said, config.tree_width) if is_greedy else None
+                logits = said if is_greedy else self._spread(said)
                 for i, group in groupby(pairs, key=lambda pair: pair[0]):
-                    count = len(list(group))
-                    growths[i].extend(logits[first : first + count])
-                    first += count
+                    end = first + len(list(group))
+                    growths[i].extend(logits[first:end], None if offers is None else offers[first:end])
+                    first = end
         finally:
             for growth in growths:
                 growth.grammar.restore()
         return [growth.draft(self.name) for growth in growths]
 
+    def _offers(self, logits: torch.Tensor, width: int) -> list[list[Candidate]]:
+        """The likeliest tokens after each of many nodes at once: the host waits for the device once a level."""
+        best = logits.float().softmax(-1).topk(min(width, logits.shape[-1]))
+        tokens = best.indices if self._ids_there is None else self._ids_there[best.indices]
+        chances, ids = torch.stack([best.values.double(), tokens.double()]).tolist()
+        return [[Candidate(int(t), c) for t, c in zip(*row, strict=True) if c > 0] for row in zip(ids, chances, strict=True)]
+
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """[n, draft vocabulary] -> [n, vocabulary]; what cannot be drafted is impossible."""
-        if self._ids is None:
+        if self._ids_there is None:
             return logits
         full = torch.full((len(logits), self._vocab), -torch.inf, device=logits.device)
-        full[:, self._ids.to(logits.device)] = logits.float()
+        full[:, self._ids_there] = logits.float()
         return full
 
     def observe(self, seen: Sequence[Seen]) -> None:

@@ -28,7 +28,7 @@ class Medusa(HeadDrafter):
     def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
         super().__init__(config, surroundings)
         assert isinstance(self.head.config, MedusaConfig)
-        self._backend = side_backend(self.head, surroundings)
+        self._backend = side_backend(self.head, surroundings, self.longest_chain)
         most = self.head.config.num_heads_ahead
         self._tree = replace(config, tree_depth=min(config.tree_depth or most, most))
 

@@ -22,6 +22,7 @@ from paceline.llm import LLM
 from paceline.params import SamplingParams
 from paceline.proposers import registry
 from paceline.proposers.draft_model import DraftModel
+from paceline.proposers.shipped import shipped_head
 from paceline.runtime.timing import measure as time_passes
 from paceline.tune.findings import LEAST_TOKENS, REPEATS, Asked, Finding, Findings, Row, Timing
 from paceline.tune.guesses import Account, Listening, Times, acceptance
@@ -102,7 +103,8 @@ class Session:
         return Subject(drafter, lengths, listening, self._engine(drafter, lengths[-1], listening), Group(name, engines))
 
     def _auto(self) -> Engine:
-        parsed = [registry.parse(options) for options in registry.AUTO]
+        head = shipped_head(self.llm.checkpoint, True)
+        parsed = [registry.parse(options) for options in (*registry.AUTO, *([head] if head else ()))]
         drafters = [registry.create(*each, self.llm.surroundings) for each in parsed]
         most = min(sum(config.num_speculative_tokens for _, config in parsed), self.own.config.max_model_len - 1)
         known = {

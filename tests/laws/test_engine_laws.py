@@ -80,7 +80,10 @@ REGISTERED: dict[str, dict[str, Any]] = {
 }
 DEAD_END: dict[str, Any] = {"allowed_token_ids": (5,), "max_tokens": 9}
 # What the policy is given here it may cut, join and leave out as it likes: always right, always wrong, sampled, in chains and trees.
-POLICED = ("ngram", "early_exit", "hybrid", "hybrid_of_auto", "AlwaysRight", "AlwaysWrong", "RandomTree", "SampledChain", "SampledTree")
+POLICED = (
+    "ngram", "early_exit", "hybrid", "hybrid_of_auto", "hybrid_of_heads", "AlwaysRight", "AlwaysWrong", "RandomTree", "SampledChain",
+    "SampledTree",
+)  # fmt: skip
 AUTO = [f"auto {name}" for name in POLICED]
 DRAFTER_NAMES = [None, *REGISTERED, *FAKES, *AUTO]
 
@@ -149,7 +152,9 @@ def test_same_text_in_a_batch(drafter: str | None, temperature: float) -> None:
 def test_same_text_with_weights_of_every_type(drafter: str | None, dtype: str) -> None:
     """The laws of this file hold for the default type; here the other two, in a batch, with chunked prompts and preemption."""
     if dtype == "int4" and not EXACT:
-        pytest.skip("int4 works in bfloat16 on a GPU: without the exact mode a token may differ at a near tie, which `paceline verify` counts")
+        pytest.skip(
+            "int4 works in bfloat16 on a GPU: without the exact mode a token may differ at a near tie, which `paceline verify` counts"
+        )
     params = [SamplingParams(temperature=t, seed=5, max_tokens=30, ignore_eos=True) for t in (0.0, 0.9)]
     requests = [request_of(p, params[i % 2], seed=i) for i, p in enumerate(prompts(6, low=10, high=80, seed=7))]
     engine = make(drafter, num_blocks=20, max_num_batched_tokens=37, max_model_len=150, target_dtype=dtype)

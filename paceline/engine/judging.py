@@ -1,0 +1,50 @@
+"""What a draft was worth: walks it along what was emitted, and writes down which of its claims came true.
+
+Invariant: a node is judged once, and only if everything before it was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.engine.calibrate import Asked
+from paceline.types import Draft, Verdict
+
+
+def is_right(one: Asked, verdict: Verdict) -> bool:
+    """Was the first token of a draft right?"""
+    if one.draft.q is not None:
+        return verdict.num_accepted > 0
+    return any(one.draft.tree.tokens[child] == verdict.tokens[0] for child in one.children_of(0))
+
+
+def follow(one: Asked, node: int, tokens: Sequence[int]) -> int:
+    """Walk a draft along what was emitted, judging each child on the way; the node reached, 0 if it was wrong or has ended.
+
+    A node that was not checked is judged too: had it been there, it would have been accepted if and only if its token was emitted.
+    """
+    observe, note, drafted = one.record.calibration.observe, one.tally.note, one.draft.tree.tokens
+    for token in tokens:
+        reached = 0
+        for child in one.children_of(node):
+            is_hit = drafted[child] == token
+            note(observe(one.cells[child], one.claimed[child], is_hit), is_hit)
+            if is_hit:
+                reached = child
+        if not reached:
+            return 0
+        node = reached
+    return node if one.children_of(node) else 0
+
+
+def judge_sampled(one: Asked, checked: Draft, verdict: Verdict) -> None:
+    """Of a sampled draft only what was checked can be judged: the nodes on the accepted path, and the children beside it."""
+    children, place = checked.tree.children(), 0  # where the path is in the draft before it was cut
+    for depth, node in enumerate(verdict.path):
+        following = verdict.path[depth + 1] if depth + 1 < len(verdict.path) else -1
+        reached = 0
+        for child, original in zip(children[node], one.children_of(place), strict=False):
+            is_hit = child == following
+            one.tally.note(one.record.calibration.observe(one.cells[original], one.claimed[original], is_hit), is_hit)
+            reached = original if is_hit else reached
+        place = reached

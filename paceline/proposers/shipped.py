@@ -1,0 +1,51 @@
+"""The learned heads that come with the package: which of them "auto" uses for a target.
+
+Invariant: a head is opened only for the weights it was trained on, told by their hash; of any other model nothing is read for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError, ModelFileError
+from paceline.loaders.fields import read_json
+
+if TYPE_CHECKING:
+    from paceline.loaders.checkpoint import Checkpoint
+
+FOLDER = Path(__file__).parent.parent / "data" / "heads"
+KINDS = ("eagle", "dflash", "medusa", "draft")  # the best one first, on the CPU as on GPUs (docs/log.md)
+LENGTH = 6  # tokens of its longest draft; the policy and the head's own doubts cut it
+
+
+def shipped_head(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | None:
+    """The drafter of the best shipped head for this target, as a speculative_config; None if there is none.
+
+    wanted: False for none, or the kind that it must be.
+    """
+    if wanted is False:
+        return None
+    kinds = KINDS if wanted is True else (wanted,)
+    found = next((kind for kind in kinds if _belongs(FOLDER / kind, target)), None)
+    if found is None and wanted is not True:
+        raise ConfigError(
+            f"speculative_config head is {wanted!r}, and no such head is shipped for {target.name}; leave it out, or name a folder: "
+            f"{{'method': ['suffix', {{'method': {wanted!r}, 'model': 'FOLDER'}}]}}"
+        )
+    return None if found is None else {"method": found, "model": str(FOLDER / found), "num_speculative_tokens": LENGTH}
+
+
+def _belongs(folder: Path, target: Checkpoint) -> bool:
+    """Sizes are compared first, since the hash reads weights."""
+    from paceline.models.head_config import target_hash
+
+    try:
+        values = read_json(folder / "config.json")
+    except (OSError, ModelFileError):
+        return False
+    model = target.config
+    sizes = (model.vocab_size, model.hidden_size, model.num_layers)
+    return (values.get("vocab_size"), values.get("hidden_size"), values.get("target_layers")) == sizes and values.get(
+        "target_hash"
+    ) == target_hash(target)
