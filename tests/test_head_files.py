@@ -118,7 +118,7 @@ def test_a_head_of_another_kind_or_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"trained for random .* not for random"):
         open_head(str(folder), RandomCheckpoint(seed=1), ("medusa",))
     with pytest.raises(ConfigError, match="name the folder of a head"):
-        registry.parse({"method": "eagle"})
+        registry.create(*registry.parse({"method": "eagle"}), surroundings)
 
 
 FORMATS = [

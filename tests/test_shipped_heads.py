@@ -42,7 +42,7 @@ def test_sizes_of_the_package() -> None:
 def test_a_shipped_head_drafts_well_and_changes_nothing(kind: str, plain: list[str]) -> None:
     head = open_head(str(HEADS / kind), open_checkpoint("default", progress=False), (kind,))
     assert head.config.first_accepted > 0.4
-    llm = LLM(speculative_config={"method": kind, "model": str(HEADS / kind), "num_speculative_tokens": 5}, progress=False)
+    llm = LLM(speculative_config={"method": kind, "num_speculative_tokens": 5}, progress=False)
     said = asked(llm)
     assert [answer.text for answer in said] == plain
     tau = sum(answer.stats.num_tokens for answer in said) / sum(answer.stats.num_steps for answer in said)
@@ -67,7 +67,7 @@ def test_wrong_layers_are_warned_of(tmp_path: Path, taps: list[int]) -> None:
 
 
 def test_the_right_layers_are_not_warned_of() -> None:
-    llm = LLM(speculative_config={"method": "eagle", "model": str(HEADS / "eagle"), "num_speculative_tokens": 1}, progress=False)
+    llm = LLM(speculative_config={"method": "eagle", "num_speculative_tokens": 1}, progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         asked(llm, 8)

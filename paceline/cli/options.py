@@ -63,7 +63,9 @@ NumSpeculative = Annotated[
         "--num-speculative-tokens", "-k", help="Always draft this many tokens; left out: as many as pay.", rich_help_panel=_SPECULATION
     ),
 ]
-DraftModel = Annotated[str | None, typer.Option(help="The smaller model of --method draft_model.", rich_help_panel=_SPECULATION)]
+DraftModel = Annotated[
+    str | None, typer.Option(help="The smaller model of --method draft_model, or a head's folder.", rich_help_panel=_SPECULATION)
+]
 SpeculativeConfig = Annotated[
     str | None, typer.Option(help='All of it as JSON: {"method": "ngram", "prompt_lookup_max": 4}.', rich_help_panel=_SPECULATION)
 ]

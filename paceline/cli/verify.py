@@ -92,9 +92,7 @@ def _drafters(methods: str | None, model: str, draft_model: str | None) -> dict[
             raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
     configs: dict[str, dict[str, Any]] = {name: {"method": name} for name in names}
     for name, config in configs.items():
-        if name in HEADS and draft_model is None:
-            raise ConfigError(f"--methods holds {name!r}; name the head's folder with --draft-model")
-        if name in ("draft_model", *HEADS):
+        if name == "draft_model" or (name in HEADS and draft_model):
             config["model"] = draft_model or model
         if name != "auto":  # a named drafter is checked at its full length, whether that pays here or not
             config["num_speculative_tokens"] = parse(config)[1].num_speculative_tokens

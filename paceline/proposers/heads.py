@@ -21,6 +21,7 @@ from paceline.loaders.head_files import Head
 from paceline.loaders.heads import open_head
 from paceline.models.head_config import DflashConfig, EagleConfig
 from paceline.models.head_rows import Guesses, Speaker
+from paceline.proposers import shipped
 from paceline.proposers.base import Surroundings, chain, empty
 from paceline.proposers.candidates import Candidate
 from paceline.proposers.features import Text
@@ -34,7 +35,7 @@ from paceline.verify.sampling import pick_of
 @dataclass(frozen=True, slots=True)
 class HeadDrafterConfig(TreeConfig):
     num_speculative_tokens: int = 5
-    model: str = ""
+    model: str = ""  # a folder or a Hugging Face name; empty: the head that ships for this target
     hidden_layers: Sequence[int] | None = None  # which hidden states of the target the head reads, where its files say it wrongly
 
     def __post_init__(self) -> None:
@@ -42,9 +43,7 @@ class HeadDrafterConfig(TreeConfig):
         layers = self.hidden_layers
         ok = layers is None or (isinstance(layers, (list, tuple)) and all(type(layer) is int for layer in layers))
         require(ok, "hidden_layers", layers, "give a list such as [2, 15, 27]: hidden states after so many layers")
-        require(
-            bool(self.model) and isinstance(self.model, str), "model", self.model, "name the folder of a head, or its Hugging Face name"
-        )
+        require(isinstance(self.model, str), "model", self.model, "name the folder of a head, or its Hugging Face name")
 
 
 class Asked(NamedTuple):
@@ -70,7 +69,8 @@ class HeadDrafter:
         refuse_stage(self.name, surroundings)
         self.config = config
         self.least = config.confidence_threshold  # the chance below which a chain is not drafted on; a policy may raise it
-        self.head = _with_layers(open_head(config.model, surroundings.checkpoint, self.kinds), config.hidden_layers)
+        folder = config.model or shipped.folder_of(self.kinds[0], surroundings.checkpoint)
+        self.head = _with_layers(open_head(folder, surroundings.checkpoint, self.kinds), config.hidden_layers)
         self.needs = Needs(hidden_layers=self.head.config.hidden_layers)
         self.usual = self.head.config.first_accepted  # what a warning compares with
         self._vocab = surroundings.runner.config.vocab_size

@@ -36,6 +36,15 @@ def shipped_head(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | Non
     return None if found is None else {"method": found, "model": str(FOLDER / found), "num_speculative_tokens": LENGTH}
 
 
+def folder_of(kind: str, target: Checkpoint) -> str:
+    """Where the shipped head of this kind lies."""
+    if not _belongs(FOLDER / kind, target):
+        raise ConfigError(
+            f"no {kind} head is shipped for {target.name}; name the folder of a head as 'model', or train one: paceline train"
+        )
+    return str(FOLDER / kind)
+
+
 def _belongs(folder: Path, target: Checkpoint) -> bool:
     """Sizes are compared first, since the hash reads weights."""
     from paceline.models.head_config import target_hash

@@ -38,14 +38,14 @@ class Asked:
             if name not in known:
                 raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
         for name in self.methods:
-            if name in ("draft_model", *registry.HEADS) and self.draft_model is None:
-                raise ConfigError(f"--methods holds {name!r}; name the smaller model, or the head's folder, with --draft-model")
+            if name == "draft_model" and self.draft_model is None:
+                raise ConfigError(f"--methods holds {name!r}; name the smaller model with --draft-model")
         for k in self.lengths:
             if not 1 <= k <= MOST_K:
                 raise ConfigError(f"-k is {k}; give a whole number from 1 to {MOST_K}")
 
     def options(self, name: str, k: int) -> dict[str, Any]:
-        model = {"model": self.draft_model} if name in ("draft_model", *registry.HEADS) else {}
+        model = {"model": self.draft_model} if self.draft_model and name in ("draft_model", *registry.HEADS) else {}
         return {"method": name, "num_speculative_tokens": k, **model}
 
     def is_free(self, name: str) -> bool:
