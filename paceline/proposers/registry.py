@@ -29,14 +29,8 @@ DRAFTERS = {
     "hybrid": "paceline.proposers.hybrid:Hybrid",
 }
 
-HEADS = (
-    "eagle",
-    "eagle3",
-    "mlp_speculator",
-    "draft",
-    "medusa",
-    "dflash",
-)  # learned for one target: shipped with us, or in a folder
+# Learned for one target: shipped with us, or in a folder.
+HEADS = ("eagle", "eagle3", "mlp_speculator", "draft", "medusa", "dflash")
 
 # Whom "auto" asks: one that needs no training and runs no model. It says what it can; the policy chooses from it.
 # Token recycling beside it gained nothing (docs/log.md) and costs host time.
