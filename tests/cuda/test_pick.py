@@ -27,10 +27,6 @@ def longs(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=DEVICE)
 
 
-def ints(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
 @triton.jit
 def _export_words(position_ptr, seed_ptr, out_ptr, first, count: tl.constexpr):  # type: ignore[no-untyped-def]
     words = noise_words(first, tl.load(position_ptr), tl.load(seed_ptr), count)
@@ -105,6 +101,3 @@ def test_a_broken_row_shows_and_breaks_no_other(device: torch.device, temperatur
 def test_a_row_with_nothing_to_choose_shows(device: torch.device, temperature: float) -> None:
     nothing = torch.full((1, 9), -float("inf"), device=device)
     assert pick(nothing, torch.full((1,), temperature, device=device), longs(0), longs(0)).tolist() == [-1]
-
-
-VOCAB = 5

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 
+from paceline.cli.verify_equality import NEAR_TIE
 from paceline.engine.engine import Engine
 from paceline.params import SamplingParams
 from paceline.proposers.registry import DRAFTERS
+from paceline.verify.noise import Purpose, gumbel
 from tests.heads import random_head, random_mlp
 from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
 from tests.laws.harness import DTYPE, END, EXACT, VOCAB, RandomCheckpoint, engine_with, model, prompts, request_of, run
-from tests.laws.reference import reference_loop
+from tests.laws.reference import constrained, reference_loop
 
 TARGET = RandomCheckpoint()
 
@@ -151,16 +154,38 @@ def test_same_text_in_a_batch(drafter: str | None, temperature: float) -> None:
 @pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "early_exit", "quantized", "SampledTree", "AlwaysRight"])
 def test_same_text_with_weights_of_every_type(drafter: str | None, dtype: str) -> None:
     """The laws of this file hold for the default type; here the other two, in a batch, with chunked prompts and preemption."""
-    if dtype == "int4" and not EXACT:
-        pytest.skip(
-            "int4 works in bfloat16 on a GPU: without the exact mode a token may differ at a near tie, which `paceline verify` counts"
-        )
     params = [SamplingParams(temperature=t, seed=5, max_tokens=30, ignore_eos=True) for t in (0.0, 0.9)]
     requests = [request_of(p, params[i % 2], seed=i) for i, p in enumerate(prompts(6, low=10, high=80, seed=7))]
     engine = make(drafter, num_blocks=20, max_num_batched_tokens=37, max_model_len=150, target_dtype=dtype)
     run(engine, requests)
     assert engine.scheduler.num_preemptions > 0
-    assert [r.output for r in requests] == [expected(r, dtype) for r in requests]
+    for request in requests:
+        wanted = expected(request, dtype)
+        assert request.output == wanted or (not EXACT and parts_at_a_tie(request, wanted, dtype))
+
+
+def parts_at_a_tie(request: Any, wanted: list[int], dtype: str) -> bool:
+    """Does the first other token score within the margin that `paceline verify` states? All that a GPU promises without its exact mode."""
+    place = next(i for i, (mine, theirs) in enumerate(zip(request.output, wanted, strict=True)) if mine != theirs)
+    prompt, params = request.tokens[: request.num_prompt], request.params
+    scores = constrained(model([*prompt, *wanted[:place]], dtype=dtype), prompt, wanted[:place], params).astype(np.float64)
+    if params.temperature:
+        scores += params.temperature * gumbel(request.seed, len(prompt) + place, Purpose.TARGET, np.arange(len(scores)))
+    return bool(scores[wanted[place]] - scores[request.output[place]] <= NEAR_TIE)
+
+
+def test_a_tie_is_told_from_a_mistake() -> None:
+    request = request_of(prompts(1)[0], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    wanted = expected(request)
+    scores = model([*request.tokens, *wanted[:1]])
+    best, worst = int(np.argmax(scores)), int(np.argmin(scores))
+    assert best == wanted[1]
+    request.tokens.extend([wanted[0], worst, wanted[2]])
+    assert scores[best] - scores[worst] > NEAR_TIE
+    assert not parts_at_a_tie(request, wanted, DTYPE)
+    request.tokens[-2] = best
+    wanted[1] = worst  # as if it had been preferred by less than nothing
+    assert parts_at_a_tie(request, wanted, DTYPE)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
