@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError, ModelFileError
+from paceline.errors import ConfigError
 from paceline.loaders.fields import read_json
 
 if TYPE_CHECKING:
@@ -49,12 +49,10 @@ def _belongs(folder: Path, target: Checkpoint) -> bool:
     """Sizes are compared first, since the hash reads weights."""
     from paceline.models.head_config import target_hash
 
-    try:
-        values = read_json(folder / "config.json")
-    except (OSError, ModelFileError):
+    if not (folder / "config.json").is_file():
         return False
-    model = target.config
-    sizes = (model.vocab_size, model.hidden_size, model.num_layers)
-    return (values.get("vocab_size"), values.get("hidden_size"), values.get("target_layers")) == sizes and values.get(
-        "target_hash"
-    ) == target_hash(target)
+    values, model = read_json(folder / "config.json"), target.config
+    sizes = (values.get("vocab_size"), values.get("hidden_size"), values.get("target_layers"))
+    if sizes != (model.vocab_size, model.hidden_size, model.num_layers):
+        return False
+    return bool(values.get("target_hash") == target_hash(target))
