@@ -8,6 +8,7 @@ follow the text. Invariant: with nothing seen, a claim is taken at its word.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import ge
 
 from paceline.engine.costs import Line, Median
 from paceline.types import Draft
@@ -112,6 +113,11 @@ class Asked:
             scores.append(scores[parent] * (expected if expected < SURE else SURE))
         if draft.q is not None:
             self._score_sampled(depths)
+
+    @property
+    def is_falling(self) -> bool:
+        """The first nodes are the best."""
+        return all(map(ge, self.scores, self.scores[1:]))
 
     def expected(self, node: int) -> float:
         """The chance that a node is accepted if its parent is."""

@@ -7,8 +7,8 @@ checks the draft. Invariants: drafting nothing gains exactly 1; a pass never get
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,21 +54,21 @@ def break_even_alpha(k: int, draft_cost: float, verify_cost: float) -> float | N
 
 
 class Median:
-    """Of the last few numbers, cheap to ask for at any time."""
+    """Of the last few numbers. They lie in one piece: after a pass has emptied the caches, looking at scattered ones costs more than sorting."""
 
-    __slots__ = ("_order", "_recent", "value")
+    __slots__ = ("_count", "_recent", "value")
 
     def __init__(self, first: float, size: int = WINDOW) -> None:
-        self._recent: deque[float] = deque(maxlen=size)
-        self._order: list[float] = []
+        self._recent = array("d", [0.0] * size)
+        self._count = 0  # of all so far
         self.value = first  # until something is seen
 
     def add(self, number: float) -> None:
-        if len(self._recent) == self._recent.maxlen:
-            del self._order[bisect_left(self._order, self._recent[0])]
-        self._recent.append(number)
-        insort(self._order, number)
-        self.value = self._order[len(self._order) // 2]
+        recent, count = self._recent, self._count
+        size = len(recent)
+        recent[count % size] = number
+        self._count = count = count + 1
+        self.value = sorted(recent)[size // 2] if count >= size else sorted(recent[:count])[count // 2]
 
 
 class Line:
@@ -83,8 +83,10 @@ class Line:
 
     def add(self, count: float, seconds: float) -> None:
         y = min(seconds, 2 * (self.fixed + self.each * count) + 1e-9)
-        n, x, xx, total, xy = (FADING * old for old in self._sums)
-        n, x, xx, total, xy = self._sums = n + 1, x + count, xx + count * count, total + y, xy + count * y
+        n, x, xx, total, xy = self._sums
+        n, x, xx = FADING * n + 1, FADING * x + count, FADING * xx + count * count
+        total, xy = FADING * total + y, FADING * xy + count * y
+        self._sums = n, x, xx, total, xy
         spread = n * xx - x * x
         if spread > 0.01 * n * n:  # else all counts are the same, and only the level can be told
             self.each = max((n * xy - x * total) / spread, 0.0)
