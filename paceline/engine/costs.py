@@ -7,8 +7,8 @@ checks the draft. Invariants: drafting nothing gains exactly 1; a pass never get
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,21 +54,21 @@ def break_even_alpha(k: int, draft_cost: float, verify_cost: float) -> float | N
 
 
 class Median:
-    """Of the last few numbers. They lie in one piece: after a pass has emptied the caches, looking at scattered ones costs more than sorting."""
+    """Of the last few numbers, cheap to ask for at any time."""
 
-    __slots__ = ("_count", "_recent", "value")
+    __slots__ = ("_order", "_recent", "value")
 
     def __init__(self, first: float, size: int = WINDOW) -> None:
-        self._recent = array("d", [0.0] * size)
-        self._count = 0  # of all so far
+        self._recent: deque[float] = deque(maxlen=size)
+        self._order: list[float] = []
         self.value = first  # until something is seen
 
     def add(self, number: float) -> None:
-        recent, count = self._recent, self._count
-        size = len(recent)
-        recent[count % size] = number
-        self._count = count = count + 1
-        self.value = sorted(recent)[size // 2] if count >= size else sorted(recent[:count])[count // 2]
+        if len(self._recent) == self._recent.maxlen:
+            del self._order[bisect_left(self._order, self._recent[0])]
+        self._recent.append(number)
+        insort(self._order, number)
+        self.value = self._order[len(self._order) // 2]
 
 
 class Line:

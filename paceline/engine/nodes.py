@@ -122,9 +122,8 @@ def best_start(
     """The same for the nodes of one request in their order, each with a row of the pass and `each` seconds: how many, the tokens expected
     of them, and the seconds that they add. base: seconds by rows, of which there are `rows` without any; fixed: for having a draft."""
     best, best_rate, gain, cost = 0, margin * tokens / seconds, 0.0, 0.0
-    gained, start, count = 0.0, base[rows], 0
-    for score in scores:
-        count += 1
+    gained, start = 0.0, base[rows]
+    for count, score in enumerate(scores, start=1):
         tokens += score
         gained += score
         added = fixed + (base[rows + count] - start + count * each)

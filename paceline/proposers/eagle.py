@@ -56,7 +56,7 @@ class Eagle(HeadDrafter):
 
     def guess(self, asked: Sequence[Asked]) -> Guesses:
         speakers = [a.speaker for a in asked if a.speaker is not None]
-        return self._backend.guess(self._feeds(asked), speakers, max(a.limit for a in asked), self.least)
+        return self._backend.guess(self._feeds(asked), speakers, max([a.limit for a in asked]), self.least)
 
     def grow(self, asked: Sequence[Asked]) -> list[Draft]:
         feeds = self._feeds(asked)
