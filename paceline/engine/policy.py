@@ -239,13 +239,14 @@ class AutoPolicy:
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
         """What a drafter answered, and how long it took."""
         record = self._records[drafter]
-        entering = 0
+        entering = num_drafted = 0
         for (index, _), draft in zip(asks, drafts, strict=True):
-            tally = self._planned[index][drafter]
+            tally, count = self._planned[index][drafter], len(draft.tree.tokens) - 1
+            num_drafted += count or 1
             if tally.is_new:
                 entering += 1
                 tally.enter(record, self._cost(record))
-            if draft.num_drafted:
+            if count:
                 self._asked.setdefault(index, []).append(Asked(draft, record, tally))
             else:
                 tally.saved(record, 0.0, self._cost(record))
@@ -254,7 +255,7 @@ class AutoPolicy:
         else:
             record.seconds.add(seconds / len(asks))
             if not record.is_free:
-                record.line.add(sum(max(draft.num_drafted, 1) for draft in drafts) / len(asks), seconds / len(asks))
+                record.line.add(num_drafted / len(asks), seconds / len(asks))
         self._spent += seconds
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
@@ -388,7 +389,9 @@ class AutoPolicy:
 
     def charge(self, seconds: float) -> None:
         """Planning and judging took so long in this step."""
-        num_asked = sum(len(asked) for asked in self._asked.values())
+        num_asked = 0
+        for asked in self._asked.values():
+            num_asked += len(asked)
         if num_asked:
             self._judging.add(seconds / num_asked)
 

@@ -8,7 +8,7 @@ is what is emitted. Invariant: requests are only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -95,17 +95,18 @@ class HeadDrafter:
         raise NotImplementedError
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        chains: list[Asked] = []
-        trees: list[Asked] = []
-        for request, budget in zip(requests, budgets, strict=True):
-            text, limit = self._texts.get(request.id), min(budget, self.config.num_speculative_tokens)
-            if text is not None and limit and text.is_ready:
-                speaker = self._speaker(request)
-                (trees if speaker is None else chains).append(Asked(text, limit, speaker))
+        asked = list(self._asked(requests, budgets))
+        chains, trees = [a for a in asked if a.speaker is not None], [a for a in asked if a.speaker is None]
         drafts = self._chains(chains) if chains else {}
         if trees:
             drafts.update((a.text.request.id, draft) for a, draft in zip(trees, self.grow(trees), strict=True))
         return [drafts.get(r.id) or empty(r, self.name) for r in requests]
+
+    def _asked(self, requests: Sequence[Request], budgets: Sequence[int]) -> Iterator[Asked]:
+        for request, budget in zip(requests, budgets, strict=True):
+            text, limit = self._texts.get(request.id), min(budget, self.config.num_speculative_tokens)
+            if text is not None and limit and text.is_ready:
+                yield Asked(text, limit, self._speaker(request))
 
     def _speaker(self, request: Request) -> Speaker | None:
         pick = (request.pick or pick_of(request, empty(request))) if self.config.tree_width == 1 else None
