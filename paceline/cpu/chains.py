@@ -9,13 +9,12 @@ A pass of a tree's level is the same first pass with features given as addresses
 from __future__ import annotations
 
 from array import array
-from struct import pack, unpack
 from typing import NamedTuple
 
 import numpy as np
 from numba import carray, prange
 
-from paceline.cpu.compile import kernel, piece
+from paceline.cpu.compile import kernel, numbers, piece
 from paceline.cpu.guess import guess
 from paceline.cpu.heads import (
     FUSE,
@@ -202,9 +201,9 @@ def _move_on(r, t, step):  # type: ignore[no-untyped-def]
         most = max(most, chances[step, i])
     if step:
         for column in (r.positions, r.places, r.seen):
-            numbers = carray(int_pointer(column), r.num)
+            ahead = carray(int_pointer(column), r.num)
             for i in range(r.num):
-                numbers[i] += 1
+                ahead[i] += 1
     return most >= t.least
 
 
@@ -236,10 +235,8 @@ LEAST, STEPS = Task._fields.index("least"), Task._fields.index("steps")
 
 
 def call_of(first: Rows, then: Rows, shape: Shape, entry: Entry, task: Task, following: Task, work: Work) -> array[int]:
-    """What `draft_chains` is given the address of. A hundred numbers in tuples would take longer to hand over than a layer to compute:
-    after a pass of the target the host's caches are cold."""
-    fields = (*first, *then, *shape, *entry, *task, *following, *work)
-    return array("q", [unpack("q", pack("d", x))[0] if isinstance(x, float) else int(x) for x in fields])
+    """What `draft_chains` is given the address of."""
+    return numbers((*first, *then, *shape, *entry, *task, *following, *work))
 
 
 @piece

@@ -6,8 +6,10 @@ at the file of the function alone, but our kernels are built from pieces in seve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from struct import pack, unpack
 from typing import Any
 
 import numba
@@ -32,3 +34,9 @@ def kernel(function: Callable[..., None] | None = None, *, parallel: bool = Fals
 
 piece = numba.njit(nogil=True, error_model="numpy")  # a part of kernels, compiled into each of them
 unrolled = numba.njit(inline="always")  # the same, for parts that get constants or kernels as arguments
+
+
+def numbers(fields: Iterable[float]) -> array[int]:
+    """What a kernel is given the address of; floats as the bits of doubles. A hundred numbers in tuples would take longer to hand over
+    than a layer to compute: after a pass the host's caches are cold."""
+    return array("q", [unpack("q", pack("d", x))[0] if isinstance(x, float) else int(x) for x in fields])

@@ -6,14 +6,17 @@ however its context was split into passes, for float32, int8 and int4. Speculati
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import ge
 from typing import Self
 
 import numpy as np
 import torch
 
 from paceline.cpu.attend import FEW_ROWS, TOGETHER
+from paceline.cpu.compile import numbers
 from paceline.cpu.forward import COLUMNS, FORWARD, LayerRow, Model, Pass, Work
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled
@@ -38,11 +41,11 @@ class CpuDecoder:
         self.tensors = tensors  # the tables below hold addresses into them
         self._rotary = _rotary(config)
         self._layers = np.array([_flat(self._layer(i)) for i in range(config.num_layers)], np.int64)
-        self._model = self._describe()
+        self._model = numbers(self._describe())
         self._sync = torch.zeros(BYTES, dtype=torch.uint8)
-        self._work, self._memory = None, torch.empty(0)  # type: Work | None, torch.Tensor
+        self._work, self._memory = numbers(()), torch.empty(0)
         self._work_key = (0, 0, 0, 0)
-        self._outputs = Recycled()
+        self._outputs, self._features = Recycled(), Recycled()
         self._caches = np.empty(0, np.int64)
         self._caches_of: Sequence[LayerCache] | None = None
         self._no_taps = np.zeros(config.num_layers + 1, np.int64)
@@ -122,17 +125,21 @@ class CpuDecoder:
         after n layers, hidden[0] the embeddings."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
-        hidden = {n: torch.empty((len(batch.columns.input_ids), self.config.hidden_size)) for n in hidden_layers}
-        taps = self._no_taps
-        if hidden:
-            taps = self._no_taps.copy()
-            for n, to in hidden.items():
-                taps[n] = to.data_ptr()
+        hidden, taps = self._hidden(hidden_layers, len(batch.columns.input_ids)) if hidden_layers else ({}, self._no_taps)
         spec = self._pass(batch, kv, taps, depth)
         logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
-        FORWARD[self.bits](spec, self._model, self._workspace(spec), logits.data_ptr())
+        given = (array("q", spec), self._model, self._workspace(spec))
+        FORWARD[self.bits](spec.threads, *(each.buffer_info()[0] for each in given), logits.data_ptr())
         vocab = self.config.vocab_size
         return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden, self._choices(batch))
+
+    def _hidden(self, layers: Sequence[int], rows: int) -> tuple[dict[int, torch.Tensor], np.ndarray]:
+        """Room for hidden states, and where the kernel puts them."""
+        width = self.config.hidden_size
+        whole, taps = self._features.take(len(layers) * rows, width), self._no_taps.copy()
+        for i, n in enumerate(layers):
+            taps[n] = whole.data_ptr() + 4 * i * rows * width
+        return {n: whole[i * rows : (i + 1) * rows] for i, n in enumerate(layers)}, taps
 
     def _choices(self, batch: Batch) -> list[int] | None:
         """What the kernel picked, for rows that are greedy; draws are left to the host."""
@@ -142,7 +149,8 @@ class CpuDecoder:
         return [token if pick.temperature == 0 else -1 for token, pick in zip(best, batch.picks, strict=True)]
 
     def _pass(self, batch: Batch, kv: Sequence[LayerCache], taps: np.ndarray, depth: int) -> Pass:
-        columns, at = batch.columns, dict(zip(Columns._fields, batch.addresses(), strict=True))
+        columns = batch.columns
+        ids, positions, slots, parents, request_of, _, tables, prefixes, rows = batch.addresses()
         if len(columns.rows) > len(self._picked):
             self._picked = np.empty(len(columns.rows), np.int64)
         last_position = max(columns.positions)
@@ -152,10 +160,9 @@ class CpuDecoder:
             self._caches = np.array([[t.data_ptr() for t in cache] for cache in kv], np.int64)
             self._caches_of = kv
         return Pass(
-            len(columns.slots), at["input_ids"], at["positions"], at["slots"], at["parents"], at["request_of"], at["block_tables"],
-            at["prefix_lens"], batch.num_requests, len(columns.block_tables) // batch.num_requests, batch.block_size,
-            _span(last_position + 1), _address(self._caches), at["rows"], len(columns.rows), _address(taps), depth, num_threads(),
-            _address(self._picked) if batch.picks is not None else 0,
+            len(columns.slots), ids, positions, slots, parents, request_of, tables, prefixes, batch.num_requests,
+            len(columns.block_tables) // batch.num_requests, batch.block_size, _span(last_position + 1), _address(self._caches), rows,
+            len(columns.rows), _address(taps), depth, num_threads(), _address(self._picked) if batch.picks is not None else 0,
         )  # fmt: skip
 
     def _check_cache(self, kv: Sequence[LayerCache]) -> None:
@@ -170,12 +177,12 @@ class CpuDecoder:
         assert max(columns.input_ids) < self.config.vocab_size, "a token beyond the vocabulary"
         room = len(columns.block_tables) // len(columns.prefix_lens) * block_size
         assert max(columns.prefix_lens) <= room, "a prefix longer than its blocks"
-        assert max(len(columns.rows), *(row + 1 for row in columns.rows), 0) <= len(columns.slots), "logits of a row that is not there"
+        assert max(len(columns.rows), max(columns.rows, default=-1) + 1) <= len(columns.slots), "logits of a row that is not there"
 
-    def _workspace(self, spec: Pass) -> Work:
+    def _workspace(self, spec: Pass) -> array[int]:
         """Memory for the pass, kept for the next one: it grows to the largest pass seen."""
         key = (spec.rows, spec.span, spec.num_requests * spec.max_blocks * spec.block_size, spec.threads)
-        if self._work is not None and all(have >= need for have, need in zip(self._work_key, key, strict=True)):
+        if self._work and all(map(ge, self._work_key, key)):
             return self._work
         self._work_key = tuple(max(have, need) for have, need in zip(self._work_key, key, strict=True))  # type: ignore[assignment]
         sizes = self._sizes(*self._work_key)
@@ -183,7 +190,7 @@ class CpuDecoder:
         self._memory = torch.zeros(int(starts[-1]) + 64, dtype=torch.uint8)
         base = padded(self._memory.data_ptr(), 64)
         addresses = dict(zip(sizes, (base + int(start) for start in starts), strict=False))
-        self._work = Work(self._sync.data_ptr(), **addresses, widest=self._widest())
+        self._work = numbers(Work(self._sync.data_ptr(), **addresses, widest=self._widest()))
         return self._work
 
     def _widest(self) -> int:

@@ -14,7 +14,7 @@ from numba import carray, prange
 
 from paceline.cpu.attend import attend, place
 from paceline.cpu.compile import kernel, piece, unrolled
-from paceline.cpu.lanes import int_pointer
+from paceline.cpu.lanes import double_pointer, int_pointer
 from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
 from paceline.cpu.paged import expand_tables, trace_paths
 from paceline.cpu.rows import add, copy, embed_8, embed_32, fill, gate, normalize, put_4, put_8, put_32
@@ -254,22 +254,43 @@ def _part_4(part, b, m, w, logits):  # type: ignore[no-untyped-def]
     _run(part, product_4, put_4, product_8, put_8, embed_8, b, m, w, logits)
 
 
-@kernel(parallel=True)
-def forward_32(b, m, w, logits):  # type: ignore[no-untyped-def]
-    for part in prange(b.threads):
-        _part_32(np.int64(part), b, m, w, logits)
+@piece
+def _pass_at(at):  # type: ignore[no-untyped-def]
+    f = carray(int_pointer(at), 19)
+    return Pass(
+        f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15], f[16], f[17], f[18]
+    )  # fmt: skip
+
+
+@piece
+def _model_at(at):  # type: ignore[no-untyped-def]
+    f, x = carray(int_pointer(at), 14), carray(double_pointer(at), 14)
+    return Model(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], x[9], x[10], x[11], f[12] != 0, f[13])
+
+
+@piece
+def _work_at(at):  # type: ignore[no-untyped-def]
+    f = carray(int_pointer(at), 16)
+    return Work(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15])
 
 
 @kernel(parallel=True)
-def forward_8(b, m, w, logits):  # type: ignore[no-untyped-def]
-    for part in prange(b.threads):
-        _part_8(np.int64(part), b, m, w, logits)
+def forward_32(threads, b, m, w, logits):  # type: ignore[no-untyped-def]
+    """b, m and w: addresses of the numbers of a Pass, a Model and a Work."""
+    for part in prange(threads):
+        _part_32(np.int64(part), _pass_at(b), _model_at(m), _work_at(w), logits)
 
 
 @kernel(parallel=True)
-def forward_4(b, m, w, logits):  # type: ignore[no-untyped-def]
-    for part in prange(b.threads):
-        _part_4(np.int64(part), b, m, w, logits)
+def forward_8(threads, b, m, w, logits):  # type: ignore[no-untyped-def]
+    for part in prange(threads):
+        _part_8(np.int64(part), _pass_at(b), _model_at(m), _work_at(w), logits)
+
+
+@kernel(parallel=True)
+def forward_4(threads, b, m, w, logits):  # type: ignore[no-untyped-def]
+    for part in prange(threads):
+        _part_4(np.int64(part), _pass_at(b), _model_at(m), _work_at(w), logits)
 
 
 FORWARD = {32: forward_32, 8: forward_8, 4: forward_4}
