@@ -118,27 +118,27 @@ def _key_scales(emit: Emitter, rows: list[Any], dim: Any) -> list[Any]:
     return [emit.builder.shuffle_vector(*both, ir.Constant(SUMS, list(range(half, 8, 2)))) for half in (0, 1)]
 
 
+def _tile(emit: Emitter, num_queries: int, span: int, queries: Any, keys: Any, places: Any, dim: Any, out: Any, stride: Any) -> None:
+    builder, rows = emit.builder, addresses(emit, keys, places, span)
+    for row in addresses(emit, keys, emit.offset(places, PLACE * AHEAD), span):
+        emit.prefetch(row)
+        emit.prefetch(emit.offset(row, 64))
+    own = [emit.offset(queries, emit.times(emit.offset(dim, TAIL), q)) for q in range(num_queries)]
+    dots = [_half_dots(emit, own, rows, *half, emit.offset(dim, 8 + 4 * i)) for i, half in enumerate(_halves(emit, dim))]
+    scales = _key_scales(emit, rows, dim)
+    for q, query in enumerate(own):
+        factors = [emit.broadcast(emit.load(emit.offset(query, dim, 4 * i), FLOAT), 4) for i in (0, 1)]
+        first, second = (builder.fmul(factor, scale) for factor, scale in zip(factors, scales, strict=True))
+        lanes = emit.fma(dots[0][q], first, builder.fmul(dots[1][q], second))
+        emit.store(lanes if span == SPAN else builder.extract_element(lanes, emit.first), emit.offset(out, emit.times(stride, q)))
+
+
 @intrinsic(prefer_literal=True)
 def score_rounded(_context: Any, num_queries: Any, span: Any, queries: Any, keys: Any, places: Any, dim: Any, out: Any, stride: Any) -> Any:
     """out[q, p] = queries[q] · keys[p] for `span` positions (SPAN or 1), as score_tile, from heads that are rounded."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        queries, keys, places, dim, out, stride = arguments[2:]
-        emit, wanted, width = Emitter(builder), range(num_queries.literal_value), span.literal_value
-        rows = addresses(emit, keys, places, width)
-        for row in addresses(emit, keys, emit.offset(places, PLACE * AHEAD), width):
-            emit.prefetch(row)
-            emit.prefetch(emit.offset(row, 64))
-        own = [emit.offset(queries, emit.times(emit.offset(dim, TAIL), q)) for q in wanted]
-        first, second = (
-            _half_dots(emit, own, rows, start, turns, emit.offset(dim, 8 + 4 * i)) for i, (start, turns) in enumerate(_halves(emit, dim))
-        )
-        scales = _key_scales(emit, rows, dim)
-        for q, query in enumerate(own):
-            factors = [emit.broadcast(emit.load(emit.offset(query, dim, 4 * i), FLOAT), 4) for i in (0, 1)]
-            products = [builder.fmul(factor, scale) for factor, scale in zip(factors, scales, strict=True)]
-            lanes = emit.fma(first[q], products[0], builder.fmul(second[q], products[1]))
-            emit.store(lanes if width == SPAN else builder.extract_element(lanes, emit.first), emit.offset(out, emit.times(stride, q)))
+        _tile(Emitter(builder), num_queries.literal_value, span.literal_value, *arguments[2:])
         return context.get_dummy_value()
 
     return types.void(num_queries, span, *[types.int64] * 6), generate

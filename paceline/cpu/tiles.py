@@ -1,8 +1,8 @@
 """The arithmetic of attention: scores of a few queries against cached keys, their weights, and sums of values by weight.
 
-A position is named by the byte offsets of its rows among the keys and the values; lists of such pairs lie in memory. "Queries" are the query heads of one KV
-head in any number of rows. Invariant: a score, a weight and a column of a sum are each one chain of operations that depends on its own
-query and its own positions alone, so how many queries or positions a tile takes changes no bit.
+A position is named by the byte offsets of its rows among the keys and the values; lists of such pairs lie in memory. "Queries" are the
+query heads of one KV head in any number of rows. Invariant: a score, a weight and a column of a sum are each one chain of operations that
+depends on its own query and its own positions alone, so how many queries or positions a tile takes changes no bit.
 """
 
 from __future__ import annotations
