@@ -93,7 +93,7 @@ class BlockHead:
     def _context(self, feeds: Sequence[BlockFeed], flat: Flat) -> Context:
         places = [feed.start + i for feed in feeds for i in range(len(feed.rows))]
         sources = sources_of([row for feed in feeds for row in feed.rows], self.config.hidden_layers, self.config.hidden_size)
-        keys, values = ([address(getattr(f.place, name)) for f in feeds for _ in f.rows] for name in ("keys", "values"))
+        keys, values = ([getattr(f.place, name) for f in feeds for _ in f.rows] for name in ("keys_at", "values_at"))
         rooms = [feed.place.blocks for feed in feeds for _ in feed.rows]
         columns = [flat.add(column) for column in (sources, places, keys, values, rooms)]
         return Context(len(places), columns[0], len(self.config.taps), self._balance, self._hidden_norm, *columns[1:])
@@ -103,7 +103,7 @@ class BlockHead:
         ends = [feed.start + len(feed.rows) for feed in feeds]
         tokens = [token for feed in feeds for token in (feed.root, *[mask] * (size - 1))]
         places = [end + i for end in ends for i in range(size)]
-        keys, values = ([address(getattr(f.place, name)) for f in feeds for _ in range(size)] for name in ("keys", "values"))
+        keys, values = ([getattr(f.place, name) for f in feeds for _ in range(size)] for name in ("keys_at", "values_at"))
         seen = [end + size for end in ends for _ in range(size)]
         rooms = [feed.place.blocks for feed in feeds for _ in range(size)]
         at = [flat.add(column) for column in (tokens, places, keys, values, rooms, places, seen, [0] * len(tokens))]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry, Task, draft_chains
+from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry, Task, call_of, draft_chains
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_memory import NOTHING, Flat, Memory, Place, Tensors, Workspace, address, describe, sources_of
 from paceline.cpu.heads import Rows
@@ -32,7 +32,8 @@ class ChainHead:
     def __init__(self, config: LayeredConfig, tensors: Tensors, target: CpuDecoder, feature_norm: torch.Tensor | None = None) -> None:
         """feature_norm: the target's last norm, for heads that read what comes out of it."""
         self.config, memory = config, Memory()
-        self.num_sources = len(config.hidden_layers)
+        self._layers = config.hidden_layers
+        self.num_sources = len(self._layers)
         self._memory = memory
         kind = EAGLE_1 if isinstance(config, Eagle1Config) else EAGLE_3 if isinstance(config, EagleConfig) else PLAIN
         names = (
@@ -86,9 +87,10 @@ class ChainHead:
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed, until no chance reaches `least`."""
         if len(feeds) == 1 and len(feeds[0].tokens) <= MOST_ROWS and steps <= MOST_STEPS:
-            feed, end = feeds[0], feeds[0].start + len(feeds[0].tokens) + steps
+            feed = feeds[0]
+            end = feed.start + len(feed.tokens) + steps
             feed.place.reserve(end)
-            sources = sources_of(feed.rows, self.config.hidden_layers, self.config.hidden_size)
+            sources = sources_of(feed.rows, self._layers, self.shape.hidden)
             return self._single.guess(feed, sources, speakers[0], steps, least, self._workspace.get(MOST_ROWS, end))
         _, tokens, chances = self._run(feeds, speakers, steps, least)
         return Guesses(tokens.tolist(), chances.tolist())
@@ -104,8 +106,8 @@ class ChainHead:
         most = max(len(node.others) for node in nodes)
         others = [[*node.others, *[0] * (most - len(node.others))] for node in nodes]
         columns = [
-            [n.token for n in nodes], [n.position for n in nodes], [address(n.place.keys) for n in nodes],
-            [address(n.place.values) for n in nodes], [n.place.blocks for n in nodes], [n.at for n in nodes], [n.seen for n in nodes],
+            [n.token for n in nodes], [n.position for n in nodes], [n.place.keys_at for n in nodes],
+            [n.place.values_at for n in nodes], [n.place.blocks for n in nodes], [n.at for n in nodes], [n.seen for n in nodes],
         ]  # fmt: skip
         sources = list(chain.from_iterable([address(n.source)] * self._entry.num_sources for n in nodes))
         table = _Table(columns, sources, list(chain.from_iterable(others)), [len(n.others) for n in nodes], list(range(len(nodes))))
@@ -125,8 +127,8 @@ class ChainHead:
             feed.place.reserve(end + steps)
             tokens.extend(feed.tokens)
             places.extend(range(feed.start, end))
-            keys.extend([address(feed.place.keys)] * count)
-            values.extend([address(feed.place.values)] * count)
+            keys.extend([feed.place.keys_at] * count)
+            values.extend([feed.place.values_at] * count)
             rooms.extend([feed.place.blocks] * count)
             sources.extend(sources_of(feed.rows, self.config.hidden_layers, self.config.hidden_size))
             speaking.append(len(tokens) - 1)
@@ -162,7 +164,8 @@ class ChainHead:
         )  # fmt: skip
         following = task._replace(sources=base + extra[3], is_fused=False, speaking=base + extra[5])
         work = self._workspace.get(len(table.columns[0]), longest)
-        draft_chains(rows, further, self.shape, self._entry, task, following, work)
+        call = call_of(rows, further, self.shape, self._entry, task, following, work)
+        draft_chains(call.buffer_info()[0], self.shape.threads)
         made = int(flat.array[done // 8])
         vocab = self.config.draft_vocab_size
         return Said(torch.from_numpy(self._logits[:count, :vocab]), list(outputs)), tokens[:made], chances[:made]

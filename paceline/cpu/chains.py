@@ -2,11 +2,14 @@
 
 The first pass reads what the requests have not read yet, with true features of the target where the head wants them; its last rows speak.
 Each further pass has one row a request: the token guessed last, and the head's own output in place of features.
+Of rows that do not speak only keys and values are wanted: where one row speaks, it alone goes through the rest of the last layer.
 A pass of a tree's level is the same first pass with features given as addresses of outputs, and one step.
 """
 
 from __future__ import annotations
 
+from array import array
+from struct import pack, unpack
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +20,17 @@ from paceline.cpu.guess import guess
 from paceline.cpu.heads import (
     FUSE,
     HEAD,
+    Rows,
+    Shape,
+    Work,
     embed_row,
+    finish_layer,
     keep_layer,
     layer_of,
     matrix_of,
     multiply,
     put_normed,
     put_row,
-    run_layer,
     scale_row,
 )
 from paceline.cpu.lanes import double_pointer, int_pointer, seed_pointer
@@ -121,6 +127,23 @@ def _put_first(part, r, s, e, layer, w):  # type: ignore[no-untyped-def]
 
 
 @piece
+def _only(r, row):  # type: ignore[no-untyped-def]
+    """One of the rows."""
+    at = row * 8
+    return Rows(
+        1, r.tokens + at, r.positions + at, r.keys + at, r.values + at, r.rooms + at, r.places + at, r.seen + at,
+        r.others + at * r.most_others, r.num_others + at, r.most_others,
+    )  # fmt: skip
+
+
+@piece
+def _from_row(w, s, layer, row):  # type: ignore[no-untyped-def]
+    """The memory of a pass in which what was the row's residual stream and queries are the first."""
+    h, wide = w.h + row * s.hidden * 4, w.wide + row * layer.qkv.n * 4
+    return Work(w.sync, h, w.ready, wide, w.narrow, w.values, w.scales, w.sums, w.scores, w.longest, w.widest)
+
+
+@piece
 def _run(part, r, s, e, t, w):  # type: ignore[no-untyped-def]
     _enter(part, r, s, e, t, w)
     for i in range(s.num_layers):
@@ -130,10 +153,12 @@ def _run(part, r, s, e, t, w):  # type: ignore[no-untyped-def]
         else:
             for row in range(part, r.num, s.threads):
                 put_normed(s, w, w.h + row * s.hidden * 4, layer.input_norm, row, r.num)
-        if t.num_speaking == 0 and i == s.num_layers - 1:  # nobody speaks: what comes after the last keys and values is of no use
-            keep_layer(part, r, s, layer, i, w)
-        else:
-            run_layer(part, r, s, layer, i, w)
+        keep_layer(part, r, s, layer, i, w)
+        if i < s.num_layers - 1 or t.num_speaking > 1:
+            finish_layer(part, r, s, layer, i, w)
+        elif t.num_speaking == 1:
+            row = carray(int_pointer(t.speaking), 1)[0]
+            finish_layer(part, _only(r, row), s, layer, i, _from_row(w, s, layer, row))
     barrier(w.sync, s.threads)
 
 
@@ -201,8 +226,50 @@ def _part(part, first, then, s, e, t, w, following):  # type: ignore[no-untyped-
         _speak(part, s, e, following, w, following.speaking)
 
 
+ROWS, THEN = 0, len(Rows._fields)  # where the parts of a call begin, in numbers
+SHAPE = THEN + len(Rows._fields)
+ENTRY = SHAPE + len(Shape._fields)
+TASK = ENTRY + len(Entry._fields)
+FOLLOWING = TASK + len(Task._fields)
+WORK = FOLLOWING + len(Task._fields)
+LEAST, STEPS = Task._fields.index("least"), Task._fields.index("steps")
+
+
+def call_of(first: Rows, then: Rows, shape: Shape, entry: Entry, task: Task, following: Task, work: Work) -> array[int]:
+    """What `draft_chains` is given the address of. A hundred numbers in tuples would take longer to hand over than a layer to compute:
+    after a pass of the target the host's caches are cold."""
+    fields = (*first, *then, *shape, *entry, *task, *following, *work)
+    return array("q", [unpack("q", pack("d", x))[0] if isinstance(x, float) else int(x) for x in fields])
+
+
+@piece
+def _rows_at(at):  # type: ignore[no-untyped-def]
+    f = carray(int_pointer(at), 11)
+    return Rows(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10])
+
+
+@piece
+def _shape_at(at):  # type: ignore[no-untyped-def]
+    f, x = carray(int_pointer(at), 19), carray(double_pointer(at), 19)
+    return Shape(
+        f[0], f[1], f[2], f[3], f[4], f[5], f[6], x[7], x[8], x[9], f[10] != 0, f[11], f[12] != 0, f[13], f[14], f[15], f[16], f[17], f[18]
+    )
+
+
+@piece
+def _task_at(at):  # type: ignore[no-untyped-def]
+    f, x = carray(int_pointer(at), 16), carray(double_pointer(at), 16)
+    return Task(f[0], f[1] != 0, f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], x[10], f[11], f[12], f[13], f[14], f[15])
+
+
 @kernel(parallel=True)
-def draft_chains(first, then, s, e, t, following, w):  # type: ignore[no-untyped-def]
-    """`following` is the task of the further passes: the same, with the head's outputs for features."""
-    for part in prange(s.threads):
+def draft_chains(at, threads):  # type: ignore[no-untyped-def]
+    """at: of what `call_of` made. `following` is the task of the further passes: the same, with the head's outputs for features."""
+    for part in prange(threads):
+        first, then, s = _rows_at(at), _rows_at(at + 8 * THEN), _shape_at(at + 8 * SHAPE)
+        t, following = _task_at(at + 8 * TASK), _task_at(at + 8 * FOLLOWING)
+        f = carray(int_pointer(at + 8 * ENTRY), 6)
+        e = Entry(f[0], f[1], f[2], f[3], f[4] != 0, f[5] != 0)
+        f = carray(int_pointer(at + 8 * WORK), 11)
+        w = Work(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10])
         _part(np.int64(part), first, then, s, e, t, w, following)

@@ -1,9 +1,9 @@
-"""Integer dot products: 8 outputs of up to 4 tokens, weights int8 or int4, activations int8, one float scale a group of k.
+"""Integer dot products: 8 outputs of a few tokens, weights int8 or int4, activations int8, one float scale a group of k.
 
 A tile is one stream of blocks, a block the weights of 8 rows for one group of k and then their scales (and minima, for int4):
 [group / 4][8 rows][4 k] bytes, or for int4 [group / 8][8 rows][4] bytes whose low nibbles are four k and high nibbles the next four.
 Invariant: the integers are exact and the float sum over groups is one chain in order, so neither the number of tokens
-nor the instruction set changes a bit. 4 tokens is what keeps every sum of a tile in 32 registers.
+nor the instruction set changes a bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from paceline.cpu.lanes import FLOAT, INT32, Emitter, bytes_, floats
 ROWS = 8  # outputs of a tile
 GROUP = {8: 64, 4: 32}  # values of k that share a scale
 BLOCK = {8: ROWS * 64 + 2 * ROWS, 4: ROWS * 32 // 2 + 4 * ROWS}  # bytes
-MAX_TOKENS = 4
+USUAL_TOKENS = 4  # of a tile: what keeps every sum in one of 32 registers
+MAX_TOKENS = 6  # of the only or the last tile: spilling some sums costs less than another turn over the weights
 AHEAD = 512  # prefetch distance in bytes: measured, more or less is slower
 WIDTH = 8 if VARIANT == "vnni" else 4  # outputs of a register
 # A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8: token scales make up for both.

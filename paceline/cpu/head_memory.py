@@ -30,24 +30,26 @@ NEVER = -3e38  # the logit of a row that only fills up the last tile
 class Place:
     """A sequence's keys and values, [layers * kv heads][blocks][a block's floats]; it moves when it grows."""
 
-    __slots__ = ("_shape", "keys", "values")
+    __slots__ = ("_keys", "_shape", "_values", "blocks", "keys_at", "values_at")
 
     def __init__(self, num_heads: int, dim: int) -> None:
         """num_heads: KV heads of all layers."""
         self._shape = num_heads, dim * BLOCK
-        self.keys = self.values = np.empty((num_heads, 0, dim * BLOCK), np.float32)
+        nothing = np.empty((num_heads, 0, dim * BLOCK), np.float32)
+        self._move(nothing, nothing)
 
-    @property
-    def blocks(self) -> int:
-        return self.keys.shape[1]
+    def _move(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Asking an array where it lies takes longer than all else that a draft asks of a place."""
+        self._keys, self._values, self.blocks = keys, values, keys.shape[1]
+        self.keys_at, self.values_at = address(keys), address(values)
 
     def reserve(self, length: int) -> None:
         """Room for so many positions."""
         if length > self.blocks * BLOCK:
             blocks = max(-(-length // BLOCK), self.blocks + self.blocks // 2, 8)
-            self.keys, self.values = self._moved(self.keys, blocks), self._moved(self.values, blocks)
+            self._move(self._grown(self._keys, blocks), self._grown(self._values, blocks))
 
-    def _moved(self, old: np.ndarray, blocks: int) -> np.ndarray:
+    def _grown(self, old: np.ndarray, blocks: int) -> np.ndarray:
         new = np.zeros((self._shape[0], blocks, self._shape[1]), np.float32)
         new[:, : old.shape[1]] = old
         return new
@@ -55,7 +57,7 @@ class Place:
     def fork(self, length: int) -> Place:
         """Another sequence with the same first positions."""
         fresh, blocks = Place(self._shape[0], self._shape[1] // BLOCK), -(-length // BLOCK)
-        fresh.keys, fresh.values = self.keys[:, :blocks].copy(), self.values[:, :blocks].copy()
+        fresh._move(self._keys[:, :blocks].copy(), self._values[:, :blocks].copy())
         return fresh
 
 

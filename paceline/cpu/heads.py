@@ -207,6 +207,12 @@ def keep_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
 def run_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
     """From rows that are put as the input of qkv to the residual stream after the layer."""
     keep_layer(part, r, s, layer, i, w)
+    finish_layer(part, r, s, layer, i, w)
+
+
+@piece
+def finish_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
+    """The same from where keys and values are kept."""
     barrier(w.sync, s.threads)
     attend_rows(part, r, s, layer, i, w)
     barrier(w.sync, s.threads)

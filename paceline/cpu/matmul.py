@@ -21,7 +21,7 @@ MAX_TOKENS = 6  # tokens in a float tile: 6 * 4 accumulators of the 32 NEON regi
 UNROLL = 4  # values of k in one turn of the inner loop
 AHEAD = 1024  # prefetch distance in bytes
 X_BLOCK_BYTES = 128 * 1024  # rows of x worked on at a time: they stay in the second-level cache while the weights stream by
-DOT_ROWS, DOT_TOKENS = dots.ROWS, dots.MAX_TOKENS
+DOT_ROWS, DOT_TOKENS, MOST_DOT_TOKENS = dots.ROWS, dots.USUAL_TOKENS, dots.MAX_TOKENS
 GROUP_8, GROUP_4, BLOCK_8, BLOCK_4 = dots.GROUP[8], dots.GROUP[4], dots.BLOCK[8], dots.BLOCK[4]
 
 
@@ -98,10 +98,10 @@ def _float_strip(weights, x, bias, rows, k, y, y_stride):  # type: ignore[no-unt
 
 @unrolled
 def _dot_strip(bits, group, weights, x, scales, sums, bias, rows, k, all_rows, y, y_stride):  # type: ignore[no-untyped-def]
-    """The same with integers. The first strip is as high as can be: its arithmetic hides the reading of the weights."""
+    """The same with integers. The first strip is high: its arithmetic hides the reading of the weights."""
     row, groups, stride = 0, k // group, all_rows * 4
     while row < rows:
-        height = min(DOT_TOKENS, rows - row)
+        height = rows - row if rows - row <= MOST_DOT_TOKENS else DOT_TOKENS
         here, scale, total, out = x + row * k, scales + row * 4, sums + row * 4, y + row * y_stride
         if height == 1:
             dot_tile(bits, 1, weights, here, scale, total, bias, k, stride, groups, out, y_stride)
@@ -109,8 +109,12 @@ def _dot_strip(bits, group, weights, x, scales, sums, bias, rows, k, all_rows, y
             dot_tile(bits, 2, weights, here, scale, total, bias, k, stride, groups, out, y_stride)
         elif height == 3:
             dot_tile(bits, 3, weights, here, scale, total, bias, k, stride, groups, out, y_stride)
-        else:
+        elif height == 4:
             dot_tile(bits, 4, weights, here, scale, total, bias, k, stride, groups, out, y_stride)
+        elif height == 5:
+            dot_tile(bits, 5, weights, here, scale, total, bias, k, stride, groups, out, y_stride)
+        else:
+            dot_tile(bits, 6, weights, here, scale, total, bias, k, stride, groups, out, y_stride)
         row += height
 
 

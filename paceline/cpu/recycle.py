@@ -5,8 +5,7 @@ Invariant: memory is lent again only when no tensor refers to it any more, so an
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
+from sys import getrefcount
 
 import numpy as np
 import torch
@@ -14,19 +13,26 @@ import torch
 KEPT = 2  # blocks: one is written while the last is read
 
 
+def _num_references(blocks: list[np.ndarray], i: int) -> int:
+    return getrefcount(blocks[i])
+
+
+NOT_LENT = _num_references([np.empty(0, np.float32)], 0)  # by the list alone
+
+
 class Recycled:
+    """A tensor, like every view of it, refers to the block in which it lies: nothing has to be told when one is dropped."""
+
     def __init__(self) -> None:
-        self._free: list[np.ndarray] = []
-        self._returned: deque[np.ndarray] = deque()  # any thread may drop the last reference, so this is all that the dropping does
+        self._blocks: list[np.ndarray] = []
 
     def take(self, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] float32, of any content."""
-        size = rows * columns
-        while self._returned:
-            self._free.append(self._returned.popleft())
-        self._free = sorted(self._free, key=len)[-KEPT:]  # the largest fit most
-        fitting = next((i for i, block in enumerate(self._free) if len(block) >= size), None)
-        block = np.empty(size, np.float32) if fitting is None else self._free.pop(fitting)
-        view = block[:size].reshape(rows, columns)
-        weakref.finalize(view, self._returned.append, block).atexit = False
-        return torch.from_numpy(view)
+        return torch.from_numpy(self._waiting(rows * columns).reshape(rows, columns))
+
+    def _waiting(self, size: int) -> np.ndarray:
+        for i in range(len(self._blocks)):
+            if _num_references(self._blocks, i) == NOT_LENT and len(self._blocks[i]) >= size:
+                return self._blocks[i][:size]
+        self._blocks = [*self._blocks, np.empty(size, np.float32)][-KEPT:]
+        return self._blocks[-1][:size]

@@ -88,12 +88,13 @@ class Asked:
     """One drafter's answer for one request. By node: the claimed chance given its parent, the cell in which it is counted, and the score
     by which it is kept: the expected chance of its whole path. Where the draft was sampled, a node's score does not know its own token."""
 
-    __slots__ = ("added", "cells", "children", "claimed", "count", "draft", "record", "scores", "tally")
+    __slots__ = ("added", "cells", "children", "claimed", "count", "draft", "is_falling", "record", "scores", "tally")
 
     def __init__(self, draft: Draft, record: Record, tally: Tally) -> None:
         self.draft, self.record, self.tally = draft, record, tally
         self.children: list[list[int]] | None = None
         self.count, self.added = 0, 0.0  # nodes that are worth checking, and the seconds they take
+        self.is_falling = True  # the first nodes are the best
         parents, chances, chance_of, factor = draft.tree.parents, draft.chances, record.calibration.chance, tally.factor
         depths, claimed, cells, scores = [0], [1.0], [0], [1.0]
         self.claimed, self.cells, self.scores = claimed, cells, scores
@@ -106,10 +107,13 @@ class Asked:
                 claim = claim / above if claim < above else 1.0
             cell = cell_of(depth, claim)
             expected = chance_of(cell, claim) * factor
+            score = scores[parent] * (expected if expected < SURE else SURE)
+            if score > scores[-1]:
+                self.is_falling = False
             depths.append(depth)
             claimed.append(claim)
             cells.append(cell)
-            scores.append(scores[parent] * (expected if expected < SURE else SURE))
+            scores.append(score)
         if draft.q is not None:
             self._score_sampled(depths)
 
@@ -119,7 +123,7 @@ class Asked:
         return chance if chance < SURE else SURE
 
     def compare(self, standing: int) -> None:
-        """Another drafter says the same first token, or another."""
+        """Another drafter says the same first token, or another. Scores that fall go on to do so: all but the root's change alike."""
         before = self.scores[1]
         self.cells[1] += standing * BINS * DEPTHS
         factor = self.expected(1) / before if before else 0.0

@@ -83,8 +83,10 @@ class Line:
 
     def add(self, count: float, seconds: float) -> None:
         y = min(seconds, 2 * (self.fixed + self.each * count) + 1e-9)
-        n, x, xx, total, xy = (FADING * old for old in self._sums)
-        n, x, xx, total, xy = self._sums = n + 1, x + count, xx + count * count, total + y, xy + count * y
+        n, x, xx, total, xy = self._sums
+        n, x, xx = FADING * n + 1, FADING * x + count, FADING * xx + count * count
+        total, xy = FADING * total + y, FADING * xy + count * y
+        self._sums = n, x, xx, total, xy
         spread = n * xx - x * x
         if spread > 0.01 * n * n:  # else all counts are the same, and only the level can be told
             self.each = max((n * xy - x * total) / spread, 0.0)

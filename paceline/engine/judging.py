@@ -15,7 +15,7 @@ def is_right(one: Asked, verdict: Verdict) -> bool:
     """Was the first token of a draft right?"""
     if one.draft.q is not None:
         return verdict.num_accepted > 0
-    return any(one.draft.tree.tokens[child] == verdict.tokens[0] for child in one.children_of(0))
+    return (0, verdict.tokens[0]) in zip(one.draft.tree.parents, one.draft.tree.tokens, strict=True)
 
 
 def follow(one: Asked, node: int, tokens: Sequence[int]) -> int:
@@ -23,18 +23,19 @@ def follow(one: Asked, node: int, tokens: Sequence[int]) -> int:
 
     A node that was not checked is judged too: had it been there, it would have been accepted if and only if its token was emitted.
     """
-    observe, note, drafted = one.record.calibration.observe, one.tally.note, one.draft.tree.tokens
+    observe, note, drafted, parents = one.record.calibration.observe, one.tally.note, one.draft.tree.tokens, one.draft.tree.parents
     for token in tokens:
         reached = 0
-        for child in one.children_of(node):
-            is_hit = drafted[child] == token
-            note(observe(one.cells[child], one.claimed[child], is_hit), is_hit)
-            if is_hit:
-                reached = child
+        for child in range(node + 1, len(parents)):
+            if parents[child] == node:
+                is_hit = drafted[child] == token
+                note(observe(one.cells[child], one.claimed[child], is_hit), is_hit)
+                if is_hit:
+                    reached = child
         if not reached:
             return 0
         node = reached
-    return node if one.children_of(node) else 0
+    return node if node in parents else 0
 
 
 def judge_sampled(one: Asked, checked: Draft, verdict: Verdict) -> None:

@@ -6,7 +6,6 @@ Invariant: a node's score is never above its parent's, so the best nodes of a tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import ge
 
 from paceline.engine.calibrate import AGREED, ALONE, BINS, CONTRADICTED, DEPTHS, Asked
 from paceline.types import Draft
@@ -25,8 +24,7 @@ class Lone:
     def fits(asked: Sequence[Asked], has_trees: bool) -> bool:
         if len(asked) > 1 or asked[0].draft.q is not None:
             return False
-        scores = asked[0].scores
-        return (has_trees or asked[0].draft.tree.is_chain) and all(map(ge, scores, scores[1:]))
+        return asked[0].is_falling and (has_trees or asked[0].draft.tree.is_chain)
 
     def owner(self, node: int) -> Asked:
         return self.asked
@@ -116,6 +114,23 @@ def admitted(scores: Sequence[float], tokens: float, seconds: float, added: Sequ
         if rate > best_rate:
             best, best_rate = index + 1, rate
     return best
+
+
+def best_start(
+    scores: Sequence[float], tokens: float, seconds: float, base: Sequence[float], rows: int, each: float, margin: float, fixed: float = 0.0
+) -> tuple[int, float, float]:
+    """The same for the nodes of one request in their order, each with a row of the pass and `each` seconds: how many, the tokens expected
+    of them, and the seconds that they add. base: seconds by rows, of which there are `rows` without any; fixed: for having a draft."""
+    best, best_rate, gain, cost = 0, margin * tokens / seconds, 0.0, 0.0
+    gained, start = 0.0, base[rows]
+    for count, score in enumerate(scores, start=1):
+        tokens += score
+        gained += score
+        added = fixed + (base[rows + count] - start + count * each)
+        rate = tokens / (seconds + added)
+        if rate > best_rate:
+            best, best_rate, gain, cost = count, rate, gained, added
+    return best, gain, cost
 
 
 def first_branch(draft: Draft) -> Draft:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from paceline.engine.calibrate import AGREED, CONTRADICTED, DEPTHS, SURE, Asked, Record, Tally
 from paceline.engine.costs import CostModel, Median
 from paceline.engine.judging import follow, is_right, judge_sampled
-from paceline.engine.nodes import Joined, Lone, admitted, first_of
+from paceline.engine.nodes import Joined, Lone, admitted, best_start, first_of
 from paceline.engine.plan import NOBODY, Plan, Proposed
 from paceline.engine.scheduler import Turn
 from paceline.types import Draft, Proposer, Request, Verdict
@@ -197,12 +197,12 @@ class AutoPolicy:
         for depth in range(limit):
             survival *= min(rates[min(depth, DEPTHS - 1)] * tally.factor, SURE)
             scores.append(survival)
-        fixed, each = record.line.fixed, record.line.each
-        added = [fixed + seconds for seconds in self._added_by(limit, each + load.by_row)]
-        count = tally.count = admitted(scores, load.speaking, load.seconds, added, MARGIN)
-        tally.first, tally.promise = added[0], 0.0
+        fixed, each, rows = record.line.fixed, record.line.each, load.rows
+        base, row = self.costs.base(rows + limit), each + load.by_row
+        count, gained, added = best_start(scores, load.speaking, load.seconds, base, rows, row, MARGIN, fixed)
+        tally.count, tally.first, tally.promise = count, fixed + (base[rows + 1] - base[rows] + row), 0.0
         if count:  # drafts that are cut where they doubt gain more than those of average length; what they gained lately is known
-            tally.promise = max(sum(scores[:count]) * load.price - added[count - 1], tally.gain - fixed - each * count)
+            tally.promise = max(gained * load.price - added, tally.gain - fixed - each * count)
 
     def reconsider(self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[tuple[int, int]]:
         """For whom it still pays to ask, now that others have answered. A sampled draft cannot be joined with others: it stands alone, so
@@ -221,11 +221,13 @@ class AutoPolicy:
 
     def _worth(self, asked: Asked, turn: Turn) -> float:
         """Seconds that a draft is expected to save by itself; how many of its nodes are worth checking is kept with it."""
-        load, scores = self._load, asked.scores[1 : 1 + turn.num_lookahead_tokens]
-        added = self._added_by(len(scores), self.costs.per_row_token * turn.request.cache.num_cached)
-        count = asked.count = admitted(scores, load.speaking, load.seconds, added, MARGIN) if self.purse > 0 else 0
-        asked.added = added[count - 1] if count else 0.0
-        return sum(scores[:count]) * load.price - asked.added
+        if self.purse <= 0:
+            asked.count, asked.added = 0, 0.0
+            return 0.0
+        load, scores, costs = self._load, asked.scores[1 : 1 + turn.num_lookahead_tokens], self.costs
+        base, each = costs.base(load.rows + len(scores)), costs.per_row_token * turn.request.cache.num_cached
+        asked.count, gained, asked.added = best_start(scores, load.speaking, load.seconds, base, load.rows, each, MARGIN)
+        return gained * load.price - asked.added
 
     def _may_probe(self, tally: Tally, seconds: float) -> bool:
         if self.probes < seconds:
@@ -237,13 +239,14 @@ class AutoPolicy:
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
         """What a drafter answered, and how long it took."""
         record = self._records[drafter]
-        entering = 0
+        entering = num_drafted = 0
         for (index, _), draft in zip(asks, drafts, strict=True):
-            tally = self._planned[index][drafter]
+            tally, count = self._planned[index][drafter], len(draft.tree.tokens) - 1
+            num_drafted += count or 1
             if tally.is_new:
                 entering += 1
                 tally.enter(record, self._cost(record))
-            if draft.num_drafted:
+            if count:
                 self._asked.setdefault(index, []).append(Asked(draft, record, tally))
             else:
                 tally.saved(record, 0.0, self._cost(record))
@@ -252,7 +255,7 @@ class AutoPolicy:
         else:
             record.seconds.add(seconds / len(asks))
             if not record.is_free:
-                record.line.add(sum(max(draft.num_drafted, 1) for draft in drafts) / len(asks), seconds / len(asks))
+                record.line.add(num_drafted / len(asks), seconds / len(asks))
         self._spent += seconds
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
@@ -268,8 +271,9 @@ class AutoPolicy:
             if len(asked) > 1 and asked[-1].draft.q is not None:  # that it would be used was decided before it was drawn
                 self._asked[index] = asked[-1:]
         if len(proposed) == 1 and Lone.fits(self._asked[index], self.has_trees):
-            self._trim_one(index, turns[index], self._asked[index][0])
-        elif len(proposed) == 1 and len(asked) == 2 and self._is_dear() and all(Lone.fits([one], self.has_trees) for one in asked):
+            asked = self._asked[index]
+            self._trim_one(index, turns[index], asked[0], self._worth(asked[0], turns[index]))
+        elif len(proposed) == 1 and len(asked) == 2 and self._is_dear() and all(Lone.fits((one,), self.has_trees) for one in asked):
             self._trim_two(index, turns[index], *asked)
         else:
             self._trim_all(turns)
@@ -284,13 +288,13 @@ class AutoPolicy:
         standing = AGREED if one.draft.tree.tokens[1] == two.draft.tree.tokens[1] else CONTRADICTED
         one.compare(standing)
         two.compare(standing)
-        better, other = (one, two) if self._worth(one, turn) >= self._worth(two, turn) else (two, one)
-        self._trim_one(index, turn, better)
+        first, second = self._worth(one, turn), self._worth(two, turn)
+        better, other = (one, two) if first >= second else (two, one)
+        self._trim_one(index, turn, better, max(first, second))
         other.tally.saved(other.record, 0.0, self._cost(other.record))
 
-    def _trim_one(self, index: int, turn: Turn, asked: Asked) -> None:
+    def _trim_one(self, index: int, turn: Turn, asked: Asked, saved: float) -> None:
         """One request alone, and the first nodes of its draft are the best."""
-        saved = self._worth(asked, turn)
         if asked.count:
             self._added = asked.added
             self._seen_by_nodes = asked.count * turn.request.cache.num_cached
@@ -385,7 +389,9 @@ class AutoPolicy:
 
     def charge(self, seconds: float) -> None:
         """Planning and judging took so long in this step."""
-        num_asked = sum(len(asked) for asked in self._asked.values())
+        num_asked = 0
+        for asked in self._asked.values():
+            num_asked += len(asked)
         if num_asked:
             self._judging.add(seconds / num_asked)
 

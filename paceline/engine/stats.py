@@ -103,22 +103,28 @@ class SpecStats:
     def _record_nodes(self, draft: Draft, path: Sequence[int]) -> None:
         """A depth counts once a round, however many siblings were drafted there."""
         depths = draft.tree.depths()
-        self.positions.record(max(depths), len(path))
+        deepest = max(depths)
+        self.positions.record(deepest, len(path))
+        sources = draft.sources
+        if sources is None or len(set(sources[1:])) == 1:
+            self._count(draft.source_of(1), draft.num_drafted, len(path)).record(deepest, len(path))
+            return
         nodes: dict[str, list[int]] = {}
-        if draft.sources is None:
-            nodes[draft.source] = list(range(1, len(depths)))
-        else:
-            for node in range(1, len(depths)):
-                nodes.setdefault(draft.sources[node], []).append(node)
+        for node in range(1, len(depths)):
+            nodes.setdefault(sources[node], []).append(node)
         for source, its_nodes in nodes.items():
             accepted = [node for node in path if node in its_nodes]
-            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + len(its_nodes)
-            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + len(accepted)
-            positions = self.by_source.setdefault(source, Positions())
-            if len(nodes) == 1:
-                positions.record(max(depths), len(path))
-            else:
-                positions.record_at({depths[node] for node in its_nodes}, {depths[node] for node in accepted})
+            positions = self._count(source, len(its_nodes), len(accepted))
+            positions.record_at({depths[node] for node in its_nodes}, {depths[node] for node in accepted})
+
+    def _count(self, source: str, num_drafted: int, num_accepted: int) -> Positions:
+        """Nodes of a drafter; returns what is known of it by depth."""
+        self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + num_drafted
+        self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + num_accepted
+        positions = self.by_source.get(source)
+        if positions is None:
+            positions = self.by_source[source] = Positions()
+        return positions
 
     def to_dict(self) -> dict[str, object]:
         return {

@@ -55,10 +55,11 @@ def chain(
     request: Request, tokens: Sequence[int], source: str, q: Sequence[torch.Tensor | None] = (), chances: Sequence[float] | None = None
 ) -> Draft:
     """A chain draft, ended after the first token that would end the request. q: the distribution each token was sampled from."""
-    length = next((i + 1 for i, t in enumerate(tokens) if t in request.stop_ids), len(tokens))
-    known = {i: row for i, row in enumerate(q[:length]) if row is not None}
-    paths = None if chances is None else (1.0, *chances[:length])
-    return Draft(Tree.chain(request.tokens[-1], tokens[:length]), source, known or None, paths)
+    if not request.stop_ids.isdisjoint(tokens):
+        length = next(i + 1 for i, t in enumerate(tokens) if t in request.stop_ids)
+        tokens, q, chances = tokens[:length], q[:length], chances and chances[:length]
+    known = {i: row for i, row in enumerate(q) if row is not None} if q else None
+    return Draft(Tree.chain(request.tokens[-1], tokens), source, known or None, None if chances is None else (1.0, *chances))
 
 
 def planted(request: Request, tokens: Sequence[int], parents: Sequence[int], chances: Sequence[float], source: str) -> Draft:

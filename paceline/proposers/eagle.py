@@ -56,7 +56,7 @@ class Eagle(HeadDrafter):
 
     def guess(self, asked: Sequence[Asked]) -> Guesses:
         speakers = [a.speaker for a in asked if a.speaker is not None]
-        return self._backend.guess(self._feeds(asked), speakers, max(a.limit for a in asked), self.least)
+        return self._backend.guess(self._feeds(asked), speakers, max([a.limit for a in asked]), self.least)
 
     def grow(self, asked: Sequence[Asked]) -> list[Draft]:
         feeds = self._feeds(asked)
@@ -75,11 +75,7 @@ class Eagle(HeadDrafter):
 
     def _feeds(self, asked: Sequence[Asked]) -> list[Feed]:
         """What the head has not read of each text."""
-        feeds = []
-        for text, _, _ in asked:
-            read = self._reading(text)
-            feeds.append(self._take(read, len(text.waiting)))
-        return feeds
+        return [self._take(self._reading(text), len(text.waiting)) for text, _, _ in asked]
 
     def _reading(self, text: Text) -> Read:
         """What was read of a text, a few rows at most left to be read."""
@@ -99,8 +95,8 @@ class Eagle(HeadDrafter):
                     self._reading(self._texts[one.request.id])
 
     def _take(self, read: Read, count: int) -> Feed:
-        start, rows = read.count, read.take(count)
-        return Feed(read.place, start, [read.tokens[row.position + 1] for row in rows], rows)
+        start, rows, tokens = read.count, read.take(count), read.tokens
+        return Feed(read.place, start, [tokens[row.position + 1] for row in rows], rows)
 
     def _read_all(self, read: Read) -> None:
         self._backend.read([self._take(read, len(read.text.waiting))])

@@ -33,17 +33,19 @@ class Text:
     @property
     def is_ready(self) -> bool:
         """All but the newest token has been seen, and there is something to read."""
-        return bool(self.waiting) and self.next == self.request.num_tokens - 1
+        return bool(self.waiting) and self.next == len(self.request.tokens) - 1
 
     def show(self, seen: Seen) -> None:
         """Rows of the text: the known tokens and the accepted path, after the commit."""
-        path = seen.verdict.path[1:] if seen.verdict is not None else ()
-        rows = [*range(seen.num_known), *(seen.num_known - 1 + node for node in path)]
-        first = seen.request.cache.num_cached - len(rows)
-        for position, index in enumerate(rows, start=first):
+        request, known, _, verdict, _, hidden = seen
+        rows: Sequence[int] = range(known)
+        if verdict is not None and len(verdict.path) > 1:
+            rows = [*rows, *(known - 1 + node for node in verdict.path[1:])]
+        end = request.cache.num_cached
+        for position, index in enumerate(rows, start=end - len(rows)):
             if position >= self.next:
-                self.waiting.append(Row(position, seen.hidden, index))
-        self.next = max(self.next, first + len(rows))
+                self.waiting.append(Row(position, hidden, index))
+        self.next = max(self.next, end)
 
     def take(self, count: int) -> list[Row]:
         return [self.waiting.popleft() for _ in range(count)]

@@ -112,14 +112,15 @@ class HeadDrafter:
         pick = (request.pick or pick_of(request, empty(request))) if self.config.tree_width == 1 else None
         if pick is None or not self.can_guess(pick.temperature):
             return None
-        return Speaker(pick.temperature, pick.seed, request.num_tokens)
+        return Speaker(pick.temperature, pick.seed, len(request.tokens))
 
     def _chains(self, asked: Sequence[Asked]) -> dict[str, Draft]:
         tokens, chances = self.guess(asked)
         least, drafts = self.config.confidence_threshold, {}
         if len(asked) == 1 and not least:
-            (text, limit, _), paths = asked[0], [row[0] for row in chances]
-            return {text.request.id: chain(text.request, [row[0] for row in tokens[:limit]], self.name, chances=paths[:limit])}
+            text, limit, _ = asked[0]
+            paths = [row[0] for row in chances[:limit]]
+            return {text.request.id: chain(text.request, [row[0] for row in tokens[:limit]], self.name, chances=paths)}
         for i, (text, limit, _) in enumerate(asked):
             sure = [c for c in (row[i] for row in chances[:limit]) if c >= least]
             drafts[text.request.id] = chain(text.request, [row[i] for row in tokens[: len(sure)]], self.name, chances=sure)
