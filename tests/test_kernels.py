@@ -32,7 +32,7 @@ from tests.odd_models import DTYPES, ODD, config_of, odd_model
 from tests.passes import BLOCK_SIZE, NUM_BLOCKS, Rows, batch_of, new_kv, random_parents, shuffled_blocks
 
 TOLERANCE = {"float32": 2e-5, "int8": 0.015, "int4": 0.015}  # mean error, in units of the spread of the logits
-WORST = 8  # times that, for a single logit: a rounding of an activation may go the other way now and then
+WORST = 12  # times that, for a single logit: a rounding of an activation, a query or a key may go the other way now and then
 
 configs = st.builds(
     config_of,
@@ -60,7 +60,9 @@ def is_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> bool:
     # at least what logits of such models usually are: the only one of a tiny vocabulary may be next to nothing, its terms are not
     scale = max(float(expected.std(correction=0)), float(expected.abs().mean()), 0.5)
     error = (found - expected).abs() / scale
-    return bool(error.mean() < TOLERANCE[dtype] and error.max() < WORST * TOLERANCE[dtype])
+    # among few logits a rounding that goes the other way is not averaged out
+    is_few = dtype != "float32" and expected.numel() < 64
+    return bool((is_few or error.mean() < TOLERANCE[dtype]) and error.max() < WORST * TOLERANCE[dtype])
 
 
 def fill(model: Any, kv: Any, requests: list[Rows]) -> None:
