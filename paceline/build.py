@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from paceline.config import EngineConfig, nearest, require
 from paceline.engine.engine import Engine
 from paceline.engine.plan import Policy
@@ -20,7 +18,7 @@ from paceline.params import SamplingParams
 from paceline.proposers import registry, shipped
 from paceline.proposers.base import DrafterConfig, Surroundings
 from paceline.runtime.device import cache_dtype, free_memory, resolve
-from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache, blocks_in, bytes_per_token
+from paceline.runtime.kv_cache import BLOCK_SIZE, Kept, KvCache, blocks_in, bytes_per_token
 from paceline.runtime.runner import Runner, check_dtype, default_dtype, load_decoder
 from paceline.types import Proposer, Request
 from paceline.waiting import waiting
@@ -98,7 +96,7 @@ def build(
     checkpoint = open_checkpoint(model, progress, load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
     asked = _with_head(asked, checkpoint)
-    kept = cache_dtype(place, dtype, kv_cache_dtype)
+    kept = cache_dtype(place, dtype, kv_cache_dtype, kernels)
     free = free_memory(place, checkpoint.config, dtype)
     memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len, kept, free)
     num_blocks = blocks_in(memory, checkpoint.config, kept)
@@ -111,7 +109,8 @@ def build(
         words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
         with waiting("packing the weights for this machine (once)", progress):
             decoder = load_decoder(other, kernels=kernels, dtype=its_dtype, context=length, device=place, exact=exact)
-        runner = Runner(decoder, KvCache(other.config, num_blocks, device=place, dtype=kept, has_spare=place.type == "cuda"))
+        its_kept = cache_dtype(place, its_dtype, kv_cache_dtype, kernels)
+        runner = Runner(decoder, KvCache(other.config, num_blocks, device=place, kept=its_kept, has_spare=place.type == "cuda"))
         with waiting("compiling the kernels for this machine (once, half a minute)", progress):
             runner.warm_up()
         return other, words, runner
@@ -145,7 +144,7 @@ def _policy(drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint
 
 
 def _kv_memory(
-    asked: int | float | None, model: ModelConfig, config: EngineConfig, max_model_len: int | None, dtype: torch.dtype, free: int
+    asked: int | float | None, model: ModelConfig, config: EngineConfig, max_model_len: int | None, kept: Kept, free: int
 ) -> int:
     """Bytes for the KV cache: as said, a fraction of the free memory, or enough for every sequence within a bound."""
     if isinstance(asked, bool) or (asked is not None and (not isinstance(asked, (int, float)) or asked <= 0)):
@@ -156,7 +155,7 @@ def _kv_memory(
     if asked is not None:
         require(asked <= free, "kv_cache_memory", asked, f"there are {free:,} bytes free; give less")
         return asked
-    per_token = bytes_per_token(model, dtype)
+    per_token = bytes_per_token(model, kept)
     length = max_model_len or model.max_context
     return min((length + BLOCK_SIZE) * config.max_num_seqs * per_token, int(SPARE * free))
 

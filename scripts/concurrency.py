@@ -107,7 +107,7 @@ def main() -> None:
             print(json.dumps(records[-1]), flush=True)
             if llm.engine.runner.decoder.is_exact and records[-1]["different"]:
                 raise SystemExit("a text differs from plain decoding's")
-        title = f"{llm.checkpoint.name}, {'CPU' if llm.engine.runner.kv.data.device.type == 'cpu' else 'GPU'}"
+        title = f"{llm.checkpoint.name}, {'CPU' if llm.engine.runner.kv.device.type == 'cpu' else 'GPU'}"
     if asked.json is not None:
         asked.json.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     if asked.plot is not None:

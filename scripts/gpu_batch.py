@@ -46,7 +46,7 @@ def limits_of_device() -> tuple[float, float]:
 def floors_ms(llm: LLM, batch: int, bandwidth: float, flops: float) -> tuple[float, float]:
     """Of a plain step at the middle of the answers: bytes of weights and cache, and operations of the products."""
     runner = llm.engine.runner
-    kept = batch * (PROMPT + ANSWER / 2) * bytes_per_token(runner.config, runner.kv.data.dtype)
+    kept = batch * (PROMPT + ANSWER / 2) * bytes_per_token(runner.config, runner.kv.kept)
     weights = sum(torch.Size(shape).numel() for name, shape in runner.config.weight_names().items() if "embed" not in name)
     weights += runner.config.vocab_size * runner.config.hidden_size * runner.config.tie_embeddings
     return 1000 * (runner.decoder.num_bytes + kept) / bandwidth, 1000 * 2 * weights * batch / flops

@@ -21,7 +21,7 @@ from paceline.cuda.graphs import CudaCapture, Recording
 from paceline.cuda.weights import Matrix
 from paceline.loaders.dummy import SHAPES, DummyCheckpoint
 from paceline.models.config import ModelConfig
-from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
+from paceline.runtime.kv_cache import BLOCK_SIZE, Kept, KvCache
 from paceline.runtime.runner import Runner
 from paceline.types import Cached, Pick, Segment
 
@@ -70,7 +70,8 @@ class Steps:
     def __init__(self, config: ModelConfig, dtype: str, context: int, requests: int, exact: bool = False) -> None:
         self.decoder = CudaDecoder.load(DummyCheckpoint(config, "cuda"), dtype=dtype, exact=exact)
         blocks = requests * -(-(context + 300) // BLOCK_SIZE)
-        self.runner = Runner(self.decoder, KvCache(config, blocks, device="cuda", dtype=self.decoder.weights.dtype, has_spare=True))
+        kept = Kept(self.decoder.weights.dtype, self.decoder.weights.dtype)
+        self.runner = Runner(self.decoder, KvCache(config, blocks, device="cuda", kept=kept, has_spare=True))
         self.caches = [Cached() for _ in range(requests)]
         for cache in self.caches:
             assert self.runner.kv.reserve(cache, context + 280), "the caller made room"

@@ -58,7 +58,7 @@ def odd_model(dtype: str, config: ModelConfig = ODD) -> CpuDecoder:
 
 def logits_of(model: CpuDecoder) -> torch.Tensor:
     """Few rows and many, a context of several chunks, two requests, a tree: every way through the kernels."""
-    kv, (blocks, others), vocab = new_kv(model.config), shuffled_blocks(2), model.config.vocab_size
+    kv, (blocks, others), vocab = new_kv(model), shuffled_blocks(2), model.config.vocab_size
     tokens = [(31 * i * i + 7 * i + 3) % vocab for i in range(190)]
     parts, start = [], 0
     for size in (1, 5, 16, 17, 40, 64, 1, 3):

@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.cpu.decoder import CpuDecoder
 from paceline.models.config import ModelConfig
+from paceline.runtime.kv_cache import Kept, row_width
+from paceline.runtime.runner import Decoder
 from paceline.types import Batch, Columns
 
 BLOCK_SIZE = 4
@@ -24,10 +27,16 @@ class Rows(NamedTuple):
     parents: Sequence[int] | None = None  # local; None: a chain
 
 
-def new_kv(config: ModelConfig) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Filled with large values: reading a slot that was never written is seen at once."""
-    shape = (NUM_BLOCKS * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    return [(torch.full(shape, 1e3), torch.full(shape, 1e3)) for _ in range(config.num_layers)]
+def new_kv(model: Decoder, config: ModelConfig | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """As `model` keeps it, filled with large values: reading a slot that was never written is seen at once."""
+    config = config or model.config
+    has_integers = isinstance(model, CpuDecoder) and model.bits < 32
+    kept = Kept(torch.int8 if has_integers else torch.float32, torch.float32)
+    shape = (NUM_BLOCKS * BLOCK_SIZE, config.num_kv_heads)
+    # as int8 127, and where scales are 3e38
+    sizes = [(row_width(config, dtype), 127 if dtype == torch.int8 else 1e3, dtype) for dtype in kept]
+    layers = range(config.num_layers)
+    return [tuple(torch.full((*shape, width), value, dtype=dtype) for width, value, dtype in sizes) for _ in layers]  # type: ignore[misc]
 
 
 def shuffled_blocks(num_requests: int, seed: int = 0) -> list[list[int]]:

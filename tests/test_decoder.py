@@ -60,7 +60,7 @@ def decoder(family: str, kernels: str = "exact", dtype: str = "float32") -> Any:
 
 
 def whole(model: Any, tokens: list[int], **options: Any) -> Any:
-    return model.forward(batch_of([Rows(tokens, shuffled_blocks(1)[0])]), new_kv(model.config), **options)
+    return model.forward(batch_of([Rows(tokens, shuffled_blocks(1)[0])]), new_kv(model), **options)
 
 
 @pytest.mark.parametrize("kernels", ["exact", "torch"])
@@ -100,7 +100,7 @@ def test_quantized_agrees_with_its_reference(family: str, dtype: str) -> None:
 @given(chunks=st.lists(st.integers(1, 17), min_size=1, max_size=12))
 def test_bits_do_not_depend_on_how_a_prompt_is_chunked(family: str, dtype: str, chunks: list[int]) -> None:
     model, blocks = decoder(family, dtype=dtype), shuffled_blocks(1)[0]
-    kv = new_kv(model.config)
+    kv = new_kv(model)
     parts, start = [], 0
     for size in chunks:
         tokens = TOKENS[start : start + size]
@@ -116,7 +116,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_chunked(family: str, dtype: str, 
 @given(trees=st.lists(st.lists(st.integers(0, 99), max_size=8), min_size=1, max_size=4), prefix=st.integers(1, 30))
 def test_bits_of_a_tree_node_are_those_of_its_path_alone(family: str, dtype: str, trees: list[list[int]], prefix: int) -> None:
     model, tables = decoder(family, dtype=dtype), shuffled_blocks(len(trees), seed=prefix)
-    kv = new_kv(model.config)
+    kv = new_kv(model)
     prefixes = [(prefix * (r + 1)) % 31 for r in range(len(trees))]
     for r, length in enumerate(prefixes):
         if length:
@@ -160,19 +160,19 @@ def test_early_stop_and_hidden_states(kernels: str, dtype: str) -> None:
 
 def test_an_early_stop_writes_the_layers_it_ran_and_no_others() -> None:
     model = decoder("llama")
-    stopped, complete = new_kv(model.config), new_kv(model.config)
+    stopped, complete = new_kv(model), new_kv(model)
     batch = batch_of([Rows(TOKENS[:9], shuffled_blocks(1)[0])])
     model.forward(batch, stopped, num_layers=1)
     model.forward(batch, complete)
     assert torch.equal(stopped[0][0], complete[0][0])
-    assert torch.equal(stopped[1][0], new_kv(model.config)[1][0])
+    assert torch.equal(stopped[1][0], new_kv(model)[1][0])
 
 
 def test_logits_only_where_they_are_wanted() -> None:
     model, blocks = decoder("qwen2"), shuffled_blocks(1)[0]
     every = whole(model, TOKENS[:12]).logits
-    some = model.forward(batch_of([Rows(TOKENS[:12], blocks)], rows=[11, 3]), new_kv(model.config)).logits
-    none = model.forward(batch_of([Rows(TOKENS[:12], blocks)], rows=[]), new_kv(model.config)).logits
+    some = model.forward(batch_of([Rows(TOKENS[:12], blocks)], rows=[11, 3]), new_kv(model)).logits
+    none = model.forward(batch_of([Rows(TOKENS[:12], blocks)], rows=[]), new_kv(model)).logits
     assert torch.equal(some, every[[11, 3]])
     assert none.shape == (0, model.config.vocab_size)
 
@@ -293,7 +293,7 @@ def test_bits_of_the_default_model_do_not_depend_on_company(dtype: str) -> None:
     config, (blocks, others) = model.config, shuffled_blocks(2)
     tokens = [(7919 * i + 13) % config.vocab_size for i in range(100)]
     expected = whole(model, tokens).logits
-    kv = new_kv(config)
+    kv = new_kv(model)
     steps = [model.forward(batch_of([Rows([token], blocks, i)]), kv).logits for i, token in enumerate(tokens[:20])]
     assert torch.equal(torch.cat(steps), expected[:20])
     start = 20

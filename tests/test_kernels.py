@@ -25,13 +25,14 @@ from paceline.loaders.quantize import DOT_ROWS, bits_of
 from paceline.models.attention import rms_norm
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.runtime.kv_cache import SCALE_BYTES
 from paceline.types import Batch, Output
 from tests.laws.harness import RandomCheckpoint
 from tests.odd_models import DTYPES, ODD, config_of, odd_model
 from tests.passes import BLOCK_SIZE, NUM_BLOCKS, Rows, batch_of, new_kv, random_parents, shuffled_blocks
 
 TOLERANCE = {"float32": 2e-5, "int8": 0.015, "int4": 0.015}  # mean error, in units of the spread of the logits
-WORST = 8  # times that, for a single logit: a rounding of an activation may go the other way now and then
+WORST = 12  # times that, for a single logit: a rounding of an activation, a query or a key may go the other way now and then
 
 configs = st.builds(
     config_of,
@@ -59,7 +60,9 @@ def is_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> bool:
     # at least what logits of such models usually are: the only one of a tiny vocabulary may be next to nothing, its terms are not
     scale = max(float(expected.std(correction=0)), float(expected.abs().mean()), 0.5)
     error = (found - expected).abs() / scale
-    return bool(error.mean() < TOLERANCE[dtype] and error.max() < WORST * TOLERANCE[dtype])
+    # among few logits a rounding that goes the other way is not averaged out
+    is_few = dtype != "float32" and expected.numel() < 64
+    return bool((is_few or error.mean() < TOLERANCE[dtype]) and error.max() < WORST * TOLERANCE[dtype])
 
 
 def fill(model: Any, kv: Any, requests: list[Rows]) -> None:
@@ -98,6 +101,16 @@ def path_to(request: Rows, node: int) -> list[int]:
     return path[::-1]
 
 
+def as_floats(keys: torch.Tensor) -> torch.Tensor:
+    """[slots, KV heads, dim] of keys as they are, or as integers with their scales; what was never written is 1e3."""
+    if keys.dtype != torch.int8:
+        return keys
+    dim = keys.shape[-1] - SCALE_BYTES
+    first, scales = -(-dim // 32) * 16, keys[..., dim : dim + 8].contiguous().view(torch.float32)
+    widths = torch.tensor([first, dim - first])
+    return torch.where(scales[..., :1] > 1e30, 1e3, keys[..., :dim] * scales.repeat_interleave(widths, -1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(deadline=None, max_examples=50)
 @given(config=configs, requests=passes())
@@ -106,10 +119,10 @@ def test_agrees_with_torch(dtype: str, config: ModelConfig, requests: list[Rows]
     requests = with_tokens(requests, config.vocab_size)
     results, caches = [], []
     for model in both(config, dtype):
-        kv = new_kv(config)
+        kv = new_kv(model)
         fill(model, kv, requests)
         results.append(model.forward(batch_of(requests), kv).logits)
-        caches.append(torch.stack([torch.stack(layer) for layer in kv]))
+        caches.append(torch.stack([torch.stack([as_floats(keys), values]) for keys, values in kv]))
     assert results[0].shape == (sum(len(r.tokens) for r in requests), config.vocab_size)
     assert is_close(results[0], results[1], dtype)
     assert ((caches[0] - caches[1]).abs() < WORST * TOLERANCE[dtype] * caches[1].abs().clamp(min=3)).all()
@@ -121,10 +134,11 @@ def test_one_wrong_scale_would_be_seen(dtype: str, name: str) -> None:
     """What the tolerance above is worth: the scale of one row in one group of one matrix is lost."""
     tensors = pack_model(RandomCheckpoint(ODD), bits_of(dtype))
     batch = batch_of([Rows(random_tokens(40, ODD.vocab_size, 3), shuffled_blocks(1)[0])])
-    expected = both(ODD, dtype)[1].forward(batch, new_kv(ODD)).logits
-    assert is_close(CpuDecoder(ODD, dtype, tensors).forward(batch, new_kv(ODD)).logits, expected, dtype)
+    reference, model = both(ODD, dtype)[1], CpuDecoder(ODD, dtype, tensors)
+    expected = reference.forward(batch, new_kv(reference)).logits
+    assert is_close(model.forward(batch, new_kv(model)).logits, expected, dtype)
     tensors[f"{name}.weight"][0, 0, -2 * DOT_ROWS :][:2] = 0
-    assert not is_close(CpuDecoder(ODD, dtype, tensors).forward(batch, new_kv(ODD)).logits, expected, dtype)
+    assert not is_close(model.forward(batch, new_kv(model)).logits, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,20 +146,21 @@ def test_one_wrong_scale_would_be_seen(dtype: str, name: str) -> None:
 @given(config=configs, requests=passes())
 def test_bits_of_a_row_are_those_of_its_path_alone(dtype: str, config: ModelConfig, requests: list[Rows]) -> None:
     """Rows of many requests and trees in one pass, against each row's own sequence as one chain in an empty cache."""
-    model, kv = both(config, dtype)[0], new_kv(config)
+    model = both(config, dtype)[0]
+    kv = new_kv(model)
     requests = with_tokens(requests, config.vocab_size)
     fill(model, kv, requests)
     together = iter(model.forward(batch_of(requests), kv).logits)
     for r, request in enumerate(requests):
         for node in range(len(request.tokens)):
             sequence = prefix_of(config, request, r) + path_to(request, node)
-            alone = model.forward(batch_of([Rows(sequence, shuffled_blocks(1)[0])], rows=[len(sequence) - 1]), new_kv(config)).logits[0]
+            alone = model.forward(batch_of([Rows(sequence, shuffled_blocks(1)[0])], rows=[len(sequence) - 1]), new_kv(model)).logits[0]
             assert torch.equal(next(together), alone)
 
 
 def in_chunks(model: CpuDecoder, tokens: list[int], sizes: list[int], seed: int = 0) -> Output:
     """All tokens, `sizes` of them at a time and then the rest."""
-    kv, blocks = new_kv(model.config), shuffled_blocks(1, seed)[0]
+    kv, blocks = new_kv(model), shuffled_blocks(1, seed)[0]
     logits, hidden, start = [], [], 0
     for size in [*sizes, len(tokens)]:
         part = tokens[start : start + size]
@@ -198,14 +213,14 @@ def test_hidden_states_and_early_stop(dtype: str) -> None:
     model, reference = both(ODD, dtype)
     tokens = random_tokens(30, ODD.vocab_size, 3)
     batch = batch_of([Rows(tokens, shuffled_blocks(1)[0])])
-    full = model.forward(batch, new_kv(ODD), hidden_layers=(0, 1, 2))
-    expected = reference.forward(batch, new_kv(ODD), hidden_layers=(0, 1, 2))
+    full = model.forward(batch, new_kv(model), hidden_layers=(0, 1, 2))
+    expected = reference.forward(batch, new_kv(reference), hidden_layers=(0, 1, 2))
     assert torch.equal(full.hidden[0], expected.hidden[0])  # an embedding is looked up, not computed
     for depth in (0, 1, 2):
         assert is_close(full.hidden[depth], expected.hidden[depth], dtype)
-        early = model.forward(batch, new_kv(ODD), num_layers=depth, hidden_layers=(depth,))
+        early = model.forward(batch, new_kv(model), num_layers=depth, hidden_layers=(depth,))
         assert torch.equal(early.hidden[depth], full.hidden[depth])
-        assert is_close(early.logits, reference.forward(batch, new_kv(ODD), num_layers=depth).logits, dtype)
+        assert is_close(early.logits, reference.forward(batch, new_kv(reference), num_layers=depth).logits, dtype)
     assert torch.equal(early.logits, full.logits)
 
 
@@ -215,7 +230,7 @@ def test_quantized_models_are_smaller_and_differ_from_each_other() -> None:
     models = {dtype: both(config, dtype)[0] for dtype in DTYPES}
     floats, bytes_, nibbles = (models[dtype].num_bytes for dtype in DTYPES)
     assert floats > 3.5 * bytes_ > 4.5 * nibbles
-    logits = {dtype: model.forward(batch, new_kv(config)).logits for dtype, model in models.items()}
+    logits = {dtype: model.forward(batch, new_kv(model)).logits for dtype, model in models.items()}
     errors = [float((logits[dtype] - logits["float32"]).abs().mean() / logits["float32"].std()) for dtype in ("int8", "int4")]
     assert 1e-3 < errors[0] < 0.05 < errors[1] < 0.5
 
@@ -231,7 +246,7 @@ def test_a_width_the_kernels_cannot_do_is_named(config: ModelConfig, size: int) 
 def test_what_lies_outside_the_tables_is_refused() -> None:
     model, blocks = odd_model("int8"), list(range(NUM_BLOCKS))
     short = CpuDecoder.load(RandomCheckpoint(ODD), context=8, use_cache=False)
-    kv = new_kv(ODD)
+    kv = new_kv(model)
     with pytest.raises(AssertionError, match="rotary"):
         short.forward(batch_of([Rows([1], blocks, 8)]), kv)
     with pytest.raises(AssertionError, match="vocabulary"):
@@ -239,9 +254,10 @@ def test_what_lies_outside_the_tables_is_refused() -> None:
     with pytest.raises(AssertionError, match="slot"):
         model.forward(batch_of([Rows([1], [NUM_BLOCKS])]), kv)
     with pytest.raises(AssertionError, match="another model"):
-        model.forward(batch_of([Rows([1], blocks)]), new_kv(replace(ODD, head_dim=32)))
-    with pytest.raises(AssertionError, match="float32"):
-        model.forward(batch_of([Rows([1], blocks)]), [(k.half(), v.half()) for k, v in kv])
+        model.forward(batch_of([Rows([1], blocks)]), new_kv(model, replace(ODD, head_dim=32)))
+    for wrong in ([(k.float(), v) for k, v in kv], [(k, v.half()) for k, v in kv]):
+        with pytest.raises(AssertionError, match="int8 and values float32"):
+            model.forward(batch_of([Rows([1], blocks)]), wrong)
     with pytest.raises(AssertionError, match="no such layer"):
         model.forward(batch_of([Rows([1], blocks)]), kv, num_layers=3)
     for rows in ([1], [0, 0]):  # beyond the pass, and more than there is memory for

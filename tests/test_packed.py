@@ -224,10 +224,8 @@ def test_two_processes_at_once_leave_one_good_file(cache_folder: Path, model_fol
 @pytest.mark.parametrize("dtype", BITS)
 def test_a_decoder_from_the_file_gives_the_same_bits(cache_folder: Path, opened: Checkpoint, dtype: str) -> None:
     batch = batch_of([Rows(list(range(30)), shuffled_blocks(1)[0])])
-    logits = [
-        CpuDecoder.load(opened, dtype=dtype, use_cache=use_cache).forward(batch, new_kv(opened.config)).logits
-        for use_cache in (False, True, True)
-    ]
+    models = [CpuDecoder.load(opened, dtype=dtype, use_cache=use_cache) for use_cache in (False, True, True)]
+    logits = [model.forward(batch, new_kv(model)).logits for model in models]
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,12 @@ def on(config: ModelConfig, hardware: str = "h200", **changes: Any) -> Footing:
 
 def test_the_sizes_are_those_of_the_real_engine(default_model: LLM) -> None:
     runner = default_model.engine.runner
-    found = on(runner.config, dtype="int8", kv_dtype="float32")
+    cpu = replace(HARDWARE["m2"], int8_flops=1e12)
+    found = Footing(runner.config, cpu, "int8", "float32")
     assert found.weight_bytes == pytest.approx(runner.decoder.num_bytes, rel=0.01)
-    data = runner.kv.data
-    assert found.kv_bytes_per_token == data.element_size() * data.numel() // data.shape[2]
+    assert found.kv_bytes_per_token == (runner.kv.keys.nbytes + runner.kv.values.nbytes) // runner.kv.keys.shape[1]
+    floats = Footing(runner.config, cpu, "float32", "float32")
+    assert floats.kv_bytes_per_token == 2 * runner.kv.values.nbytes // runner.kv.values.shape[1]
 
 
 def test_a_pass_of_llama_8b_worked_out_by_hand() -> None:

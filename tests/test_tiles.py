@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cpu.lanes import LANES, address
-from paceline.cpu.tiles import AHEAD, LEAST, MIXED, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
+from paceline.cpu.tiles import AHEAD, LEAST, MIXED, PLACE, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
 
 DIM, HEADS, SLOTS = 48, 2, 120  # of a cache; the list of places goes on behind the positions that are used
 POSITIONS = SLOTS - AHEAD
@@ -22,7 +22,7 @@ def scorer(queries: int, span: int) -> Callable[..., None]:
     @numba.njit
     def score(q, keys, places, out):  # type: ignore[no-untyped-def]
         for p in range(0, POSITIONS, span):
-            score_tile(queries, span, address(q), address(keys), address(places) + p * 8, DIM, address(out) + p * 4, POSITIONS * 4)
+            score_tile(queries, span, address(q), address(keys), address(places) + p * PLACE, DIM, address(out) + p * 4, POSITIONS * 4)
 
     return score
 
@@ -30,7 +30,7 @@ def scorer(queries: int, span: int) -> Callable[..., None]:
 def mixer(queries: int) -> Callable[..., None]:
     @numba.njit
     def mix(weights, values, places, first, last, out):  # type: ignore[no-untyped-def]
-        here, at = address(weights) + first * 4, address(places) + first * 8
+        here, at = address(weights) + first * 4, address(places) + first * PLACE
         mix_tile(queries, here, POSITIONS * 4, address(values), at, last - first, address(out), LANES * 4)
 
     return mix
@@ -44,7 +44,8 @@ def weighed(scores, scale, total):  # type: ignore[no-untyped-def]
 def cached(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of a cache and where they lie in it, in bytes, in no order."""
     generator = np.random.default_rng(seed)
-    return generator.standard_normal((SLOTS, HEADS, DIM)).astype(np.float32), generator.permutation(SLOTS) * HEADS * DIM * 4
+    rows, offsets = generator.standard_normal((SLOTS, HEADS, DIM)).astype(np.float32), generator.permutation(SLOTS) * HEADS * DIM * 4
+    return rows, np.stack([offsets, offsets], 1)
 
 
 @pytest.mark.parametrize("queries", range(1, SCORED + 1))
@@ -53,7 +54,7 @@ def test_scores_are_right_and_no_shape_of_a_tile_changes_a_bit(queries: int) -> 
     q = np.random.default_rng(1).standard_normal((queries, DIM)).astype(np.float32)
     found = np.zeros((queries, POSITIONS), np.float32)
     scorer(queries, SPAN)(q, keys, places, found)
-    rows = keys[places[:POSITIONS] // (HEADS * DIM * 4), 0]
+    rows = keys[places[:POSITIONS, 0] // (HEADS * DIM * 4), 0]
     np.testing.assert_allclose(found, q.astype(float) @ rows.T.astype(float), atol=2e-5)
     alone, one = np.zeros((1, POSITIONS), np.float32), scorer(1, 1)
     for i in range(queries):
@@ -67,7 +68,7 @@ def test_sums_are_right_and_may_be_taken_up_anywhere(queries: int) -> None:
     weights = np.random.default_rng(3).random((queries, POSITIONS), np.float32)
     whole, mix, one = np.zeros((queries, LANES), np.float32), mixer(queries), mixer(1)
     mix(weights, values, places, 0, POSITIONS, whole)
-    rows = values[places[:POSITIONS] // (HEADS * DIM * 4), 0, :LANES]
+    rows = values[places[:POSITIONS, 0] // (HEADS * DIM * 4), 0, :LANES]
     np.testing.assert_allclose(whole, weights.astype(float) @ rows.astype(float), atol=2e-5)
     for cuts in ([1], [3, 4, 9, 41], [SPAN, 2 * SPAN], list(range(POSITIONS))):
         parts, edges = np.zeros_like(whole), [0, *cuts, POSITIONS]

@@ -18,62 +18,73 @@ import pytest
 import torch
 from llvmlite import binding, ir
 
-from paceline.cpu import dots, features
+from paceline.cpu import dots, features, key_tiles
 from paceline.cpu.lanes import INT64, Emitter
+from paceline.cpu.tiles import AHEAD, PLACE, SCORED, SPAN
 from paceline.errors import ConfigError
 from paceline.loaders.quantize import GROUP, Quantized, pack_quantized
 from tests.odd_models import DTYPES, digest
 
-VNNI = "llvm.x86.avx512.vpdpbusd.256"
-# What the instruction does, for processors that lack it: unsigned times signed bytes, four products to a 32-bit sum that wraps around.
-EMULATED = """
-define <8 x i32> @emulated(<8 x i32> %total, <32 x i8> %a, <32 x i8> %b) {
-  %wide_a = zext <32 x i8> %a to <32 x i32>
-  %wide_b = sext <32 x i8> %b to <32 x i32>
-  %p = mul <32 x i32> %wide_a, %wide_b
-  %p0 = shufflevector <32 x i32> %p, <32 x i32> undef, <8 x i32> <i32 0, i32 4, i32 8, i32 12, i32 16, i32 20, i32 24, i32 28>
-  %p1 = shufflevector <32 x i32> %p, <32 x i32> undef, <8 x i32> <i32 1, i32 5, i32 9, i32 13, i32 17, i32 21, i32 25, i32 29>
-  %p2 = shufflevector <32 x i32> %p, <32 x i32> undef, <8 x i32> <i32 2, i32 6, i32 10, i32 14, i32 18, i32 22, i32 26, i32 30>
-  %p3 = shufflevector <32 x i32> %p, <32 x i32> undef, <8 x i32> <i32 3, i32 7, i32 11, i32 15, i32 19, i32 23, i32 27, i32 31>
-  %s0 = add <8 x i32> %total, %p0
-  %s1 = add <8 x i32> %s0, %p1
-  %s2 = add <8 x i32> %s1, %p2
-  %s3 = add <8 x i32> %s2, %p3
-  ret <8 x i32> %s3
-}
-"""
+VNNI = {8: "llvm.x86.avx512.vpdpbusd.256", 4: "llvm.x86.avx512.vpdpbusd.128"}  # by the sums of a register
+
+
+def emulation(sums: int) -> str:
+    """What the instruction does, for processors that lack it: unsigned times signed bytes, four products to a sum that wraps around."""
+    total, narrow, wide = f"<{sums} x i32>", f"<{4 * sums} x i8>", f"<{4 * sums} x i32>"
+    lines = [
+        f"%a = zext {narrow} %x to {wide}",
+        f"%b = sext {narrow} %y to {wide}",
+        f"%p = mul {wide} %a, %b",
+        f"%s0 = add {total} %start, zeroinitializer",
+    ]
+    for lane in range(4):
+        mask = ", ".join(f"i32 {4 * row + lane}" for row in range(sums))
+        lines.append(f"%p{lane} = shufflevector {wide} %p, {wide} undef, {total} <{mask}>")
+        lines.append(f"%s{lane + 1} = add {total} %s{lane}, %p{lane}")
+    body = "\n  ".join([*lines, f"ret {total} %s4"])
+    return f"define {total} @emulated{sums}({total} %start, {narrow} %x, {narrow} %y) {{\n  {body}\n}}\n"
+
+
 RUNNABLE = [*features.available(), *({"vnni"} - set(features.available()))]  # vnni runs everywhere, emulated where it must be
 
 
-def dots_of(variant: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """dots.py as it is on a processor with these instructions."""
+def variant_of(module: ModuleType, variant: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module as it is on a processor with these instructions."""
     monkeypatch.setattr(features, "VARIANT", variant)
-    spec = importlib.util.spec_from_file_location(f"dots_{variant}", str(dots.__file__))
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_{variant}", str(module.__file__))
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    other = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(other)
+    return other
 
 
-def tile_source(kind: ModuleType, bits: int, tokens: int) -> str:
-    """One tile as a function of ten addresses and numbers, in LLVM's language."""
+def dots_of(variant: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return variant_of(dots, variant, monkeypatch)
+
+
+def function_source(num_arguments: int, write: Callable[..., None]) -> str:
+    """A function of so many addresses and numbers, in LLVM's language."""
     module = ir.Module("tile")
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64] * 10), "tile")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64] * num_arguments), "tile")
     builder = ir.IRBuilder(function.append_basic_block())
-    kind._tile(Emitter(builder), bits, tokens, kind.Sources(*function.args[:7]), *function.args[7:])
+    write(Emitter(builder), *function.args)
     builder.ret_void()
     return str(module)
 
 
-class Tile:
-    """A tile compiled for this processor."""
+def tile_source(kind: ModuleType, bits: int, tokens: int) -> str:
+    return function_source(10, lambda emit, *at: kind._tile(emit, bits, tokens, kind.Sources(*at[:7]), *at[7:]))
 
-    def __init__(self, kind: ModuleType, bits: int, tokens: int) -> None:
-        source = tile_source(kind, bits, tokens)
-        if kind.VARIANT == "vnni" and "vnni" not in features.available():
-            source = re.sub(rf'declare .*@"?{re.escape(VNNI)}"?.*', "", source)
-            source = source.replace(f'@"{VNNI}"', "@emulated") + EMULATED
+
+class Compiled:
+    """A function of addresses and numbers, compiled for this processor."""
+
+    def __init__(self, source: str, num_arguments: int) -> None:
+        for sums, name in VNNI.items():
+            if name in source and "vnni" not in features.available():
+                source = re.sub(rf'declare .*@"?{re.escape(name)}"?.*', "", source)
+                source = source.replace(f'@"{name}"', f"@emulated{sums}") + emulation(sums)
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
         target = binding.Target.from_default_triple().create_target_machine(
@@ -83,7 +94,12 @@ class Tile:
         module.verify()
         self._engine = binding.create_mcjit_compiler(module, target)
         self._engine.finalize_object()
-        self._run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 10)(self._engine.get_function_address("tile"))
+        self.run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments)(self._engine.get_function_address("tile"))
+
+
+class Tile:
+    def __init__(self, kind: ModuleType, bits: int, tokens: int) -> None:
+        self._tile = Compiled(tile_source(kind, bits, tokens), 10)
         self.bits, self.tokens = bits, tokens
 
     def __call__(self, packed: torch.Tensor, x: np.ndarray, scales: np.ndarray, bias: np.ndarray) -> np.ndarray:
@@ -92,7 +108,7 @@ class Tile:
         sums = x.reshape(self.tokens, groups, -1).sum(2, dtype=np.int32).T.copy()  # [groups, tokens]
         y = np.full((self.tokens, 8), np.nan, np.float32)
         at = [array.ctypes.data for array in (packed.numpy(), x, scales, sums, bias)]
-        self._run(*at, x.shape[1], self.tokens * 4, groups, y.ctypes.data, 8 * 4)
+        self._tile.run(*at, x.shape[1], self.tokens * 4, groups, y.ctypes.data, 8 * 4)
         return y
 
 
@@ -166,6 +182,44 @@ def test_x86_code_uses_the_dot_product_instruction(bits: int, extensions: str, m
     module.verify()
     code = target.emit_assembly(module)
     assert code.count("vpdpbusd") == 4 * GROUP[bits] // 4  # one for each token and four values of k, 8 rows at once
+    assert "call" not in code
+
+
+@pytest.mark.parametrize("dim", [16, 48, 64])
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_scores_of_every_variant_are_those_of_the_plain_one(variant: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [variant_of(key_tiles, name, monkeypatch) for name in (variant, "plain")]
+    rng, width, slots = np.random.default_rng(dim), dim + key_tiles.TAIL, 2 * AHEAD
+    for limits in ((-127, 128), (127, 128), (-127, -126)):
+        heads = rng.integers(*limits, (slots + SCORED, width)).astype(np.int8)
+        middle = -(-dim // 32) * 16
+        heads[:, dim : dim + 8] = rng.random((len(heads), 2), np.float32).view(np.int8)
+        halves = (heads[:, :middle], heads[:, middle:dim])
+        heads[:, dim + 8 :] = np.stack([half.sum(1, dtype=np.int32) for half in halves], 1).view(np.int8)
+        places = np.stack([rng.permutation(slots) * width] * 2, 1)
+        found = []
+        for kind in kinds:
+            for span in (SPAN, 1):
+                out = np.zeros((SCORED, SPAN), np.float32)
+                tile = Compiled(function_source(6, lambda emit, *at, kind=kind, span=span: kind._tile(emit, SCORED, span, *at)), 6)
+                for p in range(0, SPAN, span):
+                    at = [heads.ctypes.data + slots * width, heads.ctypes.data, places.ctypes.data + p * PLACE]
+                    tile.run(*at, dim, out.ctypes.data + 4 * p, 4 * SPAN)
+                found.append(out.tobytes())
+        assert len(set(found)) == 1
+        assert any(found[0])
+
+
+@pytest.mark.parametrize("extensions", ["+avx2,+fma,+avxvnni", "+avx2,+fma,+avx512vl,+avx512vnni"])
+def test_x86_scores_use_the_dot_product_instruction(extensions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(features=extensions, opt=3)
+    kind = variant_of(key_tiles, "vnni", monkeypatch)
+    module = binding.parse_assembly(function_source(6, lambda emit, *at: kind._tile(emit, 3, SPAN, *at)))
+    module.verify()
+    code = target.emit_assembly(module)
+    assert code.count("vpdpbusd") == 2 * 3 * SPAN  # one in each half's loop for each query and position
     assert "call" not in code
 
 

@@ -17,8 +17,9 @@ from paceline.bench.passes import blocks_for
 from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.runtime.device import cache_dtype
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner, load_decoder
+from paceline.runtime.runner import CPU, Runner, load_decoder
 from paceline.types import Cached, Segment
 
 CONTEXT = 512
@@ -74,7 +75,8 @@ def run(model: str, dtypes: Sequence[str], text: str, tell: Tell) -> dict[str, A
     records = []
     for dtype in dtypes:
         tell(f"loading {dtype}", 0)
-        runner = Runner(load_decoder(checkpoint, dtype=dtype, context=size), KvCache(checkpoint.config, blocks_for(size)))
+        cache = KvCache(checkpoint.config, blocks_for(size), kept=cache_dtype(CPU, dtype))
+        runner = Runner(load_decoder(checkpoint, dtype=dtype, context=size), cache)
         losses = []
         for piece in pieces:
             tell(f"reading with {dtype}", 0)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from paceline.bench.floors import Work, macs_of
 from paceline.bench.passes import Passes, blocks_for, tokens_of
 from paceline.bench.processes import Worker
@@ -19,10 +21,11 @@ from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.gguf_header import read_header
 from paceline.loaders.quantize import bits_of
 from paceline.models.config import ModelConfig
-from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
+from paceline.runtime.device import cache_dtype
+from paceline.runtime.kv_cache import Kept, KvCache, bytes_per_token
+from paceline.runtime.runner import CPU, Runner
 
-OURS_KV_BYTES, LLAMACPP_KV_BYTES = 4, 2  # of a cached number
+LLAMACPP_KV = Kept(torch.float16, torch.float16)
 QUIET_S = 0.02  # threads that have just worked still spin: they must be asleep before another process is timed
 
 
@@ -40,7 +43,8 @@ class Model:
         self.dtype, self.config = dtype, checkpoint.config
         decoder = CpuDecoder.load(checkpoint, dtype=dtype)
         self.kinds = list(kinds_of(self.config, decoder.tensors, bits_of(dtype)))
-        self.runner = Runner(decoder, KvCache(self.config, sum(map(blocks_for, lengths))))
+        self.kept = cache_dtype(CPU, dtype)
+        self.runner = Runner(decoder, KvCache(self.config, sum(map(blocks_for, lengths)), kept=self.kept))
 
     def products(self, widest: int) -> list[Subject]:
         return [_product(Product(kind, widest), self.dtype) for kind in self.kinds]
@@ -50,7 +54,7 @@ class Model:
         return Subject(
             {**labels, "context": context, "logits": "all"},
             passes.seconds,
-            lambda tokens: _pass_work(self.kinds, tokens, tokens).plus(context_work(self.config, context, tokens, OURS_KV_BYTES)),
+            lambda tokens: _pass_work(self.kinds, tokens, tokens).plus(context_work(self.config, context, tokens, self.kept)),
         )
 
     def prefill(self, length: int) -> Subject:
@@ -58,7 +62,7 @@ class Model:
         return Subject(
             {**labels, "context": 0, "logits": "last"},
             lambda tokens: passes.seconds(tokens, num_logits=1),
-            lambda tokens: _pass_work(self.kinds, tokens, 1).plus(_prompt_work(self.config, tokens)),
+            lambda tokens: _pass_work(self.kinds, tokens, 1).plus(_prompt_work(self.config, tokens, self.kept)),
         )
 
     def attention(self, context: int, widest: int) -> Subject:
@@ -67,9 +71,9 @@ class Model:
         config = self.config
         shape = f"{config.num_heads}/{config.num_kv_heads}x{config.head_dim}"
         return Subject(
-            {"kernel": "attention", "shape": shape, "dtype": "float32", "context": context},
+            {"kernel": "attention", "shape": shape, "dtype": str(self.kept.keys).removeprefix("torch."), "context": context},
             lambda tokens: over.seconds(tokens) - alone.seconds(tokens),
-            lambda tokens: context_work(config, context, tokens, OURS_KV_BYTES),
+            lambda tokens: context_work(config, context, tokens, self.kept),
         )
 
 
@@ -86,16 +90,16 @@ def _pass_work(kinds: Sequence[Kind], tokens: int, num_logits: int) -> Work:
     return total
 
 
-def context_work(config: ModelConfig, context: int, tokens: int, kv_bytes: int) -> Work:
+def context_work(config: ModelConfig, context: int, tokens: int, kept: Kept) -> Work:
     """Attention of some tokens to a cached context: it is read once, and every token's queries meet all of it."""
-    macs = 2 * config.num_layers * config.num_heads * config.head_dim * context * tokens
-    num_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * kv_bytes
-    return macs_of(float(macs), is_integer=False)._replace(num_bytes=float(num_bytes))
+    macs = float(config.num_layers * config.num_heads * config.head_dim * context * tokens)  # of the scores, and as many of the sums
+    scores, sums = (macs_of(macs, is_integer=dtype == torch.int8) for dtype in kept)
+    return scores.plus(sums)._replace(num_bytes=float(context * bytes_per_token(config, kept)))
 
 
-def _prompt_work(config: ModelConfig, tokens: int) -> Work:
-    """Attention of a prompt to itself: half of the pairs."""
-    return context_work(config, tokens, tokens, 0).times(0.5)
+def _prompt_work(config: ModelConfig, tokens: int, kept: Kept) -> Work:
+    """Attention of a prompt to itself: half of the pairs, of what was just computed."""
+    return context_work(config, tokens, tokens, kept).times(0.5)._replace(num_bytes=0.0)
 
 
 class Llamacpp:
@@ -129,7 +133,7 @@ class Llamacpp:
             kinds = self._model.kinds
             macs = sum(kind.macs for kind in kinds[:-1]) * tokens + kinds[-1].macs
             own = macs_of(float(macs), is_integer=self._variant != "F32")._replace(num_bytes=float(self._num_bytes))
-            around = context_work(config, context, tokens, LLAMACPP_KV_BYTES) if context else _prompt_work(config, tokens)
+            around = context_work(config, context, tokens, LLAMACPP_KV) if context else _prompt_work(config, tokens, LLAMACPP_KV)
             return own.plus(around)
 
         return Subject(labels, seconds, work)

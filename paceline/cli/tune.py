@@ -107,7 +107,7 @@ def _save(llm: LLM, dtype: str, found: Findings) -> Path | None:
     from paceline.runtime.runner import default_dtype
 
     runner = llm.engine.runner
-    dtype = default_dtype(runner.kv.data.device, "exact") if dtype == "auto" else dtype
+    dtype = default_dtype(runner.kv.device, "exact") if dtype == "auto" else dtype
     path = profile_path(llm.checkpoint.fingerprint, dtype, runner)
     before = load_profile(path)
     # Another draft model would be another drafter of the same name, so nothing is kept of one.

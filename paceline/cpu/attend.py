@@ -8,6 +8,7 @@ from __future__ import annotations
 from numba import carray
 
 from paceline.cpu.compile import piece
+from paceline.cpu.key_tiles import round_head
 from paceline.cpu.lanes import LANES, int_pointer
 from paceline.cpu.paged import BLOCK, Run, clear, common_length, finish, length_of, mix, row_of, run_of, score, start_of, starts_of, weigh
 from paceline.cpu.rows import copy, normalize, turn
@@ -18,6 +19,16 @@ TOGETHER = 4  # of many rows, so many share what is read
 
 
 @piece
+def _put_head(m, source, target, cos, sin):  # type: ignore[no-untyped-def]
+    """A query or a key, rotated, and rounded if keys are."""
+    if m.key_bytes < m.dim * 4:
+        turn(source, source, cos, sin, m.dim)
+        round_head(source, m.dim, target)
+    else:
+        turn(source, target, cos, sin, m.dim)
+
+
+@piece
 def place(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     """Norm and rotate queries and keys; keys and values into the cache, queries to those of the same KV head."""
     positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
@@ -25,18 +36,19 @@ def place(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     for item in range(b.rows * units * part // b.threads, b.rows * units * (part + 1) // b.threads):
         row, unit = item // units, item % units
         here, angle = w.wide + (row * layer.qkv.n + unit * dim) * 4, positions[row] * (dim // 2) * 4
-        slot = slots[row] * m.num_kv_heads * dim * 4
+        slot = slots[row] * m.num_kv_heads
         if unit < m.num_heads:
             if layer.q_norm != 0:
                 normalize(here, layer.q_norm, here, dim, m.eps)
             query = (unit // group * b.rows + row) * group + unit % group
-            turn(here, w.queries + query * dim * 4, layer.cos + angle, layer.sin + angle, dim)
+            _put_head(m, here, w.queries + query * m.key_bytes, layer.cos + angle, layer.sin + angle)
         elif unit < m.num_heads + m.num_kv_heads:
             if layer.k_norm != 0:
                 normalize(here, layer.k_norm, here, dim, m.eps)
-            turn(here, keys + slot + (unit - m.num_heads) * dim * 4, layer.cos + angle, layer.sin + angle, dim)
+            key = keys + (slot + unit - m.num_heads) * m.key_bytes
+            _put_head(m, here, key, layer.cos + angle, layer.sin + angle)
         else:
-            copy(here, values + slot + (unit - m.num_heads - m.num_kv_heads) * dim * 4, dim)
+            copy(here, values + (slot + unit - m.num_heads - m.num_kv_heads) * dim * 4, dim)
 
 
 @piece

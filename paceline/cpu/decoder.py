@@ -18,10 +18,11 @@ import torch
 from paceline.cpu.attend import FEW_ROWS, TOGETHER
 from paceline.cpu.compile import numbers
 from paceline.cpu.forward import COLUMNS, FORWARD, LayerRow, Model, Pass, Work
+from paceline.cpu.key_tiles import TAIL
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled
 from paceline.cpu.sync import BYTES, num_threads
-from paceline.cpu.tiles import AHEAD
+from paceline.cpu.tiles import AHEAD, PLACE
 from paceline.errors import ConfigError
 from paceline.loaders.packed import Progress, Source, Tensors, head_bits, load_packed, pack_model
 from paceline.loaders.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, padded
@@ -29,7 +30,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.rope import RotaryTables, rotary_tables
 from paceline.types import Batch, Columns, Output
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim] float32
+LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, width]
 MULTIPLE = 16  # widths the kernels can handle are multiples of it
 
 
@@ -114,8 +115,8 @@ class CpuDecoder:
         self._ends = np.array(ends, np.int64)  # [2, fields of a Matrix]
         return Model(
             _address(self._ends), self._at("norm.weight"), _address(self._layers), config.num_layers, config.hidden_size,
-            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_eps, config.scale,
-            config.embed_scale, config.activation == "gelu_tanh", config.vocab_size,
+            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, float(config.rms_eps),
+            float(config.scale), float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self._key_bytes(),
         )  # fmt: skip
 
     def forward(
@@ -165,10 +166,17 @@ class CpuDecoder:
             len(columns.rows), _address(taps), depth, num_threads(), _address(self._picked) if batch.picks is not None else 0,
         )  # fmt: skip
 
+    def _key_bytes(self) -> int:
+        """Of a head: a quantized model's keys are int8 with scales (key_tiles.py)."""
+        return self.config.head_dim * 4 if self.bits == 32 else self.config.head_dim + TAIL
+
     def _check_cache(self, kv: Sequence[LayerCache]) -> None:
-        for cache in (tensor for layer in kv for tensor in layer):
-            assert cache.is_contiguous() & (cache.dtype is torch.float32), "the cache is contiguous float32"
-            assert cache.shape[1:] == (self.config.num_kv_heads, self.config.head_dim), "a cache of another model"
+        kept = torch.float32 if self.bits == 32 else torch.int8
+        for keys, values in kv:
+            assert keys.is_contiguous() & values.is_contiguous(), "the cache is contiguous"
+            assert (keys.dtype is kept) & (values.dtype is torch.float32), f"keys are {kept} and values float32"
+            sizes = [(self.config.num_kv_heads, size) for size in (self._key_bytes() // kept.itemsize, self.config.head_dim)]
+            assert [keys.shape[1:], values.shape[1:]] == sizes, "a cache of another model"
 
     def _check(self, columns: Columns, kv: Sequence[LayerCache], last_position: int, block_size: int) -> None:
         """The kernels read and write where they are told: nothing may lie outside the tables and the cache."""
@@ -209,8 +217,8 @@ class CpuDecoder:
             "values": rows * widest * 4,
             "scales": rows * widest // 32 * 4,
             "sums": rows * widest // 32 * 4,
-            "paths": (rows * (rows + 1) + 2 * AHEAD) * 8,
-            "places": (places + 2 * AHEAD) * 8,
+            "paths": (rows * (rows + 1) + 2 * AHEAD) * PLACE,
+            "places": (places + 2 * AHEAD) * PLACE,
             "queries": rows * config.num_heads * config.head_dim * 4,
             "scores": queries * span * 4,
             "mixed": queries * config.head_dim * 4,

@@ -41,6 +41,7 @@ class Model(NamedTuple):
     embed_scale: float
     is_gelu: bool
     vocab: int  # outputs of the head but for what fills up its last tile
+    key_bytes: int  # of a head of a query or of a cached key: its floats, or fewer if both are rounded
 
 
 class LayerRow(NamedTuple):
@@ -99,9 +100,9 @@ class Work(NamedTuple):
     values: int
     scales: int
     sums: int
-    paths: int  # [rows, rows + 1]
-    places: int  # [requests, room for the longest prefix]
-    queries: int  # [KV heads, rows, query heads of one, dim]
+    paths: int  # [rows, rows + 1, 2]
+    places: int  # [requests, room for the longest prefix, 2]
+    queries: int  # [KV heads, rows, query heads of one, key_bytes]
     scores: int  # [KV heads, rows, query heads of one, span]; for many rows this and the next two are [threads, a few rows, ...]
     mixed: int  # [KV heads, rows, query heads of one, dim]
     totals: int  # [KV heads, rows, query heads of one]
@@ -220,8 +221,8 @@ def _run(part, product, put, head_product, head_put, embed, b, m, w, logits):  #
     taps, caches = carray(int_pointer(b.taps), m.num_layers + 1), carray(int_pointer(b.caches), (m.num_layers, 2))
     ids, outputs = carray(int_pointer(b.input_ids), b.rows), carray(int_pointer(b.outputs), b.num_outputs)
     if part == 0:
-        trace_paths(b, m.num_kv_heads * m.dim * 4, w.paths)
-    expand_tables(b, part, m.num_kv_heads * m.dim * 4, w.places)
+        trace_paths(b, m, w.paths)
+    expand_tables(b, part, m, w.places)
     for row in range(part, b.rows, b.threads):
         embed(_end(m.ends, 0), ids[row], w.h + row * m.hidden * 4, m.hidden, m.embed_scale)
     for i in range(b.depth):
@@ -264,8 +265,8 @@ def _pass_at(at):  # type: ignore[no-untyped-def]
 
 @piece
 def _model_at(at):  # type: ignore[no-untyped-def]
-    f, x = carray(int_pointer(at), 14), carray(double_pointer(at), 14)
-    return Model(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], x[9], x[10], x[11], f[12] != 0, f[13])
+    f, x = carray(int_pointer(at), 15), carray(double_pointer(at), 15)
+    return Model(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], x[9], x[10], x[11], f[12] != 0, f[13], f[14])
 
 
 @piece

@@ -13,8 +13,9 @@ import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import piece
+from paceline.cpu.key_tiles import TAIL, score_rounded
 from paceline.cpu.lanes import LANES, float_pointer, int_pointer
-from paceline.cpu.tiles import LOWEST, MIXED, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
+from paceline.cpu.tiles import LOWEST, MIXED, PLACE, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
 
 LOG2_E = 1.4426950408889634
 BLOCK = 16  # positions whose keys all KV heads read before the next: what lies side by side is read at one time
@@ -28,7 +29,7 @@ class Run(NamedTuple):
     last: int  # and one
     prefix: int  # cached positions
     places: int  # address of their offsets
-    queries: int  # address of [KV heads, rows, group, dim]
+    queries: int  # address of [KV heads, rows, group, a head]
     scores: int  # address of [KV heads, rows, group, span], then weights
     totals: int  # address of [KV heads, rows, group]: sums of weights
     mixed: int  # address of [KV heads, rows, group, dim]
@@ -38,30 +39,33 @@ class Run(NamedTuple):
 
 
 @piece
-def trace_paths(b, slot_bytes, paths_at):  # type: ignore[no-untyped-def]
-    """paths[row, :depth]: offsets of the row's ancestors in this pass, oldest first, then its own; paths[row, rows] is how many."""
+def trace_paths(b, m, paths_at):  # type: ignore[no-untyped-def]
+    """paths[row, :depth]: places of the row's ancestors in this pass, oldest first, then its own; paths[row, rows, 0] is how many."""
     parents, slots = carray(int_pointer(b.parents), b.rows), carray(int_pointer(b.slots), b.rows)
-    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1))
+    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1, 2))
     for row in range(b.rows):
         parent, depth = parents[row], 0
         if parent >= 0:
-            depth = paths[parent, b.rows]
+            depth = paths[parent, b.rows, 0]
             for i in range(depth):
-                paths[row, i] = paths[parent, i]
-        paths[row, depth] = slots[row] * slot_bytes
-        paths[row, b.rows] = depth + 1
+                paths[row, i, 0], paths[row, i, 1] = paths[parent, i, 0], paths[parent, i, 1]
+        paths[row, depth, 0] = slots[row] * m.num_kv_heads * m.key_bytes
+        paths[row, depth, 1] = slots[row] * m.num_kv_heads * m.dim * 4
+        paths[row, b.rows, 0] = depth + 1
 
 
 @piece
-def expand_tables(b, part, slot_bytes, places_at):  # type: ignore[no-untyped-def]
-    """places[request, position]: offsets of the cached prefixes. A thread takes every so many requests."""
+def expand_tables(b, part, m, places_at):  # type: ignore[no-untyped-def]
+    """places[request, position]: offsets of the cached prefixes' keys and values. A thread takes every so many requests."""
     room = b.max_blocks * b.block_size
     lengths = carray(int_pointer(b.prefix_lens), b.num_requests)
+    key_bytes, value_bytes = m.num_kv_heads * m.key_bytes, m.num_kv_heads * m.dim * 4
     for request in range(part, b.num_requests, b.threads):
         table = carray(int_pointer(b.block_tables + request * b.max_blocks * 8), b.max_blocks)
-        places = carray(int_pointer(places_at + request * room * 8), room)
+        places = carray(int_pointer(places_at + request * room * PLACE), (room, 2))
         for position in range(lengths[request]):
-            places[position] = (table[position // b.block_size] * b.block_size + position % b.block_size) * slot_bytes
+            slot = table[position // b.block_size] * b.block_size + position % b.block_size
+            places[position, 0], places[position, 1] = slot * key_bytes, slot * value_bytes
 
 
 @piece
@@ -72,7 +76,7 @@ def run_of(b, w, first, most):  # type: ignore[no-untyped-def]
     while last < b.rows and last - first < most and requests[last] == request:
         last += 1
     prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
-    places = w.places + request * b.max_blocks * b.block_size * 8
+    places = w.places + request * b.max_blocks * b.block_size * PLACE
     return Run(first, last, prefix, places, w.queries, w.scores, w.totals, w.mixed, b.rows, b.rows, 0)
 
 
@@ -86,7 +90,7 @@ def row_of(run, row):  # type: ignore[no-untyped-def]
 @piece
 def length_of(b, w, run, row):  # type: ignore[no-untyped-def]
     """How many positions a row sees, itself included."""
-    return run.prefix + carray(int_pointer(w.paths), (b.rows, b.rows + 1))[row, b.rows]
+    return run.prefix + carray(int_pointer(w.paths), (b.rows, b.rows + 1, 2))[row, b.rows, 0]
 
 
 @piece
@@ -123,10 +127,10 @@ def _at(run, m, kv_head):  # type: ignore[no-untyped-def]
 
 @piece
 def _places(b, w, run, first, last):  # type: ignore[no-untyped-def]
-    """Where the offsets of positions from `first` on lie, and how far they lie there, at most to `last`."""
+    """Where the places of positions from `first` on lie, and how far they lie there, at most to `last`."""
     if first < run.prefix:
-        return run.places + first * 8, min(last, run.prefix)
-    return w.paths + (run.first * (b.rows + 1) + first - run.prefix) * 8, last
+        return run.places + first * PLACE, min(last, run.prefix)
+    return w.paths + (run.first * (b.rows + 1) + first - run.prefix) * PLACE, last
 
 
 @piece
@@ -134,7 +138,7 @@ def _score_queries(count, queries, keys, places, positions, dim, out, stride):  
     """`count` queries, SCORED at most, over some positions."""
     whole = positions // SPAN * SPAN
     for p in range(0, whole, SPAN):
-        at, to = places + p * 8, out + p * 4
+        at, to = places + p * PLACE, out + p * 4
         if count == 1:
             score_tile(1, 4, queries, keys, at, dim, to, stride)
         elif count == 2:
@@ -145,7 +149,26 @@ def _score_queries(count, queries, keys, places, positions, dim, out, stride):  
             score_tile(4, 4, queries, keys, at, dim, to, stride)
     for p in range(whole, positions):
         for q in range(count):
-            score_tile(1, 1, queries + q * dim * 4, keys, places + p * 8, dim, out + q * stride + p * 4, stride)
+            score_tile(1, 1, queries + q * dim * 4, keys, places + p * PLACE, dim, out + q * stride + p * 4, stride)
+
+
+@piece
+def _score_rounded(count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
+    """The same from integers."""
+    whole = positions // SPAN * SPAN
+    for p in range(0, whole, SPAN):
+        at, to = places + p * PLACE, out + p * 4
+        if count == 1:
+            score_rounded(1, 4, queries, keys, at, dim, to, stride)
+        elif count == 2:
+            score_rounded(2, 4, queries, keys, at, dim, to, stride)
+        elif count == 3:
+            score_rounded(3, 4, queries, keys, at, dim, to, stride)
+        else:
+            score_rounded(4, 4, queries, keys, at, dim, to, stride)
+    for p in range(whole, positions):
+        for q in range(count):
+            score_rounded(1, 1, queries + q * (dim + TAIL), keys, places + p * PLACE, dim, out + q * stride + p * 4, stride)
 
 
 @piece
@@ -171,13 +194,16 @@ def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped
     while first < last:
         places, end = _places(b, w, run, first, min(first + BLOCK, last))
         for kv_head in range(kv_heads[0], kv_heads[1]):
-            queries = run.queries + (kv_head * run.rows + run.first) * group * m.dim * 4
+            queries = run.queries + (kv_head * run.rows + run.first) * group * m.key_bytes
             to, done = run.scores + _at(run, m, kv_head) * stride + first * 4, 0
             while done < total:
                 tiles = (total - done + SCORED - 1) // SCORED
                 count = (total - done + tiles - 1) // tiles
-                query, out = queries + done * m.dim * 4, to + done * stride
-                _score_queries(count, query, keys + kv_head * m.dim * 4, places, end - first, m.dim, out, stride)
+                query, key, out = queries + done * m.key_bytes, keys + kv_head * m.key_bytes, to + done * stride
+                if m.key_bytes < m.dim * 4:
+                    _score_rounded(count, query, key, places, end - first, m.dim, out, stride)
+                else:
+                    _score_queries(count, query, key, places, end - first, m.dim, out, stride)
                 done += count
         first = end
 
@@ -211,7 +237,7 @@ def mix(b, m, w, run, columns, first, last, values):  # type: ignore[no-untyped-
                 count = (total - done + tiles - 1) // tiles
                 weights = run.scores + ((query + done) * b.span + first) * 4
                 to = run.mixed + ((query + done) * m.dim + strip % strips * LANES) * 4
-                _mix_queries(count, weights, b.span * 4, values + strip * LANES * 4, places, end - first, to, m.dim * 4)
+                _mix_queries(count, weights, b.span * 4, values + strip * LANES * 4, places + 8, end - first, to, m.dim * 4)
                 done += count
         first = end
 

@@ -1,8 +1,8 @@
 """The arithmetic of attention: scores of a few queries against cached keys, their weights, and sums of values by weight.
 
-A position is named by the byte offset of its row in a cache; lists of offsets lie in memory. "Queries" are the query heads of one KV
-head in any number of rows. Invariant: a score, a weight and a column of a sum are each one chain of operations that depends on its own
-query and its own positions alone, so how many queries or positions a tile takes changes no bit.
+A position is named by the byte offsets of its rows among the keys and the values; lists of such pairs lie in memory. "Queries" are the
+query heads of one KV head in any number of rows. Invariant: a score, a weight and a column of a sum are each one chain of operations that
+depends on its own query and its own positions alone, so how many queries or positions a tile takes changes no bit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from paceline.cpu.lanes import INT32, INT64, LANES, Emitter, floats
 WIDTH = 4  # lanes of a dot product
 SPAN = 4  # positions of a tile, at most WIDTH
 AHEAD = 16  # positions between what is read and what is asked for; lists of offsets must go on in memory for as many
+PLACE = 16  # bytes of a pair of offsets
 HAS_32_REGISTERS = platform.machine() in ("aarch64", "arm64")
 SCORED = 4 if HAS_32_REGISTERS else 3  # queries of a tile: with SPAN positions each, the sums stay in registers (5: 9 % slower, 6: 31 %)
 MIXED = 5 if HAS_32_REGISTERS else 3  # the same, with 16 columns each (3: 5 % slower, 6: 27 %)
@@ -29,9 +30,9 @@ POWER = (0.00015337577, 0.001339986, 0.00961852, 0.05550329, 0.24022646, 0.69314
 ROUNDING = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which then is the low bits
 
 
-def _offsets(emit: Emitter, cache: Any, places: Any, count: int) -> list[Any]:
-    """Addresses of the rows of `count` positions."""
-    return [emit.offset(cache, emit.load(emit.offset(places, 8 * p), INT64)) for p in range(count)]
+def addresses(emit: Emitter, cache: Any, places: Any, count: int) -> list[Any]:
+    """Of the rows of `count` positions."""
+    return [emit.offset(cache, emit.load(emit.offset(places, PLACE * p), INT64)) for p in range(count)]
 
 
 @intrinsic(prefer_literal=True)
@@ -44,8 +45,8 @@ def score_tile(_context: Any, num_queries: Any, span: Any, queries: Any, keys: A
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         queries, keys, places, dim, out, stride = arguments[2:]
         emit, wanted, width = Emitter(builder), range(num_queries.literal_value), span.literal_value
-        rows = _offsets(emit, keys, places, width)
-        soon = _offsets(emit, keys, emit.offset(places, 8 * AHEAD), width)
+        rows = addresses(emit, keys, places, width)
+        soon = addresses(emit, keys, emit.offset(places, PLACE * AHEAD), width)
         sums = [[emit.variable(emit.zeros(WIDTH)) for _ in rows] for _ in wanted]
         with emit.loop(builder.sdiv(dim, emit.const(LANES))) as turn:
             line = emit.times(turn, 4 * LANES)  # 64 bytes
@@ -67,7 +68,7 @@ def score_tile(_context: Any, num_queries: Any, span: Any, queries: Any, keys: A
 
 def _add_values(emit: Emitter, sums: list[Any], values: Any, place: Any, weights: list[Any], lane: int) -> None:
     """sums[q] += weights[q][lane] * values of the position whose offset is at `place`."""
-    emit.prefetch(emit.offset(values, emit.load(emit.offset(place, 8 * AHEAD), INT64)))
+    emit.prefetch(emit.offset(values, emit.load(emit.offset(place, PLACE * AHEAD), INT64)))
     value = emit.load(emit.offset(values, emit.load(place, INT64)), floats(LANES))
     for total, weight in zip(sums, weights, strict=True):
         emit.accumulate(total, emit.splat(weight, lane, LANES), value)
@@ -77,7 +78,7 @@ def _add_values(emit: Emitter, sums: list[Any], values: Any, place: Any, weights
 def mix_tile(
     _context: Any, num_queries: Any, weights: Any, weight_stride: Any, values: Any, places: Any, count: Any, out: Any, stride: Any
 ) -> Any:
-    """out[q, :16] += sum over positions of weights[q, p] * values[p, :16], in order."""
+    """out[q, :16] += sum over positions of weights[q, p] * values[p, :16], in order. `places` are the values' offsets."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weights, weight_stride, values, places, count, out, stride = arguments[1:]
@@ -89,12 +90,12 @@ def mix_tile(
         with emit.loop(spans) as turn:
             fours = [emit.load(emit.offset(row, emit.times(turn, 4 * SPAN)), floats(SPAN)) for row in rows]
             for p in range(SPAN):
-                _add_values(emit, sums, values, emit.offset(places, emit.times(turn, 8 * SPAN), 8 * p), fours, p)
+                _add_values(emit, sums, values, emit.offset(places, emit.times(turn, PLACE * SPAN), PLACE * p), fours, p)
         whole = emit.times(spans, SPAN)
         with emit.loop(builder.sub(count, whole)) as rest:
             p = builder.add(whole, rest)
             ones = [emit.load(emit.offset(row, emit.times(p, 4)), floats(1)) for row in rows]
-            _add_values(emit, sums, values, emit.offset(places, emit.times(p, 8)), ones, 0)
+            _add_values(emit, sums, values, emit.offset(places, emit.times(p, PLACE)), ones, 0)
         for total, target in zip(sums, targets, strict=True):
             emit.store(builder.load(total), target)
         return context.get_dummy_value()

@@ -62,7 +62,7 @@ class Profile:
 
 def profile_path(fingerprint: str, dtype: str, runner: Runner) -> Path:
     """One file for each model, type of weights, machine and number of threads."""
-    device = runner.kv.data.device
+    device = runner.kv.device
     place = [
         platform.machine(),
         platform.processor(),

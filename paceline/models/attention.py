@@ -24,6 +24,7 @@ class Heads(NamedTuple):
     eps: float
     scale: float
     window: int | None  # a row sees this many positions, itself included
+    is_rounded: bool = False  # queries and keys as int8 with a scale for each half, as the CPU kernels have them
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -31,6 +32,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * weight).to(x.dtype)
+
+
+def round_halves(x: torch.Tensor) -> torch.Tensor:
+    """x [..., dim] as paceline/cpu/key_tiles.py sees it; halves end at a multiple of 16."""
+    first = -(-x.shape[-1] // 32) * 16
+    return torch.cat([_rounded(part) for part in (x[..., :first], x[..., first:]) if part.shape[-1]], -1)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    top = x.abs().amax(-1, keepdim=True)
+    return (x * torch.where(top == 0, 0.0, 127.0 / top)).round() * (top / 127.0)
 
 
 class _Span(NamedTuple):
@@ -66,6 +78,8 @@ class TorchAttention:
             q, k = rms_norm(q, heads.norms[0], heads.eps), rms_norm(k, heads.norms[1], heads.eps)
         cos, sin = (table[self.batch.positions].to(q.dtype) for table in heads.tables)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if heads.is_rounded:
+            q, k = round_halves(q), round_halves(k)
         keys[self.batch.slots], values[self.batch.slots] = k.to(keys.dtype), v.to(values.dtype)
         return torch.cat([self._attend(q, keys, values, span, heads) for span in self.spans]).flatten(1)
 

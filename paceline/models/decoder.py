@@ -181,4 +181,4 @@ class _Builder:
             prefix = f"layers.{index}.self_attn."
             norms = (self.tensor(f"{prefix}q_norm.weight"), self.tensor(f"{prefix}k_norm.weight"))
         window = config.sliding_window if is_local else None
-        return Heads(self.local_tables if is_local else self.tables, norms, config.rms_eps, config.scale, window)
+        return Heads(self.local_tables if is_local else self.tables, norms, config.rms_eps, config.scale, window, self.bits < 32)

@@ -32,7 +32,7 @@ def chain_backend(head: Head, surroundings: Surroundings, steps: int) -> ChainBa
     if isinstance(config, MlpSpeculatorConfig):
         from paceline.models.mlp_head import TorchMlpHead
 
-        return TorchMlpHead(config, head.tensors, surroundings.checkpoint.tensor("norm.weight"), surroundings.runner.kv.data.device)
+        return TorchMlpHead(config, head.tensors, surroundings.checkpoint.tensor("norm.weight"), surroundings.runner.kv.device)
     assert isinstance(config, LayeredConfig)
     norm = surroundings.checkpoint.tensor("norm.weight") if isinstance(config, Eagle1Config) else None
     if is_compiled(decoder):
@@ -47,7 +47,7 @@ def chain_backend(head: Head, surroundings: Surroundings, steps: int) -> ChainBa
         return recorded
     from paceline.models.chain_head import TorchChainHead
 
-    return TorchChainHead(config, head.tensors, decoder, norm, surroundings.runner.kv.data.device)
+    return TorchChainHead(config, head.tensors, decoder, norm, surroundings.runner.kv.device)
 
 
 def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBackend:
@@ -65,7 +65,7 @@ def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBack
         return recorded
     from paceline.models.side_heads import TorchMedusaHead
 
-    return TorchMedusaHead(config, head.tensors, norm, surroundings.runner.kv.data.device)
+    return TorchMedusaHead(config, head.tensors, norm, surroundings.runner.kv.device)
 
 
 def block_backend(head: Head, surroundings: Surroundings, steps: int) -> BlockBackend:
@@ -83,7 +83,7 @@ def block_backend(head: Head, surroundings: Surroundings, steps: int) -> BlockBa
         return recorded
     from paceline.models.block_head import TorchBlockHead
 
-    return TorchBlockHead(config, head.tensors, decoder, surroundings.runner.kv.data.device)
+    return TorchBlockHead(config, head.tensors, decoder, surroundings.runner.kv.device)
 
 
 def _warm_up(backend: CudaChainHead | CudaBlockHead | CudaMedusaHead, steps: int) -> None:

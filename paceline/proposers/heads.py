@@ -75,7 +75,7 @@ class HeadDrafter:
         self.usual = self.head.config.first_accepted  # what a warning compares with
         self._vocab = surroundings.runner.config.vocab_size
         self._ids = self.head.tensors.get("draft_ids")
-        self._ids_there = None if self._ids is None else self._ids.to(surroundings.runner.kv.data.device)
+        self._ids_there = None if self._ids is None else self._ids.to(surroundings.runner.kv.device)
         self._offers_on_device = is_on_gpu(surroundings.runner.decoder)
         self._texts: dict[str, Text] = {}
 

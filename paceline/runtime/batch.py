@@ -56,7 +56,7 @@ def build(segments: Sequence[Segment], kv: KvCache) -> Batch:
                 picks = None
             else:
                 picks += [pick] * num_logits
-    return Batch(columns, BLOCK_SIZE, kv.data.device, picks or None)
+    return Batch(columns, BLOCK_SIZE, kv.device, picks or None)
 
 
 def _add_rows(columns: Columns, index: int, first: int, base: int, local: Sequence[int]) -> None:

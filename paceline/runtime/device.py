@@ -8,7 +8,9 @@ import platform
 import torch
 
 from paceline.errors import ConfigError
+from paceline.loaders.quantize import bits_of
 from paceline.models.config import ModelConfig
+from paceline.runtime.kv_cache import FLOATS, Kept
 
 SPARE_ON_GPU = 2**31  # bytes left for activations and graphs
 
@@ -26,17 +28,22 @@ def resolve(name: str) -> torch.device:
     return torch.device(name)
 
 
-def cache_dtype(device: torch.device, dtype: str, asked: str = "auto") -> torch.dtype:
-    """Of keys and values: as exact as the arithmetic of the pass, unless integers are asked for."""
+def cache_dtype(device: torch.device, dtype: str, asked: str = "auto", kernels: str = "exact") -> Kept:
+    """Of keys and values: as exact as the arithmetic of the pass, unless integers are asked for. On a CPU the keys of a quantized model
+    are integers, as its weights and activations are."""
     if asked not in ("auto", "int8"):
         raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
     if asked == "int8":
         if device.type == "cpu":
             raise ConfigError("kv_cache_dtype is 'int8', which only GPUs have; leave it out")
-        return torch.int8
-    if device.type == "cpu" or dtype == "float32":
-        return torch.float32
-    return torch.float16 if dtype == "float16" else torch.bfloat16
+        return Kept(torch.int8, torch.int8)
+    if device.type == "cpu":
+        has_integers = kernels == "exact" and bits_of(dtype) < 32
+        return Kept(torch.int8, torch.float32) if has_integers else FLOATS
+    if dtype == "float32":
+        return FLOATS
+    narrow = torch.float16 if dtype == "float16" else torch.bfloat16
+    return Kept(narrow, narrow)
 
 
 def free_memory(device: torch.device, model: ModelConfig, dtype: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,17 @@ from paceline.runtime.block_pool import BlockPool, block_names, chain_hash
 from paceline.types import Cached
 
 BLOCK_SIZE = 16
-SCALE_BYTES = 16  # after the integers of a head: its scale, float32, and nothing, so that rows stay aligned
+SCALE_BYTES = 16  # after the integers of a head: its scales, float32, and nothing, so that rows stay aligned
+
+
+class Kept(NamedTuple):
+    """How keys and values are kept. Integers have scales behind them, whose number is between those who write and read them."""
+
+    keys: torch.dtype
+    values: torch.dtype
+
+
+FLOATS = Kept(torch.float32, torch.float32)
 
 
 def row_width(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -27,13 +38,13 @@ def row_width(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
 
 
-def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * row_width(config, dtype) * dtype.itemsize
+def bytes_per_token(config: ModelConfig, kept: Kept) -> int:
+    return config.num_layers * config.num_kv_heads * sum(row_width(config, dtype) * dtype.itemsize for dtype in kept)
 
 
-def blocks_in(memory: int, config: ModelConfig, dtype: torch.dtype) -> int:
+def blocks_in(memory: int, config: ModelConfig, kept: Kept) -> int:
     """How many blocks fit into `memory` bytes."""
-    per_block = BLOCK_SIZE * bytes_per_token(config, dtype)
+    per_block = BLOCK_SIZE * bytes_per_token(config, kept)
     if memory < per_block * 2:
         raise ConfigError(f"kv_cache_memory is {memory:,} bytes, less than two blocks of {per_block:,}; give more")
     return memory // per_block
@@ -49,14 +60,16 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 class KvCache:
     def __init__(
-        self, config: ModelConfig, num_blocks: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-        has_spare: bool = False,
+        self, config: ModelConfig, num_blocks: int, *, device: torch.device | str = "cpu", kept: Kept = FLOATS, has_spare: bool = False,
     ) -> None:  # fmt: skip
         """`has_spare`: one block more than the pool gives out, into whose last slot the rows that fill up a CUDA graph write."""
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        shape = (config.num_layers, 2, (num_blocks + has_spare) * BLOCK_SIZE, config.num_kv_heads, row_width(config, dtype))
-        self.data = _zeros(shape, torch.device(device), dtype)
-        self.layers = [(self.data[i, 0], self.data[i, 1]) for i in range(config.num_layers)]
+        self.kept = kept
+        shape = (config.num_layers, (num_blocks + has_spare) * BLOCK_SIZE, config.num_kv_heads)
+        # each [layers, slots, KV heads, width]
+        self.keys, self.values = (_zeros((*shape, row_width(config, dtype)), torch.device(device), dtype) for dtype in kept)
+        self.device = self.keys.device
+        self.layers = list(zip(self.keys, self.values, strict=True))
 
     def slots(self, cached: Cached, start: int, end: int) -> list[int]:
         return [cached.blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start, end)]
@@ -97,7 +110,8 @@ class KvCache:
             moves = [(first + node, first + i) for i, node in enumerate(path) if node != i]
             source = [self.slots(cached, s, s + 1)[0] for s, _ in moves]
             target = [self.slots(cached, t, t + 1)[0] for _, t in moves]
-            self.data[:, :, target] = self.data[:, :, source]  # the right side is gathered before anything is written
+            for data in (self.keys, self.values):
+                data[:, target] = data[:, source]  # the right side is gathered before anything is written
         cached.num_cached = first + len(path)
 
     def trim(self, cached: Cached) -> None:
@@ -154,7 +168,8 @@ class KvCache:
 
     def _copy_block(self, source: int, target: int) -> None:
         a, b = source * BLOCK_SIZE, target * BLOCK_SIZE
-        self.data[:, :, b : b + BLOCK_SIZE] = self.data[:, :, a : a + BLOCK_SIZE]
+        for data in (self.keys, self.values):
+            data[:, b : b + BLOCK_SIZE] = data[:, a : a + BLOCK_SIZE]
 
     def waste(self, sequences: Sequence[Cached]) -> float:
         """The share of allocated slots that hold no token."""

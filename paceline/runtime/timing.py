@@ -35,7 +35,8 @@ class Timed:
         is_reserved = runner.kv.reserve(self._cache, self.room)
         assert is_reserved, "as many blocks as are free can be had"
         for block in self._cache.blocks:  # memory that was never written may not be there yet
-            runner.kv.data[:, :, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
+            for data in (runner.kv.keys, runner.kv.values):
+                data[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
 
     def seconds(self, rows: int, context: int = 0) -> float:
         self._cache.num_cached = context
@@ -52,7 +53,7 @@ class Timed:
 
 def measure(runner: Runner, seconds: float = 0.3) -> Timings:
     """As far as the time goes: every row count once at least where passes are short, the smallest ones where they are long."""
-    rows_of_interest = ROWS if runner.kv.data.device.type == "cpu" else ROWS_ON_GPU
+    rows_of_interest = ROWS if runner.kv.device.type == "cpu" else ROWS_ON_GPU
     passes = Timed(runner, CONTEXT + max(rows_of_interest))
     try:
         sizes = [n for n in rows_of_interest if n <= passes.room]

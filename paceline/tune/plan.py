@@ -19,6 +19,7 @@ from paceline.tune.hardware import Hardware
 # Bytes a weight: int8 has a scale of 2 bytes for each 64 weights, int4 a scale and a minimum for each 32.
 WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 KV_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+KEY_SCALES = 16  # bytes, as in runtime/kv_cache.py
 MOST_K = 32  # drafts longer than this are not looked at
 MOST_ROWS = 1 << 20
 TOKENS_A_PARAMETER = 20  # of training text, where compute is spent best (Hoffmann et al. 2022)
@@ -89,7 +90,14 @@ class Footing:
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * KV_WIDTHS[self.kv_dtype]
+        return self.config.num_layers * self.config.num_kv_heads * self._head_bytes
+
+    @cached_property
+    def _head_bytes(self) -> int:
+        """Of the key and the value of one head. Where activations are integers, so are the keys of quantized models, with scales."""
+        value = self.config.head_dim * KV_WIDTHS[self.kv_dtype]
+        has_integers = self.hardware.int8_flops is not None and self.dtype in ("int8", "int4")
+        return value + (self.config.head_dim + KEY_SCALES if has_integers else value)
 
     @property
     def kv_bytes(self) -> int:
@@ -105,7 +113,7 @@ class Footing:
         """Of a pass with so many rows for each sequence."""
         config = self.config
         seen = self._seen(self.context + num_rows)
-        kv = seen * 2 * config.num_kv_heads * config.head_dim * KV_WIDTHS[self.kv_dtype]
+        kv = seen * config.num_kv_heads * self._head_bytes
         rows = self.batch * num_rows
         return Work(
             num_bytes=self.bytes_read + self.batch * kv,

@@ -88,7 +88,7 @@ def runner(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE, role: str = 
 @functools.cache
 def kv_cache(num_blocks: int, seed: int, dtype: str, role: str) -> KvCache:
     """On a GPU used again, since graphs are recorded for a cache; every test leaves it empty."""
-    return KvCache(CONFIG, num_blocks, device=DEVICE, dtype=cache_dtype(DEVICE, dtype), has_spare=DEVICE.type == "cuda")
+    return KvCache(CONFIG, num_blocks, device=DEVICE, kept=cache_dtype(DEVICE, dtype), has_spare=DEVICE.type == "cuda")
 
 
 @functools.cache
