@@ -1,4 +1,5 @@
-"""Tokens a second by the number of requests at once: plain decoding, `auto`, and a fixed K = 4, taking turns on the same model.
+"""Tokens a second by the number of requests at once: plain decoding, `auto` with and without the shipped head, and a fixed K = 4 of
+suffix matching, taking turns on the same model.
 
     python scripts/concurrency.py --levels 1,2,4,8,16,32 --plot docs/images/concurrency_cpu.png
     python scripts/concurrency.py --device cuda --levels 1,2,4,8,16,32,64,128 --plot docs/images/concurrency_gpu.png
@@ -24,8 +25,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.plan import FixedPolicy
 from paceline.engine.policy import AutoPolicy
 from paceline.prompts import load
-from paceline.proposers import registry
-from paceline.proposers.suffix import Suffix
+from paceline.proposers import registry, shipped
 
 K = 4
 
@@ -40,13 +40,16 @@ def prompts_of(llm: LLM, path: Path | None) -> list[list[int]]:
 def engines_of(llm: LLM, costs: CostModel) -> dict[str, Engine]:
     """Each with a drafter of its own, new for each level: an answer given before would be known when the same prompt comes again."""
     runner, config = llm.engine.runner, llm.engine.config
-    free, fixed = (Suffix(registry.parse(options)[1]) for options in (registry.AUTO[0], {"method": "suffix", "num_speculative_tokens": K}))
-    policy = AutoPolicy([free], costs.fresh(), has_trees=runner.decoder.checks_trees)
-    return {
-        "plain": Engine(runner, None, config),
-        "auto": Engine(runner, free, config, policy),
-        f"fixed K = {K}": Engine(runner, fixed, config, FixedPolicy(fixed, K)),
-    }
+    head = shipped.shipped_head(llm.checkpoint, True)
+    fixed = registry.create(*registry.parse({"method": "suffix", "num_speculative_tokens": K}), llm.surroundings)
+
+    def auto(*options: Any) -> Engine:
+        drafters = [registry.create(*registry.parse(each), llm.surroundings) for each in options]
+        return Engine(runner, drafters[0], config, AutoPolicy(drafters, costs.fresh(), has_trees=runner.decoder.checks_trees))
+
+    engines = {"plain": Engine(runner, None, config), "auto, training-free": auto(*registry.AUTO)}
+    engines |= {} if head is None else {"auto": auto(*registry.AUTO, head)}
+    return engines | {f"fixed K = {K}": Engine(runner, fixed, config, FixedPolicy(fixed, K))}
 
 
 def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], level: int, tokens: int, waves: int) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], leve
     for number in range(waves + 1):
         chosen = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
         texts = {}
-        for name in names[number % 3 :] + names[: number % 3]:
+        for name in names[number % len(names) :] + names[: number % len(names)]:
             speed, texts[name] = wave(llm, engines[name], chosen, params)
             if number:  # the first warms up: kernels, graphs, what the policy knows of this level
                 speeds[name].append(speed)
@@ -78,7 +81,7 @@ def plot(records: list[dict[str, Any]], title: str, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     levels = [record["concurrency"] for record in records]
-    for name, colour in zip(records[0]["ratio"], ("#777777", "#0a7d4b", "#c2571a"), strict=True):
+    for name, colour in zip(records[0]["ratio"], ("#777777", "#5aa9e6", "#0a7d4b", "#c2571a"), strict=False):
         axes.plot(levels, [record["ratio"][name] for record in records], marker="o", label=name, color=colour)
     axes.set(xscale="log", xticks=levels, xticklabels=levels, xlabel="requests at once", ylabel="speed over plain decoding", title=title)
     axes.minorticks_off()

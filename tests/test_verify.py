@@ -39,7 +39,9 @@ def tiny(tiny: LLM, tiny_folder: Path) -> str:
 @pytest.fixture(scope="module")
 def landscape(tiny: str) -> distribution.Landscape:
     with LLM(tiny) as llm:
-        return distribution.survey(llm)
+        found = distribution.survey(llm)
+    assert (found.target[()].isfinite() & found.draft[()].isfinite()).any(), "what is drafted must be on the map, or nothing is judged"
+    return found
 
 
 def run_verify(tiny: str, folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:

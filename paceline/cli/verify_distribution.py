@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 TEXT = "On the way to the market we met a"
-NUM_SEEN_BY_DRAFT = 3  # tokens
+NUM_SEEN_BY_DRAFT = 3  # tokens at least
 DEPTH = 3  # tokens a sample
 WIDTH = 4  # tokens the target may choose from at each place
 NUM_SAMPLES = 2000
@@ -64,16 +64,24 @@ class Landscape:
 def survey(llm: LLM) -> Landscape:
     """Ask the model for its logits along every likely path, as the log-probabilities that `generate` reports."""
     context = llm.tokenizer.encode(TEXT)
+    seen = _seen_by_draft(llm, context)
     target: dict[Path, list[tuple[int, float]]] = {}
     draft: dict[Path, list[tuple[int, float]]] = {}
     paths: list[Path] = [()]
     for _ in range(DEPTH):
         target.update(zip(paths, _likely(llm, [[*context, *path] for path in paths]), strict=True))
-        draft.update(zip(paths, _likely(llm, [[*context[-NUM_SEEN_BY_DRAFT:], *path] for path in paths]), strict=True))
+        draft.update(zip(paths, _likely(llm, [[*seen, *path] for path in paths]), strict=True))
         paths = [(*path, token) for path in paths for token, _ in target[path]]
     ids = sorted({token for row in chain(target.values(), draft.values()) for token, _ in row})
     number = {token: i for i, token in enumerate(ids)}
     return Landscape(_renumbered(target, number), _renumbered(draft, number), len(ids))
+
+
+def _seen_by_draft(llm: LLM, context: list[int]) -> list[int]:
+    """The shortest end of the context after which a token is likely that is also likely after all of it: else nothing would be kept."""
+    ends = [context[-count:] for count in range(min(NUM_SEEN_BY_DRAFT, len(context)), len(context) + 1)]
+    rows = [{token for token, _ in row} for row in _likely(llm, ends)]
+    return next(end for end, row in zip(ends, rows, strict=True) if row & rows[-1])
 
 
 def _likely(llm: LLM, contexts: list[list[int]]) -> list[list[tuple[int, float]]]:

@@ -146,9 +146,9 @@ def test_penalties_change_the_text(client: openai.OpenAI) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         assert complete(client, logprobs=0, **forced, **{name: 2.0}).choices[0].logprobs.tokens == plain  # 2 of 50 is not enough
     # A bias that the penalty can overcome.
-    likely = complete(client, max_tokens=24, frequency_penalty=2.0, logprobs=0, extra_body={"ignore_eos": True}).choices[0].logprobs.tokens
-    free = complete(client, max_tokens=24, logprobs=0, extra_body={"ignore_eos": True}).choices[0].logprobs.tokens
-    assert len(set(likely)) > len(set(free))
+    forced = {"logit_bias": {str(token): 20.0}, "max_tokens": 24, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+    likely, free = (complete(client, **forced, **more).choices[0].logprobs.tokens for more in ({"frequency_penalty": 2.0}, {}))
+    assert len(set(likely)) > len(set(free)) == 1
 
 
 def test_vllm_extras(client: openai.OpenAI) -> None:
@@ -156,7 +156,12 @@ def test_vllm_extras(client: openai.OpenAI) -> None:
     one = complete(client, temperature=1, seed=3, extra_body={"top_k": 1}).choices[0].text
     sure = complete(client, temperature=1, seed=3, extra_body={"min_p": 1.0}).choices[0].text
     assert one == sure == greedy
-    assert complete(client, extra_body={"repetition_penalty": 50.0}).choices[0].text != greedy
+    long = {"max_tokens": 96, "logprobs": 0}  # long enough for something to come again
+    tokens, others = (
+        complete(client, **long, extra_body={"ignore_eos": True, **more}).choices[0].logprobs.tokens
+        for more in ({}, {"repetition_penalty": 50.0})
+    )
+    assert len(set(tokens)) < len(set(others))
     some = complete(client, temperature=1, seed=3, logprobs=0, extra_body={"allowed_token_ids": [70, 71]}).choices[0].logprobs.tokens
     assert len(set(some)) <= 2
     assert complete(client, extra_body={"stop_token_ids": list(range(384))}).usage.completion_tokens == 1
