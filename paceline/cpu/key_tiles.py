@@ -14,11 +14,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from paceline.cpu.features import VARIANT
-from paceline.cpu.lanes import FLOAT, INT32, LANES, Emitter, bytes_, floats
+from paceline.cpu.lanes import FLOAT, INT32, LANES, MAGIC, MAGIC_BITS, Emitter, bytes_, floats
 from paceline.cpu.tiles import AHEAD, PLACE, SPAN, addresses
 
 TAIL = 16  # bytes after the integers of a head
-MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0  # 1.5 * 2**23: adding a small number rounds it, and leaves it in the low bits
 SUMS = ir.VectorType(INT32, 4)
 
 

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
+MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0  # 1.5 * 2**23: adding a small number rounds it, and leaves it in the low bits
 LANES = 16  # output rows in a tile; four NEON, two AVX2 or one AVX-512 register
 
 
@@ -163,7 +164,6 @@ float_pointer = _pointer_to(types.float32)  # for numba.carray
 int_pointer = _pointer_to(types.int64)
 byte_pointer = _pointer_to(types.int8)
 word_pointer = _pointer_to(types.int32)
-double_pointer = _pointer_to(types.float64)
 double_pointer = _pointer_to(types.float64)
 seed_pointer = _pointer_to(types.uint64)
 

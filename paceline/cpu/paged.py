@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from paceline.cpu.compile import piece
+from paceline.cpu.compile import piece, unrolled
 from paceline.cpu.key_tiles import TAIL, score_rounded
 from paceline.cpu.lanes import LANES, float_pointer, int_pointer
 from paceline.cpu.tiles import LOWEST, MIXED, PLACE, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
@@ -133,42 +133,33 @@ def _places(b, w, run, first, last):  # type: ignore[no-untyped-def]
     return w.paths + (run.first * (b.rows + 1) + first - run.prefix) * PLACE, last
 
 
-@piece
-def _score_queries(count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
-    """`count` queries, SCORED at most, over some positions."""
+@unrolled
+def _score_tiles(tile, size, count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
+    """`count` queries of `size` bytes, SCORED at most, over some positions."""
     whole = positions // SPAN * SPAN
     for p in range(0, whole, SPAN):
         at, to = places + p * PLACE, out + p * 4
         if count == 1:
-            score_tile(1, 4, queries, keys, at, dim, to, stride)
+            tile(1, 4, queries, keys, at, dim, to, stride)
         elif count == 2:
-            score_tile(2, 4, queries, keys, at, dim, to, stride)
+            tile(2, 4, queries, keys, at, dim, to, stride)
         elif count == 3:
-            score_tile(3, 4, queries, keys, at, dim, to, stride)
+            tile(3, 4, queries, keys, at, dim, to, stride)
         else:
-            score_tile(4, 4, queries, keys, at, dim, to, stride)
+            tile(4, 4, queries, keys, at, dim, to, stride)
     for p in range(whole, positions):
         for q in range(count):
-            score_tile(1, 1, queries + q * dim * 4, keys, places + p * PLACE, dim, out + q * stride + p * 4, stride)
+            tile(1, 1, queries + q * size, keys, places + p * PLACE, dim, out + q * stride + p * 4, stride)
+
+
+@piece
+def _score_floats(count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
+    _score_tiles(score_tile, dim * 4, count, queries, keys, places, positions, dim, out, stride)
 
 
 @piece
 def _score_rounded(count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
-    """The same from integers."""
-    whole = positions // SPAN * SPAN
-    for p in range(0, whole, SPAN):
-        at, to = places + p * PLACE, out + p * 4
-        if count == 1:
-            score_rounded(1, 4, queries, keys, at, dim, to, stride)
-        elif count == 2:
-            score_rounded(2, 4, queries, keys, at, dim, to, stride)
-        elif count == 3:
-            score_rounded(3, 4, queries, keys, at, dim, to, stride)
-        else:
-            score_rounded(4, 4, queries, keys, at, dim, to, stride)
-    for p in range(whole, positions):
-        for q in range(count):
-            score_rounded(1, 1, queries + q * (dim + TAIL), keys, places + p * PLACE, dim, out + q * stride + p * 4, stride)
+    _score_tiles(score_rounded, dim + TAIL, count, queries, keys, places, positions, dim, out, stride)
 
 
 @piece
@@ -203,7 +194,7 @@ def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped
                 if m.key_bytes < m.dim * 4:
                     _score_rounded(count, query, key, places, end - first, m.dim, out, stride)
                 else:
-                    _score_queries(count, query, key, places, end - first, m.dim, out, stride)
+                    _score_floats(count, query, key, places, end - first, m.dim, out, stride)
                 done += count
         first = end
 

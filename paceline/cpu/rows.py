@@ -15,12 +15,11 @@ from numba.extending import intrinsic
 
 from paceline.cpu.compile import piece
 from paceline.cpu.dots import BLOCK, GROUP, ROWS, SCALE_SHIFT
-from paceline.cpu.lanes import FLOAT, INT32, LANES, Emitter, byte_pointer, float_pointer, floats, fma
+from paceline.cpu.lanes import FLOAT, INT32, LANES, MAGIC, MAGIC_BITS, Emitter, byte_pointer, float_pointer, floats, fma
 
 ONE = np.float32(1)
 DOT_ROWS, GROUP_8, GROUP_4, BLOCK_8, BLOCK_4 = ROWS, GROUP[8], GROUP[4], BLOCK[8], BLOCK[4]
 WIDTH = 4
-MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0  # 1.5 * 2**23: adding a small number rounds it, and leaves it in the low bits
 REBASE = float(2.0**SCALE_SHIFT)
 
 
