@@ -238,6 +238,7 @@ class Output(NamedTuple):
     hidden: dict[int, torch.Tensor]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
     picked: Sequence[int] | None = None  # [L]: the tokens chosen on the device, -1 where the logits are not finite
     top: torch.Tensor | None = None  # [L, k] int64: the most likely tokens, if asked for, best first
+    is_first: bool = False  # of its shape: something was recorded for it, and the time it took says nothing
 
 
 class Needs(NamedTuple):

@@ -4,9 +4,9 @@ suffix matching, taking turns on the same model.
     python scripts/concurrency.py --levels 1,2,4,8,16,32 --plot docs/images/concurrency_cpu.png
     python scripts/concurrency.py --device cuda --levels 1,2,4,8,16,32,64,128 --plot docs/images/concurrency_gpu.png
 
-A wave is so many requests with prompts of their own, all writing as many tokens; the reading of the prompts is not counted. Every engine
-reads the same waves, in an order that turns round, and each level's figure is the median over waves of the ratio to plain decoding in the
-same wave. Invariant: greedy texts are compared with plain decoding's, and on a CPU a single different token is an error.
+A wave is so many requests with prompts of their own, all writing as many tokens, timed while all of them are. Every engine reads the same
+waves, in an order that turns round, and each level's figure is the speed over all of them, over plain decoding's. Invariant: greedy
+texts are compared with plain decoding's, and on a CPU a single different token is an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 from waves import wave
@@ -64,12 +64,14 @@ def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], leve
             if number:  # the first warms up: kernels, graphs, what the policy knows of this level
                 speeds[name].append(speed)
         different += sum(a != b for name in names for a, b in zip(texts[name], texts["plain"], strict=True))
-    ratios = {name: round(median(a / b for a, b in zip(speeds[name], speeds["plain"], strict=True)), 3) for name in names}
+    ratios = {name: round(mean(speeds[name]) / mean(speeds["plain"]), 3) for name in names}
     return {
         "concurrency": level,
-        "tokens_per_s": {n: round(median(v), 1) for n, v in speeds.items()},
+        "tokens_per_s": {n: round(mean(v), 1) for n, v in speeds.items()},
         "ratio": ratios,
         "different": different,
+        "phases_ms": {name: {phase: round(1e3 * s, 1) for phase, s in engine.phases.to_dict().items()} for name, engine in engines.items()},
+        "steps": {name: dict(sorted(engine.totals.lengths.items())) for name, engine in engines.items()},
     }
 
 
@@ -106,7 +108,7 @@ def main() -> None:
     with LLM(asked.model, device=asked.device, max_num_seqs=max(levels), max_model_len=1536, progress=False) as llm:
         prompts, records, costs = prompts_of(llm, asked.prompts), [], llm.engine.policy.costs
         for level in levels:
-            records.append(measure(llm, engines_of(llm, costs), prompts, level, asked.tokens, max(asked.waves, 8 // level)))
+            records.append(measure(llm, engines_of(llm, costs), prompts, level, asked.tokens, max(asked.waves, 16 // level)))
             print(json.dumps(records[-1]), flush=True)
             if llm.engine.runner.decoder.is_exact and records[-1]["different"]:
                 raise SystemExit("a text differs from plain decoding's")

@@ -76,7 +76,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=560, help="of this call")
     parser.add_argument("--schedule-seconds", type=float, help="of the whole training, where it is resumed (default: --seconds)")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--start", type=Path, help="a head to start from")
+    parser.add_argument("--start", type=Path, help="a head to start from, or a folder with one for each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bits", type=int, default=8, choices=(8, 16))
     parser.add_argument("--evaluate", type=Path, nargs="*", default=[], help="shards that acceptance is measured on at the end")

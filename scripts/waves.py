@@ -1,4 +1,8 @@
-"""Requests that decode together, timed from when the last of them has its first token; shared by the scripts that measure batches."""
+"""Requests that decode together, timed while all of them do; shared by the scripts that measure batches.
+
+From when the last of them has its first token to when the first of them ends: whoever is ahead leaves room that the next request would
+take, and a wave that is running out of requests says nothing about so many at once.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,18 @@ from paceline.engine.engine import Engine
 
 
 def wave(llm: LLM, engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
-    """Tokens a second, the reading of the prompts not counted, and the texts."""
+    """Tokens a second while all are running, and the texts."""
     llm.engine = engine
     requests = [request for prompt in prompts for request in llm._requests(prompt, params)]
     llm._add(requests)
     while any(request.num_output == 0 for request in requests):
         llm._pump()
     before, started = sum(request.num_output for request in requests), time.perf_counter()
-    while not all(request.is_finished for request in requests):
+    while not any(request.is_finished for request in requests):
         llm._pump()
     speed = (sum(request.num_output for request in requests) - before) / (time.perf_counter() - started)
+    while not all(request.is_finished for request in requests):
+        llm._pump()
     for request in requests:
         llm._drop(request)
     return speed, [request.output for request in requests]

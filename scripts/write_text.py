@@ -141,14 +141,14 @@ def dialogue(voice: Voice, material: Material) -> Conversation:
 
 
 KINDS: tuple[tuple[float, Callable[[Voice, Material], Conversation]], ...] = (
-    (0.14, lambda v, m: chat(v, [v.draw.choice(m.prompts)])),
+    (0.12, lambda v, m: chat(v, [v.draw.choice(m.prompts)])),
     (0.20, lambda v, m: invented(v, v.draw.choice((1, 1, 1, 2, 3)))),
-    (0.06, dialogue),
-    (0.08, question),
-    (0.10, lambda v, m: chat(v, [v.draw.choice(m.math) if v.draw.random() < 0.3 else other_numbers(v.draw.choice(m.math), v.draw)])),
-    (0.12, lambda v, m: chat(v, [v.draw.choice(SUMMARIES).format(m.article(v.draw))])),
+    (0.04, dialogue),
+    (0.14, question),
+    (0.06, lambda v, m: chat(v, [v.draw.choice(m.math) if v.draw.random() < 0.3 else other_numbers(v.draw.choice(m.math), v.draw)])),
+    (0.16, lambda v, m: chat(v, [v.draw.choice(SUMMARIES).format(m.article(v.draw))])),
     (0.10, retrieval),
-    (0.07, translation),
+    (0.05, translation),
     (0.02, of_passage),
     (0.05, lambda v, m: chat(v, [f"{v.draw.choice(REWRITES)}\n\n{v.draw.choice(m.passages)}"])),
     (0.02, lambda v, m: raw(v, v.draw.choice(m.passages)[: v.draw.randint(40, 400)])),

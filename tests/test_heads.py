@@ -13,6 +13,7 @@ from paceline.cpu.block_head import BlockHead
 from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.medusa import MedusaHead
 from paceline.engine.engine import Engine
+from paceline.engine.plan import FixedPolicy
 from paceline.models.attention import rms_norm
 from paceline.models.block_head import TorchBlockHead
 from paceline.models.chain_head import TorchChainHead
@@ -293,6 +294,27 @@ def test_a_text_found_in_the_cache_starts_with_what_was_read_of_another(kind: st
     assert engine.scheduler.num_prefix_hits >= 48
     read: Any = drafter._library.reads[second.id]  # type: ignore[attr-defined]
     assert read.count >= second.num_tokens - 3
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_two_texts_that_are_first_asked_about_together_may_begin_with_each_others_rows(kind: str) -> None:
+    """The second's prompt is in the cache, and nothing has been read of the first yet when both are asked about in one call."""
+    shared, params = prompts(1, low=60, high=60, seed=9)[0], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    options = {"method": kind, "model": random_head(kind, TARGET, draft_vocab=40), "num_speculative_tokens": 3}
+
+    def first_draft(is_asked_at_once: bool) -> Any:
+        drafter = registry.create(*registry.parse(options), _surroundings())
+        engine = engine_with(drafter, target_dtype="int8", num_speculative_tokens=3)
+        first, second = request_of([*shared, 1, 2], params), request_of([*shared, 3], params)
+        engine.add(first)
+        engine.policy = FixedPolicy(drafter, 3 if is_asked_at_once else 0)
+        engine.step()
+        engine.add(second)
+        engine.step()
+        assert engine.scheduler.num_prefix_hits >= 48
+        return drafter.propose([first, second], [3, 3])[1]
+
+    assert first_draft(False) == first_draft(True)
 
 
 def test_heads_run_beside_a_target_in_torch(torch_target: Decoder) -> None:

@@ -292,7 +292,7 @@ def test_both_together_are_not_slower_than_either() -> None:
             "model": Skilled(lambda r, p: sometimes(0.6)(r, p + 10**6), 0.6, 0.3, is_free=False, name="model"),
         }
         world = auto(CPU, *(known[name] for name in names))
-        for _ in range(4):
+        for _ in range(20):  # of few requests some are luckier than others
             world.run(1, 200)
         return speed(world)
 
@@ -357,3 +357,33 @@ def test_a_drafter_that_is_never_right_is_reported_once() -> None:
             suspicion.note("head", False)
             suspicion.note("ngram", i % 20 == 0)
     assert [str(warning.message).split(" times")[0] for warning in caught] == ["the drafter head was right 0"]
+
+
+def test_a_model_that_does_not_pay_for_so_many_requests_sleeps_and_wakes_when_they_leave() -> None:
+    head = Skilled(lambda request, position: position % 8 < 5, claim=0.62, seconds=0.4, is_free=False, length=4)
+    world = auto(CPU, head)
+    requests = [world.new_request() for _ in range(8)]
+    for _ in range(100):
+        world.step(requests)
+    before = head.num_asked
+    plan = world.policy.plan([Turn(request, 1, draft_limit=64) for request in requests])
+    assert plan.asleep == {0}
+    assert not plan.asks or not plan.asks[0]
+    for _ in range(100):
+        world.step(requests)
+    assert head.num_asked == before
+    for _ in range(40):
+        world.step(requests[:1])
+    assert not world.policy.plan([Turn(requests[0], 1, draft_limit=64)]).asleep
+    assert head.num_asked > before + 30
+
+
+def test_a_sleeping_model_is_woken_now_and_then() -> None:
+    head = Skilled(lambda request, position: True, claim=0.05, seconds=0.4, is_free=False, length=4)
+    world = auto(FLAT, head, profile=STEEP)
+    requests = [world.new_request() for _ in range(8)]
+    awake = 0
+    for _ in range(1200):
+        awake += not world.policy.plan([Turn(request, 1, draft_limit=64) for request in requests]).asleep
+        world.step(requests)
+    assert awake > 100, "and then it pays"

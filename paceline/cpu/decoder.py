@@ -70,6 +70,10 @@ class CpuDecoder:
         return True
 
     @property
+    def runs_by_itself(self) -> bool:
+        return False
+
+    @property
     def is_exact(self) -> bool:
         return True
 

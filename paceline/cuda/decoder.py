@@ -36,6 +36,32 @@ class _Task(NamedTuple):
     has_picks: bool
 
 
+class Picked(Sequence[int]):
+    """Tokens on their way from the device: whoever looks first waits for them, the one time in a step."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        is_there = tokens.device.type == "cpu"
+        self._host = tokens if is_there else torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        self._arrival = None if is_there else torch.cuda.Event()
+        self._tokens: list[int] | None = None
+        if self._arrival is not None:  # the copy is in line before whatever overwrites the tokens
+            self._host.copy_(tokens, non_blocking=True)
+            self._arrival.record()
+
+    def _read(self) -> list[int]:
+        if self._tokens is None:
+            if self._arrival is not None:
+                self._arrival.synchronize()
+            self._tokens = self._host.tolist()
+        return self._tokens
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+
 class CudaDecoder:
     """Built by `CudaDecoder.load`."""
 
@@ -69,6 +95,10 @@ class CudaDecoder:
         return not self.is_exact
 
     @property
+    def runs_by_itself(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def num_bytes(self) -> int:
         matrices = [matrix for layer in self.weights.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return sum(matrix.num_bytes for matrix in (*matrices, self.weights.head))
@@ -82,7 +112,9 @@ class CudaDecoder:
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         columns = batch.columns
         task = _Task(bucket_for(columns), depth, tuple(dict.fromkeys(hidden_layers)), batch.picks is not None)
+        is_first = False
         if task.bucket.rows <= MAX_GRAPH_ROWS and len(columns.rows) == len(columns.slots):
+            is_first = (task, id(kv)) not in self._graphs
             recording, (inputs, _) = self._graphs.get((task, id(kv)), lambda: self._prepare_graph(task, kv))
             inputs.fill(columns, batch.picks)
             recording.replay()
@@ -93,8 +125,8 @@ class CudaDecoder:
             logits, picked, hidden = run()
         count, num_rows = len(columns.rows), len(columns.slots)
         kept = hidden[:, :num_rows].clone() if hidden is not None else ()
-        chosen = picked[:count].tolist() if picked is not None else None  # waits for the device: the one time in a step
-        return Output(logits[:count], dict(zip(task.hidden_layers, kept, strict=True)), chosen)
+        chosen = None if picked is None else Picked(picked[:count])
+        return Output(logits[:count], dict(zip(task.hidden_layers, kept, strict=True)), chosen, is_first=is_first)
 
     def _prepare_graph(self, task: _Task, kv: Sequence[LayerCache]) -> tuple[Callable[[], Any], tuple[Inputs, Sequence[LayerCache]]]:
         """Kept beside the recording: its inputs, and the cache, since another at the same address would be taken for it."""

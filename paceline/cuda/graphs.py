@@ -6,6 +6,7 @@ addresses and are overwritten by the next replay of any recording, since all sha
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 LIMIT = 64  # recordings kept; the one not used for longest goes first
-WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries make their plans
+WARM_UPS = 1  # runs before a capture: kernels are compiled, which a capture does not allow
 
 Run = Callable[[], Any]  # launches kernels, returns the tensors they write
 Capture = Callable[[Run], "Recording"]
@@ -38,8 +39,14 @@ class CudaCapture:
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = run()
+        was_collecting = gc.isenabled()
+        gc.disable()  # pinned memory that is collected notes an event, and no event may be noted while a graph is captured
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                outputs = run()
+        finally:
+            if was_collecting:
+                gc.enable()
         return Recording(graph.replay, outputs)
 
 
@@ -52,6 +59,9 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._recordings)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._recordings
 
     def get(self, key: Hashable, make: Callable[[], tuple[Run, Any]]) -> tuple[Recording, Any]:
         """The recording of a key and what `make` gave along with it (its inputs); `make` says what to record if there is none."""

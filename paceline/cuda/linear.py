@@ -24,6 +24,7 @@ Activation = Literal["silu", "gelu_tanh"]
 FUSED_ROWS = 256  # with more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies
 _ENOUGH = 200  # programs that fill a device, three for every two multiprocessors
 _SHORTEST = 512  # inputs of a part of K, at least
+_AHEAD = 2  # groups of 16-bit weights asked for before the kernel that computes x has ended; more, or small integers: slower
 _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembly
 
 
@@ -139,7 +140,8 @@ def _multiply(
         x, weight.packed, weight.scales, bias, out, num_rows, num_outputs, width, rows, groups, splits, row_step, group_step,
         BITS=weight.bits, GROUP=weight.group, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, STAGES=tile.stages,
         WHOLE=width % weight.group == 0, FILLED=size % per_tile == 0,
-        ASSEMBLY=x.dtype == torch.bfloat16 and not _INTERPRETED, ACTIVATION=activation, UNROLL=tile.unroll, num_warps=tile.warps, **LAUNCH,
+        ASSEMBLY=x.dtype == torch.bfloat16 and not _INTERPRETED, ACTIVATION=activation, UNROLL=tile.unroll,
+        AHEAD=_AHEAD if weight.bits == 16 and width % weight.group == 0 else 0, num_warps=tile.warps, **LAUNCH,
     )  # fmt: skip
 
 

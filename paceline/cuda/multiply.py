@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.cuda.overlap import let_next_start, wait_for_previous
+from paceline.cuda.overlap import OVERLAPS, let_next_start, wait_for_previous
 from paceline.cuda.rows import added_up
 
 _FOUR = tl.constexpr("""{
@@ -42,6 +42,9 @@ _TWO = tl.constexpr("""{
     sub.rn.bf16x2 a, a, b;
     fma.rn.bf16x2 $1, a, $3, z;
 }""")  # 128 + the low seven bits, less 128 or, where the sign bit is set, 256
+
+
+_FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
 
 
 @triton.jit
@@ -97,6 +100,13 @@ def _rows_of_tile(tile: tl.tensor, num_outputs: tl.tensor, BLOCK_N: tl.constexpr
 
 
 @triton.jit
+def _fetch(lines: tl.tensor, size: tl.tensor) -> None:
+    """Into the second-level cache: `size` bytes from each of the addresses on, all multiples of 16."""
+    sizes = tl.zeros(lines.shape, tl.int32) + size
+    tl.inline_asm_elementwise(_FETCH, "=r,l,r", [lines.to(tl.int64), sizes], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """Like cuda/rows.py: (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a sigmoid."""
     steepness = gate if ACTIVATION == "silu" else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -110,6 +120,7 @@ def multiply(
     row_step: tl.tensor, group_step: tl.tensor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or [T, N / 2] if gated."""
     WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
@@ -121,6 +132,8 @@ def multiply(
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     first, end = groups * split // splits, groups * (split + 1) // splits
     FEW: tl.constexpr = BLOCK_T == 8 and BITS < 16  # bound by instructions: fewer of those that only keep the loop going
+    if AHEAD and OVERLAPS:  # weights are nobody's result: the first of them come while the kernel before still runs
+        _fetch(packed + n.to(tl.int64) * row_step + first * GROUP, tl.minimum(end - first, AHEAD) * (GROUP * BITS // 8))
     wait_for_previous()
     for group in tl.range(first, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
         if BITS >= 16:

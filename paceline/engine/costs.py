@@ -17,6 +17,7 @@ from paceline.errors import ConfigError
 Alpha = float | Sequence[float]
 PRECISION = 1e-9  # of a break-even α
 WINDOW = 15  # timings of which the median counts
+FARTHEST = 8.0  # times the median: no timing counts as more
 REBUILD = 32  # timings between two looks at them all
 FADING = 0.95  # of the weight of a call, from one to the next
 FADE = 0.9  # of the weight of a row count's timings, from one look to the next
@@ -54,7 +55,8 @@ def break_even_alpha(k: int, draft_cost: float, verify_cost: float) -> float | N
 
 
 class Median:
-    """Of the last few numbers, cheap to ask for at any time."""
+    """Of the last few numbers, cheap to ask for at any time. One much larger than it counts as FARTHEST times it: the first of a kind may
+    have waited for a compiler, and if nothing else were seen for long, that would be believed."""
 
     __slots__ = ("_order", "_recent", "value")
 
@@ -66,9 +68,10 @@ class Median:
     def add(self, number: float) -> None:
         if len(self._recent) == self._recent.maxlen:
             del self._order[bisect_left(self._order, self._recent[0])]
+        number = min(number, FARTHEST * self.value) if self.value > 0 else number
         self._recent.append(number)
         insort(self._order, number)
-        self.value = self._order[len(self._order) // 2]
+        self.value = self._order[(len(self._order) - 1) // 2]
 
 
 class Line:

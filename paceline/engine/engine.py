@@ -36,6 +36,18 @@ class Emission(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
 
 
+class Flight(NamedTuple):
+    """A pass on its way, and what led to it."""
+
+    turns: list[Turn]
+    plan: Plan
+    proposed: dict[int, list[tuple[int, Draft]]]  # by turn: who drafted what
+    drafts: list[Draft | None]
+    output: Output
+    launched: float  # when
+    planning: float  # seconds the policy took for it
+
+
 @lru_cache(maxsize=4096)
 def rooted(token: int) -> Draft:
     """Nothing drafted. A few tokens make up most of a text, so that most of these are there already."""
@@ -56,10 +68,11 @@ class Engine:
         self.watch: Watch | None = None  # is shown every draft being judged
         self._suspicion = Suspicion()
         needs = [drafter.needs for drafter in self.policy.drafters]
-        self._layers = tuple(sorted({layer for need in needs for layer in need.hidden_layers}))
+        self._layers: dict[frozenset[int], tuple[int, ...]] = {}  # by who is asleep: what the others ask of a pass
         self._top_tokens = max((need.top_tokens for need in needs), default=0)
         self._learners = [(n, drafter) for n, drafter in enumerate(self.policy.drafters) if drafter.needs.verdicts]
         self._num_arrivals = 0
+        self._flight: Flight | None = None
 
     @property
     def has_work(self) -> bool:
@@ -90,11 +103,23 @@ class Engine:
             self._finish(request, FinishReason.ABORT)
 
     def step(self) -> list[Emission]:
+        """What was said in one step. Where passes run by themselves the next is on its way already: the caller's work hides behind it."""
+        flight = self._flight or self._launch()
+        self._flight = None
+        if flight is None:
+            return []
+        emissions = self._land(flight)
+        if self.runner.decoder.runs_by_itself:
+            self._flight = self._launch()
+        return emissions
+
+    def _launch(self) -> Flight | None:
+        """Schedule, propose, start the pass."""
         started = perf_counter()
         turns = self.scheduler.schedule()
         if not turns:
             assert not self.has_work, "requests are waiting and none can run"
-            return []
+            return None
         called = perf_counter()
         plan = self.policy.plan(turns)
         if plan.nodes:
@@ -106,26 +131,42 @@ class Engine:
         segments = [self._segment(turn, draft) for turn, draft in zip(turns, drafts, strict=True)]
         drafted = perf_counter()
         top_tokens = self._top_tokens if plan.is_learning else 0
-        output = self.runner.forward(segments, hidden_layers=self._layers, top_tokens=top_tokens)
+        output = self.runner.forward(segments, hidden_layers=self._hidden_layers(plan.asleep), top_tokens=top_tokens)
+        phases = self.phases
+        phases.schedule += scheduled - started
+        phases.propose += drafted - scheduled
+        phases.forward += perf_counter() - drafted
+        return Flight(turns, plan, proposed, drafts, output, drafted, scheduled - called + drafted - answered)
+
+    def _land(self, flight: Flight) -> list[Emission]:
+        """Accept, commit, show everybody what came of it. Who was stopped while the pass ran has gone already."""
+        turns, plan, proposed, drafts, output, launched, planning = flight
+        landing = perf_counter()
+        if output.picked is not None:
+            len(output.picked)  # waits for the device
         computed = perf_counter()
         judged = self._judge(turns, drafts, output)
         accepted = perf_counter()
         verdicts, emissions = self._commit_all(turns, drafts, judged)
         committed = perf_counter()
-        self.policy.observe(turns, verdicts, committed - drafted)
-        self.policy.charge(scheduled - called + drafted - answered + perf_counter() - committed)
+        self.policy.observe(turns, verdicts, None if output.is_first else committed - launched)
+        self.policy.charge(planning + perf_counter() - committed)
         self._observe(turns, drafts, verdicts, output, plan)
         for index, asked in proposed.items():
             if index in verdicts:
                 self._suspect(asked, verdicts[index])
         phases = self.phases
-        phases.schedule += scheduled - started
-        phases.propose += drafted - scheduled
-        phases.forward += computed - drafted
+        phases.forward += computed - landing
         phases.accept += accepted - computed
         phases.commit += committed - accepted
         phases.observe += perf_counter() - committed
         return emissions
+
+    def _hidden_layers(self, asleep: frozenset[int]) -> tuple[int, ...]:
+        if asleep not in self._layers:
+            needs = [drafter.needs for number, drafter in enumerate(self.policy.drafters) if number not in asleep]
+            self._layers[asleep] = tuple(sorted({layer for need in needs for layer in need.hidden_layers}))
+        return self._layers[asleep]
 
     def _segment(self, turn: Turn, draft: Draft | None) -> Segment:
         request = turn.request
@@ -162,8 +203,9 @@ class Engine:
         judged: list[Verdict | PacelineError | None] = []
         picked, first = output.picked if self.watch is None else None, 0  # row of the logits
         for turn, draft in zip(turns, drafts, strict=True):
-            if draft is None:
+            if draft is None or turn.request.is_finished:
                 judged.append(None)
+                first += 0 if draft is None else len(draft.tree.tokens)
                 continue
             verdict = None if picked is None else follow(draft, picked, first)
             judged.append(verdict or self._accept(turn.request, draft, output, slice(first, first + len(draft.tree.tokens))))
@@ -188,6 +230,8 @@ class Engine:
             request = turn.request
             if isinstance(verdict, PacelineError):
                 emissions.append(self._fail(request, verdict))
+            elif request.is_finished:  # stopped while the pass ran
+                continue
             elif draft is None or verdict is None:
                 self.runner.kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
             else:
@@ -259,7 +303,7 @@ class Engine:
     ) -> None:
         """Show the drafters what the pass said about each request that goes on."""
         # Whoever lives on the likeliest tokens learns nothing from a pass that did not keep them.
-        learning = [(n, d) for n, d in self._learners if plan.is_learning or not d.needs.top_tokens]
+        learning = [(n, d) for n, d in self._learners if n not in plan.asleep and (plan.is_learning or not d.needs.top_tokens)]
         if not learning:
             return
         seen, first, first_row = [], 0, 0

@@ -15,9 +15,7 @@ class Plan(NamedTuple):
     nodes: list[int]  # for each turn: most nodes it may get; empty if none gets any
     asks: list[list[tuple[int, int]]]  # for each drafter: (turn, most nodes)
     is_learning: bool  # whether drafters should be shown what the pass found likely
-
-
-NOBODY = Plan([], [], False)
+    asleep: frozenset[int] = frozenset()  # drafters that are not even shown what the pass computes: nobody means to ask them
 
 
 class Policy(Protocol):
@@ -29,7 +27,7 @@ class Policy(Protocol):
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None: ...
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None: ...
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None: ...
     def charge(self, seconds: float) -> None: ...
     def release(self, request: Request) -> None: ...
 
@@ -58,7 +56,7 @@ class FixedPolicy:
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
         return {index: drafts[0][1] for index, drafts in proposed.items()}
 
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
         """Nothing depends on it."""
 
     def charge(self, seconds: float) -> None:

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from paceline.engine.calibrate import AGREED, CONTRADICTED, DEPTHS, SURE, Asked, Record, Tally
 from paceline.engine.costs import CostModel, Median
 from paceline.engine.judging import follow, is_right, judge_sampled
+from paceline.engine.load import Load
 from paceline.engine.nodes import Joined, Lone, admitted, best_start, first_of
-from paceline.engine.plan import NOBODY, Plan, Proposed
+from paceline.engine.plan import Plan, Proposed
 from paceline.engine.scheduler import Turn
 from paceline.types import Draft, Proposer, Request, Verdict
 
@@ -32,28 +33,10 @@ HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until the
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
+SLEEP_EVERY, WAKE_EVERY = 16, 512  # steps between two looks at whether it pays to ask a model at all, and between two times it is woken
 DEAR = 0.25  # of a pass: where eight rows more cost so much, the better of two drafts is checked and not both
 USUAL_GAIN = 1.6  # a node must promise so much more than its row and drafting it cost, before a head drafts on from it
 STEPS_OF_LEAST = 32  # a chance from which a head drafts on is one of so many
-
-
-class _Load:
-    """The pass of this step as it would be without drafts."""
-
-    __slots__ = ("by_row", "cached", "price", "rows", "seconds", "speaking")
-
-    def __init__(self, turns: Sequence[Turn], costs: CostModel) -> None:
-        rows = speaking = cached = 0
-        for turn in turns:
-            rows += turn.num_new
-            if turn.is_caught_up:
-                speaking += 1
-                cached += turn.request.cache.num_cached
-        self.rows, self.speaking, self.cached = rows, speaking, cached
-        # Of the speaking requests alone: what a prompt's chunk takes is not theirs to pay.
-        self.seconds = costs.pass_seconds(speaking, cached, cached) if speaking else 0.0
-        self.price = self.seconds / speaking if speaking else 0.0  # of a token
-        self.by_row = costs.per_row_token * cached / speaking if speaking else 0.0  # what a row sees, on average
 
 
 class AutoPolicy:
@@ -73,7 +56,9 @@ class AutoPolicy:
         # Who runs a model comes last, and is not asked where the others promise more.
         self.order = tuple(sorted(range(len(self.drafters)), key=lambda d: not self._records[d].is_free))
         self._can_stop = [hasattr(drafter, "least") for drafter in self.drafters]
-        self._has_models = not all(record.is_free for record in self._records)
+        self._models = [number for number, record in enumerate(self._records) if not record.is_free]
+        self._asleep: frozenset[int] = frozenset()  # models that would not pay for a request like the others
+        self._num_speaking = 0  # when that was decided
         self._learners = [number for number, drafter in enumerate(self.drafters) if drafter.needs.top_tokens]  # from likely tokens
         self._tallies: dict[str, list[Tally]] = {}
         self._shadowed: set[str] = set()  # requests with a draft that has been right so far and was not checked to its end
@@ -84,7 +69,7 @@ class AutoPolicy:
         self._quiet, self._num_quiet, self._is_quiet = 0, 0, False  # steps to go without a look; requests of the last look; is this one?
         self._since_plain = PLAIN_EVERY // 2
         self._judging = Median(HOST_SECONDS)  # of planning and judging, for each ask
-        self._load = _Load((), costs)
+        self._load = Load((), costs)
         self._threshold = 1.0  # below this score a sampled node is not checked; set before anything is drawn
         self._spent = 0.0  # seconds of drafting in this step
         self._planned: dict[int, list[Tally]] = {}  # by turn
@@ -97,8 +82,8 @@ class AutoPolicy:
         self._is_quiet = self._quiet > 0 and len(turns) >= self._num_quiet
         if self._is_quiet:
             self._quiet -= 1
-            return NOBODY
-        load = self._load = _Load(turns, self.costs)
+            return Plan([], [], False, self._asleep)
+        load = self._load = Load(turns, self.costs)
         self._spent = self._added = 0.0
         self._planned, self._asked, self._checked, self._seen_by_nodes = {}, {}, {}, 0
         self._num_steps += 1
@@ -107,20 +92,28 @@ class AutoPolicy:
             self.purse = min(self.purse + INCOME * load.seconds, MOST_SAVED * load.seconds)
         cap = self._cap(load) if load.speaking and self.drafters else 0
         self._quiet, self._num_quiet = 0 if cap or not load.speaking else QUIET, len(turns)
+        if self._models and load.speaking and (load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0):
+            self._num_speaking, self._asleep = load.speaking, self._sleepers(cap)
         if not cap or self._since_plain >= PLAIN_EVERY:
-            return NOBODY
+            return Plan([], [], False, self._asleep)
         nodes, asks = [0] * len(turns), [[] for _ in self.drafters]  # type: list[int], list[list[tuple[int, int]]]
         first = self._num_steps % len(turns)  # probes go round
         for index in (*range(first, len(turns)), *range(first)):
             limit = turns[index].draft_limit
             if limit > 0:
                 nodes[index] = self._plan_one(index, turns[index].request, limit if limit < cap else cap, asks)
-        if self._has_models:
+        if self._models:
             self._threshold = self._row_seconds(sum(nodes)) / load.price
             for drafter, planned in enumerate(asks):
                 if planned and self._can_stop[drafter]:
                     self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
-        return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners))
+        return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners), self._asleep)
+
+    def _sleepers(self, cap: int) -> frozenset[int]:
+        """Models that would not pay for a request like the others, among several. Now and then they are woken: the text may be another."""
+        if self._load.speaking == 1 or self._num_steps % WAKE_EVERY < SLEEP_EVERY:
+            return frozenset()
+        return frozenset(d for d in self._models if not cap or not self._start(self._records[d], 1.0, cap)[0])
 
     def _row_seconds(self, num_nodes: int) -> float:
         """Of one row more, on average over so many."""
@@ -135,7 +128,7 @@ class AutoPolicy:
         chance = USUAL_GAIN * (base[load.rows + 2] - base[load.rows + 1] + load.by_row + record.line.each) / load.price
         return min(round(chance * STEPS_OF_LEAST) / STEPS_OF_LEAST, SURE)
 
-    def _cap(self, load: _Load) -> int:
+    def _cap(self, load: Load) -> int:
         """The most nodes that would pay for one request if all were right."""
         if self._caps_version != self.costs.version:
             self._caps, self._caps_version = {}, self.costs.version
@@ -161,7 +154,7 @@ class AutoPolicy:
         self._planned[index] = tallies
         most = 0
         for drafter in self.order:
-            if request.params.speculative_method not in (None, self.drafters[drafter].name):
+            if drafter in self._asleep or request.params.speculative_method not in (None, self.drafters[drafter].name):
                 continue
             record, tally = self._records[drafter], tallies[drafter]
             count = self._wanted_free(tally, record, limit) if record.is_free else self._wanted(tally, record, limit)
@@ -193,16 +186,21 @@ class AutoPolicy:
 
     def _look(self, tally: Tally, record: Record, limit: int) -> None:
         """What asking it promises now."""
-        load, rates, survival, scores = self._load, record.calibration.rates(), 1.0, []
-        for depth in range(limit):
-            survival *= min(rates[min(depth, DEPTHS - 1)] * tally.factor, SURE)
-            scores.append(survival)
-        fixed, each, rows = record.line.fixed, record.line.each, load.rows
-        base, row = self.costs.base(rows + limit), each + load.by_row
-        count, gained, added = best_start(scores, load.speaking, load.seconds, base, rows, row, MARGIN, fixed)
-        tally.count, tally.first, tally.promise = count, fixed + (base[rows + 1] - base[rows] + row), 0.0
+        load, fixed, each = self._load, record.line.fixed, record.line.each
+        count, gained, added = self._start(record, tally.factor, limit)
+        base = self.costs.base(load.rows + 1)
+        tally.count, tally.first, tally.promise = count, fixed + (base[load.rows + 1] - base[load.rows] + each + load.by_row), 0.0
         if count:  # drafts that are cut where they doubt gain more than those of average length; what they gained lately is known
             tally.promise = max(gained * load.price - added, tally.gain - fixed - each * count)
+
+    def _start(self, record: Record, factor: float, limit: int) -> tuple[int, float, float]:
+        """Of a draft by the rates seen at each depth, for a request that goes so much better: nodes that pay, their tokens, seconds."""
+        load, rates, survival, scores = self._load, record.calibration.rates(), 1.0, []
+        for depth in range(limit):
+            survival *= min(rates[min(depth, DEPTHS - 1)] * factor, SURE)
+            scores.append(survival)
+        base, row = self.costs.base(load.rows + limit), record.line.each + load.by_row
+        return best_start(scores, load.speaking, load.seconds, base, load.rows, row, MARGIN, record.line.fixed)
 
     def reconsider(self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[tuple[int, int]]:
         """For whom it still pays to ask, now that others have answered. A sampled draft cannot be joined with others: it stands alone, so
@@ -238,8 +236,7 @@ class AutoPolicy:
 
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
         """What a drafter answered, and how long it took."""
-        record = self._records[drafter]
-        entering = num_drafted = 0
+        record, entering, num_drafted = self._records[drafter], 0, 0
         for (index, _), draft in zip(asks, drafts, strict=True):
             tally, count = self._planned[index][drafter], len(draft.tree.tokens) - 1
             num_drafted += count or 1
@@ -344,8 +341,8 @@ class AutoPolicy:
         for nodes in kept.values():
             nodes.sort()
 
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
-        """seconds: from the start of the pass to the commit."""
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
+        """seconds: from the start of the pass to the commit; None if they would say nothing."""
         if self._is_quiet:
             return
         load, num_nodes, num_accepted = self._load, 0, 0
@@ -353,7 +350,7 @@ class AutoPolicy:
             num_nodes += draft.num_drafted
             num_accepted += verdicts[index].num_accepted if index in verdicts else 0
         self._since_plain = self._since_plain + 1 if num_nodes else 0
-        if load.rows == load.speaking:
+        if seconds is not None and load.rows == load.speaking:
             self.costs.observe(load.rows + num_nodes, load.cached, load.cached + self._seen_by_nodes, seconds)
         if self._asked or self._shadowed:
             for index, verdict in verdicts.items():

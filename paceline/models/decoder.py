@@ -83,6 +83,10 @@ class Decoder:
         return True
 
     @property
+    def runs_by_itself(self) -> bool:
+        return False
+
+    @property
     def is_exact(self) -> bool:
         return False  # torch chooses its kernels by the number of rows
 

@@ -32,7 +32,7 @@ class Dflash(HeadDrafter):
         assert isinstance(self.head.config, DflashConfig)
         self._most = self.head.config.num_drafts
         self._backend = block_backend(self.head, surroundings, min(self.longest_chain, self._most))
-        self._library = Library(self._backend.fork, self._read_all, lookahead=0)
+        self._library = Library(self._backend.place, self._backend.fork, self._read_most, lookahead=0)
         self._tree = replace(config, tree_depth=min(config.tree_depth or self._most, self._most))
         self._factors: list[torch.Tensor] | None = None  # the Markov head's, where the logits are
         self._words = None if self._ids is None else {int(token): i for i, token in enumerate(self._ids)}
@@ -65,21 +65,16 @@ class Dflash(HeadDrafter):
         return (before[torch.tensor(list(words), device=like.device)] @ after.T).to(like)
 
     def _feeds(self, asked: Sequence[Asked]) -> list[BlockFeed]:
-        feeds = []
-        for text, _, _ in asked:
-            read = self._library.reads.get(text.request.id)
-            if read is None:
-                read = self._library.reads[text.request.id] = Read(text, self._backend.place())
-                self._library.begin(read)
-            if len(text.waiting) > CHUNK:
-                self._read_all(read, keeping=1)
-            start, rows = read.count, read.take(len(text.waiting))
-            feeds.append(BlockFeed(read.place, start, rows, text.request.tokens[-1]))
-        return feeds
+        """What the head has not read of each text."""
+        reads = [self._library.reading(text, CHUNK) for text, _, _ in asked]
+        return [self._take(read, len(read.text.waiting), read.tokens[-1]) for read in reads]
 
-    def _read_all(self, read: Read, keeping: int = 0) -> None:
-        start, rows = read.count, read.take(len(read.text.waiting) - keeping)
-        self._backend.read(BlockFeed(read.place, start, rows, 0))
+    def _take(self, read: Read, count: int, root: int = 0) -> BlockFeed:
+        start = read.count
+        return BlockFeed(read.place, start, read.take(count), root)
+
+    def _read_most(self, read: Read) -> None:
+        self._backend.read(self._take(read, len(read.text.waiting) - 1))
 
     def release(self, request: Request) -> None:
         super().release(request)

@@ -15,7 +15,7 @@ import torch
 
 from paceline.models.head_rows import Feed, Guesses, Node
 from paceline.proposers.base import Surroundings
-from paceline.proposers.features import Library, Read, Text
+from paceline.proposers.features import Library, Read
 from paceline.proposers.grow import Growth
 from paceline.proposers.head_backends import chain_backend
 from paceline.proposers.heads import Asked, HeadDrafter, HeadDrafterConfig, Pairs
@@ -49,7 +49,7 @@ class Eagle(HeadDrafter):
     def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
         super().__init__(config, surroundings)
         self._backend, self._tree = chain_backend(self.head, surroundings, self.longest_chain), config
-        self._library = Library(self._backend.fork, self._read_all, lookahead=1)
+        self._library = Library(self._backend.place, self._backend.fork, self._read_most, lookahead=1)
 
     def can_guess(self, temperature: float) -> bool:
         return self._backend.can_guess(temperature)
@@ -75,31 +75,22 @@ class Eagle(HeadDrafter):
 
     def _feeds(self, asked: Sequence[Asked]) -> list[Feed]:
         """What the head has not read of each text."""
-        return [self._take(self._reading(text), len(text.waiting)) for text, _, _ in asked]
-
-    def _reading(self, text: Text) -> Read:
-        """What was read of a text, a few rows at most left to be read."""
-        read = self._library.reads.get(text.request.id)
-        if read is None:
-            read = self._library.reads[text.request.id] = Read(text, self._backend.place())
-            self._library.begin(read)
-        if len(text.waiting) > CHUNK:
-            self._backend.read([self._take(read, len(text.waiting) - 1)])
-        return read
+        reads = [self._library.reading(text, CHUNK) for text, _, _ in asked]
+        return [self._take(read, len(read.text.waiting)) for read in reads]
 
     def observe(self, seen: Sequence[Seen]) -> None:
         super().observe(seen)
         if len(seen) <= EAGER:
             for one in seen:
                 if one.num_known > CHUNK:
-                    self._reading(self._texts[one.request.id])
+                    self._library.reading(self._texts[one.request.id], CHUNK)
 
     def _take(self, read: Read, count: int) -> Feed:
         start, rows, tokens = read.count, read.take(count), read.tokens
         return Feed(read.place, start, [tokens[row.position + 1] for row in rows], rows)
 
-    def _read_all(self, read: Read) -> None:
-        self._backend.read([self._take(read, len(read.text.waiting))])
+    def _read_most(self, read: Read) -> None:
+        self._backend.read([self._take(read, len(read.text.waiting) - 1)])
 
     def release(self, request: Request) -> None:
         super().release(request)

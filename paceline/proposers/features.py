@@ -76,21 +76,32 @@ class Read:
 class Library:
     """Texts that are being read, and a few that were: one whose first rows no pass showed starts with those of another like it."""
 
+    place: Callable[[], Any]  # of a new sequence
     fork: Callable[[Any, int], Any]  # (place, rows): another sequence with the same first rows
-    read_all: Callable[[Read], None]  # take in what waits
+    read_most: Callable[[Read], None]  # take in what waits but for the last row, with which a draft begins
     lookahead: int  # tokens after its position that a row depends on
     reads: dict[str, Read] = field(default_factory=dict)
     finished: deque[Read] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def begin(self, read: Read) -> None:
+    def reading(self, text: Text, most: int) -> Read:
+        """What was read of a text, at most so many rows left to be read. Begin with all texts before taking rows of one: they may share."""
+        read = self.reads.get(text.request.id)
+        if read is None:
+            read = self.reads[text.request.id] = Read(text, self.place())
+            self._begin(read)
+        if len(text.waiting) > most:
+            self.read_most(read)
+        return read
+
+    def _begin(self, read: Read) -> None:
         missing = read.text.waiting[0].position
         best, most = None, 0
         for other in (*self.reads.values(), *self.finished) if missing else ():
             if other is read or not other.is_whole:
                 continue
             same = min(_num_same(other.tokens, read.tokens, missing + self.lookahead) - self.lookahead, missing)
-            if same > max(most, other.count) and other.text.waiting:
-                self.read_all(other)
+            if same > max(most, other.count) and len(other.text.waiting) > 1:
+                self.read_most(other)
             if min(same, other.count) > most:
                 best, most = other, min(same, other.count)
         if best is not None:

@@ -29,6 +29,8 @@ class Decoder(Protocol):
     def is_exact(self) -> bool: ...  # a row's bits depend on its own context alone
     @property
     def checks_trees(self) -> bool: ...  # a node has the same bits wherever in a tree it is
+    @property
+    def runs_by_itself(self) -> bool: ...  # `forward` returns before the pass has ended; whoever looks at its output waits
     def forward(self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output: ...
 
 

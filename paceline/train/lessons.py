@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,12 +44,24 @@ class Lessons:
         return seen, teach(self.target.final(seen.last.flatten(0, 1)[batch.rows]), self.target.head, ids)
 
 
-def prepare(checkpoint: Checkpoint, texts: Texts, recipe: Recipe, device: torch.device, name: str = "") -> Lessons:
-    """The recipe says how many tokens can be drafted, how long a sequence is and how many answers are held out."""
+class Known(NamedTuple):
+    """What does not change when a head learns on from other text."""
+
+    draft_ids: np.ndarray
+    blank: int
+
+
+def prepare(
+    checkpoint: Checkpoint, texts: Texts, recipe: Recipe, device: torch.device, name: str = "", known: Known | None = None
+) -> Lessons:
+    """The recipe says how many tokens can be drafted, how long a sequence is and how many answers are held out.
+
+    known: what a head that is to learn on knows already; otherwise the commonest tokens of the answers are drafted.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     learned, held = split(texts, recipe.num_held_out)
     frequency = answer_counts(texts, learned, checkpoint.config.vocab_size)
-    ids, blank = draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
+    ids, blank = known or draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
     return Lessons(
         name=name or checkpoint.name,
         config=checkpoint.config,
@@ -81,9 +94,9 @@ def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarr
     return found
 
 
-def draft_vocabulary(frequency: np.ndarray, size: int, ends: tuple[int, ...]) -> tuple[np.ndarray, int]:
+def draft_vocabulary(frequency: np.ndarray, size: int, ends: tuple[int, ...]) -> Known:
     """The most frequent tokens, the end tokens always among them, in ascending order; and the token that stands for a blank."""
     rank = frequency.astype(np.float64)
     rank[list(ends)] += frequency.sum() + 1
     chosen = np.sort(np.argsort(-rank, kind="stable")[: min(size, len(rank))]).astype(np.int64)
-    return chosen, int(np.argmin(frequency))
+    return Known(chosen, int(np.argmin(frequency)))

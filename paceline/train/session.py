@@ -17,10 +17,11 @@ import torch
 from paceline import __version__
 from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint
+from paceline.models.head_config import DflashConfig
 from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
 from paceline.train.curves import draw_curves
-from paceline.train.lessons import prepare
+from paceline.train.lessons import Known, prepare
 from paceline.train.recipes import Recipe
 from paceline.train.resume import STATE, load_state
 from paceline.train.save import read_head, save_head
@@ -49,19 +50,21 @@ def train(
 ) -> list[Acceptance]:
     """One head a recipe, all on the same passes of the target, each into its folder.
 
-    states: where checkpoints lie. start: a head whose weights are the first ones. others: more texts to measure acceptance on at the end.
+    states: where checkpoints lie. start: a head whose weights are the first ones, or a folder of one for each kind. others: more texts to
+    measure acceptance on at the end.
     """
     states = states or [folder / "state" for folder in folders]
     begun = next((state for state in states if (state / STATE).exists()), None)
     if begun is not None and not is_resumed:
         raise ConfigError(f"{begun} holds a training that was begun; resume it (--resume), or choose another folder")
-    lessons = prepare(checkpoint, texts, recipes[0], device)
+    starts = [_start_of(recipe, start) for recipe in recipes]
+    lessons = prepare(checkpoint, texts, recipes[0], device, known=_known(starts))
     trainers = [Trainer(lessons, recipe, limit, seed) for recipe in recipes]
-    for trainer, state in zip(trainers, states, strict=True):
+    for trainer, state, first in zip(trainers, states, starts, strict=True):
         if is_resumed:
             load_state(trainer, state)
-        elif start is not None:
-            start_from(trainer, start)
+        elif first is not None:
+            start_from(trainer, first)
     run(trainers, states, report, is_over, num_measures)
     return [_finish(trainer, folder, command, others or {}, bits, report) for trainer, folder in zip(trainers, folders, strict=True)]
 
@@ -79,17 +82,30 @@ def _finish(trainer: Trainer, folder: Path, command: Sequence[str], others: Mapp
     return found
 
 
+def _start_of(recipe: Recipe, start: Path | None) -> Path | None:
+    """The head that a recipe's training starts from."""
+    return start / recipe.kind if start is not None and (start / recipe.kind).is_dir() else start
+
+
+def _known(starts: Sequence[Path | None]) -> Known | None:
+    """The tokens that heads draft, and the one that stands for a blank, are their own: other text does not change them."""
+    read = [read_head(folder) for folder in starts if folder is not None]
+    ids = next((tensors["draft_ids"].numpy().astype(np.int64) for _, tensors in read if "draft_ids" in tensors), None)
+    blank = next((config.mask_token_id for config, _ in read if isinstance(config, DflashConfig)), 0)
+    return None if ids is None else Known(ids, blank)
+
+
 def start_from(trainer: Trainer, folder: Path) -> None:
     """Weights of an earlier head of the same shape and target."""
     config, tensors = read_head(folder)
-    config = replace(config, first_accepted=0.0)
+    config = replace(config, first_accepted=0.0, target_name=trainer.config.target_name)  # the hash says whose it is, not the name
     if config != trainer.config:
         differs = next(n for n in asdict(trainer.config) if getattr(config, n, None) != getattr(trainer.config, n))
         theirs, mine = getattr(config, differs, None), getattr(trainer.config, differs)
         raise ConfigError(f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; start from a head of the same shape")
     ids = tensors.pop("draft_ids", None)
     if ids is not None and not np.array_equal(ids.numpy(), trainer.lessons.draft_ids):
-        raise ConfigError(f"{folder} drafts other tokens than the text asks for; train with the text it was made from")
+        raise ConfigError(f"{folder} drafts other tokens than the heads beside it; train it by itself")
     with torch.no_grad():
         for name, weight in trainer.head.named_parameters():
             weight.copy_(tensors[name])

@@ -132,8 +132,8 @@ class Listening(FixedPolicy):
         self._num_checked = sum(draft.num_drafted for draft in checked.values())
         return checked
 
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float) -> None:
-        if turns[0].num_new == 1:
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
+        if seconds is not None and turns[0].num_new == 1:
             self.times.passing.append((1 + self._num_checked, self._num_cached, seconds))
 
     def account(self, num_prompt: int, output: Sequence[int], most_tokens: int) -> Account:

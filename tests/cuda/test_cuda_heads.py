@@ -250,7 +250,7 @@ def test_drafters_on_a_gpu_propose_what_they_do_in_torch(kind: str, width: int, 
         engine.add(request)
         for _ in range(3):
             engine.step()
-        found.append((request.output, listener.said))
+        found.append((request.output, listener.said[:2]))  # where a pass runs by itself, a third draft is being checked already
     (ours, drafts), (theirs, expected) = found
     assert ours == theirs
     assert [draft.tree for draft in drafts] == [draft.tree for draft in expected]

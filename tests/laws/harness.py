@@ -127,7 +127,9 @@ def engine_with(
     policy = None
     if is_auto and proposer is not None:
         has_trees = target.decoder.checks_trees
-        policy = AutoPolicy(getattr(proposer, "drafters", (proposer,)), CostModel({1: 1.0, 64: 1.1}), has_trees=has_trees)
+        drafters = getattr(proposer, "drafters", (proposer,))
+        known = {drafter.name: (1e-6, ()) for drafter in drafters}  # nor does drafting
+        policy = AutoPolicy(drafters, CostModel({1: 1.0, 64: 1.1}), has_trees=has_trees, known=known)
     return Engine(target, proposer, config_of_engine, policy)
 
 

@@ -30,6 +30,7 @@ class TableDecoder:
 
     num_bytes = 0
     is_exact = checks_trees = True
+    runs_by_itself = False
 
     def __init__(self, table: Table, vocab: int, exits: dict[int, Table] | None = None) -> None:
         self.table, self.exits = table, exits or {}

@@ -182,6 +182,34 @@ def test_resuming_with_another_recipe_or_text_is_an_error(checkpoint: Checkpoint
         run(small("medusa"), piece(texts, 0, len(texts) - 1), True)
 
 
+def test_heads_learn_on_from_other_text_with_their_own_tokens(checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    kinds, half = ("eagle", "dflash"), len(texts) // 2
+
+    def run(text: Texts, out: str, tokens: int, start: Path | None = None) -> list[Any]:
+        folders = [tmp_path / out / kind for kind in kinds]
+        train(checkpoint, text, [small(kind) for kind in kinds], Limit(tokens=tokens), folders, device=CPU, seed=1, command=[],
+              report=silent, start=start, num_measures=1)  # fmt: skip
+        return [read_head(folder) for folder in folders]
+
+    def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+        return max(float((a[name].float() - b[name].float()).abs().max()) for name in a if name != "draft_ids")
+
+    first = run(piece(texts, 0, half), "first", 20_000)
+    for kind in kinds:  # the same target, by another name
+        path = tmp_path / "first" / kind / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"target_name": "another name"}))
+    rest = piece(texts, half, len(texts))
+    after, fresh = run(rest, "second", 1, tmp_path / "first"), run(rest, "fresh", 1)
+    for (config, tensors), (other, others), (_, strangers) in zip(first, after, fresh, strict=True):
+        assert torch.equal(tensors["draft_ids"], others["draft_ids"])
+        assert getattr(config, "mask_token_id", 0) == getattr(other, "mask_token_id", 0)
+        assert 5 * distance(tensors, others) < distance(tensors, strangers), "one step from where it began"
+    path = tmp_path / "first" / "eagle" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_hash": "0" * 64}))
+    with pytest.raises(ConfigError, match="target_hash"):
+        run(texts, "third", 1, tmp_path / "first")
+
+
 def test_a_head_of_another_target_is_refused_and_both_are_named(checkpoint: Checkpoint, tmp_path: Path, texts: Texts) -> None:
     lessons = prepare(checkpoint, texts, small("medusa"), CPU, name="the one")
     trainer = Trainer(lessons, small("medusa"), Limit(tokens=1))

@@ -1,0 +1,93 @@
+"""Decoding alone, drafter by drafter: plain decoding and others take turns on one model, prompt by prompt, and every text is compared.
+
+    python scripts/decoding.py --prompts spec_bench_dev.jsonl
+    python scripts/decoding.py --prompts spec_bench_dev.jsonl --first 2 --every 4 --rows plain,auto,free,ngram,lookahead,staged,early_exit
+
+Timed from a request's first token to its last: the reading of prompts is the same for all. Engines keep what they learn from prompt to
+prompt, as in use. Invariant: a text that differs from plain decoding's ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline import LLM, SamplingParams
+from paceline.engine.engine import Engine
+from paceline.engine.policy import AutoPolicy
+from paceline.proposers import registry
+
+PINNED: dict[str, dict[str, Any]] = {
+    "ngram": {"num_speculative_tokens": 3},
+    "suffix": {"num_speculative_tokens": 3},
+    "recycle": {"num_speculative_tokens": 3},
+    "staged": {"num_speculative_tokens": 2},
+    "quantized": {"num_speculative_tokens": 2},
+}  # lengths; other methods take their usual one
+
+
+def engine_of(llm: LLM, own: Engine, row: str) -> Engine:
+    """`own` is that of auto; "free": auto without a head."""
+    if row == "auto":
+        return own
+    if row == "plain":
+        return Engine(own.runner, None, replace(own.config, num_speculative_tokens=0))
+    options = list(registry.AUTO) if row == "free" else [{"method": row, **PINNED.get(row, {})}]
+    parsed = [registry.parse(each) for each in options]
+    drafters = [registry.create(*each, llm.surroundings) for each in parsed]
+    most = sum(config.num_speculative_tokens for _, config in parsed) or 8
+    policy = AutoPolicy(drafters, own.policy.costs.fresh(), most_nodes=most) if row == "free" else None
+    return Engine(own.runner, drafters[0], replace(own.config, num_speculative_tokens=most), policy)
+
+
+def answer(llm: LLM, prompt: list[int], tokens: int) -> tuple[list[int], int, float]:
+    """The text; its tokens after the first step, and their seconds."""
+    times, text, first = [], [], 0
+    for chunk in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=tokens)):
+        times.append(time.perf_counter())
+        text += [token.id for token in chunk.tokens]
+        first = first or len(text)
+    return text, len(text) - first, times[-1] - times[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True, help="lines of JSON with fields task and turns")
+    parser.add_argument("--rows", default="plain,auto,free,ngram,suffix", help="plain first; free: auto without a head")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--model", default="default")
+    asked = parser.parse_args()
+    lines = [json.loads(line) for line in asked.prompts.read_text(encoding="utf-8").splitlines()][asked.first :: asked.every]
+    llm = LLM(asked.model, speculative_config="auto", enable_prefix_caching=False, progress=False)
+    own = llm.engine
+    engines = {row: engine_of(llm, own, row) for row in asked.rows.split(",")}
+    names, sums = list(engines), defaultdict(lambda: [0, 0.0])  # type: list[str], dict[tuple[str, str], list[Any]]
+    for llm.engine in engines.values():
+        answer(llm, llm.tokenizer.encode_chat([{"role": "user", "content": "Hello, who are you and what do you do?"}]), asked.tokens)
+        llm.engine.totals.__init__()  # type: ignore[misc]
+    for number, line in enumerate(lines):
+        prompt, texts = llm.tokenizer.encode_chat([{"role": "user", "content": line["turns"][0]}]), {}
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            llm.engine = engines[name]
+            texts[name], count, seconds = answer(llm, prompt, asked.tokens)
+            for task in (line["task"], "overall"):
+                sums[name, task][0] += count
+                sums[name, task][1] += seconds
+        if any(text != texts[names[0]] for text in texts.values()):
+            raise SystemExit(f"prompt {number}: a text differs from that of {names[0]}")
+    tasks = ["overall", *dict.fromkeys(line["task"] for line in lines)]
+    speed = {key: count / seconds for key, (count, seconds) in sums.items()}
+    print(f"{len(lines)} prompts, all texts identical; {names[0]} {speed[names[0], 'overall']:.1f} tokens/s")
+    for name, engine in engines.items():
+        print(f"{name:12}", *(f"{task} {speed[name, task] / speed[names[0], task]:.3f}" for task in tasks), f"tau {engine.totals.tau:.2f}")
+
+
+if __name__ == "__main__":
+    main()
