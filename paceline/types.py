@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -235,7 +235,7 @@ class BatchTensors(NamedTuple):
 
 class Output(NamedTuple):
     logits: torch.Tensor  # [L, vocab]; float32, on a GPU of the pass's dtype; the next pass may overwrite them: copy what you keep
-    hidden: dict[int, torch.Tensor]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
+    hidden: Mapping[int, torch.Tensor]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
     picked: Sequence[int] | None = None  # [L]: the tokens chosen on the device, -1 where the logits are not finite
     top: torch.Tensor | None = None  # [L, k] int64: the most likely tokens, if asked for, best first
     is_first: bool = False  # of its shape: something was recorded for it, and the time it took says nothing
@@ -257,7 +257,7 @@ class Seen(NamedTuple):
     draft: Draft | None  # None: a part of the prompt, and nothing was judged
     verdict: Verdict | None
     top: torch.Tensor | None  # [nodes, k]: the most likely tokens at the root and each drafted node, if asked for
-    hidden: dict[int, torch.Tensor]  # layer -> [rows, hidden], as asked for
+    hidden: Mapping[int, torch.Tensor]  # layer -> [rows, hidden], as asked for
 
 
 class Proposer(Protocol):

@@ -7,7 +7,7 @@ however its context was split into passes, for float32, int8 and int4. Speculati
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import ge
 from typing import Self
@@ -22,6 +22,7 @@ from paceline.cpu.key_tiles import TAIL
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled
 from paceline.cpu.sync import BYTES, num_threads
+from paceline.cpu.taps import Taps
 from paceline.cpu.tiles import AHEAD, PLACE
 from paceline.errors import ConfigError
 from paceline.loaders.packed import Progress, Source, Tensors, head_bits, load_packed, pack_model
@@ -31,6 +32,7 @@ from paceline.models.rope import RotaryTables, rotary_tables
 from paceline.types import Batch, Columns, Output
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, width]
+NO_HIDDEN: dict[int, torch.Tensor] = {}
 MULTIPLE = 16  # widths the kernels can handle are multiples of it
 
 
@@ -47,10 +49,10 @@ class CpuDecoder:
         self._work, self._memory = numbers(()), torch.empty(0)
         self._work_key = (0, 0, 0, 0)
         self._outputs, self._features = Recycled(), Recycled()
-        self._caches = np.empty(0, np.int64)
+        self._caches = array("q")
         self._caches_of: Sequence[LayerCache] | None = None
-        self._no_taps = np.zeros(config.num_layers + 1, np.int64)
-        self._picked = np.empty(1, np.int64)
+        self._no_taps = array("q", [0] * (config.num_layers + 1))
+        self._picked = array("q", [0])
 
     @classmethod
     def load(
@@ -130,7 +132,7 @@ class CpuDecoder:
         after n layers, hidden[0] the embeddings."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
-        hidden, taps = self._hidden(hidden_layers, len(batch.columns.input_ids)) if hidden_layers else ({}, self._no_taps)
+        hidden, taps = self._hidden(hidden_layers, len(batch.columns.input_ids)) if hidden_layers else (NO_HIDDEN, self._no_taps)
         spec = self._pass(batch, kv, taps, depth)
         logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
         given = (array("q", spec), self._model, self._workspace(spec))
@@ -138,36 +140,36 @@ class CpuDecoder:
         vocab = self.config.vocab_size
         return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden, self._choices(batch))
 
-    def _hidden(self, layers: Sequence[int], rows: int) -> tuple[dict[int, torch.Tensor], np.ndarray]:
+    def _hidden(self, layers: Sequence[int], rows: int) -> tuple[Mapping[int, torch.Tensor], array[int]]:
         """Room for hidden states, and where the kernel puts them."""
-        width = self.config.hidden_size
-        whole, taps = self._features.take(len(layers) * rows, width), self._no_taps.copy()
-        for i, n in enumerate(layers):
-            taps[n] = whole.data_ptr() + 4 * i * rows * width
-        return {n: whole[i * rows : (i + 1) * rows] for i, n in enumerate(layers)}, taps
+        width, taps = self.config.hidden_size, self._no_taps[:]
+        hidden = Taps(layers, self._features.block(len(layers) * rows * width), rows, width)
+        for n in layers:
+            taps[n] = hidden.address_of(n)
+        return hidden, taps
 
     def _choices(self, batch: Batch) -> list[int] | None:
         """What the kernel picked, for rows that are greedy; draws are left to the host."""
         if batch.picks is None:
             return None
-        best: list[int] = self._picked[: len(batch.picks)].tolist()
-        return [token if pick.temperature == 0 else -1 for token, pick in zip(best, batch.picks, strict=True)]
+        return [token if pick[0] == 0 else -1 for token, pick in zip(self._picked, batch.picks, strict=False)]
 
-    def _pass(self, batch: Batch, kv: Sequence[LayerCache], taps: np.ndarray, depth: int) -> Pass:
+    def _pass(self, batch: Batch, kv: Sequence[LayerCache], taps: array[int], depth: int) -> Pass:
         columns = batch.columns
         ids, positions, slots, parents, request_of, _, tables, prefixes, rows = batch.addresses()
         if len(columns.rows) > len(self._picked):
-            self._picked = np.empty(len(columns.rows), np.int64)
+            self._picked = array("q", [0] * len(columns.rows))
         last_position = max(columns.positions)
         self._check(columns, kv, last_position, batch.block_size)
         if kv is not self._caches_of:
             self._check_cache(kv)
-            self._caches = np.array([[t.data_ptr() for t in cache] for cache in kv], np.int64)
+            self._caches = array("q", [t.data_ptr() for cache in kv for t in cache])
             self._caches_of = kv
+        caches, picked = self._caches.buffer_info()[0], self._picked.buffer_info()[0] if batch.picks is not None else 0
         return Pass(
             len(columns.slots), ids, positions, slots, parents, request_of, tables, prefixes, batch.num_requests,
-            len(columns.block_tables) // batch.num_requests, batch.block_size, _span(last_position + 1), _address(self._caches), rows,
-            len(columns.rows), _address(taps), depth, num_threads(), _address(self._picked) if batch.picks is not None else 0,
+            len(columns.block_tables) // batch.num_requests, batch.block_size, _span(last_position + 1), caches, rows,
+            len(columns.rows), taps.buffer_info()[0], depth, num_threads(), picked,
         )  # fmt: skip
 
     def _key_bytes(self) -> int:

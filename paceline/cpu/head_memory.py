@@ -16,6 +16,7 @@ from paceline.cpu.heads import COLUMNS, LayerRow, Shape, Work
 from paceline.cpu.lanes import LANES
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.sync import BYTES, num_threads
+from paceline.cpu.taps import address_in
 from paceline.loaders.packed import gate_up_order
 from paceline.loaders.quantize import pack_linear, padded
 from paceline.models.head_config import LayeredConfig
@@ -185,12 +186,12 @@ def address(array: np.ndarray) -> int:
 def sources_of(rows: Sequence[Row], layers: Sequence[int], hidden_size: int) -> list[int]:
     """Addresses of the features, layer by layer; rows of one pass share their tensors."""
     found: list[int] = []
-    hidden: dict[int, torch.Tensor] | None = None
+    hidden: Mapping[int, torch.Tensor] | None = None
     starts: list[int] = []
     for row in rows:
         if row.hidden is not hidden:
             hidden = row.hidden
-            starts = [hidden[layer].data_ptr() for layer in layers]
+            starts = [address_in(hidden, layer) for layer in layers]
         found.extend(start + 4 * hidden_size * row.at for start in starts)
     return found
 

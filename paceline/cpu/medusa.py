@@ -21,6 +21,7 @@ from paceline.cpu.lanes import double_pointer, int_pointer, seed_pointer
 from paceline.cpu.matmul import Activations, Matrix, product_8
 from paceline.cpu.rows import add, copy, gate, normalize
 from paceline.cpu.sync import BYTES, barrier, num_threads
+from paceline.cpu.taps import address_in
 from paceline.loaders.quantize import padded
 from paceline.models.head_config import MedusaConfig
 from paceline.models.head_rows import Guesses, Row, Speaker
@@ -189,7 +190,7 @@ class MedusaHead:
         logits = np.empty((m.num_heads, count, m.num_outputs), np.float32)
         tokens, chances = np.empty((m.num_heads, count), np.int64), np.empty((m.num_heads, count))
         temperatures, seeds = np.array([s.temperature for s in speakers], np.float64), np.array([s.seed for s in speakers], np.uint64)
-        offsets = [flat.add([r.hidden[layer].data_ptr() + width * r.at for r in rows]), flat.add([s.position for s in speakers])]
+        offsets = [flat.add([address_in(r.hidden, layer) + width * r.at for r in rows]), flat.add([s.position for s in speakers])]
         base = flat.close()
         states, z = np.empty((m.num_heads, count, m.hidden), np.float32), np.empty((count, self._stack), np.float32)
         task = Task(

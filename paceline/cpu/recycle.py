@@ -1,4 +1,5 @@
-"""Memory for logits, used again: a fresh mapping of a megabyte and a half costs a fault for every page, half a millisecond in all.
+"""Memory for what a pass puts out, used again: a fresh mapping of a megabyte and a half costs a fault for every page, half a millisecond
+in all.
 
 Invariant: memory is lent again only when no tensor refers to it any more, so an output stays what it was however long it is kept.
 """
@@ -28,9 +29,10 @@ class Recycled:
 
     def take(self, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] float32, of any content."""
-        return torch.from_numpy(self._waiting(rows * columns).reshape(rows, columns))
+        return torch.from_numpy(self.block(rows * columns).reshape(rows, columns))
 
-    def _waiting(self, size: int) -> np.ndarray:
+    def block(self, size: int) -> np.ndarray:
+        """[size] float32, of any content."""
         for i in range(len(self._blocks)):
             if _num_references(self._blocks, i) == NOT_LENT and len(self._blocks[i]) >= size:
                 return self._blocks[i][:size]

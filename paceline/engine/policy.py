@@ -24,8 +24,8 @@ from paceline.engine.plan import Plan, Proposed
 from paceline.engine.scheduler import Turn
 from paceline.types import Draft, Proposer, Request, Verdict
 
-PROBES = 0.005  # of the time, for asking whom it does not pay to ask
-INCOME = 0.01  # of the time, into the purse
+PROBES = 0.003  # of the time, for asking whom it does not pay to ask
+INCOME = 0.005  # of the time, into the purse
 LOAN, MOST_SAVED = 4.0, 16.0  # passes' worth of time in the purse: at first, and at most
 MARGIN = 1.005  # a draft must promise so much more than none
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ class Row(NamedTuple):
     """A position of a text as a pass of the target showed it."""
 
     position: int
-    hidden: dict[int, torch.Tensor]  # layer -> [rows, hidden] of that pass
+    hidden: Mapping[int, torch.Tensor]  # layer -> [rows, hidden] of that pass
     at: int  # which row of them
 
 
