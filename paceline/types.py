@@ -276,7 +276,7 @@ class Flown(Protocol):
     @property
     def is_first(self) -> bool: ...  # of its shape, as an Output's
     def __len__(self) -> int: ...
-    def rounds(self) -> list[Round]: ...  # whoever looks first waits for all of them
+    def round(self, number: int) -> Round: ...  # whoever looks first waits for it
 
 
 class Proposer(Protocol):

@@ -1,7 +1,7 @@
 """Rounds that a GPU runs by itself: a head drafts a chain, the target checks it, and both go on from what was accepted.
 
-A round is one CUDA graph, replayed as often as rounds are wanted; the host fills the inputs of the first, waits once for what all of them
-said, and learns from that how far the text has come. Invariant: between two rounds nothing but numbers at fixed addresses changes
+A round is one CUDA graph, replayed as often as rounds are wanted; the host fills the inputs of the first, and learns how far the text has
+come from what each of them says, while the next is running. Invariant: between two rounds nothing but numbers at fixed addresses changes
 (cuda/advance.py), and the target's pass is the decoder's own over the same bucket of rows, so its bits are those of a usual step.
 """
 
@@ -25,7 +25,7 @@ from paceline.models.attention import LayerCache
 from paceline.models.head_rows import Feed, Speaker
 from paceline.types import Batch, Round
 
-MOST_ROUNDS = 4  # in a row: what arrives meanwhile waits for them, and nobody else is asked for drafts
+MOST_ROUNDS = 6  # in a row: what arrives meanwhile waits for them, and nobody else is asked for drafts
 MOST_REQUESTS = 4  # of more, a pass hides what the host does, and each number of them is recorded for
 
 
@@ -49,30 +49,33 @@ class _Room(NamedTuple):
 
 
 class CudaFlown:
-    """What some rounds say, on its way: whoever looks first waits for all of them. It must be looked at before the next are launched."""
+    """What some rounds say, each on its way to the host: whoever looks first waits for it. Once the next are launched it is gone."""
 
-    def __init__(self, room: _Room, count: int, hidden: dict[int, torch.Tensor], is_first: bool) -> None:
-        self.hidden, self.is_first = hidden, is_first
-        self._host, self._count = room.host[:count], count
-        self._arrival = None if room.host.device == room.ring.rounds.device else torch.cuda.Event()
-        self._rounds: list[Round] | None = None
-        self._host.copy_(room.ring.rounds[:count], non_blocking=True)
-        if self._arrival is not None:
-            self._arrival.record()
+    def __init__(self, room: _Room, is_first: bool) -> None:
+        self.is_first = is_first
+        self.hidden: dict[int, torch.Tensor] = {}
+        self._room, self._arrivals = room, []  # type: _Room, list[torch.cuda.Event]
+        self._count = 0
+
+    def send(self) -> None:
+        """What the round just launched will say."""
+        room, number = self._room, self._count
+        room.host[number].copy_(room.ring.rounds[number], non_blocking=True)
+        if room.host.device != room.ring.rounds.device:
+            self._arrivals.append(torch.cuda.Event())
+            self._arrivals[-1].record()
+        self._count += 1
 
     def __len__(self) -> int:
         return self._count
 
-    def rounds(self) -> list[Round]:
-        if self._rounds is None:
-            if self._arrival is not None:
-                self._arrival.synchronize()
-            said = self._host.numpy()
-            steps = said.shape[2] // 3
-            chances = np.ascontiguousarray(said[:, :, steps : 2 * steps]).view(np.float32).cumprod(2).tolist()
-            tokens, picked = said[:, :, :steps].tolist(), said[:, :, 2 * steps :].tolist()
-            self._rounds = [Round(*each) for each in zip(tokens, chances, picked, strict=True)]
-        return self._rounds
+    def round(self, number: int) -> Round:
+        if self._arrivals:
+            self._arrivals[number].synchronize()
+        said = self._room.host[number].numpy()  # [requests, 3 * steps + 1]
+        steps = said.shape[1] // 3
+        chances = np.ascontiguousarray(said[:, steps : 2 * steps]).view(np.float32).cumprod(1).tolist()
+        return Round(said[:, :steps].tolist(), chances, said[:, 2 * steps :].tolist())
 
 
 class CudaRounds:
@@ -101,10 +104,12 @@ class CudaRounds:
         room.buffer.fill(self._head.values(shape.head, table, feeds, speakers))
         room.inputs.fill(columns, batch.picks)
         room.ring.number.zero_()
+        flown = CudaFlown(room, is_first)
         for _ in range(count):
             recording.replay()
-        hidden = room.hidden[:, : len(feeds) * rows].clone()
-        return CudaFlown(room, count, dict(zip(self._layers, hidden, strict=True)), is_first)
+            flown.send()
+        flown.hidden = dict(zip(self._layers, room.hidden[:, : len(feeds) * rows].clone(), strict=True))
+        return flown
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:

@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 
 
 class Emission(NamedTuple):
-    """What one request said in one pass of the target; a step may have several."""
+    """What one request said in one step."""
 
     request: Request
     tokens: tuple[int, ...]
     num_accepted: int  # the first so many were drafted
     sources: tuple[str, ...]  # by whom, each of those
     logprobs: tuple[TokenLogprobs, ...]
-    is_last: bool = False  # the request has ended with it
 
 
 @lru_cache(maxsize=4096)
@@ -101,7 +100,13 @@ class Engine:
         self._flight = None
         if flight is None:
             return []
-        emissions = self._land(flight) if isinstance(flight, Flight) else self._land_rounds(flight)
+        if isinstance(flight, Flight):
+            emissions = self._land(flight)
+        else:
+            emissions = self._land_round(flight)
+            if flight.is_under_way:
+                self._flight = flight
+                return emissions
         if self.runner.decoder.runs_by_itself:
             self._flight = self._launch()
         return emissions
@@ -121,7 +126,7 @@ class Engine:
         proposed, rounds = self._propose(turns, plan) if plan.nodes else ({}, None)
         if rounds is not None:
             self.phases.schedule += scheduled - started
-            self.phases.forward += perf_counter() - rounds.launched
+            self.phases.forward += perf_counter() - rounds.since
             return rounds
         answered = perf_counter()
         drafts = self._drafts(turns, proposed)
@@ -159,29 +164,27 @@ class Engine:
         phases.observe += perf_counter() - committed
         return emissions
 
-    def _land_rounds(self, flight: Rounds) -> list[Emission]:
-        """Each round as if it were a pass of its own. Who ends in one has no part in those after it."""
-        turns, plan, proposed, number, flyer, flown, launched = flight
-        emissions: list[Emission] = []
-        landing, rounds, waited = perf_counter(), flown.rounds(), perf_counter()
-        self.phases.forward += waited - landing
-        for i, one in enumerate(rounds):
-            started = perf_counter()
-            drafts = flyer.land([turn.request for turn in turns], flown, i)
-            judged = [self._verdict(*each) for each in zip(turns, drafts, one.picked, strict=True)]
-            verdicts, said = self._commit_all(turns, drafts, judged, has_more=i + 1 < len(rounds))
-            emissions += said
-            if not verdicts:
-                break
-            committed = perf_counter()
-            seconds = None if flown.is_first else (waited - launched) / len(rounds) + committed - started
-            self.policy.flown(number, turns, {index: drafts[index] for index in verdicts}, verdicts, seconds)
-            self._observe(turns, drafts, verdicts, flown.hidden, None, plan)
+    def _land_round(self, flight: Rounds) -> list[Emission]:
+        """The next round, as if it were a pass of its own; those after it go on meanwhile. Who has ended has no part in it."""
+        landing, number, turns = perf_counter(), flight.drafter, flight.turns
+        picked = flight.flown.round(flight.landed).picked  # waits for the device
+        computed = perf_counter()
+        drafts = flight.flyer.land([turn.request for turn in turns], flight.flown, flight.landed)
+        judged = [self._verdict(*each) for each in zip(turns, drafts, picked, strict=True)]
+        flight.landed += 1
+        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=flight.landed < len(flight.flown))
+        committed = perf_counter()
+        if verdicts:
+            checked = {index: drafts[index] for index in verdicts}
+            self.policy.flown(number, turns, checked, verdicts, None if flight.flown.is_first else committed - flight.since)
+            self._observe(turns, drafts, verdicts, flight.flown.hidden, None, flight.plan)
             for index, verdict in verdicts.items():
-                self._suspect([*proposed.get(index, ()), (number, drafts[index])], verdict)
-            proposed = {}
-            self.phases.commit += committed - started
-            self.phases.observe += perf_counter() - committed
+                self._suspect([*flight.proposed.pop(index, ()), (number, drafts[index])], verdict)
+        flight.since = committed
+        phases = self.phases
+        phases.forward += computed - landing
+        phases.commit += committed - computed
+        phases.observe += perf_counter() - committed
         return emissions
 
     def _verdict(self, turn: Turn, draft: Draft, picked: Sequence[int]) -> Verdict | PacelineError | None:
@@ -233,8 +236,8 @@ class Engine:
         has_layers = set(self._hidden_layers(plan.asleep)) == set(flyer.needs.hidden_layers)
         if not has_layers or not self.scheduler.give_rounds(turns, count * (length + 1)):
             return None
-        launched = perf_counter()
-        return Rounds(turns, plan, proposed, number, flyer, flyer.fly(requests, count), launched)
+        since = perf_counter()
+        return Rounds(turns, plan, proposed, number, flyer, flyer.fly(requests, count), since)
 
     def _drafts(self, turns: Sequence[Turn], proposed: Mapping[int, list[tuple[int, Draft]]]) -> list[Draft | None]:
         """For every turn that the target will speak in, what it checks: often nothing but the root."""
@@ -308,15 +311,14 @@ class Engine:
             self.runner.kv.gather(request.cache, root, verdict.path)
         else:
             self.runner.kv.commit(request.cache, root, verdict.path, request.tokens)
-        is_last = reason is not None
         if len(draft.tree.tokens) == 1:
             stats.record_plain()
-            return Emission(request, verdict.tokens, 0, (), verdict.logprobs, is_last)
+            return Emission(request, verdict.tokens, 0, (), verdict.logprobs)
         accepted = verdict.path[1 : 1 + emitted]
         stats.record(draft, accepted, emitted)
         self.totals.record(draft, accepted, emitted)
         sources = tuple(map(draft.source_of, accepted))
-        return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted], is_last)
+        return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted])
 
     def _ending(self, request: Request, token: int) -> FinishReason | None:
         has_text_stop = request.text_stop is not None and request.text_stop.push(token)
@@ -339,7 +341,7 @@ class Engine:
     def _fail(self, request: Request, error: PacelineError) -> Emission:
         request.error = error
         self._finish(request, FinishReason.ERROR)
-        return Emission(request, (), 0, (), (), is_last=True)
+        return Emission(request, (), 0, (), ())
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)

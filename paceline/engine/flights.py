@@ -1,11 +1,13 @@
 """What is on its way while the caller looks at what was said: a pass, or several that a drafter and a device run by themselves.
 
-Invariant: whatever is launched lands before anything else is scheduled; who was stopped meanwhile has no part in the landing.
+Invariant: whatever is launched lands before anything else is scheduled, but for what nobody is left to hear; who was stopped meanwhile has
+no part in the landing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from paceline.engine.plan import Plan
@@ -27,8 +29,9 @@ class Flight(NamedTuple):
     planning: float  # seconds the policy took for it
 
 
-class Rounds(NamedTuple):
-    """Several passes on their way, each with what a drafter made of the one before."""
+@dataclass(slots=True)
+class Rounds:
+    """Several passes on their way, each with what a drafter made of the one before. A step lands one of them."""
 
     turns: list[Turn]
     plan: Plan
@@ -36,7 +39,13 @@ class Rounds(NamedTuple):
     drafter: int
     flyer: Flyer  # the same
     flown: Flown
-    launched: float
+    since: float  # when they were launched, then when the last of them landed
+    landed: int = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """There is more to land, and somebody to say it."""
+        return self.landed < len(self.flown) and not all(turn.request.is_finished for turn in self.turns)
 
 
 def flyer_of(drafter: Proposer) -> Flyer | None:

@@ -106,7 +106,7 @@ class Eagle(HeadDrafter):
 
     def land(self, requests: Sequence[Request], flown: Flown, number: int) -> list[Draft]:
         """Each round but the first has read what the one before showed."""
-        tokens, chances, _ = flown.rounds()[number]
+        tokens, chances, _ = flown.round(number)
         for read in (self._library.reads.get(request.id) for request in requests if number):
             if read is not None:
                 read.take(len(read.text.waiting))

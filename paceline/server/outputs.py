@@ -37,7 +37,7 @@ class Voice:
     def say(self, emission: Emission, details: dict[str, Any] | None) -> dict[str, Any]:
         request, text = self.request, self.request.text_stop
         assert isinstance(text, Detokenizer)
-        if emission.is_last:
+        if request.is_finished:
             text.finish()
         said: dict[str, Any] = {"id": self.owner, "i": self.index, "n": len(emission.tokens)}
         if new := text.take():
@@ -47,7 +47,7 @@ class Voice:
         if details is not None:
             said["d"] = details
         self.first_at = self.first_at or time.monotonic()
-        if emission.is_last:
+        if request.is_finished:
             said |= self._end(self.first_at)
         return said
 

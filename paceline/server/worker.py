@@ -211,7 +211,7 @@ class Worker:
             voice = self._voices[emission.request.id]
             details = self.preparer.watcher.take(emission) if voice.has_details else None
             said.append(voice.say(emission, details))
-            if emission.is_last:
+            if emission.request.is_finished:
                 self._finish(voice)
         self._is_stale = True
         return said

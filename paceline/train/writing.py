@@ -51,7 +51,7 @@ class Writer:
                     return
                 for emission in engine.step():
                     self.num_tokens += len(emission.tokens)
-                    if emission.is_last:
+                    if emission.request.is_finished:
                         yield from self._finished(emission.request)
         finally:
             for request, _, conversation in self._open.values():
