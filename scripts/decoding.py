@@ -2,9 +2,9 @@
 
     python scripts/decoding.py --prompts spec_bench_dev.jsonl
     python scripts/decoding.py --prompts spec_bench_dev.jsonl --first 2 --every 4 --rows plain,auto,free,ngram,lookahead,staged,early_exit
-    python scripts/decoding.py --prompts spec_bench_dev.jsonl --rows plain,auto,auto:steps,eagle,eagle:steps --exact  (on a GPU)
+    python scripts/decoding.py --prompts spec_bench_dev.jsonl --rows plain,auto,auto:steps,eagle,eagle:steps,eagle/3 --exact  (on a GPU)
 
-A row that ends with ":steps" is the same without rounds: the host comes between every draft and the pass that checks it.
+"eagle/3" drafts three tokens at a time. A row that ends with ":steps" is the same without rounds: the host comes between every draft and the pass that checks it.
 Timed from a request's first token to its last: the reading of prompts is the same for all. Engines keep what they learn from prompt to
 prompt, as in use. Invariant: a text that differs from plain decoding's ends the run.
 """
@@ -48,7 +48,9 @@ def engine_of(llm: LLM, own: Engine, row: str) -> Engine:
         return own
     if row == "plain":
         return Engine(own.runner, None, replace(own.config, num_speculative_tokens=0))
-    options = list(registry.AUTO) if row == "free" else [{"method": row, **PINNED.get(row, {})}]
+    method, _, length = row.partition("/")
+    pinned = {"num_speculative_tokens": int(length)} if length else PINNED.get(method, {})
+    options = list(registry.AUTO) if row == "free" else [{"method": method, **pinned}]
     parsed = [registry.parse(each) for each in options]
     drafters = [registry.create(*each, llm.surroundings) for each in parsed]
     most = sum(config.num_speculative_tokens for _, config in parsed) or 8
