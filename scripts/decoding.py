@@ -4,8 +4,8 @@
     python scripts/decoding.py --prompts spec_bench_dev.jsonl --first 2 --every 4 --rows plain,auto,free,ngram,lookahead,staged,early_exit
     python scripts/decoding.py --prompts spec_bench_dev.jsonl --rows plain,auto,auto:steps,eagle,eagle:steps,eagle/3 --exact  (on a GPU)
 
-"eagle/3" drafts three tokens at a time. A row that ends with ":steps" is the same without rounds: the host comes between every draft and the
-pass that checks it.
+"eagle/3" drafts three tokens at a time. A row that ends with ":steps" is the same without rounds: the host comes between every draft and
+the pass that checks it.
 Timed from a request's first token to its last: the reading of prompts is the same for all. Engines keep what they learn from prompt to
 prompt, as in use. Invariant: a text that differs from plain decoding's ends the run.
 """
