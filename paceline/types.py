@@ -301,4 +301,4 @@ class Flyer(Proposer, Protocol):
     def most_rounds(self) -> int: ...  # in a row
     def round_length(self, requests: Sequence[Request]) -> int: ...  # tokens of each draft in rounds of these requests now; 0: it cannot
     def fly(self, requests: Sequence[Request], count: int) -> Flown: ...  # slots for all tokens of so many rounds are reserved
-    def land(self, requests: Sequence[Request], flown: Flown, number: int) -> list[Draft]: ...  # each in order, the one before committed
+    def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]: ...  # each in order, the one before committed

@@ -167,10 +167,10 @@ class Engine:
     def _land_round(self, flight: Rounds) -> list[Emission]:
         """The next round, as if it were a pass of its own; those after it go on meanwhile. Who has ended has no part in it."""
         landing, number, turns = perf_counter(), flight.drafter, flight.turns
-        picked = flight.flown.round(flight.landed).picked  # waits for the device
+        said = flight.flown.round(flight.landed)  # waits for the device
         computed = perf_counter()
-        drafts = flight.flyer.land([turn.request for turn in turns], flight.flown, flight.landed)
-        judged = [self._verdict(*each) for each in zip(turns, drafts, picked, strict=True)]
+        drafts = flight.flyer.land([turn.request for turn in turns], said, flight.landed)
+        judged = [self._verdict(*each) for each in zip(turns, drafts, said.picked, strict=True)]
         flight.landed += 1
         verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=flight.landed < len(flight.flown))
         committed = perf_counter()

@@ -21,7 +21,7 @@ from paceline.proposers.grow import Growth
 from paceline.proposers.head_backends import chain_backend, rounds_backend
 from paceline.proposers.heads import GREEDY, Asked, HeadDrafter, HeadDrafterConfig, Pairs
 from paceline.runtime.batch import build
-from paceline.types import Draft, Flown, Request, Seen, Segment
+from paceline.types import Draft, Flown, Request, Round, Seen, Segment
 from paceline.verify.tree import Tree
 
 CHUNK = 8  # rows: where more wait, all but the last are read before, which needs their keys and values alone
@@ -104,15 +104,14 @@ class Eagle(HeadDrafter):
         segments = [Segment([r.tokens[-1], *[0] * length], r.cache, num_logits=length + 1, pick=pick) for r, pick in picks]
         return self._rounds.launch(feeds, speakers, build(segments, self._runner.kv), count)
 
-    def land(self, requests: Sequence[Request], flown: Flown, number: int) -> list[Draft]:
+    def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]:
         """Each round but the first has read what the one before showed."""
-        tokens, chances, _ = flown.round(number)
         for read in (self._library.reads.get(request.id) for request in requests if number):
             if read is not None:
                 read.take(len(read.text.waiting))
         roots = [request.tokens[-1] for request in requests]
-        trees = [Tree.chain(root, drafted) for root, drafted in zip(roots, tokens, strict=True)]
-        return [Draft(tree, self.name, None, (1.0, *paths)) for tree, paths in zip(trees, chances, strict=True)]
+        trees = [Tree.chain(root, drafted) for root, drafted in zip(roots, said.tokens, strict=True)]
+        return [Draft(tree, self.name, None, (1.0, *paths)) for tree, paths in zip(trees, said.chances, strict=True)]
 
     def observe(self, seen: Sequence[Seen]) -> None:
         super().observe(seen)

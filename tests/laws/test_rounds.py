@@ -84,11 +84,10 @@ class Flying:
     def _choose(self, ghost: Request, logits: torch.Tensor, position: int) -> int:
         return -1 if position == self.break_at else choose(ghost, logits, position, noise_of(ghost))
 
-    def land(self, requests: Sequence[Request], flown: Done, number: int) -> list[Draft]:
-        chains, chances, _ = flown.said[number]
+    def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]:
         return [
             Draft(Tree.chain(request.tokens[-1], tokens), self.name, None, (1.0, *each))
-            for request, tokens, each in zip(requests, chains, chances, strict=True)
+            for request, tokens, each in zip(requests, said.tokens, said.chances, strict=True)
         ]
 
     def observe(self, seen: Sequence[Seen]) -> None:
