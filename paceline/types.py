@@ -260,6 +260,25 @@ class Seen(NamedTuple):
     hidden: Mapping[int, torch.Tensor]  # layer -> [rows, hidden], as asked for
 
 
+class Round(NamedTuple):
+    """What a drafter drafted, all chains of one length, and the target picked."""
+
+    tokens: list[list[int]]  # [requests][length]
+    chances: list[list[float]]  # of the paths
+    picked: list[list[int]]  # [requests][length + 1]: after the root and each drafted token, -1 where the logits are not finite
+
+
+class Flown(Protocol):
+    """Rounds that follow each other on a device."""
+
+    @property
+    def hidden(self) -> dict[int, torch.Tensor]: ...  # of the last round: layer -> [rows, hidden]
+    @property
+    def is_first(self) -> bool: ...  # of its shape, as an Output's
+    def __len__(self) -> int: ...
+    def round(self, number: int) -> Round: ...  # whoever looks first waits for it
+
+
 class Proposer(Protocol):
     """A drafter. It never sees the engine and never changes a request.
 
@@ -273,3 +292,13 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]: ...
     def observe(self, seen: Sequence[Seen]) -> None: ...
     def release(self, request: Request) -> None: ...
+
+
+class Flyer(Proposer, Protocol):
+    """A drafter that may leave draft, check and the next draft to a device. Usual steps may come before and after."""
+
+    @property
+    def most_rounds(self) -> int: ...  # in a row
+    def round_length(self, requests: Sequence[Request]) -> int: ...  # tokens of each draft in rounds of these requests now; 0: it cannot
+    def fly(self, requests: Sequence[Request], count: int) -> Flown: ...  # slots for all tokens of so many rounds are reserved
+    def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]: ...  # each in order, the one before committed

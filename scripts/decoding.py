@@ -2,7 +2,10 @@
 
     python scripts/decoding.py --prompts spec_bench_dev.jsonl
     python scripts/decoding.py --prompts spec_bench_dev.jsonl --first 2 --every 4 --rows plain,auto,free,ngram,lookahead,staged,early_exit
+    python scripts/decoding.py --prompts spec_bench_dev.jsonl --rows plain,auto,auto:steps,eagle,eagle:steps,eagle/3 --exact  (on a GPU)
 
+"eagle/3" drafts three tokens at a time. A row that ends with ":steps" is the same without rounds: the host comes between every draft and
+the pass that checks it.
 Timed from a request's first token to its last: the reading of prompts is the same for all. Engines keep what they learn from prompt to
 prompt, as in use. Invariant: a text that differs from plain decoding's ends the run.
 """
@@ -33,11 +36,22 @@ PINNED: dict[str, dict[str, Any]] = {
 
 def engine_of(llm: LLM, own: Engine, row: str) -> Engine:
     """`own` is that of auto; "free": auto without a head."""
+    if row.endswith(":steps"):
+        engine = engine_of(llm, own, row.removesuffix(":steps"))
+        if engine is own:
+            policy = AutoPolicy(
+                own.policy.drafters, own.policy.costs.fresh(), most_nodes=own.policy.most_nodes, has_trees=own.policy.has_trees
+            )
+            engine = Engine(own.runner, own.proposer, own.config, policy)
+        engine.policy.may_fly = lambda drafter, asks: False  # type: ignore[method-assign]
+        return engine
     if row == "auto":
         return own
     if row == "plain":
         return Engine(own.runner, None, replace(own.config, num_speculative_tokens=0))
-    options = list(registry.AUTO) if row == "free" else [{"method": row, **PINNED.get(row, {})}]
+    method, _, length = row.partition("/")
+    pinned = {"num_speculative_tokens": int(length)} if length else PINNED.get(method, {})
+    options = list(registry.AUTO) if row == "free" else [{"method": method, **pinned}]
     parsed = [registry.parse(each) for each in options]
     drafters = [registry.create(*each, llm.surroundings) for each in parsed]
     most = sum(config.num_speculative_tokens for _, config in parsed) or 8
@@ -63,9 +77,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--model", default="default")
+    parser.add_argument("--exact", action="store_true", help="on a GPU: else its texts may differ where two tokens are nearly as likely")
     asked = parser.parse_args()
     lines = [json.loads(line) for line in asked.prompts.read_text(encoding="utf-8").splitlines()][asked.first :: asked.every]
-    llm = LLM(asked.model, speculative_config="auto", enable_prefix_caching=False, progress=False)
+    llm = LLM(asked.model, speculative_config="auto", exact=asked.exact, enable_prefix_caching=False, progress=False)
     own = llm.engine
     engines = {row: engine_of(llm, own, row) for row in asked.rows.split(",")}
     names, sums = list(engines), defaultdict(lambda: [0, 0.0])  # type: list[str], dict[tuple[str, str], list[Any]]
@@ -86,7 +101,11 @@ def main() -> None:
     speed = {key: count / seconds for key, (count, seconds) in sums.items()}
     print(f"{len(lines)} prompts, all texts identical; {names[0]} {speed[names[0], 'overall']:.1f} tokens/s")
     for name, engine in engines.items():
-        print(f"{name:12}", *(f"{task} {speed[name, task] / speed[names[0], task]:.3f}" for task in tasks), f"tau {engine.totals.tau:.2f}")
+        ratios, step = (
+            (f"{task} {speed[name, task] / speed[names[0], task]:.3f}" for task in tasks),
+            engine.totals.tau / speed[name, "overall"],
+        )
+        print(f"{name:12}", *ratios, f"tau {engine.totals.tau:.2f}", f"{1000 * step:.3f} ms a pass")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,9 @@ class World:
     num_tokens: int = 0
     num_checked: int = 0
     checked: dict[str, int] = field(default_factory=dict)  # nodes by request
+    num_rounds: int = 0  # of a drafter that runs a model, where it may run them by itself
+    share: float = 0.5  # of its time, that it takes then
+    num_flights: int = 0
 
     def run(self, num_requests: int, num_steps: int, num_prompt: int = 4) -> None:
         requests = [self.new_request(num_prompt) for _ in range(num_requests)]
@@ -91,6 +94,8 @@ class World:
         proposed: dict[int, list[tuple[int, Draft]]] = {}
         for number in self.policy.order if plan.asks else ():
             asks = self.policy.reconsider(number, plan.asks[number], turns) if proposed else plan.asks[number]
+            if asks and self.num_rounds and not self.policy.drafters[number].is_free and self.policy.may_fly(number, asks):
+                return self._fly(number, turns)
             if asks:
                 drafter = self.policy.drafters[number]
                 drafts = drafter.propose([requests[i] for i, _ in asks], [count for _, count in asks])
@@ -106,6 +111,20 @@ class World:
         self.seconds += took
         self.num_tokens += sum(len(v.tokens) for v in verdicts.values())
         self.num_checked += rows - len(requests)
+
+    def _fly(self, number: int, turns: Sequence[Turn]) -> None:
+        """Rounds without anybody in between: drafting takes its share of what it takes otherwise."""
+        requests, drafter = [turn.request for turn in turns], self.policy.drafters[number]
+        for _ in range(self.num_rounds):
+            drafts = dict(enumerate(drafter.propose(requests, [8] * len(requests))))
+            rows = len(requests) + sum(draft.num_drafted for draft in drafts.values())
+            took = CostModel(self.table).pass_seconds(rows) + self.share * drafter.spent  # type: ignore[attr-defined]
+            verdicts = {i: self._judge(requests[i], draft) for i, draft in drafts.items()}
+            self.policy.flown(number, turns, drafts, verdicts, took)
+            self.seconds += took
+            self.num_tokens += sum(len(v.tokens) for v in verdicts.values())
+            self.num_checked += rows - len(requests)
+        self.num_flights += 1
 
     def _judge(self, request: Request, draft: Draft | None) -> Verdict:
         path, tokens = [0], []

@@ -89,6 +89,33 @@ def test_never_slower_in_a_batch(table: str, share: float, num_requests: int) ->
     assert world.num_tokens * plain / world.seconds >= 0.98
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 0.9])
+def test_rounds_are_never_slower_and_gain_where_drafts_are_good(share: float) -> None:
+    """A pass over nine rows costs little more than one; a draft of eight half as much, and in rounds a quarter."""
+    worlds = [auto(FLAT, Skilled(sometimes(share), 0.8, 0.3, is_free=False)) for _ in range(2)]
+    worlds[1].num_rounds = 6
+    for world in worlds:
+        for _ in range(4):
+            world.run(1, 150)
+    usual, rounds = map(speed, worlds)
+    assert rounds >= 0.96
+    if share >= 0.6:
+        assert worlds[1].num_flights > 50
+        assert rounds > 1.05 * usual
+
+
+def test_what_rounds_take_is_what_is_expected_of_them() -> None:
+    """Drafting seems dear to whoever waits for it, and passes seem cheaper than they are; the sum of both is learned."""
+    world = auto(FLAT, Skilled(sometimes(0.7), 0.8, 0.3, is_free=False), profile={1: 5.0, 64: 5.1})
+    world.num_rounds, world.share = 4, 0.25
+    world.run(1, 100)
+    policy = world.policy
+    assert isinstance(policy, AutoPolicy)
+    line, load = policy._records[0].line, policy._load
+    expected = load.seconds + load.row_seconds(8) * 8 + line.fixed + 8 * line.each
+    assert expected == pytest.approx(CostModel(FLAT).pass_seconds(9) + 0.25 * 8 * 0.3, rel=0.02)
+
+
 def test_a_fixed_length_loses_where_the_policy_does_not() -> None:
     """That the tests above can fail: four tokens always, from a drafter that is right one time in three, with eight requests."""
     drafter = Skilled(sometimes(0.33), None, 0.02)

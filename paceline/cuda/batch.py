@@ -62,10 +62,14 @@ def context_for(length: int) -> int:
 
 
 def bucket_for(columns: Columns) -> Bucket:
-    num_rows = len(columns.slots)
-    rows, requests = next_size(ROWS, num_rows), next_size(REQUESTS, len(columns.prefix_lens))
     longest = max(b - a for a, b in zip(columns.starts, columns.starts[1:], strict=False))
-    return Bucket(rows, requests, next_size(MAX_ROWS, max(longest, rows - num_rows)), context_for(max(columns.prefix_lens)))
+    return bucket_of(len(columns.slots), len(columns.prefix_lens), longest, max(columns.prefix_lens))
+
+
+def bucket_of(num_rows: int, num_requests: int, longest: int, length: int) -> Bucket:
+    """longest: rows of one request; length: cached tokens of one."""
+    rows, requests = next_size(ROWS, num_rows), next_size(REQUESTS, num_requests)
+    return Bucket(rows, requests, next_size(MAX_ROWS, max(longest, rows - num_rows)), context_for(length))
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:

@@ -88,6 +88,16 @@ class CudaChainHead:
         self._nowhere = torch.zeros(config.hidden_size, dtype=self._dtype, device=self.device)  # padding's features
         self._ones = torch.ones(config.hidden_size, device=self.device)
 
+    @property
+    def nowhere(self) -> int:
+        """An address of features for rows that have none."""
+        return self._nowhere.data_ptr()
+
+    @property
+    def generation(self) -> int:
+        """What is recorded is good for one of them."""
+        return self._cache.generation
+
     def place(self) -> PagedPlace:
         return self._cache.place()
 
@@ -102,19 +112,20 @@ class CudaChainHead:
         for feed in feeds:
             for first in range(0, len(feed.tokens), CHUNK):
                 part = slice(first, first + CHUNK)
-                table = table_of_feeds([Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], self._taps)
+                table = table_of_feeds([Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], self.taps)
                 bucket = Bucket(len(table.tokens), 1, 1, context_for(table.prefixes[0]), 0, is_true=True)
-                self._launch(bucket, table, is_recorded=False)  # nobody waits for it, and a recording's inputs are one buffer
+                # Nobody waits for it, and a recording's inputs are one buffer.
+                self._launch(bucket, self._rows(bucket, table), is_recorded=False)
 
     @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> Said:
-        return self._said(table_of_feeds(self._tails(feeds), self._taps), is_true=True)
+        return self._said(table_of_feeds(self._tails(feeds), self.taps), is_true=True)
 
     @torch.inference_mode()
     def level(self, nodes: Sequence[Node]) -> Said:
         for node in nodes:
             node.place.reserve(node.at + 1)  # before the trash slot is asked for: more memory moves it
-        table = table_of_nodes(nodes, self._cache.trash_slot, self._nowhere.data_ptr(), has_sources=bool(self._taps))
+        table = table_of_nodes(nodes, self._cache.trash_slot, self.nowhere, has_sources=bool(self.taps))
         return self._said(table, is_true=False)
 
     @torch.inference_mode()
@@ -123,11 +134,10 @@ class CudaChainHead:
         feeds, ends = self._tails(feeds), [feed.start + len(feed.tokens) for feed in feeds]
         for feed, end in zip(feeds, ends, strict=True):
             feed.place.reserve(end + steps)
-        table = table_of_feeds(feeds, self._taps)
+        table = table_of_feeds(feeds, self.taps)
         requests = next_size(REQUESTS, len(feeds))
         bucket = Bucket(rows_for(len(table.tokens)), requests, requests, context_for(max(ends) + steps), steps, is_true=True)
-        values = {**speaker_values(speakers), **self._ahead(feeds, ends, bucket)}
-        return guesses_of(self._launch(bucket, table, values), len(feeds))
+        return guesses_of(self._launch(bucket, self.values(bucket, table, feeds, speakers)), len(feeds))
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
@@ -147,11 +157,11 @@ class CudaChainHead:
         count, num_rows = len(table.speaking), len(table.tokens)
         requests, speaking = next_size(REQUESTS, len(table.prefixes)), next_size(REQUESTS, count)
         bucket = Bucket(rows_for(num_rows), requests, speaking, context_for(max(table.prefixes)), 0, is_true)
-        logits, outputs = self._launch(bucket, table)
+        logits, outputs = self._launch(bucket, self._rows(bucket, table))
         return Said(logits[:count], list(outputs[:count].clone()))
 
     @property
-    def _taps(self) -> tuple[int, ...]:
+    def taps(self) -> tuple[int, ...]:
         return self.config.hidden_layers
 
     def _ahead(self, feeds: Sequence[Feed], ends: Sequence[int], bucket: Bucket) -> dict[str, list[int]]:
@@ -164,31 +174,39 @@ class CudaChainHead:
             ahead["next_slots"] += [*slots, *[self._cache.trash_slot] * padding]
         return ahead
 
-    def _launch(self, bucket: Bucket, table: Table, values: Mapping[str, Any] | None = None, is_recorded: bool = True) -> Any:
-        given = {**row_values(table, bucket.rows, bucket.requests, bucket.context), **(values or {})}
+    def values(self, bucket: Bucket, table: Table, feeds: Sequence[Feed], speakers: Sequence[Speaker]) -> dict[str, Any]:
+        """What chains after the feeds read."""
+        ends = [feed.start + len(feed.tokens) for feed in feeds]
+        return {**self._rows(bucket, table), **speaker_values(speakers), **self._ahead(feeds, ends, bucket)}
+
+    def _rows(self, bucket: Bucket, table: Table) -> dict[str, Any]:
+        return row_values(table, bucket.rows, bucket.requests, bucket.context)
+
+    def _launch(self, bucket: Bucket, given: Mapping[str, Any], is_recorded: bool = True) -> Any:
         if is_recorded and is_bucket(bucket.rows, bucket.speaking):
             recording, buffer = self._recorded(bucket)
             buffer.fill(given)
             recording.replay()
             return recording.outputs
-        run, buffer = self._prepare(bucket)
+        run, buffer = self.prepare(bucket)
         buffer.fill(given)
         return run()
 
     def _recorded(self, bucket: Bucket) -> tuple[Recording, Buffer]:
-        return self._graphs.get((bucket, self._cache.generation), lambda: self._prepare(bucket))
+        return self._graphs.get((bucket, self.generation), lambda: self.prepare(bucket))
 
-    def _prepare(self, bucket: Bucket) -> tuple[Callable[[], Any], Buffer]:
-        features = len(self._taps) if bucket.is_true else min(len(self._taps), 1)
+    def prepare(self, bucket: Bucket) -> tuple[Callable[[], Any], Buffer]:
+        """What launches the passes of a bucket, and what they read."""
+        features = len(self.taps) if bucket.is_true else min(len(self.taps), 1)
         trash = self._cache.trash_slot
         columns = row_columns(
-            bucket.rows, bucket.requests, bucket.speaking, bucket.context, features, trash, self._nowhere.data_ptr()
+            bucket.rows, bucket.requests, bucket.speaking, bucket.context, features, trash, self.nowhere
         )  # fmt: skip
         if bucket.steps:
             ahead = (max(bucket.steps - 1, 1), max(bucket.requests, ALIGNED))
             columns |= {**speaker_columns(bucket.requests), "next_positions": Column(ahead), "next_slots": Column(ahead, padding=trash)}
         buffer = Buffer(columns, self.device)
-        buffer.fill(row_values(NO_ROWS, bucket.rows, bucket.requests, bucket.context))  # a capture launches before there is a batch
+        buffer.fill(self._rows(bucket, NO_ROWS))  # a capture launches before there is a batch
         if bucket.steps:
             buffer.on_device["each"] = torch.arange(bucket.requests + 1, dtype=torch.int32, device=self.device)
             buffer.on_device["alone"] = torch.ones((bucket.requests, 1), dtype=torch.int64, device=self.device)
@@ -208,7 +226,7 @@ class CudaChainHead:
             if step:
                 positions, slots = at["next_positions"][step - 1, :count], at["next_slots"][step - 1, :count]
                 sight = Sight(positions, slots, at["each"], positions, at["tables"][:-1], at["alone"])
-                features = self._output(x, normed)[None] if self._taps else None
+                features = self._output(x, normed)[None] if self.taps else None
                 x, normed = self._pass(results[0, step - 1, :count], features, slots, sight, bucket.context, 1)
                 logits = self._speak(normed)
             guess(logits, how, step, results[:, step, :count])
@@ -220,7 +238,7 @@ class CudaChainHead:
 
     def _features(self, bucket: Bucket, at: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """[parts, T, hidden]: of the target and fused, or of this head."""
-        if not self._taps:
+        if not self.taps:
             return None
         out = torch.empty((bucket.rows, at["addresses"].shape[1] * self.config.hidden_size), dtype=self._dtype, device=self.device)
         norm = self._feature_norm if bucket.is_true else None

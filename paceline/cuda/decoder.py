@@ -27,7 +27,7 @@ from paceline.types import Batch, Output
 MAX_GRAPH_ROWS = 256  # beyond, a pass is bound by arithmetic and launches hide behind it
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """What a recording was made for."""
 
     bucket: Bucket
@@ -111,7 +111,7 @@ class CudaDecoder:
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         columns = batch.columns
-        task = _Task(bucket_for(columns), depth, tuple(dict.fromkeys(hidden_layers)), batch.picks is not None)
+        task = Task(bucket_for(columns), depth, tuple(dict.fromkeys(hidden_layers)), batch.picks is not None)
         is_first = False
         if task.bucket.rows <= MAX_GRAPH_ROWS and len(columns.rows) == len(columns.slots):
             is_first = (task, id(kv)) not in self._graphs
@@ -120,7 +120,7 @@ class CudaDecoder:
             recording.replay()
             logits, picked, hidden = recording.outputs
         else:
-            run, inputs = self._prepare(task, kv, columns.rows)
+            run, inputs = self.prepare(task, kv, columns.rows)
             inputs.fill(columns, batch.picks)
             logits, picked, hidden = run()
         count, num_rows = len(columns.rows), len(columns.slots)
@@ -128,17 +128,18 @@ class CudaDecoder:
         chosen = None if picked is None else Picked(picked[:count])
         return Output(logits[:count], dict(zip(task.hidden_layers, kept, strict=True)), chosen, is_first=is_first)
 
-    def _prepare_graph(self, task: _Task, kv: Sequence[LayerCache]) -> tuple[Callable[[], Any], tuple[Inputs, Sequence[LayerCache]]]:
+    def _prepare_graph(self, task: Task, kv: Sequence[LayerCache]) -> tuple[Callable[[], Any], tuple[Inputs, Sequence[LayerCache]]]:
         """Kept beside the recording: its inputs, and the cache, since another at the same address would be taken for it."""
-        run, inputs = self._prepare(task, kv)
+        run, inputs = self.prepare(task, kv)
         return run, (inputs, kv)
 
-    def _prepare(self, task: _Task, kv: Sequence[LayerCache], wanted: Sequence[int] | None = None) -> tuple[Callable[[], Any], Inputs]:
+    def prepare(self, task: Task, kv: Sequence[LayerCache], wanted: Sequence[int] | None = None) -> tuple[Callable[[], Any], Inputs]:
+        """A pass of this task and what it reads; wanted: rows whose logits are, if not all."""
         inputs = Inputs(task.bucket, kv[0][0].shape[0] - 1, self.device)
         rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self.device)
         return partial(self._run, inputs, task, kv, rows), inputs
 
-    def _run(self, inputs: Inputs, task: _Task, kv: Sequence[LayerCache], wanted: torch.Tensor | None) -> Any:
+    def _run(self, inputs: Inputs, task: Task, kv: Sequence[LayerCache], wanted: torch.Tensor | None) -> Any:
         """Launch a pass: -> logits [L, vocab], the picked tokens or None, hidden states [layers, T, hidden] or None."""
         weights, eps, batch = self.weights, self.config.rms_eps, inputs.batch
         x = torch.empty((task.bucket.rows, self.config.hidden_size), dtype=weights.dtype, device=self.device)

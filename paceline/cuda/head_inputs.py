@@ -118,6 +118,15 @@ def table_of_feeds(feeds: Sequence[Feed], layers: Sequence[int]) -> Table:
     return table
 
 
+def table_of_rounds(feeds: Sequence[Feed], layers: Sequence[int], count: int, nowhere: int) -> Table:
+    """The same with `count` rows each: what follows the last of a text is junk, behind what is seen, and overwritten before it could be."""
+    missing = [count - len(feed.tokens) for feed in feeds]
+    table = table_of_feeds([Feed(f.place, f.start, [*f.tokens, *[0] * extra], ()) for f, extra in zip(feeds, missing, strict=True)], ())
+    for feed, extra in zip(feeds, missing, strict=True):
+        table.addresses.extend([*addresses_of(feed.rows, layers), *[nowhere] * (extra * len(layers))])
+    return table._replace(speaking=[i * count + len(feed.tokens) - 1 for i, feed in enumerate(feeds)])
+
+
 def table_of_nodes(nodes: Sequence[Node], trash_slot: int, nowhere: int, has_sources: bool) -> Table:
     """A level of trees. Nodes of levels before stand in the pass for their keys alone: what is computed there is thrown away."""
     table, speaking = Table([], [], [], [], [], [], [0], [], [], []), [0] * len(nodes)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config import EngineConfig
+from paceline.engine.flights import Answers, Flight, Rounds, flyer_of, useful_rounds
 from paceline.engine.nodes import first_branch
 from paceline.engine.plan import FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler, Turn
@@ -21,9 +22,12 @@ from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
 from paceline.types import Draft, FinishReason, Output, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
 from paceline.verify.accept import accept, follow
-from paceline.verify.sampling import pick_of
+from paceline.verify.sampling import not_finite, pick_of
 from paceline.verify.tree import Tree
 from paceline.verify.watch import Watch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Emission(NamedTuple):
@@ -34,18 +38,6 @@ class Emission(NamedTuple):
     num_accepted: int  # the first so many were drafted
     sources: tuple[str, ...]  # by whom, each of those
     logprobs: tuple[TokenLogprobs, ...]
-
-
-class Flight(NamedTuple):
-    """A pass on its way, and what led to it."""
-
-    turns: list[Turn]
-    plan: Plan
-    proposed: dict[int, list[tuple[int, Draft]]]  # by turn: who drafted what
-    drafts: list[Draft | None]
-    output: Output
-    launched: float  # when
-    planning: float  # seconds the policy took for it
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +64,7 @@ class Engine:
         self._top_tokens = max((need.top_tokens for need in needs), default=0)
         self._learners = [(n, drafter) for n, drafter in enumerate(self.policy.drafters) if drafter.needs.verdicts]
         self._num_arrivals = 0
-        self._flight: Flight | None = None
+        self._flight: Flight | Rounds | None = None
 
     @property
     def has_work(self) -> bool:
@@ -108,13 +100,19 @@ class Engine:
         self._flight = None
         if flight is None:
             return []
-        emissions = self._land(flight)
+        if isinstance(flight, Flight):
+            emissions = self._land(flight)
+        else:
+            emissions = self._land_round(flight)
+            if flight.is_under_way:
+                self._flight = flight
+                return emissions
         if self.runner.decoder.runs_by_itself:
             self._flight = self._launch()
         return emissions
 
-    def _launch(self) -> Flight | None:
-        """Schedule, propose, start the pass."""
+    def _launch(self) -> Flight | Rounds | None:
+        """Schedule, propose, start the pass, or several where a drafter and the device can go on without us."""
         started = perf_counter()
         turns = self.scheduler.schedule()
         if not turns:
@@ -125,7 +123,11 @@ class Engine:
         if plan.nodes:
             self.scheduler.give_drafts(turns, plan.nodes)
         scheduled = perf_counter()
-        proposed = self._propose(turns, plan) if plan.nodes else {}
+        proposed, rounds = self._propose(turns, plan) if plan.nodes else ({}, None)
+        if rounds is not None:
+            self.phases.schedule += scheduled - started
+            self.phases.forward += perf_counter() - rounds.since
+            return rounds
         answered = perf_counter()
         drafts = self._drafts(turns, proposed)
         segments = [self._segment(turn, draft) for turn, draft in zip(turns, drafts, strict=True)]
@@ -151,7 +153,7 @@ class Engine:
         committed = perf_counter()
         self.policy.observe(turns, verdicts, None if output.is_first else committed - launched)
         self.policy.charge(planning + perf_counter() - committed)
-        self._observe(turns, drafts, verdicts, output, plan)
+        self._observe(turns, drafts, verdicts, output.hidden, output.top, plan)
         for index, asked in proposed.items():
             if index in verdicts:
                 self._suspect(asked, verdicts[index])
@@ -161,6 +163,32 @@ class Engine:
         phases.commit += committed - accepted
         phases.observe += perf_counter() - committed
         return emissions
+
+    def _land_round(self, flight: Rounds) -> list[Emission]:
+        """The next round, as if it were a pass of its own; those after it go on meanwhile. Who has ended has no part in it."""
+        landing, number, turns = perf_counter(), flight.drafter, flight.turns
+        said = flight.flown.round(flight.landed)  # waits for the device
+        computed = perf_counter()
+        drafts = flight.flyer.land([turn.request for turn in turns], said, flight.landed)
+        judged = [self._verdict(*each) for each in zip(turns, drafts, said.picked, strict=True)]
+        flight.landed += 1
+        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=flight.landed < len(flight.flown))
+        committed = perf_counter()
+        if verdicts:
+            checked = {index: drafts[index] for index in verdicts}
+            self.policy.flown(number, turns, checked, verdicts, None if flight.flown.is_first else committed - flight.since)
+            self._observe(turns, drafts, verdicts, flight.flown.hidden, None, flight.plan)
+            for index, verdict in verdicts.items():
+                self._suspect([*flight.proposed.pop(index, ()), (number, drafts[index])], verdict)
+        flight.since = committed
+        phases = self.phases
+        phases.forward += computed - landing
+        phases.commit += committed - computed
+        phases.observe += perf_counter() - committed
+        return emissions
+
+    def _verdict(self, turn: Turn, draft: Draft, picked: Sequence[int]) -> Verdict | PacelineError | None:
+        return None if turn.request.is_finished else follow(draft, picked) or not_finite(turn.request)
 
     def _hidden_layers(self, asleep: frozenset[int]) -> tuple[int, ...]:
         if asleep not in self._layers:
@@ -173,15 +201,18 @@ class Engine:
         pick = None if draft is None else request.pick if draft.q is None else pick_of(request, draft)
         return segment_of(request, turn.num_new, draft, pick)
 
-    def _propose(self, turns: Sequence[Turn], plan: Plan) -> dict[int, list[tuple[int, Draft]]]:
-        """What each drafter that is asked says, by turn."""
-        proposed: dict[int, list[tuple[int, Draft]]] = {}
+    def _propose(self, turns: list[Turn], plan: Plan) -> tuple[Answers, Rounds | None]:
+        """What each drafter that is asked says, unless one of them takes off instead."""
+        proposed: Answers = {}
         for number in self.policy.order:
             asks = [(i, min(count, turns[i].num_lookahead_tokens)) for i, count in plan.asks[number] if turns[i].num_lookahead_tokens]
             if asks and proposed:
                 asks = self.policy.reconsider(number, asks, turns)
             if not asks:
                 continue
+            rounds = self._take_off(number, asks, turns, plan, proposed)
+            if rounds is not None:
+                return {}, rounds
             drafter, started = self.policy.drafters[number], perf_counter()
             drafts = drafter.propose([turns[i].request for i, _ in asks], [count for _, count in asks])
             self.policy.heard(number, asks, drafts, perf_counter() - started)
@@ -189,7 +220,24 @@ class Engine:
                 assert draft.num_drafted <= count, f"{drafter.name} drafted more than its budget"
                 if draft.num_drafted:
                     proposed.setdefault(index, []).append((number, draft))
-        return proposed
+        return proposed, None
+
+    def _take_off(
+        self, number: int, asks: Sequence[tuple[int, int]], turns: list[Turn], plan: Plan, proposed: Answers
+    ) -> Rounds | None:  # fmt: skip
+        """Rounds of all that speak in this step, where nobody else learns from the passes; as many as could all be of use."""
+        flyer, requests = flyer_of(self.policy.drafters[number]), [turn.request for turn in turns]
+        if flyer is None or not self.runner.decoder.runs_by_itself or self.watch is not None or len(asks) < len(turns):
+            return None
+        length, is_learning = flyer.round_length(requests), plan.is_learning and self._top_tokens > 0
+        if not length or min(count for _, count in asks) < length or is_learning or not self.policy.may_fly(number, asks):
+            return None
+        count = min(flyer.most_rounds, useful_rounds(requests, length, self.config.max_model_len))
+        has_layers = set(self._hidden_layers(plan.asleep)) == set(flyer.needs.hidden_layers)
+        if not has_layers or not self.scheduler.give_rounds(turns, count * (length + 1)):
+            return None
+        since = perf_counter()
+        return Rounds(turns, plan, proposed, number, flyer, flyer.fly(requests, count), since)
 
     def _drafts(self, turns: Sequence[Turn], proposed: Mapping[int, list[tuple[int, Draft]]]) -> list[Draft | None]:
         """For every turn that the target will speak in, what it checks: often nothing but the root."""
@@ -220,9 +268,10 @@ class Engine:
             return error
 
     def _commit_all(
-        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Verdict | PacelineError | None]
-    ) -> tuple[dict[int, Verdict], list[Emission]]:
-        """Verdicts by turn, and what was said."""
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Verdict | PacelineError | None],
+        has_more: bool = False,
+    ) -> tuple[dict[int, Verdict], list[Emission]]:  # fmt: skip
+        """Verdicts by turn, and what was said. has_more: what was computed after it comes next."""
         verdicts: dict[int, Verdict] = {}
         emissions: list[Emission] = []
         num_plain = 0
@@ -237,12 +286,12 @@ class Engine:
             else:
                 verdicts[index] = verdict
                 num_plain += len(draft.tree.tokens) == 1
-                emissions.append(self._commit(request, draft, verdict))
+                emissions.append(self._commit(request, draft, verdict, has_more))
         if num_plain:
             self.totals.record_plain(num_plain)
         return verdicts, emissions
 
-    def _commit(self, request: Request, draft: Draft, verdict: Verdict) -> Emission:
+    def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
         """Text grows by what was accepted and the target's own token, up to the first that ends the request."""
         root, stats = len(request.tokens) - 1, self.stats[request.id]
         reason, emitted = None, 0
@@ -256,10 +305,12 @@ class Engine:
                 reason = FinishReason.ERROR
                 break
         request.num_rounds += 1
-        if reason is None:
-            self.runner.kv.commit(request.cache, root, verdict.path, request.tokens)
-        else:
+        if reason is not None:
             self._finish(request, reason)
+        elif has_more:  # its blocks are not to be given back yet
+            self.runner.kv.gather(request.cache, root, verdict.path)
+        else:
+            self.runner.kv.commit(request.cache, root, verdict.path, request.tokens)
         if len(draft.tree.tokens) == 1:
             stats.record_plain()
             return Emission(request, verdict.tokens, 0, (), verdict.logprobs)
@@ -299,9 +350,10 @@ class Engine:
             drafter.release(request)
 
     def _observe(
-        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], verdicts: Mapping[int, Verdict], output: Output, plan: Plan
-    ) -> None:
-        """Show the drafters what the pass said about each request that goes on."""
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], verdicts: Mapping[int, Verdict], hidden: dict[int, torch.Tensor],
+        likely: torch.Tensor | None, plan: Plan,
+    ) -> None:  # fmt: skip
+        """Show the drafters what the pass said about each request that goes on. likely: tokens, as an Output's `top`."""
         # Whoever lives on the likeliest tokens learns nothing from a pass that did not keep them.
         learning = [(n, d) for n, d in self._learners if n not in plan.asleep and (plan.is_learning or not d.needs.top_tokens)]
         if not learning:
@@ -311,15 +363,13 @@ class Engine:
             nodes = 0 if draft is None else len(draft.tree.tokens)
             end, end_row = first + nodes, first_row + turn.num_new + max(nodes - 1, 0)
             if not turn.request.is_finished:
-                top = output.top[first:end] if output.top is not None and draft is not None else None
-                hidden = output.hidden
-                if len(turns) > 1 and hidden:
-                    hidden = {layer: x[first_row:end_row] for layer, x in hidden.items()}
-                seen.append(Seen(turn.request, turn.num_new, draft, verdicts.get(index), top, hidden))
+                top = likely[first:end] if likely is not None and draft is not None else None
+                rows = {layer: x[first_row:end_row] for layer, x in hidden.items()} if len(turns) > 1 and hidden else hidden
+                seen.append(Seen(turn.request, turn.num_new, draft, verdicts.get(index), top, rows))
             first, first_row = end, end_row
         for number, drafter in learning:
             started, width = perf_counter(), drafter.needs.top_tokens
-            is_narrow = output.top is not None and 0 < width < output.top.shape[1]
+            is_narrow = likely is not None and 0 < width < likely.shape[1]
             drafter.observe([s._replace(top=None if s.top is None else s.top[:, :width]) for s in seen] if is_narrow else seen)
             self.policy.shown(number, len(seen), perf_counter() - started)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.engine.calibrate import Asked
+from paceline.engine.calibrate import Asked, Tally
 from paceline.types import Draft, Verdict
 
 
@@ -49,3 +49,26 @@ def judge_sampled(one: Asked, checked: Draft, verdict: Verdict) -> None:
             one.tally.note(one.record.calibration.observe(one.cells[original], one.claimed[original], is_hit), is_hit)
             reached = original if is_hit else reached
         place = reached
+
+
+def learn(tallies: Sequence[Tally], asked: Sequence[Asked], checked: Draft | None, verdict: Verdict) -> tuple[float, bool]:
+    """What a verdict says about the drafts of a request, and about those before that have been right so far (their shadows).
+    -> seconds of probes to give back, since they were right, and whether there is a shadow now."""
+    refund = 0.0
+    for tally in tallies:
+        if tally.shadow is not None:
+            tally.shadow_node = follow(tally.shadow, tally.shadow_node, verdict.tokens)
+            if not tally.shadow_node:
+                tally.shadow = None
+    for one in asked:
+        tally = one.tally
+        if one.draft.q is not None:
+            assert checked is not None, "the first nodes of a sampled draft are always checked"
+            judge_sampled(one, checked, verdict)
+        else:
+            node = follow(one, 0, verdict.tokens)
+            if node and tally.shadow is None:
+                tally.shadow, tally.shadow_node = one, node
+        if not one.record.is_free and is_right(one, verdict):
+            refund += tally.probe
+    return refund, any(tally.shadow is not None for tally in tallies)

@@ -28,6 +28,10 @@ class Policy(Protocol):
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
     def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None: ...
+    def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool: ...  # whether it may run several rounds by itself
+    def flown(
+        self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
+    ) -> None: ...  # one of these rounds: its drafts were checked whole, and it took so long
     def charge(self, seconds: float) -> None: ...
     def release(self, request: Request) -> None: ...
 
@@ -57,6 +61,14 @@ class FixedPolicy:
         return {index: drafts[0][1] for index, drafts in proposed.items()}
 
     def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
+        """Nothing depends on it."""
+
+    def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
+        return True
+
+    def flown(
+        self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
+    ) -> None:  # fmt: skip
         """Nothing depends on it."""
 
     def charge(self, seconds: float) -> None:

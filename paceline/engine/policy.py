@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.engine.calibrate import AGREED, CONTRADICTED, DEPTHS, SURE, Asked, Record, Tally
 from paceline.engine.costs import CostModel, Median
-from paceline.engine.judging import follow, is_right, judge_sampled
+from paceline.engine.judging import learn
 from paceline.engine.load import Load
 from paceline.engine.nodes import Joined, Lone, admitted, best_start, first_of
 from paceline.engine.plan import Plan, Proposed
@@ -34,7 +34,6 @@ QUIET = 16  # steps without another look after one that found that no draft coul
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
 SLEEP_EVERY, WAKE_EVERY = 16, 512  # steps between two looks at whether it pays to ask a model at all, and between two times it is woken
-DEAR = 0.25  # of a pass: where eight rows more cost so much, the better of two drafts is checked and not both
 USUAL_GAIN = 1.6  # a node must promise so much more than its row and drafting it cost, before a head drafts on from it
 STEPS_OF_LEAST = 32  # a chance from which a head drafts on is one of so many
 
@@ -103,7 +102,7 @@ class AutoPolicy:
             if limit > 0:
                 nodes[index] = self._plan_one(index, turns[index].request, limit if limit < cap else cap, asks)
         if self._models:
-            self._threshold = self._row_seconds(sum(nodes)) / load.price
+            self._threshold = load.row_seconds(sum(nodes)) / load.price
             for drafter, planned in enumerate(asks):
                 if planned and self._can_stop[drafter]:
                     self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
@@ -114,12 +113,6 @@ class AutoPolicy:
         if self._load.speaking == 1 or self._num_steps % WAKE_EVERY < SLEEP_EVERY:
             return frozenset()
         return frozenset(d for d in self._models if not cap or not self._start(self._records[d], 1.0, cap)[0])
-
-    def _row_seconds(self, num_nodes: int) -> float:
-        """Of one row more, on average over so many."""
-        load, count = self._load, max(num_nodes, 1)
-        base = self.costs.base(load.rows + count)
-        return (base[load.rows + count] - base[load.rows]) / count + load.by_row
 
     def _least(self, record: Record) -> float:
         """The chance from which it pays to draft another token after one, and to check both."""
@@ -135,16 +128,9 @@ class AutoPolicy:
         key = (load.rows, load.speaking, load.cached // load.speaking // 64)
         cap = self._caps.get(key)
         if cap is None:
-            added = self._added_by(self.most_nodes, load.by_row)
+            added = load.added_by(self.most_nodes, load.by_row)
             cap = self._caps[key] = admitted([1.0] * self.most_nodes, load.speaking, load.seconds, added, MARGIN)
         return cap
-
-    def _added_by(self, count: int, each: float) -> list[float]:
-        """Seconds that 1, 2, ... nodes add to the pass, with so many more for each."""
-        rows = self._load.rows
-        base = self.costs.base(rows + count)
-        start = base[rows]
-        return [base[rows + n] - start + n * each for n in range(1, count + 1)]
 
     def _plan_one(self, index: int, request: Request, limit: int, asks: list[list[tuple[int, int]]]) -> int:
         """Whom to ask for this request; the most nodes anybody is asked for."""
@@ -270,15 +256,16 @@ class AutoPolicy:
         if len(proposed) == 1 and Lone.fits(self._asked[index], self.has_trees):
             asked = self._asked[index]
             self._trim_one(index, turns[index], asked[0], self._worth(asked[0], turns[index]))
-        elif len(proposed) == 1 and len(asked) == 2 and self._is_dear() and all(Lone.fits((one,), self.has_trees) for one in asked):
+        elif (
+            len(proposed) == 1
+            and len(asked) == 2
+            and self._load.has_dear_rows()
+            and all(Lone.fits((one,), self.has_trees) for one in asked)
+        ):
             self._trim_two(index, turns[index], *asked)
         else:
             self._trim_all(turns)
         return self._checked
-
-    def _is_dear(self) -> bool:
-        rows, base = self._load.rows, self.costs.base(self._load.rows + 8)
-        return base[rows + 8] > (1 + DEAR) * base[rows]
 
     def _trim_two(self, index: int, turn: Turn, one: Asked, two: Asked) -> None:
         """Two drafts for one request, where rows are dear: the better of them, by who else says so."""
@@ -311,7 +298,7 @@ class AutoPolicy:
             pool.sort()
             self._admit(turns, pool, kept)
         num_nodes = sum(len(nodes) for nodes in kept.values())
-        row_seconds = self._row_seconds(num_nodes)
+        row_seconds = self._load.row_seconds(num_nodes)
         self._added, self._seen_by_nodes = row_seconds * num_nodes, 0
         for index, nodes in kept.items():
             tree = trees[index]
@@ -355,34 +342,42 @@ class AutoPolicy:
         if self._asked or self._shadowed:
             for index, verdict in verdicts.items():
                 name = turns[index].request.id
-                if index in self._asked or name in self._shadowed:
-                    self._learn(name, self._asked.get(index, ()), self._checked.get(index), verdict)
+                tallies = self._tallies.get(name)  # None: the request has just ended
+                if tallies is not None and (index in self._asked or name in self._shadowed):
+                    refund, has_shadow = learn(tallies, self._asked.get(index, ()), self._checked.get(index), verdict)
+                    self.probes += refund  # whoever is right is soon asked again
+                    (self._shadowed.add if has_shadow else self._shadowed.discard)(name)
         self.purse += num_accepted * load.price - self._added - self._spent
 
-    def _learn(self, name: str, asked: Sequence[Asked], checked: Draft | None, verdict: Verdict) -> None:
-        tallies = self._tallies.get(name)
-        if tallies is None:  # the request has just ended
-            return
-        self._shadowed.discard(name)
-        for tally in tallies:
-            if tally.shadow is not None:
-                tally.shadow_node = follow(tally.shadow, tally.shadow_node, verdict.tokens)
-                if tally.shadow_node:
-                    self._shadowed.add(name)
-                else:
-                    tally.shadow = None
-        for one in asked:
-            tally = one.tally
-            if one.draft.q is not None:
-                assert checked is not None, "the first nodes of a sampled draft are always checked"
-                judge_sampled(one, checked, verdict)
-            else:
-                node = follow(one, 0, verdict.tokens)
-                if node and tally.shadow is None:
-                    tally.shadow, tally.shadow_node = one, node
-                    self._shadowed.add(name)
-            if not one.record.is_free and is_right(one, verdict):
-                self.probes += tally.probe  # whoever is right is soon asked again
+    def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
+        """Not where an ask is a probe, paid for one draft, nor for a request that the drafter has not begun to read."""
+        tallies = [self._planned[index][drafter] for index, _ in asks]
+        return not any(tally.probe or tally.is_new for tally in tallies)
+
+    def flown(
+        self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
+    ) -> None:  # fmt: skip
+        """What a round took beyond the pass that is expected to check it is what drafting took: together they are what was measured, and
+        what passes take is learned from those that the host saw alone."""
+        load, record, count = self._load, self._records[drafter], len(drafts)
+        num_nodes = sum(draft.num_drafted for draft in drafts.values())
+        self._added = load.row_seconds(num_nodes) * num_nodes
+        if seconds is not None:
+            drafting = max(seconds - load.seconds - self._added, 0.0)
+            self._added = max(min(seconds - load.seconds, self._added), 0.0)
+            self._spent += drafting
+            record.seconds.add(drafting / count)
+            record.line.add(num_nodes / count, drafting / count)
+        for index, draft in drafts.items():
+            one = Asked(draft, record, self._planned[index][drafter])
+            for other in self._asked.get(index, ()):
+                other.tally.saved(other.record, 0.0, self._cost(other.record))
+            one.tally.saved(record, sum(one.scores[1:]) * load.price - self._added / count, self._cost(record))
+            self._asked.setdefault(index, []).append(one)
+        self._checked = dict(drafts)
+        self.observe(turns, verdicts, None)
+        self._num_steps += 1
+        self._asked, self._spent = {}, 0.0  # what others said was about the first round
 
     def charge(self, seconds: float) -> None:
         """Planning and judging took so long in this step."""

@@ -85,6 +85,11 @@ class Scheduler:
                 turn.num_lookahead_tokens = 0
             self._budget -= turn.num_lookahead_tokens
 
+    def give_rounds(self, turns: Sequence[Turn], num_tokens: int) -> bool:
+        """Slots for so many tokens of each turn, its root among them. False if blocks run out: what was given until then goes with the
+        next commit, as what is given for drafts does."""
+        return all(self.kv.reserve(turn.request.cache, turn.request.cache.num_cached + num_tokens) for turn in turns)
+
     def _continue(self, request: Request) -> None:
         cache = request.cache
         num_new = min(len(request.tokens) - cache.num_cached, self._budget)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from paceline.types import Batch, Flown
+
 
 class Row(NamedTuple):
     """A position of a text as a pass of the target showed it."""
@@ -77,6 +79,15 @@ class ChainBackend(Protocol):
     def begin(self, feeds: Sequence[Feed]) -> Said: ...  # after the last row of each
     def level(self, nodes: Sequence[Node]) -> Said: ...
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses: ...
+
+
+class RoundsBackend(Protocol):
+    """A head that drafts token by token and the target, left to themselves."""
+
+    most_rounds: int
+    most_requests: int
+
+    def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int) -> Flown: ...
 
 
 class BlockBackend(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from paceline.errors import ConfigError
 from paceline.loaders.head_files import Head
 from paceline.models.head_config import DflashConfig, LayeredConfig, MedusaConfig
-from paceline.models.head_rows import BlockBackend, ChainBackend, SideBackend
+from paceline.models.head_rows import BlockBackend, ChainBackend, RoundsBackend, SideBackend
 from paceline.models.other_heads import Eagle1Config, MlpSpeculatorConfig
 from paceline.proposers.base import Surroundings
 from paceline.runtime.runner import Decoder
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.cuda.block_head import CudaBlockHead
     from paceline.cuda.chain_head import CudaChainHead
     from paceline.cuda.decoder import CudaDecoder
+    from paceline.cuda.rounds import CudaRounds
     from paceline.cuda.side_heads import CudaMedusaHead
 
 
@@ -48,6 +49,21 @@ def chain_backend(head: Head, surroundings: Surroundings, steps: int) -> ChainBa
     from paceline.models.chain_head import TorchChainHead
 
     return TorchChainHead(config, head.tensors, decoder, norm, surroundings.runner.kv.device)
+
+
+def rounds_backend(backend: ChainBackend, surroundings: Surroundings, steps: int) -> RoundsBackend | None:
+    """What lets a GPU draft and check by itself; None where nobody can. steps: tokens of every chain; 0: only trees."""
+    decoder = surroundings.runner.decoder
+    if not steps or not is_on_gpu(decoder):
+        return None
+    from paceline.cuda.chain_head import CudaChainHead
+    from paceline.cuda.rounds import CudaRounds
+
+    if not isinstance(backend, CudaChainHead) or not backend.taps:
+        return None
+    recorded = CudaRounds(backend, decoder, surroundings.runner.kv.layers)
+    _warm_up(recorded, steps)
+    return recorded
 
 
 def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBackend:
@@ -86,7 +102,7 @@ def block_backend(head: Head, surroundings: Surroundings, steps: int) -> BlockBa
     return TorchBlockHead(config, head.tensors, decoder, surroundings.runner.kv.device)
 
 
-def _warm_up(backend: CudaChainHead | CudaBlockHead | CudaMedusaHead, steps: int) -> None:
+def _warm_up(backend: CudaChainHead | CudaBlockHead | CudaMedusaHead | CudaRounds, steps: int) -> None:
     """What a GPU compiles and records on first use is not the first request's to wait for, nor to be taken for the cost of a draft."""
     if backend.device.type == "cuda" and steps:
         backend.warm_up(steps)

@@ -61,7 +61,11 @@ def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> to
 def _require_finite(request: Request, logits: torch.Tensor, best: int) -> None:
     """NaN and +inf both show in the maximum."""
     if not math.isfinite(logits[best]):
-        raise ModelError(f"request {request.id}: the model's logits are not finite; its file is damaged, or it overflows in this precision")
+        raise not_finite(request)
+
+
+def not_finite(request: Request) -> ModelError:
+    return ModelError(f"request {request.id}: the model's logits are not finite; its file is damaged, or it overflows in this precision")
 
 
 def best_of(logits: torch.Tensor) -> int:

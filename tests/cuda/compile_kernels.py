@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.cuda import enter, guess, overlap
+from paceline.cuda import advance, enter, guess, overlap
 
 HOPPER = GPUTarget("cuda", 90, 32)
 GATHER = {"addresses_ptr": "*i64", "weight_ptr": "*fp32", "out_ptr": "*bf16", "eps": "fp32", "hidden": 576, "block": 1024}
@@ -29,6 +29,9 @@ ROWS = {
     "scores_ptr": "*fp32", "sums_ptr": "*fp32", "words_ptr": "*i32", "ids_ptr": "*i32", "tokens_ptr": "*i32", "chances_ptr": "*fp32",
     "drafted_ptr": "*i32", "num_blocks": 8, "width": 8,
 }  # fmt: skip
+WIDE = ("picked_ptr", "places_ptr", "speaking_ptr", "head_places_ptr")
+SIZES = {"STEPS": 5, "ROWS": 8, "TABLE": 65, "HEAD_TABLE": 64, "RESULTS": 4, "NEXT": 4}
+ADVANCE = {name: SIZES.get(name, "*i64" if name in WIDE else "*i32") for name in advance._advance.arg_names}
 BARE = {"left_weight_ptr": None, "right_weight_ptr": None, "residual_ptr": None, "features_ptr": "*bf16", "splits": 1}
 CASES: list[tuple[Any, dict[str, Any]]] = [
     (enter._gather, GATHER), (enter._gather, {**GATHER, "weight_ptr": None}), (enter._join, JOIN), (enter._join, {**JOIN, **BARE}),
@@ -50,4 +53,5 @@ if __name__ == "__main__":
     overlap.OVERLAPS = tl.constexpr(True)  # as on a Hopper
     for kernel, arguments in CASES:
         assert "griddepcontrol.wait" in compiled(kernel, arguments), f"{kernel} does not wait for the one before"
-    print(len(CASES), "compiled")
+    assert "griddepcontrol" not in compiled(advance._advance, ADVANCE), "it is launched when all before it has ended"
+    print(len(CASES) + 1, "compiled")

@@ -1,0 +1,203 @@
+"""Rounds that a device runs by itself: the text is plain decoding's and the drafts are those of usual steps, whoever ends when.
+
+The target's text repeats itself for a while and changes then, and the head drafts what its features say: some drafts are right to the end,
+some to the middle, some from the start not. How engines fare with rounds is tested in tests/laws, where a pass takes no second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import EngineConfig
+from paceline.cuda import head_inputs, rounds
+from paceline.cuda.advance import Drafted, Ring, Verified, advance
+from paceline.cuda.decoder import CudaDecoder
+from paceline.engine.engine import Emission, Engine
+from paceline.engine.flights import Rounds
+from paceline.models.decoder import Decoder
+from paceline.models.head_config import target_hash, write_head_config
+from paceline.params import SamplingParams
+from paceline.proposers import registry
+from paceline.proposers.base import Surroundings
+from paceline.runtime.kv_cache import KvCache
+from paceline.runtime.runner import Runner
+from paceline.types import FinishReason, Request
+from tests.cuda.recorders import capture_on
+from tests.heads import config_of, random_tensors, write_head
+from tests.laws.harness import CONFIG, RandomCheckpoint, request_of, run
+from tests.laws.test_flights import ahead
+
+TINY = replace(CONFIG, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
+
+
+class Calm(RandomCheckpoint):
+    def tensor(self, name: str) -> torch.Tensor:
+        found = super().tensor(name)
+        return found if found.dim() == 1 or "embed" in name else 1.3 * found
+
+
+TARGET = Calm(TINY, seed=1)
+CHANGING, STEADY = [3, 9, 20, 11], [5, 30, 30, 2, 17]
+
+
+@cache
+def head_folder(folder: Path) -> str:
+    """It reads the target's last features as they are, and adds little to them."""
+    config = config_of("eagle", TINY, target_hash(TARGET))
+    tensors = {name: 0.3 * x if x.dim() > 1 else x for name, x in random_tensors(config).items()}
+    width = TINY.hidden_size
+    tensors["fc.weight"] = torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], 1)
+    tensors["lm_head.weight"] = TARGET.tensor("embed_tokens.weight")
+    return str(write_head(folder, write_head_config(config), tensors))
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return head_folder(tmp_path_factory.mktemp("head"))
+
+
+@cache
+def torch_target() -> Decoder:
+    return Decoder.load(TARGET)
+
+
+def drafter_of(runner: Runner, head: str, steps: int) -> Any:
+    options = {"method": "eagle", "model": head, "num_speculative_tokens": steps}
+    return registry.create(*registry.parse(options), Surroundings(runner, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
+
+
+def config_with(steps: int, limit: int) -> EngineConfig:
+    return EngineConfig(max_model_len=limit, num_speculative_tokens=steps)
+
+
+def engine_on(device: torch.device, head: str, steps: int, exact: bool = False, limit: int = 100) -> Engine:
+    decoder = CudaDecoder.load(TARGET, dtype="float32", device=str(device), exact=exact, capture=capture_on(device))
+    runner = Runner(decoder, KvCache(TINY, 16, device=device, has_spare=True))
+    return ahead(Engine(runner, drafter_of(runner, head, steps), config_with(steps, limit)))
+
+
+def usual(head: str, steps: int, requests: Sequence[Request], limit: int = 100) -> list[Emission]:
+    """By usual steps, in plain torch."""
+    runner = Runner(torch_target(), KvCache(TINY, 16))
+    return run(Engine(runner, drafter_of(runner, head, steps), config_with(steps, limit)), requests)
+
+
+def agree(ours: Sequence[Emission], theirs: Sequence[Emission], one: Request, other: Request) -> None:
+    """Draft for draft, but the last: a round does not know how many tokens are still wanted."""
+    assert (one.output, one.finish_reason) == (other.output, other.finish_reason)
+    mine, other_s = ([(e.tokens, e.num_accepted) for e in said if e.request is r] for said, r in ((ours, one), (theirs, other)))
+    assert mine[:-1] == other_s[:-1]
+    assert len(mine) == len(other_s)
+
+
+def flights_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets how many rounds are flown at a time."""
+    flights: list[int] = []
+    drafter: Any = engine.policy.drafters[0]
+    fly = drafter.fly
+
+    def noted(requests: Sequence[Request], count: int) -> Any:
+        flights.append(count)
+        return fly(requests, count)
+
+    monkeypatch.setattr(drafter, "fly", noted)
+    return flights
+
+
+GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.5, "seed": 4}
+
+
+@pytest.mark.parametrize(("steps", "count", "exact", "how"), [(3, 4, False, GREEDY), (1, 3, False, DRAWN), (4, 2, True, GREEDY)])
+def test_rounds_are_usual_steps(
+    steps: int, count: int, exact: bool, how: dict[str, Any], head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds.CudaRounds, "most_rounds", count)
+    params = SamplingParams(**how, max_tokens=14 if steps == 3 else 9, ignore_eos=True)
+    ours, theirs = (request_of(CHANGING, params) for _ in range(2))
+    engine = engine_on(device, head, steps, exact)
+    flights = flights_of(engine, monkeypatch)
+    agree(run(engine, [ours]), usual(head, steps, [theirs]), ours, theirs)
+    assert max(flights) == count
+    assert engine.totals.num_accepted >= 2
+
+
+def test_two_that_end_apart_and_usual_steps_between(head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ends in the middle of a flight by a token, the other by the end of the context; every second flight is a usual step."""
+    monkeypatch.setattr(rounds.CudaRounds, "most_rounds", 2)
+    params = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(31,))
+    ours, theirs = ([request_of(prompt, params) for prompt in (CHANGING, STEADY)] for _ in range(2))
+    engine = engine_on(device, head, 2, limit=24)
+    flights, may = flights_of(engine, monkeypatch), cycle((True, False))
+    monkeypatch.setattr(engine.policy, "may_fly", lambda *_: next(may))
+    said, expected = run(engine, ours), usual(head, 2, theirs, limit=24)
+    for one, other in zip(ours, theirs, strict=True):
+        agree(said, expected, one, other)
+    assert [one.finish_reason for one in ours] == [FinishReason.STOP, FinishReason.LENGTH]
+    assert flights[:2] == [2, 2]
+
+
+def test_who_is_stopped_in_flight_is_gone_and_a_shape_is_recorded_once(
+    head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds.CudaRounds, "most_rounds", 2)
+    monkeypatch.setattr(head_inputs, "WARM", 2)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    first, ours, theirs = (request_of(prompt, params) for prompt in (STEADY, CHANGING, CHANGING))
+    engine = engine_on(device, head, 3)
+    drafter: Any = engine.policy.drafters[0]
+    drafter._rounds.warm_up(3)
+    engine.add(first)
+    engine.step()
+    assert isinstance(engine._flight, Rounds)
+    assert not engine._flight.flown.is_first
+    engine.abort(first)
+    engine.check()
+    assert not first.cache.blocks
+    agree(run(engine, [ours]), usual(head, 3, [theirs]), ours, theirs)
+    assert first.num_output == 1
+    assert len(drafter._rounds._graphs) == 1
+
+
+def test_what_is_between_two_rounds(device: torch.device) -> None:
+    """Two requests of three, the last of them broken; one of its tables ends where a round to come would lie."""
+    steps, rows = 2, 3
+
+    def column(numbers: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    verified = Verified(
+        column([9, 5, 6, -1, 4, 4, 0, 0, 0], torch.int64), column([1, 9, 7, 2, 3, 3, 0, 0, 0]), column([0] * 9), column([0] * 9),
+        column([0, 3, 6, 6]), column([14, 31, 0]), column([[7, 8, 9], [1, 2, 3], [0, 0, 0]]), column([0] * 9, torch.int64),
+    )  # fmt: skip
+    drafted = Drafted(
+        torch.stack([column([[9, 3, 0], [7, 3, 0]]), column([[0.5, 0.25, 0], [1, 0.5, 0]], torch.float32).view(torch.int32)]),
+        column([0] * 9), column([0] * 9), column([0] * 9), column([0] * 9), column([10, 30, 0]), column([[4], [5], [0]]),
+        column([1, 5, 0], torch.int64), column([15, 32, 0], torch.int64), column([[0] * 4]), column([[0] * 4]),
+    )  # fmt: skip
+    ring = Ring(column([0, 0, 0]), torch.full((2, 3, 3 * steps + 1), -9, dtype=torch.int32, device=device))
+    advance(verified, drafted, ring, rows)
+    assert ring.number.tolist() == [1, 1, 0]
+    assert ring.rounds[0, 0].tolist()[:2] + ring.rounds[0, 0].tolist()[4:] == [9, 7, 9, 5, 6]
+    assert ring.rounds[0, :2, 2:4].contiguous().view(torch.float32).tolist() == [[0.5, 1.0], [0.25, 0.5]]
+    assert ring.rounds[0, 1, 4:].tolist() == [-1, 4, 4]
+    assert verified.prefixes.tolist() == [16, 32, 0]  # one accepted, none accepted
+    assert verified.positions.tolist() == [16, 17, 18, 32, 33, 34, 0, 0, 0]
+    assert verified.places.tolist() == [17, 18, 19, 33, 34, 35, 0, 0, 0]
+    assert verified.slots.tolist() == [128, 129, 130, 48, 49, 50, 0, 0, 0]
+    assert verified.input_ids.tolist() == [5, 9, 7, 0, 3, 3, 0, 0, 0]  # what is not a token is not written
+    assert drafted.tokens.tolist() == [9, 5, 6, 0, 4, 4, 0, 0, 0]
+    assert drafted.prefixes.tolist() == [12, 33, 0]
+    assert drafted.speaking.tolist() == [1, 3, 0]
+    assert drafted.places.tolist() == [17, 33, 0]
+    assert drafted.positions.tolist() == [12, 13, 14, 33, 34, 35, 0, 0, 0]
+    assert drafted.slots.tolist()[:3] == drafted.stands.tolist()[:3] == [76, 77, 78]
+    assert drafted.next_positions.tolist() == [[14, 34, 0, 0]]
+    assert drafted.next_slots.tolist()[0][0] == 78
