@@ -147,6 +147,7 @@ async def one(port: int, body: dict[str, Any], tally: Tally) -> None:
 
 async def clients(port: int, count: int, until: asyncio.Event, tally: Tally, **more: Any) -> None:
     """So many, each asking again and again; more: what their bodies hold besides."""
+
     async def client(number: int) -> None:
         random_ = random.Random(number)
         while not until.is_set():

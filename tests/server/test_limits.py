@@ -19,10 +19,7 @@ OPTIONS: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
 
 
 def test_a_full_queue_is_429_with_retry_after(limited_server: Server) -> None:
-    streams = [
-        limited_server.client.completions.create(model="default", **LONG, extra_body=OPTIONS, stream=True)
-        for _ in range(2)
-    ]
+    streams = [limited_server.client.completions.create(model="default", **LONG, extra_body=OPTIONS, stream=True) for _ in range(2)]
     refused = limited_server.post("/v1/completions", prompt="x")
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
