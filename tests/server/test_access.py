@@ -62,7 +62,7 @@ def test_keys_are_compared_whole_and_not_kept() -> None:
 
 
 def test_logs_hold_neither_keys_nor_words(tiny_server: Server) -> None:
-    name = "id-from-the-client.1"
+    name = f"id-from-the-client.{time.monotonic_ns()}"
     answer = tiny_server.http.post("/v1/chat/completions", json=BODY, headers={"x-request-id": name})
     assert answer.headers["x-request-id"] == name
     said = answer.json()["choices"][0]["message"]["content"]
