@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 HANGS_S = 120.0  # a request that takes longer is said to hang
+LONG = {"max_tokens": 200, "ignore_eos": True}  # still being written when something happens
 PROMPTS = [
     "Say it again: the rider in front breaks the wind for the whole line, and the line goes faster on the same power.",
     "Why is the sky blue?",
@@ -51,7 +52,7 @@ class Server:
         with log.open("wb") as stderr:
             process = subprocess.Popen(command, stderr=stderr)
         server = cls(process, 0, log)
-        server._wait_for(r'"event": "engine ready"', 120)
+        server._wait_for(r'"event": "engine ready"', 300)
         found = re.search(r'"url": "http://[^"]*:(\d+)"', log.read_text())
         assert found is not None
         server.port = int(found[1])
@@ -66,7 +67,7 @@ class Server:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(HANGS_S)
 
 
 @dataclass
@@ -144,12 +145,14 @@ async def one(port: int, body: dict[str, Any], tally: Tally) -> None:
     tally.outcomes["ok" if status == 200 and is_complete and not error else error[1].decode() if error else f"broken {status}"] += 1
 
 
-async def clients(port: int, count: int, until: asyncio.Event, tally: Tally, seed: int = 0) -> None:
+async def clients(port: int, count: int, until: asyncio.Event, tally: Tally, **more: Any) -> None:
+    """So many, each asking again and again; more: what their bodies hold besides."""
+
     async def client(number: int) -> None:
-        random_ = random.Random(seed * 1000 + number)
+        random_ = random.Random(number)
         while not until.is_set():
             before = tally.outcomes["ok"]
-            await one(port, a_body(random_, is_stream=random_.random() < 0.7), tally)
+            await one(port, a_body(random_, is_stream=random_.random() < 0.7) | more, tally)
             if tally.outcomes["ok"] == before:
                 await asyncio.sleep(0.1)  # as a client would that was told to come back later
 
@@ -161,7 +164,7 @@ def resident(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-async def settled(port: int, seconds: float = 10.0) -> dict[str, float]:
+async def settled(port: int, seconds: float = 60.0) -> dict[str, float]:
     """The figures once nothing runs any more, or after so many seconds."""
     end = time.monotonic() + seconds
     while True:
@@ -170,6 +173,16 @@ async def settled(port: int, seconds: float = 10.0) -> dict[str, float]:
         if not busy or time.monotonic() > end:
             return now
         await asyncio.sleep(0.1)
+
+
+async def taken(port: int, count: int) -> None:
+    """Until so many requests are running, waiting or done."""
+    while True:
+        now = await metrics(port)
+        done = sum(value for name, value in now.items() if name.startswith("paceline:request_success_total"))
+        if now["paceline:num_requests_running"] + now["paceline:num_requests_waiting"] + done >= count:
+            return
+        await asyncio.sleep(0.02)
 
 
 def lag(figures: dict[str, float]) -> dict[str, Any]:
@@ -212,7 +225,7 @@ async def disconnects(server: Server, args: argparse.Namespace, tally: Tally) ->
 
     async def leave(number: int) -> None:
         async with gate:
-            body = a_body(random_, is_stream=number % 3 != 0) | {"max_tokens": 400}
+            body = a_body(random_, is_stream=number % 3 != 0) | LONG
             reader, writer = await request(server.port, "/v1/chat/completions", body)
             if number % 2:
                 await asyncio.wait_for(reader.read(200), HANGS_S)
@@ -228,13 +241,15 @@ async def disconnects(server: Server, args: argparse.Namespace, tally: Tally) ->
 
 async def kills(server: Server, args: argparse.Namespace, tally: Tally) -> dict[str, Any]:
     until = asyncio.Event()
-    work = asyncio.create_task(clients(server.port, args.clients, until, tally))
+    work = asyncio.create_task(clients(server.port, args.clients, until, tally, **LONG))
     for number in range(args.count):
         await asyncio.sleep(1.0)
-        now = await metrics(server.port)
+        while not (now := await metrics(server.port))["paceline:num_requests_running"]:
+            await asyncio.sleep(0.02)
         os.kill(int(now["paceline:engine_pid"]), signal.SIGKILL)
-        await asyncio.sleep(0.3)
-        assert "503" in (await get(server.port, "/health")).splitlines()[0], "a dead engine is not healthy"
+        async with asyncio.timeout(HANGS_S):  # a dead engine is not healthy, as soon as it is noticed
+            while "503" not in (await get(server.port, "/health")).splitlines()[0]:
+                await asyncio.sleep(0.01)
         while "200 OK" not in (await get(server.port, "/ready")).splitlines()[0]:
             await asyncio.sleep(0.1)
         print(f"kill {number + 1}: {dict(tally.outcomes)}", file=sys.stderr)
@@ -248,12 +263,12 @@ async def kills(server: Server, args: argparse.Namespace, tally: Tally) -> dict[
 
 async def sigterm(server: Server, args: argparse.Namespace, tally: Tally) -> dict[str, Any]:
     random_ = random.Random(0)
-    bodies = [a_body(random_, is_stream=number % 2 == 0) for number in range(args.clients)]
+    bodies = [a_body(random_, is_stream=number % 2 == 0) | LONG for number in range(args.clients)]
     work = asyncio.gather(*(one(server.port, body, tally) for body in bodies))
-    await asyncio.sleep(0.5)
+    await taken(server.port, args.clients)
     server.process.send_signal(signal.SIGTERM)
     await work
-    status = await asyncio.to_thread(server.process.wait, 60)
+    status = await asyncio.to_thread(server.process.wait, HANGS_S)
     return {"status": status, "is_ok": status == 0 and set(tally.outcomes) == {"ok"}}
 
 

@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             if i == 2 and prompt == "silent":
-                time.sleep(20)
+                time.sleep(60)
             if i == 2 and prompt == "late":
                 self._event({"error": {"message": "the engine died"}})
             self._event({"choices": [{"delta": {"content": "word "}, "finish_reason": None}]})

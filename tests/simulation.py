@@ -6,7 +6,7 @@ What a pass takes is a table; what a drafter takes is said by the drafter. So th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.engine.costs import CostModel
@@ -21,8 +21,6 @@ from paceline.verify.tree import Tree
 CPU = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 12: 20.5, 16: 27.0}
 FLAT = {1: 5.0, 64: 5.3, 128: 6.0}
 STEEP = {1: 1.0, 2: 2.0}
-
-_numbers = itertools.count()
 
 
 def truth(request: Request, position: int) -> int:
@@ -73,6 +71,8 @@ class World:
     num_rounds: int = 0  # of a drafter that runs a model, where it may run them by itself
     share: float = 0.5  # of its time, that it takes then
     num_flights: int = 0
+    # Of its own: a text, and where a drafter is right in it, follows from the number, and must not from what other tests have run before.
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self, num_requests: int, num_steps: int, num_prompt: int = 4) -> None:
         requests = [self.new_request(num_prompt) for _ in range(num_requests)]
@@ -82,7 +82,7 @@ class World:
             self.policy.release(request)
 
     def new_request(self, num_prompt: int = 4) -> Request:
-        name = str(next(_numbers))
+        name = str(next(self.numbers))
         request = Request(name, SamplingParams(temperature=0.0), [0] * num_prompt, num_prompt, 0, cache=Cached([], num_prompt - 1))
         return request
 

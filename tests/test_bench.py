@@ -117,12 +117,12 @@ def ask_for(worker: Worker, num_tokens: int, seconds: float) -> dict[str, Any]:
 def test_a_killed_worker_is_an_error_with_its_log(tiny_folder: Path, tmp_path: Path) -> None:
     worker = our_worker(tiny_folder, tmp_path / "log")
     try:
-        assert ask_for(worker, 8, 60)["answers"][0]["num_tokens"] == 8
+        assert ask_for(worker, 8, 300)["answers"][0]["num_tokens"] == 8
         assert (worker.peak_mb() or 1) > 0
         (tmp_path / "log").write_text("the last words\n")
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"died \(signal 9.*the last words"):
-            ask_for(worker, 8, 60)
+            ask_for(worker, 8, 300)
     finally:
         worker.stop()
 
@@ -164,9 +164,9 @@ def test_ctrl_c_leaves_no_worker_behind(tiny_folder: Path, prompts: str) -> None
     workers = children_of(process.pid)
     assert len(workers) == 3
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(120) == 130
     process.stderr.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < end, "a worker is still there"
         time.sleep(0.05)

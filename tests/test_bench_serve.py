@@ -26,7 +26,7 @@ from paceline.cli.main import app
 from paceline.errors import ConfigError
 from tests.make_models import tiny_hf, tiny_tokenizer
 from tests.other_server import FIRST_S, WORD_S, other_server
-from tests.server.harness import CODE, Server, start_server
+from tests.server.harness import CODE, WAIT_S, Server, start_server
 
 PNG = b"\x89PNG\r\n\x1a\n"
 KEY = "a-key-of-the-bench"
@@ -111,10 +111,12 @@ def test_delays_of_another_kind_of_server_are_measured_as_they_are(tmp_path: Pat
         report = report_of(tmp_path, *options, "--temperature", "0.5", "--max-new-tokens", "9", prompt="plain")
     level = report["levels"][0]
     assert level["output_tokens"] == 5 * 10
-    assert 1000 * FIRST_S <= level["ttft_ms"]["p50"] < 1000 * FIRST_S + 40
-    assert 4000 * WORD_S / 9 <= level["tpot_ms"]["p50"] < 4000 * WORD_S / 9 + 8  # ten tokens in five pieces
-    assert 1000 * WORD_S <= level["itl_ms"]["p50"] < 1000 * WORD_S + 15
-    assert level["e2el_ms"]["mean"] >= 1000 * (FIRST_S + 4 * WORD_S)
+    # Nothing is quicker than the server is; what a machine does beside may delay a piece, and the next seems early by as much.
+    quickest = {name: min(request[name] for request in level["requests"]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
+    assert 1000 * FIRST_S <= quickest["ttft_ms"] < 1000 * (FIRST_S + 3 * WORD_S)
+    assert 1000 * (FIRST_S + 4 * WORD_S) <= quickest["e2el_ms"] < 1000 * (FIRST_S + 8 * WORD_S)
+    assert 0.8 * 4000 * WORD_S / 9 < level["tpot_ms"]["p50"] < 2 * 4000 * WORD_S / 9  # ten tokens in five pieces
+    assert 0.8 * 1000 * WORD_S < level["itl_ms"]["p50"] < 2 * 1000 * WORD_S
     assert (level["request_goodput"], level["good_share"]) == (0, 0)  # a millisecond a token is asked too much
     speculation = level["speculative_decoding"]
     assert (speculation["num_drafts"], speculation["acceptance_length"], speculation["acceptance_rate"]) == (50, 2.5, 0.5)
@@ -133,7 +135,7 @@ def test_load_is_open_and_waiting_counts_from_when_a_request_was_due(tmp_path: P
         capped = report_of(tmp_path, "--base-url", url, *options, "--max-concurrency", "1", prompt="plain")["levels"][0]
     one = FIRST_S + 4 * WORD_S
     assert free["peak_in_flight"] > 3
-    assert free["duration_s"] < 5 * one  # nobody waited for anybody
+    assert free["duration_s"] < 0.7 * capped["duration_s"]  # nobody waited for anybody
     assert capped["peak_in_flight"] == 1
     assert capped["duration_s"] >= 10 * one
     assert capped["e2el_ms"]["p99"] > 1000 * 7 * one
@@ -159,13 +161,14 @@ def test_a_server_without_counts_and_metrics_is_measured_all_the_same(tmp_path: 
 
 def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
     with other_server() as (url, _):
-        options = ("--base-url", url, "--max-concurrency", "5", "--num-prompts", "5", "--num-warmups", "0", "--timeout", "2")
-        level = report_of(tmp_path, *options, prompt="plain\nrefused\ncut\nsilent\nlate")["levels"][0]
+        options = ("--base-url", url, "--max-concurrency", "5", "--num-prompts", "5", "--num-warmups", "0", "--timeout", "8")
+        patient = ("--goodput", "ttft:8000,tpot:8000")  # whoever answers at all is good
+        level = report_of(tmp_path, *options, *patient, prompt="plain\nrefused\ncut\nsilent\nlate")["levels"][0]
     assert (level["completed"], level["failed"]) == (1, 4)
     assert level["errors"] == {
         "HTTP 400: such prompts are refused": 1,
         "the connection broke off": 1,
-        "no end after 2 s": 1,
+        "no end after 8 s": 1,
         "broke off: the engine died": 1,
     }
     assert level["good_share"] == 0.2
@@ -182,22 +185,23 @@ def test_a_warm_up_that_is_refused_ends_it(tmp_path: Path) -> None:
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("plain")
     with other_server() as (url, asked):
-        options = ["--base-url", url, "--request-rate", "10,20", "--num-prompts", "200", "--prompts", str(tmp_path / "prompts.txt")]
+        load = ["--request-rate", "10,20", "--max-concurrency", "2", "--num-prompts", "200"]
+        options = ["--base-url", url, *load, "--prompts", str(tmp_path / "prompts.txt")]
         command = [sys.executable, "-c", CODE, "bench", "serve", *options, "--json", str(tmp_path / "r.json")]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
-            end = time.monotonic() + 60
-            while len(asked) < 10:
+            end = time.monotonic() + WAIT_S
+            while len(asked) < 10:  # one warms up, two are in flight: the other seven have been answered
                 assert time.monotonic() < end, "no requests came"
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "interrupted" in out
     report = json.loads((tmp_path / "r.json").read_text())
     (level,) = report["levels"]
     assert report["is_interrupted"] is True
-    assert 3 <= level["completed"] < 50
+    assert 7 <= level["completed"] < 200
     assert level["completed"] + level["given_up"] == level["asked"] == 200
     assert level["failed"] == 0
 

@@ -16,8 +16,8 @@ import pytest
 
 from paceline.loaders import hub
 
-WAIT = 120.0  # seconds until the first word; the model may have to be read from disk on a busy machine
-LONG = ("--temperature", "0", "--max-tokens", "400")
+WAIT = 300.0  # seconds until the first word; the model may have to be read from disk on a busy machine
+LONG = ("--temperature", "0", "--max-tokens", "4000")  # nothing ends this story before it is interrupted
 QUESTION = "Tell me a very long story about a river."
 
 
@@ -53,8 +53,18 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
+    def type_until(self, text: str, word: str) -> None:
+        """Again every few seconds: readline shows its prompt a moment before it listens."""
+        end = time.monotonic() + WAIT
+        while word not in self.seen:
+            assert time.monotonic() < end, f"no {word!r} in {self.seen!r}"
+            self.type(text)
+            again = time.monotonic() + 5
+            while word not in self.seen and time.monotonic() < again:
+                self._read()
+
     def exit_status(self) -> int:
-        end = time.monotonic() + 60
+        end = time.monotonic() + WAIT
         while self.process.poll() is None and time.monotonic() < end:
             self._read()
         return self.process.wait(timeout=1)
@@ -109,9 +119,7 @@ def test_interrupted_chat_goes_on_with_the_session(terminal: Terminal) -> None:
     terminal.type("/stats\n")
     terminal.read_until("1 answers (1 stopped)")
     terminal.read_until("> ")
-    time.sleep(0.5)  # readline shows its prompt a moment before it listens
-    terminal.type("\x03")  # at the prompt it leaves nothing but a hint
-    terminal.read_until("Ctrl-D leaves")
+    terminal.type_until("\x03", "Ctrl-D leaves")  # at the prompt it leaves nothing but a hint
     terminal.type("/exit\n")
     assert terminal.exit_status() == 0
     assert "Traceback" not in terminal.seen

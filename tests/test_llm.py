@@ -194,7 +194,7 @@ def test_a_model_of_nan_is_an_error_and_not_a_text(tiny_folder: Path, tmp_path: 
     for temperature in (0.0, 1.0):
         with pytest.raises(ModelError, match="not finite"):
             LLM(str(tmp_path), progress=False).generate("a", SamplingParams(temperature=temperature, max_tokens=2))
-    spoilt_draft = {"method": "draft_model", "model": str(tmp_path)}
+    spoilt_draft = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}  # asked whether it pays or not
     llm = LLM(str(tiny_folder), speculative_config=spoilt_draft, progress=False)
     with pytest.raises(ModelError, match="not finite"):  # said aloud, not hidden by drafting nothing
         llm.generate("a b", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))

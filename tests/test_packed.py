@@ -214,7 +214,7 @@ def test_two_processes_at_once_leave_one_good_file(cache_folder: Path, model_fol
     for process in both:
         process.stdin.write("go\n")
         process.stdin.flush()
-    answers = [process.communicate(timeout=60)[0] for process in both]
+    answers = [process.communicate(timeout=300)[0] for process in both]
     good = pack_model(opened, 8)
     assert [float(answer) for answer in answers] == [sum(float(t.double().sum()) for t in good.values())] * 2
     assert same(load_packed(Untouchable(opened), 8), good)

@@ -29,7 +29,7 @@ def run(command: list[str] | str, folder: Path) -> subprocess.CompletedProcess[s
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": tools, "NO_COLOR": "1"}
     return subprocess.run(
-        command, shell=isinstance(command, str), cwd=folder, env=environment, input="", capture_output=True, text=True, timeout=300
+        command, shell=isinstance(command, str), cwd=folder, env=environment, input="", capture_output=True, text=True, timeout=1200
     )
 
 

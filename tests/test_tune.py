@@ -219,7 +219,7 @@ def test_an_interrupt_saves_nothing(folder: Path, tiny_folder: Path) -> None:
             if line.startswith(b"timing ngram"):
                 break
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert (output, b"Traceback" in errors) == (b"", False)
     assert profiles(folder) == []

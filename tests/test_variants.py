@@ -223,7 +223,7 @@ def test_x86_scores_use_the_dot_product_instruction(extensions: str, monkeypatch
     assert "call" not in code
 
 
-def other_process(*arguments: str, timeout: float = 300, **variables: str) -> list[str]:
+def other_process(*arguments: str, timeout: float = 1200, **variables: str) -> list[str]:
     environment = {**os.environ, **variables}
     done = subprocess.run(
         [sys.executable, "-m", "tests.odd_models", *arguments],
@@ -250,7 +250,7 @@ def test_the_number_of_threads_changes_no_bit(dtype: str) -> None:
 
 
 def test_a_limit_on_threads_is_noticed_and_nothing_hangs() -> None:
-    found = other_process("int8", "2", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2", OMP_THREAD_LIMIT="1", timeout=120)
+    found = other_process("int8", "2", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2", OMP_THREAD_LIMIT="1", timeout=300)
     assert found == [features.VARIANT, digest("int8")]
 
 
@@ -259,7 +259,7 @@ def test_roll_call_counts_the_threads_that_really_run() -> None:
     answers = {}
     for limit in ("8", "1"):
         environment = {**os.environ, "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": limit}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=300)
         answers[limit] = done.stdout.split()
     assert answers == {"8": ["True", "True", "2"], "1": ["True", "False", "1"]}
 
@@ -273,7 +273,7 @@ def test_instructions_that_are_not_there_are_refused(wanted: str) -> None:
 def test_a_wrong_choice_is_one_line_for_the_user() -> None:
     environment = {**os.environ, "PACELINE_CPU": "quick"}
     arguments = [sys.executable, "-c", "from paceline.cli.entry import main; raise SystemExit(main())", "generate", "Hello"]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "PACELINE_CPU is 'quick'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ offered to others. All threads must really run at once, which `roll_call` finds 
 
 from __future__ import annotations
 
+import time
 import warnings
 from functools import cache
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.cpu.lanes import INT32, INT64, Emitter
 BYTES = 256  # of a barrier's memory: the number of arrivals and the number of meetings, far apart
 SPINS = 10_000  # turns before the core is offered to others
 PATIENCE = 1000  # times that a roll call offers its core before it gives up
+LATE_S = 0.5  # for so long it is called again: on a busy machine a thread may be late, and one that is not there never comes
 
 
 def _pointer(builder: Any, at: Any) -> Any:
@@ -94,12 +96,18 @@ def _call_roll(at, threads):  # type: ignore[no-untyped-def]
 @cache
 def roll_call(threads: int) -> bool:
     """Whether this many threads are given to a kernel at once. A limit on OpenMP's threads, for instance, gives fewer."""
+    until = time.monotonic() + LATE_S
+    while not _all_come(threads):
+        if time.monotonic() > until:
+            _warn(threads)
+            return False
+    return True
+
+
+def _all_come(threads: int) -> bool:
     memory = np.zeros(BYTES // 8, np.int64)
     _call_roll(memory.ctypes.data, threads)
-    is_complete = int(memory[BYTES // 16]) == threads
-    if not is_complete:
-        _warn(threads)
-    return is_complete
+    return int(memory[BYTES // 16]) == threads
 
 
 def num_threads() -> int:

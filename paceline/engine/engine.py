@@ -350,7 +350,7 @@ class Engine:
             drafter.release(request)
 
     def _observe(
-        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], verdicts: Mapping[int, Verdict], hidden: dict[int, torch.Tensor],
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], verdicts: Mapping[int, Verdict], hidden: Mapping[int, torch.Tensor],
         likely: torch.Tensor | None, plan: Plan,
     ) -> None:  # fmt: skip
         """Show the drafters what the pass said about each request that goes on. likely: tokens, as an Output's `top`."""

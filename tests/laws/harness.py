@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from paceline.config import EngineConfig
 from paceline.engine.costs import CostModel
 from paceline.engine.engine import Emission, Engine
 from paceline.engine.policy import AutoPolicy
+from paceline.engine.scheduler import Turn
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.params import SamplingParams
 from paceline.proposers import registry
@@ -24,7 +25,7 @@ from paceline.proposers.base import Surroundings
 from paceline.runtime.device import cache_dtype, resolve
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
 from paceline.runtime.runner import Decoder, Runner, default_dtype, load_decoder
-from paceline.types import Cached, Proposer, Request, Segment
+from paceline.types import Cached, Draft, Proposer, Request, Segment, Verdict
 
 VOCAB = 48
 END = 7
@@ -106,11 +107,32 @@ def model(tokens: Sequence[int], seed: int = 0, dtype: str = DTYPE) -> np.ndarra
     return _logits(tuple(tokens), seed, dtype)
 
 
+class Untimed(AutoPolicy):
+    """Never looks at the clock, so that what it chooses is the same every time."""
+
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
+        super().heard(drafter, asks, drafts, 1e-6)
+
+    def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
+        super().shown(drafter, num_requests, 1e-6)
+
+    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
+        super().observe(turns, verdicts, None)
+
+    def charge(self, seconds: float) -> None:
+        super().charge(1e-6)
+
+
 def engine_with(
-    proposer: Proposer | dict[str, Any] | None, num_blocks: int = 64, target_dtype: str = DTYPE, is_auto: bool = False, **limits: Any
+    proposer: Proposer | dict[str, Any] | None,
+    num_blocks: int = 64,
+    target_dtype: str = DTYPE,
+    is_auto: bool = False,
+    is_timed: bool = True,
+    **limits: Any,
 ) -> Engine:
     """An engine over the tiny model. A dict is a speculative_config for a drafter of the registry. is_auto: the policy chooses what is
-    drafted and checked, as if checking cost almost nothing."""
+    drafted and checked, as if checking cost almost nothing; not is_timed: and goes on believing so."""
     target = runner(num_blocks, dtype=target_dtype)
     num_draft = limits.pop("num_speculative_tokens", 4)
     if isinstance(proposer, dict):
@@ -129,7 +151,8 @@ def engine_with(
         has_trees = target.decoder.checks_trees
         drafters = getattr(proposer, "drafters", (proposer,))
         known = {drafter.name: (1e-6, ()) for drafter in drafters}  # nor does drafting
-        policy = AutoPolicy(drafters, CostModel({1: 1.0, 64: 1.1}), has_trees=has_trees, known=known)
+        kind = AutoPolicy if is_timed else Untimed
+        policy = kind(drafters, CostModel({1: 1.0, 64: 1.1}), has_trees=has_trees, known=known)
     return Engine(target, proposer, config_of_engine, policy)
 
 

@@ -16,7 +16,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 DRIVER = shutil.which("chromedriver")
 IS_THERE = bool(CHROMIUM and DRIVER and find_spec("selenium"))
 WHY_NOT = "needs chromium, chromedriver and selenium (Debian: apt-get install chromium chromium-driver)"
-WAIT_S = 60.0
+WAIT_S = 240.0
 QUIET = ("--headless=new", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update", "--disable-sync",
          "--no-first-run", "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")  # fmt: skip
 

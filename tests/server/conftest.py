@@ -45,15 +45,15 @@ def default_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def limited_server() -> Iterator[Server]:
-    """One at a time, one may wait, and little patience."""
+    """One at a time, one may wait, and little patience: less than its longest answer takes, more than a few questions to a busy machine."""
     hub.fetch_default(progress=False)
     limits = {
         "max-num-seqs": 1,
         "max-queue": 1,
-        "request-timeout": 2,
-        "body-timeout": 1,
+        "request-timeout": 6,
+        "body-timeout": 3,
         "max-prompt-tokens": 60,
-        "max-completion-tokens": 3000,
+        "max-completion-tokens": 4000,
     }
     sizes = {"max-request-bytes": 20_000, "max-choices": 4, "max-grammar-bytes": 1000}
     server = start_server("default", *(f"--{name}={value}" for name, value in {**limits, **sizes}.items()))

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import openai
 
-STARTS_S = 120.0
+STARTS_S = 300.0  # where kernels are compiled first, on a busy machine
+WAIT_S = 120.0  # for all else: what has not happened by then will not
 CODE = "from paceline.cli.entry import main; raise SystemExit(main())"
 
 
@@ -42,8 +43,8 @@ class Server:
     def connect(self, **options: Any) -> None:
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         self.url = self.wait_until(r'"url": "([^"]+)"')[1]
-        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120, **options)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=120)
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S, **options)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=WAIT_S)
 
     def close(self) -> None:
         """Our ends of the connections."""
@@ -66,7 +67,7 @@ class Server:
                 found[re.sub(r'model_name="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")] = float(value)
         return found
 
-    def settled(self, seconds: float = 10.0) -> dict[str, float]:
+    def settled(self, seconds: float = WAIT_S) -> dict[str, float]:
         """The figures once nothing runs; fails if something goes on running."""
         end = time.monotonic() + seconds
         while True:
@@ -77,7 +78,7 @@ class Server:
             assert time.monotonic() < end, f"still {busy}"
             time.sleep(0.05)
 
-    def wait_until_taken(self, count: int, seconds: float = 30.0) -> None:
+    def wait_until_taken(self, count: int, seconds: float = WAIT_S) -> None:
         """Until so many answers run or wait in the engine."""
         end = time.monotonic() + seconds
         while (now := self.metrics())["paceline:num_requests_running"] + now["paceline:num_requests_waiting"] < count:
@@ -93,13 +94,18 @@ class Server:
     def stop(self) -> int:
         self.close()
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(WAIT_S)
 
     def kill(self) -> None:
         self.close()
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(WAIT_S)
+
+
+def as_stranger(method: str, url: str, **options: Any) -> httpx.Response:
+    """Without a key, over a connection of its own."""
+    return httpx.request(method, url, timeout=WAIT_S, **options)
 
 
 def launch(model: str, *flags: str, environment: dict[str, str] | None = None) -> Server:

@@ -17,23 +17,24 @@ import httpx
 import pytest
 
 from paceline.loaders import hub
-from tests.server.harness import Server, launch, start_server
+from tests.server.harness import STARTS_S, WAIT_S, Server, as_stranger, launch, start_server
 
 ROOT = Path(__file__).parent.parent.parent
-LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+# Without drafts, so that it runs for many seconds: tests do something meanwhile, and a busy machine is slow to do it.
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 800, "ignore_eos": True, "temperature": 0, "speculative": "off"}
 
 
 @pytest.fixture
 def own_server() -> Iterator[Server]:
     hub.fetch_default(progress=False)
-    server = start_server("default", "--drain-timeout", "20")
+    server = start_server("default", "--drain-timeout", "300")
     yield server
     server.kill()
 
 
 def soak(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "scripts" / "serve_soak.py"), *arguments, "--may-lag"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     report: dict[str, Any] = json.loads(done.stdout)
     return report
@@ -50,7 +51,7 @@ class Asking(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", f"{self.server.url}/v1/completions", json={**LONG, "stream": self.is_stream}, timeout=120) as answer:
+        with httpx.stream("POST", f"{self.server.url}/v1/completions", json={**LONG, "stream": self.is_stream}, timeout=300) as answer:
             self.status = answer.status_code
             for line in answer.iter_lines():
                 self.text += line + "\n"
@@ -59,11 +60,11 @@ class Asking(threading.Thread):
 
 def test_a_killed_engine_fails_its_requests_clearly_and_comes_back(own_server: Server) -> None:
     stream, whole = Asking(own_server, True), Asking(own_server, False)
-    assert stream.begun.wait(30)
+    assert stream.begun.wait(WAIT_S)
     own_server.wait_until_taken(2)
     os.kill(int(own_server.metrics()["paceline:engine_pid"]), signal.SIGKILL)
-    stream.join(10)
-    whole.join(10)
+    stream.join(WAIT_S)
+    whole.join(WAIT_S)
     assert not stream.is_alive()
     assert not whole.is_alive()
     events = [line for line in stream.text.splitlines() if line]
@@ -87,31 +88,31 @@ def test_a_killed_engine_fails_its_requests_clearly_and_comes_back(own_server: S
 
 def test_sigterm_lets_running_requests_finish(own_server: Server) -> None:
     running = [Asking(own_server, True), Asking(own_server, False)]
-    assert running[0].begun.wait(30)
+    assert running[0].begun.wait(WAIT_S)
     own_server.wait_until_taken(2)
     own_server.process.send_signal(signal.SIGTERM)
     own_server.wait_until('"event": "draining"')
-    refused = httpx.post(f"{own_server.url}/v1/completions", json=LONG)
+    refused = as_stranger("POST", f"{own_server.url}/v1/completions", json=LONG)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-    assert httpx.get(f"{own_server.url}/ready").status_code == 503
-    assert httpx.get(f"{own_server.url}/health").status_code == 200
-    assert own_server.process.wait(60) == 0
+    assert as_stranger("GET", f"{own_server.url}/ready").status_code == 503
+    assert as_stranger("GET", f"{own_server.url}/health").status_code == 200
+    assert own_server.process.wait(300) == 0
     for asking in running:
-        asking.join(5)
+        asking.join(WAIT_S)
         assert asking.status == 200
     assert running[0].text.endswith("data: [DONE]\n\n")
-    assert json.loads(running[1].text)["usage"]["completion_tokens"] == 600
+    assert json.loads(running[1].text)["usage"]["completion_tokens"] == LONG["max_tokens"]
 
 
 def test_a_second_sigterm_cuts_off(own_server: Server) -> None:
     running = Asking(own_server, True)
-    assert running.begun.wait(30)
+    assert running.begun.wait(WAIT_S)
     engine = int(own_server.metrics()["paceline:engine_pid"])
-    for _ in range(2):
-        own_server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-    assert own_server.process.wait(15) == 1
-    running.join(5)
+    own_server.process.send_signal(signal.SIGTERM)
+    own_server.wait_until('"event": "draining"')  # two signals that come at once are one
+    own_server.process.send_signal(signal.SIGTERM)
+    assert own_server.process.wait(WAIT_S) == 1
+    running.join(WAIT_S)
     assert '"code":"draining"' in running.text
     assert not Path(f"/proc/{engine}").exists()
 
@@ -119,8 +120,8 @@ def test_a_second_sigterm_cuts_off(own_server: Server) -> None:
 def test_an_engine_does_not_outlive_its_server(own_server: Server) -> None:
     engine = int(own_server.metrics()["paceline:engine_pid"])
     own_server.process.kill()
-    own_server.process.wait(10)
-    end = time.monotonic() + 10
+    own_server.process.wait(WAIT_S)
+    end = time.monotonic() + WAIT_S
     while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1]:
         assert time.monotonic() < end, "the engine is still there"
         time.sleep(0.05)
@@ -131,7 +132,7 @@ def test_clients_that_leave_hold_no_blocks() -> None:
     report = soak("disconnects", "--count", "48", "--clients", "12")
     assert report["outcomes"] == {"left": 48}
     assert report["blocks_used"] == 0
-    assert report["counted"] > 20
+    assert report["counted"] >= 12  # of the sixteen that left a stream in its middle; the others may be gone before the server sees them
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_kills_under_load(wide_folder: Path) -> None:
 
 
 def test_sigterm_under_load(wide_folder: Path) -> None:
-    assert soak("sigterm", "--clients", "12", "--model", str(wide_folder))["status"] == 0
+    assert soak("sigterm", "--clients", "12", "--model", str(wide_folder), "--drain-timeout", "300")["status"] == 0
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_what_cannot_start_says_why_and_exits_2(arguments: list[str], words: str
     import re
 
     server = launch(*arguments)
-    assert server.process.wait(60) == 2
+    assert server.process.wait(STARTS_S) == 2
     last = server.log.read_text(encoding="utf-8").strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert re.search(words, last)
