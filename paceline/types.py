@@ -269,13 +269,16 @@ class Round(NamedTuple):
 
 
 class Flown(Protocol):
-    """Rounds that follow each other on a device."""
+    """Rounds that follow each other on a device: a few are under way, and more may be sent after them."""
 
     @property
-    def hidden(self) -> dict[int, torch.Tensor]: ...  # of the last round: layer -> [rows, hidden]
+    def hidden(self) -> Mapping[int, torch.Tensor]: ...  # of the last round: layer -> [rows, hidden]; to be asked for when it has landed
     @property
     def is_first(self) -> bool: ...  # of its shape, as an Output's
-    def __len__(self) -> int: ...
+    def __len__(self) -> int: ...  # rounds sent so far
+    @property
+    def num_left(self) -> int: ...  # that there is room for beside them
+    def more(self) -> None: ...  # send another
     def round(self, number: int) -> Round: ...  # whoever looks first waits for it
 
 
@@ -300,5 +303,5 @@ class Flyer(Proposer, Protocol):
     @property
     def most_rounds(self) -> int: ...  # in a row
     def round_length(self, requests: Sequence[Request]) -> int: ...  # tokens of each draft in rounds of these requests now; 0: it cannot
-    def fly(self, requests: Sequence[Request], count: int) -> Flown: ...  # slots for all tokens of so many rounds are reserved
+    def fly(self, requests: Sequence[Request], count: int) -> Flown: ...  # slots for all tokens of up to so many rounds are reserved
     def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]: ...  # each in order, the one before committed

@@ -1,8 +1,9 @@
 """Rounds that a GPU runs by itself: a head drafts a chain, the target checks it, and both go on from what was accepted.
 
-A round is one CUDA graph, replayed as often as rounds are wanted; the host fills the inputs of the first, and learns how far the text has
-come from what each of them says, while the next is running. Invariant: between two rounds nothing but numbers at fixed addresses changes
-(cuda/advance.py), and the target's pass is the decoder's own over the same bucket of rows, so its bits are those of a usual step.
+A round is one CUDA graph, replayed as often as rounds are wanted; the host fills the inputs of the first, learns how far the text has come
+from what each of them says while the next is running, and sends another after it. Invariant: between two rounds nothing but numbers at
+fixed addresses changes (cuda/advance.py), and the target's pass is the decoder's own over the same bucket of rows, so its bits are those of
+a usual step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from paceline.models.attention import LayerCache
 from paceline.models.head_rows import Feed, Speaker
 from paceline.types import Batch, Round
 
-MOST_ROUNDS = 6  # in a row: what arrives meanwhile waits for them, and nobody else is asked for drafts
+MOST_ROUNDS = 16  # in a row: meanwhile nobody else is asked for drafts
+AHEAD = 2  # under way at a time, so that the device never waits for the host: what arrives waits for so many, and so many may be in vain
 MOST_REQUESTS = 4  # of more, a pass hides what the host does, and each number of them is recorded for
 
 
@@ -49,17 +51,27 @@ class _Room(NamedTuple):
 
 
 class CudaFlown:
-    """What some rounds say, each on its way to the host: whoever looks first waits for it. Once the next are launched it is gone."""
+    """What rounds say, each on its way to the host: whoever looks first waits for it. Once others take off it is gone."""
 
-    def __init__(self, room: _Room, is_first: bool) -> None:
+    def __init__(self, replay: Callable[[], None], room: _Room, layers: Sequence[int], most: int, is_first: bool) -> None:
+        """layers: of the hidden states; most: rounds that there is room for."""
         self.is_first = is_first
-        self.hidden: dict[int, torch.Tensor] = {}
-        self._room, self._arrivals = room, []  # type: _Room, list[torch.cuda.Event]
+        self._replay, self._room, self._layers, self._most = replay, room, layers, most
+        self._arrivals: list[torch.cuda.Event] = []
         self._count = 0
 
-    def send(self) -> None:
-        """What the round just launched will say."""
+    @property
+    def num_left(self) -> int:
+        return self._most - self._count
+
+    @property
+    def hidden(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self._layers, self._room.hidden.clone(), strict=True))
+
+    @torch.inference_mode()
+    def more(self) -> None:
         room, number = self._room, self._count
+        self._replay()
         room.host[number].copy_(room.ring.rounds[number], non_blocking=True)
         if room.host.device != room.ring.rounds.device:
             self._arrivals.append(torch.cuda.Event())
@@ -88,7 +100,8 @@ class CudaRounds:
     @torch.inference_mode()
     def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int) -> CudaFlown:
         """batch: the target's rows of the first round, chains of which only the roots are known; of each request as many slots are reserved
-        as `count` rounds could take. feeds: what the head has not read of each text, no more rows than a chain has."""
+        as `count` rounds could take, a few of which are sent now. feeds: what the head has not read of each text, no more rows than a chain
+        has."""
         columns, rows = batch.columns, len(batch.columns.rows) // len(feeds)
         assert 1 <= count <= self.most_rounds, "a ring holds so many"
         assert all(1 <= len(feed.tokens) <= rows for feed in feeds), "something to read, and as much as a round shows"
@@ -104,11 +117,9 @@ class CudaRounds:
         room.buffer.fill(self._head.values(shape.head, table, feeds, speakers))
         room.inputs.fill(columns, batch.picks)
         room.ring.number.zero_()
-        flown = CudaFlown(room, is_first)
-        for _ in range(count):
-            recording.replay()
-            flown.send()
-        flown.hidden = dict(zip(self._layers, room.hidden[:, : len(feeds) * rows].clone(), strict=True))
+        flown = CudaFlown(recording.replay, room, self._layers, count, is_first)
+        for _ in range(min(AHEAD, count)):
+            flown.more()
         return flown
 
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config import EngineConfig
-from paceline.engine.flights import Answers, Flight, Rounds, flyer_of, useful_rounds
+from paceline.engine.flights import Answers, Flight, Rounds, flyer_of, possible_rounds
 from paceline.engine.nodes import first_branch
 from paceline.engine.plan import FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler, Turn
@@ -165,19 +165,23 @@ class Engine:
         return emissions
 
     def _land_round(self, flight: Rounds) -> list[Emission]:
-        """The next round, as if it were a pass of its own; those after it go on meanwhile. Who has ended has no part in it."""
+        """The next round, as if it were a pass of its own; those after it go on meanwhile, and another follows them unless somebody waits
+        for a seat. Who has ended has no part in it."""
         landing, number, turns = perf_counter(), flight.drafter, flight.turns
         said = flight.flown.round(flight.landed)  # waits for the device
         computed = perf_counter()
         drafts = flight.flyer.land([turn.request for turn in turns], said, flight.landed)
         judged = [self._verdict(*each) for each in zip(turns, drafts, said.picked, strict=True)]
         flight.landed += 1
-        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=flight.landed < len(flight.flown))
+        is_last = flight.landed == len(flight.flown)
+        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=not is_last)
+        if flight.goes_on and not self.scheduler.waiting:
+            flight.flown.more()
         committed = perf_counter()
         if verdicts:
             checked = {index: drafts[index] for index in verdicts}
             self.policy.flown(number, turns, checked, verdicts, None if flight.flown.is_first else committed - flight.since)
-            self._observe(turns, drafts, verdicts, flight.flown.hidden, None, flight.plan)
+            self._observe(turns, drafts, verdicts, flight.flown.hidden if is_last else {}, None, flight.plan)  # the others are read already
             for index, verdict in verdicts.items():
                 self._suspect([*flight.proposed.pop(index, ()), (number, drafts[index])], verdict)
         flight.since = committed
@@ -225,19 +229,19 @@ class Engine:
     def _take_off(
         self, number: int, asks: Sequence[tuple[int, int]], turns: list[Turn], plan: Plan, proposed: Answers
     ) -> Rounds | None:  # fmt: skip
-        """Rounds of all that speak in this step, where nobody else learns from the passes; as many as could all be of use."""
+        """Rounds of all that speak in this step, where nobody else learns from the passes."""
         flyer, requests = flyer_of(self.policy.drafters[number]), [turn.request for turn in turns]
         if flyer is None or not self.runner.decoder.runs_by_itself or self.watch is not None or len(asks) < len(turns):
             return None
         length, is_learning = flyer.round_length(requests), plan.is_learning and self._top_tokens > 0
         if not length or min(count for _, count in asks) < length or is_learning or not self.policy.may_fly(number, asks):
             return None
-        count = min(flyer.most_rounds, useful_rounds(requests, length, self.config.max_model_len))
+        count = min(flyer.most_rounds, possible_rounds(requests, length, self.config.max_model_len))
         has_layers = set(self._hidden_layers(plan.asleep)) == set(flyer.needs.hidden_layers)
         if not has_layers or not self.scheduler.give_rounds(turns, count * (length + 1)):
             return None
         since = perf_counter()
-        return Rounds(turns, plan, proposed, number, flyer, flyer.fly(requests, count), since)
+        return Rounds(turns, plan, proposed, number, flyer, length, flyer.fly(requests, count), since)
 
     def _drafts(self, turns: Sequence[Turn], proposed: Mapping[int, list[tuple[int, Draft]]]) -> list[Draft | None]:
         """For every turn that the target will speak in, what it checks: often nothing but the root."""

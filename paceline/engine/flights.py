@@ -31,13 +31,14 @@ class Flight(NamedTuple):
 
 @dataclass(slots=True)
 class Rounds:
-    """Several passes on their way, each with what a drafter made of the one before. A step lands one of them."""
+    """Several passes on their way, each with what a drafter made of the one before. A step lands one of them and sends another."""
 
     turns: list[Turn]
     plan: Plan
     proposed: Answers  # of others, for the first
     drafter: int
     flyer: Flyer  # the same
+    length: int  # of each draft
     flown: Flown
     since: float  # when they were launched, then when the last of them landed
     landed: int = 0
@@ -47,12 +48,21 @@ class Rounds:
         """There is more to land, and somebody to say it."""
         return self.landed < len(self.flown) and not all(turn.request.is_finished for turn in self.turns)
 
+    @property
+    def goes_on(self) -> bool:
+        """Everybody will probably have more to say after what is under way: half of each draft is taken to be right."""
+        num_flying, requests = len(self.flown) - self.landed, [turn.request for turn in self.turns]
+        if not num_flying or not self.flown.num_left or any(request.is_finished for request in requests):
+            return False
+        left = min(request.params.max_tokens - request.num_output for request in requests)
+        return left > num_flying * (self.length + 1) / 2
+
 
 def flyer_of(drafter: Proposer) -> Flyer | None:
     return cast(Flyer, drafter) if getattr(drafter, "most_rounds", 0) else None
 
 
-def useful_rounds(requests: Sequence[Request], length: int, max_model_len: int) -> int:
-    """How many rounds with drafts of this length each of the requests needs at least to end, and has room for."""
-    needed = min(-(-(request.params.max_tokens - request.num_output) // (length + 1)) for request in requests)
-    return min(needed, *((max_model_len - request.cache.num_cached) // (length + 1) for request in requests))
+def possible_rounds(requests: Sequence[Request], length: int, max_model_len: int) -> int:
+    """With drafts of this length: there is room for all of their tokens, and each round says at least one that is wanted."""
+    room = min((max_model_len - request.cache.num_cached) // (length + 1) for request in requests)
+    return min(room, *(request.params.max_tokens - request.num_output for request in requests))

@@ -31,14 +31,21 @@ LENGTH = 3
 
 @dataclass
 class Done:
-    """Rounds that were over before they began to be waited for."""
+    """Rounds that are over before they begin to be waited for."""
 
-    said: list[Round]
+    next_round: Callable[[], Round]
+    num_left: int
+    said: list[Round] = field(default_factory=list)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     is_first: bool = False
 
     def __len__(self) -> int:
         return len(self.said)
+
+    def more(self) -> None:
+        assert self.num_left, "slots are reserved for so many rounds"
+        self.num_left -= 1
+        self.said.append(self.next_round())
 
     def round(self, number: int) -> Round:
         return self.said[number]
@@ -52,7 +59,7 @@ class Flying:
     def __init__(self, inner: Fake, may: Callable[[], bool] = lambda: True) -> None:
         self.inner, self.name, self.may = inner, inner.name, may
         self.runner: Runner | None = None
-        self.flights: list[int] = []
+        self.flown: list[Done] = []
         self.break_at = -1  # the position after which logits are not finite
         self.shown: dict[str, int] = {}  # tokens with K/V, as of the last look
 
@@ -63,9 +70,17 @@ class Flying:
         return LENGTH if all(request.pick is not None for request in requests) and self.may() else 0
 
     def fly(self, requests: Sequence[Request], count: int) -> Done:
-        self.flights.append(count)
         ghosts = [replace(r, tokens=list(r.tokens), cache=Cached(list(r.cache.blocks), r.cache.num_cached)) for r in requests]
-        return Done([self._round(ghosts) for _ in range(count)])
+        done = Done(lambda: self._round(ghosts), count)
+        for _ in range(min(2, count)):
+            done.more()
+        self.flown.append(done)
+        return done
+
+    @property
+    def flights(self) -> list[int]:
+        """Rounds that were sent, by flight."""
+        return [len(done) for done in self.flown]
 
     def _round(self, ghosts: Sequence[Request]) -> Round:
         assert self.runner is not None
