@@ -24,7 +24,7 @@ class Heads(NamedTuple):
     eps: float
     scale: float
     window: int | None  # a row sees this many positions, itself included
-    is_rounded: bool = False  # queries and keys as int8 with a scale for each half, as the CPU kernels have them
+    is_rounded: bool = False  # queries and keys as int8 with a scale for each half, values with one, as the CPU kernels have them
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -79,7 +79,7 @@ class TorchAttention:
         cos, sin = (table[self.batch.positions].to(q.dtype) for table in heads.tables)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if heads.is_rounded:
-            q, k = round_halves(q), round_halves(k)
+            q, k, v = round_halves(q), round_halves(k), _rounded(v)
         keys[self.batch.slots], values[self.batch.slots] = k.to(keys.dtype), v.to(values.dtype)
         return torch.cat([self._attend(q, keys, values, span, heads) for span in self.spans]).flatten(1)
 
