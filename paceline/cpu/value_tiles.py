@@ -24,8 +24,8 @@ CHUNK = 128  # positions whose values are added before the next columns' turn; l
 TURN = 8  # positions whose values are turned together, and whose weights are 16 bytes
 ADDED = 3  # queries of a tile: their sums, high and low, are 24 of 32 registers
 LARGEST = 16383.0  # a weight
-# 2 ** x for x from -1/2 to 1/2 within 3e-6, a twentieth of what rounding to 14 bits may change
-POWER = (0.009582847, 0.055906437, 0.240240991, 0.693124175, 1.0)
+# 2 ** x for x from -1/2 to 1/2 within 1e-7, which hardly ever changes what is rounded to 14 bits
+POWER = (0.001326472, 0.009671514, 0.05550734, 0.24022242, 0.693147, 1.0)
 LONGEST = 1 << 17  # positions whose sums surely fit 32 bits: 127 * 127 * LONGEST < 2 ** 31
 
 
