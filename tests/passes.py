@@ -10,7 +10,8 @@ import torch
 
 from paceline.cpu.decoder import CpuDecoder
 from paceline.models.config import ModelConfig
-from paceline.runtime.kv_cache import Kept, row_width
+from paceline.runtime.device import cache_dtype
+from paceline.runtime.kv_cache import FLOATS, row_widths
 from paceline.runtime.runner import Decoder
 from paceline.types import Batch, Columns
 
@@ -31,10 +32,11 @@ def new_kv(model: Decoder, config: ModelConfig | None = None) -> list[tuple[torc
     """As `model` keeps it, filled with large values: reading a slot that was never written is seen at once."""
     config = config or model.config
     has_integers = isinstance(model, CpuDecoder) and model.bits < 32
-    kept = Kept(torch.int8 if has_integers else torch.float32, torch.float32)
+    kept = cache_dtype(torch.device("cpu"), "int8") if has_integers else FLOATS
     shape = (NUM_BLOCKS * BLOCK_SIZE, config.num_kv_heads)
     # as int8 127, and where scales are 3e38
-    sizes = [(row_width(config, dtype), 127 if dtype == torch.int8 else 1e3, dtype) for dtype in kept]
+    value = 127 if has_integers else 1e3
+    sizes = [(width, value, dtype) for width, dtype in zip(row_widths(config, kept), (kept.keys, kept.values), strict=True)]
     layers = range(config.num_layers)
     return [tuple(torch.full((*shape, width), value, dtype=dtype) for width, value, dtype in sizes) for _ in layers]  # type: ignore[misc]
 

@@ -101,14 +101,15 @@ def path_to(request: Rows, node: int) -> list[int]:
     return path[::-1]
 
 
-def as_floats(keys: torch.Tensor) -> torch.Tensor:
-    """[slots, KV heads, dim] of keys as they are, or as integers with their scales; what was never written is 1e3."""
+def as_floats(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[2, slots, KV heads, dim] of keys and values as they are, or as integers with their scales; what was never written is 1e3."""
     if keys.dtype != torch.int8:
-        return keys
+        return torch.stack([keys, values])
     dim = keys.shape[-1] - SCALE_BYTES
-    first, scales = -(-dim // 32) * 16, keys[..., dim : dim + 8].contiguous().view(torch.float32)
+    first, scales = -(-dim // 32) * 16, keys[..., dim : dim + 12].contiguous().view(torch.float32)
     widths = torch.tensor([first, dim - first])
-    return torch.where(scales[..., :1] > 1e30, 1e3, keys[..., :dim] * scales.repeat_interleave(widths, -1))
+    both = [keys[..., :dim] * scales[..., :2].repeat_interleave(widths, -1), values * scales[..., 2:]]
+    return torch.where(scales[..., :1] > 1e30, 1e3, torch.stack(both))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,7 +123,7 @@ def test_agrees_with_torch(dtype: str, config: ModelConfig, requests: list[Rows]
         kv = new_kv(model)
         fill(model, kv, requests)
         results.append(model.forward(batch_of(requests), kv).logits)
-        caches.append(torch.stack([torch.stack([as_floats(keys), values]) for keys, values in kv]))
+        caches.append(torch.stack([as_floats(keys, values) for keys, values in kv]))
     assert results[0].shape == (sum(len(r.tokens) for r in requests), config.vocab_size)
     assert is_close(results[0], results[1], dtype)
     assert ((caches[0] - caches[1]).abs() < WORST * TOLERANCE[dtype] * caches[1].abs().clamp(min=3)).all()
@@ -256,7 +257,7 @@ def test_what_lies_outside_the_tables_is_refused() -> None:
     with pytest.raises(AssertionError, match="another model"):
         model.forward(batch_of([Rows([1], blocks)]), new_kv(model, replace(ODD, head_dim=32)))
     for wrong in ([(k.float(), v) for k, v in kv], [(k, v.half()) for k, v in kv]):
-        with pytest.raises(AssertionError, match="int8 and values float32"):
+        with pytest.raises(AssertionError, match="keys and values are"):
             model.forward(batch_of([Rows([1], blocks)]), wrong)
     with pytest.raises(AssertionError, match="no such layer"):
         model.forward(batch_of([Rows([1], blocks)]), kv, num_layers=3)

@@ -85,7 +85,7 @@ def test_the_sizes_are_those_of_the_real_engine(default_model: LLM) -> None:
     assert found.weight_bytes == pytest.approx(runner.decoder.num_bytes, rel=0.01)
     assert found.kv_bytes_per_token == (runner.kv.keys.nbytes + runner.kv.values.nbytes) // runner.kv.keys.shape[1]
     floats = Footing(runner.config, cpu, "float32", "float32")
-    assert floats.kv_bytes_per_token == 2 * runner.kv.values.nbytes // runner.kv.values.shape[1]
+    assert floats.kv_bytes_per_token == 2 * 4 * runner.kv.values.nbytes // runner.kv.values.shape[1]  # values are a byte each here
 
 
 def test_a_pass_of_llama_8b_worked_out_by_hand() -> None:

@@ -8,24 +8,58 @@ from __future__ import annotations
 from numba import carray
 
 from paceline.cpu.compile import piece
-from paceline.cpu.key_tiles import round_head
+from paceline.cpu.key_tiles import VALUE_SCALE, round_head, round_key
 from paceline.cpu.lanes import LANES, int_pointer
-from paceline.cpu.paged import BLOCK, Run, clear, common_length, finish, length_of, mix, row_of, run_of, score, start_of, starts_of, weigh
+from paceline.cpu.paged import (
+    BLOCK,
+    Run,
+    clear,
+    common_length,
+    finish,
+    is_rounded,
+    length_of,
+    mix,
+    row_of,
+    run_of,
+    score,
+    start_of,
+    starts_of,
+    value_bytes,
+    weigh,
+)
 from paceline.cpu.rows import copy, normalize, turn
 from paceline.cpu.sync import barrier
+from paceline.cpu.value_tiles import round_value
 
 FEW_ROWS = 16  # up to so many, the positions of a context are shared out; with more, the rows are
 TOGETHER = 4  # of many rows, so many share what is read
 
 
 @piece
-def _put_head(m, source, target, cos, sin):  # type: ignore[no-untyped-def]
-    """A query or a key, rotated, and rounded if keys are."""
-    if m.key_bytes < m.dim * 4:
+def _put_query(m, source, target, cos, sin):  # type: ignore[no-untyped-def]
+    if is_rounded(m):
         turn(source, source, cos, sin, m.dim)
         round_head(source, m.dim, target)
     else:
         turn(source, target, cos, sin, m.dim)
+
+
+@piece
+def _put_key(m, source, target, cos, sin):  # type: ignore[no-untyped-def]
+    if is_rounded(m):
+        turn(source, source, cos, sin, m.dim)
+        round_key(source, m.dim, target)
+    else:
+        turn(source, target, cos, sin, m.dim)
+
+
+@piece
+def _put_value(m, source, target, key):  # type: ignore[no-untyped-def]
+    """`key`: of the same position, which has the scale."""
+    if is_rounded(m):
+        round_value(source, m.dim, target, key + m.dim + VALUE_SCALE)
+    else:
+        copy(source, target, m.dim)
 
 
 @piece
@@ -41,14 +75,15 @@ def place(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
             if layer.q_norm != 0:
                 normalize(here, layer.q_norm, here, dim, m.eps)
             query = (unit // group * b.rows + row) * group + unit % group
-            _put_head(m, here, w.queries + query * m.key_bytes, layer.cos + angle, layer.sin + angle)
+            _put_query(m, here, w.queries + query * m.key_bytes, layer.cos + angle, layer.sin + angle)
         elif unit < m.num_heads + m.num_kv_heads:
             if layer.k_norm != 0:
                 normalize(here, layer.k_norm, here, dim, m.eps)
             key = keys + (slot + unit - m.num_heads) * m.key_bytes
-            _put_head(m, here, key, layer.cos + angle, layer.sin + angle)
+            _put_key(m, here, key, layer.cos + angle, layer.sin + angle)
         else:
-            copy(here, values + (slot + unit - m.num_heads - m.num_kv_heads) * dim * 4, dim)
+            head = slot + unit - m.num_heads - m.num_kv_heads
+            _put_value(m, here, values + head * value_bytes(m), keys + head * m.key_bytes)
 
 
 @piece
@@ -142,13 +177,14 @@ def _attend_by_rows(part, b, m, window, w, keys, values):  # type: ignore[no-unt
     """A thread takes a KV head of a few rows, every so many: later rows of a prompt see more."""
     strips, group, item = m.dim // LANES, m.num_heads // m.num_kv_heads, 0
     own = TOGETHER * group * part
-    scores, totals, mixed = w.scores + own * b.span * 4, w.totals + own * 4, w.mixed + own * m.dim * 4
+    scores, totals, mixed = w.scores + own * b.span * 4, w.totals + own * 4, w.mixed + own * m.dim * 8
+    scales = w.value_scales + TOGETHER * part * b.span * 4
     for kv_head in range(m.num_kv_heads):
         row = 0
         while row < b.rows:
             shared = run_of(b, w, row, TOGETHER)
             if item % b.threads == part:
-                run = Run(shared.first, shared.last, shared.prefix, shared.places, w.queries, scores, totals, mixed, b.rows, 0, row)
+                run = Run(shared.first, shared.last, shared.prefix, shared.places, w.queries, scores, scales, totals, mixed, b.rows, 0, row)
                 _attend_run(b, m, window, w, run, kv_head, strips, keys, values)
             item, row = item + 1, shared.last
 

@@ -23,7 +23,8 @@ from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled
 from paceline.cpu.sync import BYTES, num_threads
 from paceline.cpu.taps import Taps
-from paceline.cpu.tiles import AHEAD, PLACE
+from paceline.cpu.tiles import PLACE
+from paceline.cpu.value_tiles import CHUNK, LONGEST
 from paceline.errors import ConfigError
 from paceline.loaders.packed import Progress, Source, Tensors, head_bits, load_packed, pack_model
 from paceline.loaders.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, padded
@@ -63,9 +64,12 @@ class CpuDecoder:
         for what, size in (("heads", config.head_dim), ("layers", config.hidden_size), ("MLPs", config.intermediate_size)):
             if size % MULTIPLE:
                 raise ConfigError(f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}; use kernels='torch'")
+        seen = min(config.max_context, context or config.max_context)
+        if bits_of(dtype) < 32 and seen > LONGEST:
+            raise ConfigError(f"{dtype} on a CPU has contexts of at most {LONGEST:,} tokens, not {seen:,}; give fewer, or dtype float32")
         read = load_packed if use_cache else pack_model
         tensors = read(source, bits_of(dtype), progress)
-        return cls(replace(config, max_context=min(config.max_context, context or config.max_context)), dtype, tensors)
+        return cls(replace(config, max_context=seen), dtype, tensors)
 
     @property
     def checks_trees(self) -> bool:
@@ -173,14 +177,14 @@ class CpuDecoder:
         )  # fmt: skip
 
     def _key_bytes(self) -> int:
-        """Of a head: a quantized model's keys are int8 with scales (key_tiles.py)."""
+        """Of a head: a quantized model's keys are int8 with scales, those of its values among them (key_tiles.py, value_tiles.py)."""
         return self.config.head_dim * 4 if self.bits == 32 else self.config.head_dim + TAIL
 
     def _check_cache(self, kv: Sequence[LayerCache]) -> None:
         kept = torch.float32 if self.bits == 32 else torch.int8
         for keys, values in kv:
             assert keys.is_contiguous() & values.is_contiguous(), "the cache is contiguous"
-            assert (keys.dtype is kept) & (values.dtype is torch.float32), f"keys are {kept} and values float32"
+            assert (keys.dtype is kept) & (values.dtype is kept), f"keys and values are {kept}"
             sizes = [(self.config.num_kv_heads, size) for size in (self._key_bytes() // kept.itemsize, self.config.head_dim)]
             assert [keys.shape[1:], values.shape[1:]] == sizes, "a cache of another model"
 
@@ -223,11 +227,12 @@ class CpuDecoder:
             "values": rows * widest * 4,
             "scales": rows * widest // 32 * 4,
             "sums": rows * widest // 32 * 4,
-            "paths": (rows * (rows + 1) + 2 * AHEAD) * PLACE,
-            "places": (places + 2 * AHEAD) * PLACE,
+            "paths": (rows * (rows + 1) + 2 * CHUNK) * PLACE,  # kernels look this far beyond the end of a list
+            "places": (places + 2 * CHUNK) * PLACE,
             "queries": rows * config.num_heads * config.head_dim * 4,
             "scores": queries * span * 4,
-            "mixed": queries * config.head_dim * 4,
+            "value_scales": max(min(rows, FEW_ROWS) * config.num_kv_heads, threads * TOGETHER) * span * 4,
+            "mixed": queries * config.head_dim * 8,
             "totals": queries * 4,
             "largest": rows * threads * 8,
         }

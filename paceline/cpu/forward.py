@@ -41,7 +41,7 @@ class Model(NamedTuple):
     embed_scale: float
     is_gelu: bool
     vocab: int  # outputs of the head but for what fills up its last tile
-    key_bytes: int  # of a head of a query or of a cached key: its floats, or fewer if both are rounded
+    key_bytes: int  # of a head of a query or of a cached key: its floats, or fewer if both and values are rounded
 
 
 class LayerRow(NamedTuple):
@@ -103,8 +103,9 @@ class Work(NamedTuple):
     paths: int  # [rows, rows + 1, 2]
     places: int  # [requests, room for the longest prefix, 2]
     queries: int  # [KV heads, rows, query heads of one, key_bytes]
-    scores: int  # [KV heads, rows, query heads of one, span]; for many rows this and the next two are [threads, a few rows, ...]
-    mixed: int  # [KV heads, rows, query heads of one, dim]
+    scores: int  # [KV heads, rows, query heads of one, span]; for many rows this and the next three are [threads, a few rows, ...]
+    value_scales: int  # [KV heads, rows, span], or [threads, a few rows, span]
+    mixed: int  # [KV heads, rows, query heads of one, dim], of rounded values [..., 2, dim]
     totals: int  # [KV heads, rows, query heads of one]
     largest: int  # [num_outputs, threads] int64: where each thread found the largest in its part of a row
     widest: int  # columns of ready
@@ -271,8 +272,8 @@ def _model_at(at):  # type: ignore[no-untyped-def]
 
 @piece
 def _work_at(at):  # type: ignore[no-untyped-def]
-    f = carray(int_pointer(at), 16)
-    return Work(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15])
+    f = carray(int_pointer(at), 17)
+    return Work(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15], f[16])
 
 
 @kernel(parallel=True)

@@ -1,7 +1,8 @@
 """Attention scores from integers: heads of queries and keys as int8, each half of a head with a scale of its own.
 
-A head in memory is `dim` int8, two float32 scales and the sums of both halves' integers: dim + TAIL bytes. A half ends at a multiple of
-16, so of 48 numbers the first has 32 and of 16 it has all. Invariant: the integer sums are exact, and a score is one float expression
+A head in memory is `dim` int8, two float32 scales and the sums of both halves' integers: dim + TAIL bytes. A cached key has no use for
+the sums, and has the scale of the value of its position there (value_tiles.py). A half ends at a multiple of 16, so of 48
+numbers the first has 32 and of 16 it has all. Invariant: the integer sums are exact, and a score is one float expression
 of its own query and key, so neither the shape of a tile nor the instruction set changes a bit.
 """
 
@@ -18,6 +19,7 @@ from paceline.cpu.lanes import FLOAT, INT32, LANES, MAGIC, MAGIC_BITS, Emitter, 
 from paceline.cpu.tiles import AHEAD, PLACE, SPAN, addresses
 
 TAIL = 16  # bytes after the integers of a head
+VALUE_SCALE = 8  # bytes into a cached key's tail: where its value's scale lies
 SUMS = ir.VectorType(INT32, 4)
 
 
@@ -28,7 +30,8 @@ def _halves(emit: Emitter, dim: Any) -> list[tuple[Any, Any]]:
     return [(emit.const(0), first), (emit.times(first, 16), emit.builder.sub(sixteens, first))]
 
 
-def _round_half(emit: Emitter, x: Any, turns: Any, out: Any, scale_at: Any, sum_at: Any) -> None:
+def round_numbers(emit: Emitter, x: Any, turns: Any, out: Any, scale_at: Any, sum_at: Any = None) -> None:
+    """Sixteen floats a turn as int8, their scale, and where it is wanted their sum."""
     builder, kind, ints = emit.builder, floats(LANES), ir.VectorType(INT32, LANES)
     tops = emit.variable(emit.zeros(LANES))
     with emit.loop(turns) as turn:
@@ -46,7 +49,8 @@ def _round_half(emit: Emitter, x: Any, turns: Any, out: Any, scale_at: Any, sum_
         builder.store(builder.add(builder.load(total), whole), total)
         emit.store(builder.trunc(whole, bytes_(LANES)), emit.offset(out, emit.times(turn, LANES)))
     emit.store(builder.fdiv(top, limit), scale_at)
-    emit.store(emit.call(f"llvm.vector.reduce.add.v{LANES}i32", INT32, [builder.load(total)]), sum_at)
+    if sum_at is not None:
+        emit.store(emit.call(f"llvm.vector.reduce.add.v{LANES}i32", INT32, [builder.load(total)]), sum_at)
 
 
 @intrinsic
@@ -59,7 +63,21 @@ def round_head(_context: Any, x: Any, dim: Any, out: Any) -> Any:
         tail = emit.offset(out, dim)
         for i, (first, turns) in enumerate(_halves(emit, dim)):
             source = emit.offset(x, emit.times(first, 4))
-            _round_half(emit, source, turns, emit.offset(out, first), emit.offset(tail, 4 * i), emit.offset(tail, 8 + 4 * i))
+            round_numbers(emit, source, turns, emit.offset(out, first), emit.offset(tail, 4 * i), emit.offset(tail, 8 + 4 * i))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic
+def round_key(_context: Any, x: Any, dim: Any, out: Any) -> Any:
+    """The same without the sums: nothing is written there."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        x, dim, out = arguments
+        emit = Emitter(builder)
+        for i, (first, turns) in enumerate(_halves(emit, dim)):
+            round_numbers(emit, emit.offset(x, emit.times(first, 4)), turns, emit.offset(out, first), emit.offset(out, dim, 4 * i))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), generate

@@ -2,7 +2,8 @@
 
 A row sees its request's cached prefix, its ancestors in this pass and itself, in position order, whatever else is in the pass.
 Invariant: a score depends on a row and a position, a weight on all scores of its row, and a weighted sum is one chain over the row's
-positions in order. So the bits depend on the context alone: which rows go side by side and which thread does what changes nothing.
+positions in order, or a sum of integers. So the bits depend on the context alone: which rows go side by side and which thread does what
+changes nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,26 @@ import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.key_tiles import TAIL, score_rounded
+from paceline.cpu.key_tiles import TAIL, VALUE_SCALE, score_rounded
 from paceline.cpu.lanes import LANES, float_pointer, int_pointer
 from paceline.cpu.tiles import LOWEST, MIXED, PLACE, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
+from paceline.cpu.value_tiles import (
+    ADDED,
+    CHUNK,
+    TURN,
+    add_turned,
+    combine,
+    copy_scales,
+    stack_memory,
+    turn_some,
+    turn_values,
+    weigh_rounded,
+)
 
 LOG2_E = 1.4426950408889634
 BLOCK = 16  # positions whose keys all KV heads read before the next: what lies side by side is read at one time
-CHUNK = 64  # positions whose values are added before the next columns' turn: they stay in the first-level cache
+FLOAT_CHUNK = 64  # positions whose values are added before the next columns' turn: they stay in the first-level cache
+TURNED = (CHUNK + TURN) * LANES  # bytes of a chunk's rounded values, sixteen columns, wherever it begins
 
 
 class Run(NamedTuple):
@@ -30,12 +44,31 @@ class Run(NamedTuple):
     prefix: int  # cached positions
     places: int  # address of their offsets
     queries: int  # address of [KV heads, rows, group, a head]
-    scores: int  # address of [KV heads, rows, group, span], then weights
+    scores: int  # address of [KV heads, rows, group, span], then weights: floats, or two bytes each
+    scales: int  # address of [KV heads, rows, span]: of rounded values
     totals: int  # address of [KV heads, rows, group]: sums of weights
-    mixed: int  # address of [KV heads, rows, group, dim]
+    mixed: int  # address of [KV heads, rows, group, dim]; of rounded values [..., 2, dim]
     rows: int  # in `queries`
     own_rows: int  # in the others: 0 if only one KV head is there
     start: int  # their first row
+
+
+@piece
+def is_rounded(m):  # type: ignore[no-untyped-def]
+    """Whether queries, keys and values are integers with scales."""
+    return m.key_bytes < m.dim * 4
+
+
+@piece
+def value_bytes(m):  # type: ignore[no-untyped-def]
+    """Of a head of a cached value."""
+    return m.dim if is_rounded(m) else m.dim * 4
+
+
+@piece
+def _sum_bytes(m):  # type: ignore[no-untyped-def]
+    """Of a query's sums."""
+    return m.dim * 8 if is_rounded(m) else m.dim * 4
 
 
 @piece
@@ -50,7 +83,7 @@ def trace_paths(b, m, paths_at):  # type: ignore[no-untyped-def]
             for i in range(depth):
                 paths[row, i, 0], paths[row, i, 1] = paths[parent, i, 0], paths[parent, i, 1]
         paths[row, depth, 0] = slots[row] * m.num_kv_heads * m.key_bytes
-        paths[row, depth, 1] = slots[row] * m.num_kv_heads * m.dim * 4
+        paths[row, depth, 1] = slots[row] * m.num_kv_heads * value_bytes(m)
         paths[row, b.rows, 0] = depth + 1
 
 
@@ -59,13 +92,13 @@ def expand_tables(b, part, m, places_at):  # type: ignore[no-untyped-def]
     """places[request, position]: offsets of the cached prefixes' keys and values. A thread takes every so many requests."""
     room = b.max_blocks * b.block_size
     lengths = carray(int_pointer(b.prefix_lens), b.num_requests)
-    key_bytes, value_bytes = m.num_kv_heads * m.key_bytes, m.num_kv_heads * m.dim * 4
+    of_keys, of_values = m.num_kv_heads * m.key_bytes, m.num_kv_heads * value_bytes(m)
     for request in range(part, b.num_requests, b.threads):
         table = carray(int_pointer(b.block_tables + request * b.max_blocks * 8), b.max_blocks)
         places = carray(int_pointer(places_at + request * room * PLACE), (room, 2))
         for position in range(lengths[request]):
             slot = table[position // b.block_size] * b.block_size + position % b.block_size
-            places[position, 0], places[position, 1] = slot * key_bytes, slot * value_bytes
+            places[position, 0], places[position, 1] = slot * of_keys, slot * of_values
 
 
 @piece
@@ -77,13 +110,13 @@ def run_of(b, w, first, most):  # type: ignore[no-untyped-def]
         last += 1
     prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
     places = w.places + request * b.max_blocks * b.block_size * PLACE
-    return Run(first, last, prefix, places, w.queries, w.scores, w.totals, w.mixed, b.rows, b.rows, 0)
+    return Run(first, last, prefix, places, w.queries, w.scores, w.value_scales, w.totals, w.mixed, b.rows, b.rows, 0)
 
 
 @piece
 def row_of(run, row):  # type: ignore[no-untyped-def]
     return Run(
-        row, row + 1, run.prefix, run.places, run.queries, run.scores, run.totals, run.mixed, run.rows, run.own_rows, run.start
+        row, row + 1, run.prefix, run.places, run.queries, run.scores, run.scales, run.totals, run.mixed, run.rows, run.own_rows, run.start
     )  # fmt: skip
 
 
@@ -178,6 +211,17 @@ def _mix_queries(count, weights, weight_stride, values, places, positions, out, 
 
 
 @piece
+def _keep_scales(b, m, run, kv_head, keys, places, first, positions):  # type: ignore[no-untyped-def]
+    """Of some positions' values, for every row of the run: whoever weighs finds them side by side."""
+    row, rows, whole = kv_head * run.own_rows + run.first - run.start, run.last - run.first, positions // SPAN * SPAN
+    scale, out = keys + m.dim + VALUE_SCALE, run.scales + (row * b.span + first) * 4
+    for p in range(0, whole, SPAN):
+        copy_scales(SPAN, scale, places + p * PLACE, rows, out + p * 4, b.span * 4)
+    for p in range(whole, positions):
+        copy_scales(1, scale, places + p * PLACE, rows, out + p * 4, b.span * 4)
+
+
+@piece
 def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped-def]
     """Scores of positions first to last, which all rows of the run see at the same places, for a range of KV heads."""
     group, stride = m.num_heads // m.num_kv_heads, b.span * 4
@@ -187,11 +231,13 @@ def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped
         for kv_head in range(kv_heads[0], kv_heads[1]):
             queries = run.queries + (kv_head * run.rows + run.first) * group * m.key_bytes
             to, done = run.scores + _at(run, m, kv_head) * stride + first * 4, 0
+            if is_rounded(m):
+                _keep_scales(b, m, run, kv_head, keys + kv_head * m.key_bytes, places, first, end - first)
             while done < total:
                 tiles = (total - done + SCORED - 1) // SCORED
                 count = (total - done + tiles - 1) // tiles
                 query, key, out = queries + done * m.key_bytes, keys + kv_head * m.key_bytes, to + done * stride
-                if m.key_bytes < m.dim * 4:
+                if is_rounded(m):
                     _score_rounded(count, query, key, places, end - first, m.dim, out, stride)
                 else:
                     _score_floats(count, query, key, places, end - first, m.dim, out, stride)
@@ -210,8 +256,58 @@ def weigh(b, m, run, row, head, start, length):  # type: ignore[no-untyped-def]
         scores[i] = np.float32(LOWEST)
     for i in range(length, last):
         scores[i] = np.float32(LOWEST)
-    at = run.scores + (query * b.span + first) * 4
-    weigh_lanes(at, (last - first) // LANES, np.float32(m.scale * LOG2_E), run.totals + query * 4)
+    at, scale = run.scores + (query * b.span + first) * 4, np.float32(m.scale * LOG2_E)
+    if not is_rounded(m):
+        weigh_lanes(at, (last - first) // LANES, scale, run.totals + query * 4)
+        return
+    scales_at = run.scales + query // group * b.span * 4
+    scales = carray(float_pointer(scales_at), last)
+    for i in range(first, start):
+        scales[i] = np.float32(0)
+    for i in range(length, last):
+        scales[i] = np.float32(0)
+    out = run.scores + query * b.span * 4 + first * 2
+    weigh_rounded(at, scales_at + first * 4, (last - first) // LANES, scale, out, run.totals + query * 4)
+
+
+@piece
+def _turn(values, places, first, last, out, asked):  # type: ignore[no-untyped-def]
+    """Sixteen columns of positions first to last, and zeros before and after, from one multiple of TURN to another; returns the turns.
+    `places` are the values' offsets from position `first` on."""
+    begin, turns = first // TURN * TURN, (last + TURN - 1) // TURN - first // TURN
+    whole, end = (first + 3) // 4 * 4, last // 4 * 4
+    for p in range(begin, min(whole, begin + TURN * turns), 4):
+        turn_some(values, places + (p - first) * PLACE, first - p, last - p, out + (p - begin) * LANES)
+    if whole < end:
+        turn_values(values, places + (whole - first) * PLACE, (end - whole) // 4, out + (whole - begin) * LANES, asked)
+    for p in range(max(whole, end), begin + TURN * turns, 4):
+        turn_some(values, places + (p - first) * PLACE, 0, last - p, out + (p - begin) * LANES)
+    return turns
+
+
+@piece
+def _add_queries(count, weights, weight_stride, turned, turns, out, stride):  # type: ignore[no-untyped-def]
+    """`count` queries, ADDED at most, over turned values."""
+    if count == 1:
+        add_turned(1, weights, weight_stride, turned, turns, out, stride)
+    elif count == 2:
+        add_turned(2, weights, weight_stride, turned, turns, out, stride)
+    else:
+        add_turned(3, weights, weight_stride, turned, turns, out, stride)
+
+
+@piece
+def _mix_rounded(b, m, run, strip, first, last, values, places):  # type: ignore[no-untyped-def]
+    """One strip of a chunk of positions. Their values are turned once for all queries."""
+    turned, strips = stack_memory(TURNED), m.dim // LANES
+    turns = _turn(values + strip * LANES, places, first, last, turned, strip % 2 * 2)
+    query, done, total = _at(run, m, strip // strips), 0, (run.last - run.first) * (m.num_heads // m.num_kv_heads)
+    while done < total:
+        count = min(ADDED, total - done)
+        weights = run.scores + (query + done) * b.span * 4 + first // TURN * TURN * 2
+        to = run.mixed + (query + done) * m.dim * 8 + strip % strips * LANES * 4
+        _add_queries(count, weights, b.span * 4, turned, turns, to, m.dim * 8)
+        done += count
 
 
 @piece
@@ -220,8 +316,11 @@ def mix(b, m, w, run, columns, first, last, values):  # type: ignore[no-untyped-
     group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
     total = (run.last - run.first) * group
     while first < last:
-        places, end = _places(b, w, run, first, min(first + CHUNK, last))
+        places, end = _places(b, w, run, first, min(first + (CHUNK if is_rounded(m) else FLOAT_CHUNK), last))
         for strip in range(columns[0], columns[1]):
+            if is_rounded(m):
+                _mix_rounded(b, m, run, strip, first, end, values, places + 8)
+                continue
             query, done = _at(run, m, strip // strips), 0
             while done < total:
                 tiles = (total - done + MIXED - 1) // MIXED
@@ -238,10 +337,11 @@ def clear(m, run, strip):  # type: ignore[no-untyped-def]
     """Sums of a strip of columns begin at zero."""
     group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
     for query in range((run.last - run.first) * group):
-        at = run.mixed + ((_at(run, m, strip // strips) + query) * m.dim + strip % strips * LANES) * 4
-        sums = carray(float_pointer(at), LANES)
-        for i in range(LANES):
-            sums[i] = np.float32(0)
+        at = run.mixed + (_at(run, m, strip // strips) + query) * _sum_bytes(m) + strip % strips * LANES * 4
+        for part in range(_sum_bytes(m) // (m.dim * 4)):
+            sums = carray(float_pointer(at + part * m.dim * 4), LANES)
+            for i in range(LANES):
+                sums[i] = np.float32(0)
 
 
 @piece
@@ -252,8 +352,11 @@ def finish(m, w, run, strip):  # type: ignore[no-untyped-def]
     for query in range((run.last - run.first) * group):
         own = _at(run, m, kv_head) + query
         row, head = run.first + query // group, kv_head * group + query % group
-        sums = carray(float_pointer(run.mixed + (own * m.dim + column) * 4), LANES)
-        out = carray(float_pointer(w.ready + (row * w.widest + head * m.dim + column) * 4), LANES)
+        at, to = run.mixed + own * _sum_bytes(m) + column * 4, w.ready + (row * w.widest + head * m.dim + column) * 4
         shrink = np.float32(1) / carray(float_pointer(run.totals), own + 1)[own]
+        if is_rounded(m):
+            combine(at, m.dim * 4, shrink, to)
+            continue
+        sums, out = carray(float_pointer(at), LANES), carray(float_pointer(to), LANES)
         for i in range(LANES):
             out[i] = sums[i] * shrink

@@ -1,7 +1,7 @@
 """Row by row: norm, gated activation, rotary embedding with the write into the KV cache, embedding lookup, and the form a product reads.
 
 Invariant: a row's result is computed by the same instructions in the same order whatever the other rows are. No fast-math: sums are
-written out in four interleaved chains, and the exponential is a polynomial of ours (lanes.py), the same in every lane.
+written out in interleaved chains, and the exponential is a polynomial of ours (lanes.py), the same in every lane.
 """
 
 from __future__ import annotations
@@ -90,14 +90,31 @@ def stored_scale(_context: Any, at: Any) -> Any:
     return types.float32(types.int64), generate
 
 
+@intrinsic
+def sum_of_squares(_context: Any, x: Any, width: Any) -> Any:
+    """Of `width` floats, a multiple of 4: sixteen chains, and four for what is left."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        x, width = arguments
+        emit, turns = Emitter(builder), builder.sdiv(width, Emitter(builder).const(LANES))
+        whole, rest = emit.variable(emit.zeros(LANES)), emit.variable(emit.zeros(WIDTH))
+        with emit.loop(turns) as turn:
+            value = emit.load(emit.offset(x, emit.times(turn, 4 * LANES)), floats(LANES))
+            emit.accumulate(whole, value, value)
+        done = emit.times(turns, LANES)
+        with emit.loop(builder.sdiv(builder.sub(width, done), emit.const(WIDTH))) as turn:
+            value = emit.load(emit.offset(x, emit.times(done, 4), emit.times(turn, 4 * WIDTH)), floats(WIDTH))
+            emit.accumulate(rest, value, value)
+        return builder.fadd(emit.total(builder.load(whole)), emit.total(builder.load(rest)))
+
+    return types.float32(types.int64, types.int64), generate
+
+
 @piece
 def normalize(x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def]
     """y = x / rms(x) * weight; the width is a multiple of 4. y may be x."""
     x, y, weight = carray(float_pointer(x_at), width), carray(float_pointer(y_at), width), carray(float_pointer(weight_at), width)
-    a = b = c = d = np.float32(0)
-    for i in range(0, width, 4):
-        a, b, c, d = fma(x[i], x[i], a), fma(x[i + 1], x[i + 1], b), fma(x[i + 2], x[i + 2], c), fma(x[i + 3], x[i + 3], d)
-    factor = ONE / np.sqrt(((a + b) + (c + d)) / np.float32(width) + np.float32(eps))
+    factor = ONE / np.sqrt(sum_of_squares(x_at, width) / np.float32(width) + np.float32(eps))
     for i in range(width):
         y[i] = x[i] * factor * weight[i]
 

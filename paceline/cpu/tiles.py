@@ -8,6 +8,7 @@ depends on its own query and its own positions alone, so how many queries or pos
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -103,14 +104,14 @@ def mix_tile(
     return types.void(num_queries, *[types.int64] * 7), generate
 
 
-def _power_of_two(emit: Emitter, x: Any) -> Any:
+def power_of_two(emit: Emitter, x: Any, polynomial: Sequence[float] = POWER) -> Any:
     """2 ** x lane by lane for x <= 0 and not below LEAST: a polynomial of what is left after rounding, its exponent moved."""
     builder, width = emit.builder, x.type.count
     ints = ir.VectorType(INT32, width)
     shifted = builder.fadd(x, emit.constant(ROUNDING, width))
     rest = builder.fsub(x, builder.fsub(shifted, emit.constant(ROUNDING, width)))
-    series = emit.constant(POWER[0], width)
-    for coefficient in POWER[1:]:
+    series = emit.constant(polynomial[0], width)
+    for coefficient in polynomial[1:]:
         series = emit.fma(series, rest, emit.constant(coefficient, width))
     exponent = builder.shl(builder.bitcast(shifted, ints), ir.Constant(ints, [23] * width))
     return builder.bitcast(builder.add(builder.bitcast(series, ints), exponent), x.type)
@@ -133,7 +134,7 @@ def weigh_lanes(_context: Any, scores: Any, turns: Any, scale: Any, total_at: An
             here = emit.offset(scores, emit.times(turn, 4 * LANES))
             exponent = emit.fma(emit.load(here, kind), factor, down)
             exponent = emit.call(f"llvm.maxnum.v{LANES}f32", kind, [exponent, emit.constant(LEAST, LANES)])
-            value = _power_of_two(emit, exponent)
+            value = power_of_two(emit, exponent)
             emit.store(value, here)
             builder.store(builder.fadd(builder.load(total), value), total)
         emit.store(emit.total(builder.load(total)), total_at)

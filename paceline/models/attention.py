@@ -13,6 +13,7 @@ import torch
 from paceline.models.rope import RotaryTables, rotate
 from paceline.types import BatchTensors
 
+LARGEST_WEIGHT = 16383  # as in paceline/cpu/value_tiles.py
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim]
 
 
@@ -24,7 +25,7 @@ class Heads(NamedTuple):
     eps: float
     scale: float
     window: int | None  # a row sees this many positions, itself included
-    is_rounded: bool = False  # queries and keys as int8 with a scale for each half, as the CPU kernels have them
+    is_rounded: bool = False  # queries and keys as int8 with a scale for each half, values with one, as the CPU kernels have them
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -43,6 +44,15 @@ def round_halves(x: torch.Tensor) -> torch.Tensor:
 def _rounded(x: torch.Tensor) -> torch.Tensor:
     top = x.abs().amax(-1, keepdim=True)
     return (x * torch.where(top == 0, 0.0, 127.0 / top)).round() * (top / 127.0)
+
+
+def round_weights(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """weights [kv_heads, group, n, C] of rounded values [C, kv_heads, dim] as paceline/cpu/value_tiles.py sees them: a weight times its
+    value's scale has 14 bits of the largest such product of its row."""
+    scales = values.abs().amax(-1).T[:, None, None]  # [kv_heads, 1, 1, C], 127 times as large
+    scaled = weights * scales
+    units = scaled.amax(-1, keepdim=True) / LARGEST_WEIGHT
+    return torch.where(scales * units > 0, (scaled / units).round() * units / scales, 0.0)
 
 
 class _Span(NamedTuple):
@@ -79,7 +89,7 @@ class TorchAttention:
         cos, sin = (table[self.batch.positions].to(q.dtype) for table in heads.tables)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if heads.is_rounded:
-            q, k = round_halves(q), round_halves(k)
+            q, k, v = round_halves(q), round_halves(k), _rounded(v)
         keys[self.batch.slots], values[self.batch.slots] = k.to(keys.dtype), v.to(values.dtype)
         return torch.cat([self._attend(q, keys, values, span, heads) for span in self.spans]).flatten(1)
 
@@ -88,7 +98,8 @@ class TorchAttention:
         k, v = keys[span.slots].to(q.dtype), values[span.slots].to(q.dtype)  # [C, kv_heads, dim]
         scores = torch.einsum("nkgd,ckd->kgnc", query, k).float() * heads.scale
         visible = span.visible if heads.window is None else span.visible & (span.distance < heads.window)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        weights = (round_weights(weights, v) if heads.is_rounded else weights).to(q.dtype)
         return torch.einsum("kgnc,ckd->nkgd", weights, v).flatten(1, 2)
 
 

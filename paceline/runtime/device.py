@@ -29,8 +29,8 @@ def resolve(name: str) -> torch.device:
 
 
 def cache_dtype(device: torch.device, dtype: str, asked: str = "auto", kernels: str = "exact") -> Kept:
-    """Of keys and values: as exact as the arithmetic of the pass, unless integers are asked for. On a CPU the keys of a quantized model
-    are integers, as its weights and activations are."""
+    """Of keys and values: as exact as the arithmetic of the pass, unless integers are asked for. On a CPU those of a quantized model are
+    integers, as its weights and activations are."""
     if asked not in ("auto", "int8"):
         raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
     if asked == "int8":
@@ -39,7 +39,7 @@ def cache_dtype(device: torch.device, dtype: str, asked: str = "auto", kernels: 
         return Kept(torch.int8, torch.int8)
     if device.type == "cpu":
         has_integers = kernels == "exact" and bits_of(dtype) < 32
-        return Kept(torch.int8, torch.float32) if has_integers else FLOATS
+        return Kept(torch.int8, torch.int8, has_value_scales=False) if has_integers else FLOATS
     if dtype == "float32":
         return FLOATS
     narrow = torch.float16 if dtype == "float16" else torch.bfloat16

@@ -28,18 +28,21 @@ class Kept(NamedTuple):
 
     keys: torch.dtype
     values: torch.dtype
+    has_value_scales: bool = True  # if values are integers; else theirs lie behind the keys too
 
 
 FLOATS = Kept(torch.float32, torch.float32)
 
 
-def row_width(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Elements a head of one token takes."""
-    return config.head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
+def row_widths(config: ModelConfig, kept: Kept) -> tuple[int, int]:
+    """Elements a head of one token takes, of its key and its value."""
+    keys, values = (SCALE_BYTES if dtype == torch.int8 else 0 for dtype in (kept.keys, kept.values))
+    return config.head_dim + keys, config.head_dim + values * kept.has_value_scales
 
 
 def bytes_per_token(config: ModelConfig, kept: Kept) -> int:
-    return config.num_layers * config.num_kv_heads * sum(row_width(config, dtype) * dtype.itemsize for dtype in kept)
+    keys, values = row_widths(config, kept)
+    return config.num_layers * config.num_kv_heads * (keys * kept.keys.itemsize + values * kept.values.itemsize)
 
 
 def blocks_in(memory: int, config: ModelConfig, kept: Kept) -> int:
@@ -67,7 +70,9 @@ class KvCache:
         self.kept = kept
         shape = (config.num_layers, (num_blocks + has_spare) * BLOCK_SIZE, config.num_kv_heads)
         # each [layers, slots, KV heads, width]
-        self.keys, self.values = (_zeros((*shape, row_width(config, dtype)), torch.device(device), dtype) for dtype in kept)
+        of_keys, of_values = row_widths(config, kept)
+        self.keys = _zeros((*shape, of_keys), torch.device(device), kept.keys)
+        self.values = _zeros((*shape, of_values), torch.device(device), kept.values)
         self.device = self.keys.device
         self.layers = list(zip(self.keys, self.values, strict=True))
 

@@ -94,10 +94,9 @@ class Footing:
 
     @cached_property
     def _head_bytes(self) -> int:
-        """Of the key and the value of one head. Where activations are integers, so are the keys of quantized models, with scales."""
-        value = self.config.head_dim * KV_WIDTHS[self.kv_dtype]
+        """Of the key and the value of one head. Where activations are integers, so are both of quantized models, with scales."""
         has_integers = self.hardware.int8_flops is not None and self.dtype in ("int8", "int4")
-        return value + (self.config.head_dim + KEY_SCALES if has_integers else value)
+        return 2 * self.config.head_dim + KEY_SCALES if has_integers else 2 * self.config.head_dim * KV_WIDTHS[self.kv_dtype]
 
     @property
     def kv_bytes(self) -> int:
