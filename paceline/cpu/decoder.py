@@ -66,7 +66,7 @@ class CpuDecoder:
                 raise ConfigError(f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}; use kernels='torch'")
         seen = min(config.max_context, context or config.max_context)
         if bits_of(dtype) < 32 and seen > LONGEST:
-            raise ConfigError(f"{dtype} on a CPU has contexts of at most {LONGEST:,} tokens, not {seen:,}; set max_model_len, or dtype float32")
+            raise ConfigError(f"{dtype} on a CPU reads at most {LONGEST:,} tokens, not {seen:,}; set max_model_len, or dtype float32")
         read = load_packed if use_cache else pack_model
         tensors = read(source, bits_of(dtype), progress)
         return cls(replace(config, max_context=seen), dtype, tensors)
