@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,23 +68,24 @@ class Server:
                 found[re.sub(r'model_name="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")] = float(value)
         return found
 
-    def settled(self, seconds: float = WAIT_S) -> dict[str, float]:
-        """The figures once nothing runs; fails if something goes on running."""
-        end = time.monotonic() + seconds
-        while True:
-            now = self.metrics()
-            busy = {n: now[f"paceline:{n}"] for n in ("num_requests_running", "num_requests_waiting", "kv_cache_blocks_used")}
-            if not any(busy.values()):
-                return now
-            assert time.monotonic() < end, f"still {busy}"
-            time.sleep(0.05)
-
-    def wait_until_taken(self, count: int, seconds: float = WAIT_S) -> None:
-        """Until so many answers run or wait in the engine."""
-        end = time.monotonic() + seconds
-        while (now := self.metrics())["paceline:num_requests_running"] + now["paceline:num_requests_waiting"] < count:
-            assert time.monotonic() < end, f"{count} requests never ran at once"
+    def figures_when(self, is_so: Callable[[dict[str, float]], bool], what: str) -> dict[str, float]:
+        """The figures, once they are so."""
+        end = time.monotonic() + WAIT_S
+        while not is_so(now := self.metrics()):
+            assert time.monotonic() < end, f"waited in vain for {what}: {now}"
             time.sleep(0.02)
+        return now
+
+    def settled(self) -> dict[str, float]:
+        """The figures once nothing runs; fails if something goes on running. They are a fifth of a second old: what has just begun may
+        not be among them."""
+        busy = ("num_requests_running", "num_requests_waiting", "kv_cache_blocks_used")
+        return self.figures_when(lambda now: not any(now[f"paceline:{name}"] for name in busy), "all to end")
+
+    def wait_until_taken(self, count: int) -> None:
+        """Until so many answers run or wait in the engine."""
+        names = ("num_requests_running", "num_requests_waiting")
+        self.figures_when(lambda now: sum(now[f"paceline:{name}"] for name in names) >= count, f"{count} requests at once")
 
     def wait_until_ready(self, seconds: float = STARTS_S) -> None:
         end = time.monotonic() + seconds
