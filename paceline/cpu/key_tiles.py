@@ -89,12 +89,7 @@ def _dot(emit: Emitter, total: Any, keys: Any, query: Any) -> Any:
         return emit.call("llvm.aarch64.neon.sdot.v4i32.v16i8", SUMS, [total, keys, query])
     if VARIANT == "vnni":  # x86 multiplies unsigned by signed bytes: 128 is added here, and its share taken off the sums
         return emit.call("llvm.x86.avx512.vpdpbusd.128", SUMS, [total, emit.builder.xor(keys, bytes_(16)([0x80] * 16)), query])
-    builder, wide = emit.builder, ir.VectorType(INT32, 16)
-    products = builder.mul(builder.sext(keys, wide), builder.sext(query, wide))
-    for lane in range(4):
-        mask = ir.Constant(SUMS, [4 * row + lane for row in range(4)])
-        total = builder.add(total, builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask))
-    return total
+    return emit.add_fours(total, keys, query)
 
 
 def _add_neighbours(emit: Emitter, first: Any, second: Any) -> Any:

@@ -109,6 +109,15 @@ class Emitter:
         even, odd = (ir.Constant(ir.VectorType(INT32, lanes), list(range(start, 2 * lanes, 2))) for start in (0, 1))
         return self.builder.fadd(self.builder.shuffle_vector(first, second, even), self.builder.shuffle_vector(first, second, odd))
 
+    def add_fours(self, sums: Any, a: Any, b: Any) -> Any:
+        """sums[i] + a[4i : 4i+4] * b[4i : 4i+4], of signed bytes: what dot products are where there is no instruction for them."""
+        lanes, wide = sums.type.count, ir.VectorType(INT32, a.type.count)
+        products = self.builder.mul(self.builder.sext(a, wide), self.builder.sext(b, wide))
+        for lane in range(4):
+            mask = ir.Constant(ir.VectorType(INT32, lanes), [4 * i + lane for i in range(lanes)])
+            sums = self.builder.add(sums, self.builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask))
+        return sums
+
     def largest(self, vector: Any) -> Any:
         while vector.type.count > 1:
             low, high = self.half(vector, 0), self.half(vector, vector.type.count // 2)

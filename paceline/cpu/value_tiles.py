@@ -167,12 +167,7 @@ def _dot(emit: Emitter, total: Any, values: Any, weights: Any) -> Any:
         return emit.call("llvm.aarch64.neon.sdot.v4i32.v16i8", SUMS, [total, values, weights])
     if VARIANT == "vnni":
         return emit.call("llvm.x86.avx512.vpdpbusd.128", SUMS, [total, weights, values])
-    builder, wide = emit.builder, ir.VectorType(INT32, 16)
-    products = builder.mul(builder.sext(values, wide), builder.sext(weights, wide))
-    for lane in range(4):
-        mask = ir.Constant(SUMS, [4 * column + lane for column in range(4)])
-        total = builder.add(total, builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask))
-    return total
+    return emit.add_fours(total, values, weights)
 
 
 @intrinsic(prefer_literal=True)

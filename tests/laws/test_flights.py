@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from paceline.engine.engine import Engine
 from paceline.params import SamplingParams
+from paceline.types import Request
 from tests.laws.harness import engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import DRAFTER_NAMES, expected, make
 
@@ -62,25 +64,31 @@ def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
     assert launched == [0, 1, 2, 3, 4, 5]
 
 
+def check_stopped(engine: Engine, requests: Sequence[Request], when: int) -> None:
+    """After so many steps the second is stopped: it says nothing more, and the others say all."""
+    others = [requests[0], *requests[2:]]
+    for request in requests:
+        engine.add(request)
+    for _ in range(when):
+        engine.step()
+    length = requests[1].num_output
+    engine.abort(requests[1])
+    engine.check()
+    assert not requests[1].cache.blocks
+    while engine.has_work:
+        assert all(emission.request is not requests[1] for emission in engine.step())
+        engine.check()
+    assert engine.runner.kv.pool.num_used == 0
+    assert requests[1].num_output == length
+    assert [request.output for request in others] == [expected(request) for request in others]
+
+
 def test_who_is_stopped_while_its_pass_runs_is_gone_and_nobody_else() -> None:
     for when in range(6):
         params = SamplingParams(temperature=0.7, seed=1, max_tokens=16, ignore_eos=True)
         requests = [request_of(prompt, params, seed=i) for i, prompt in enumerate(prompts(4, seed=23))]
         engine = ahead(make("draft_model", max_num_seqs=3, max_num_batched_tokens=16))
-        for request in requests:
-            engine.add(request)
-        for _ in range(when):
-            engine.step()
-        length = requests[1].num_output
-        engine.abort(requests[1])
-        engine.check()
-        assert not requests[1].cache.blocks
-        while engine.has_work:
-            assert all(emission.request is not requests[1] for emission in engine.step())
-            engine.check()
-        assert engine.runner.kv.pool.num_used == 0
-        assert requests[1].num_output == length
-        assert [r.output for r in requests if r is not requests[1]] == [expected(r) for r in requests if r is not requests[1]]
+        check_stopped(engine, requests, when)
 
 
 def test_a_flight_whose_requests_all_were_stopped_harms_nobody_later() -> None:

@@ -24,7 +24,7 @@ from paceline.verify.tree import Tree
 from tests.laws.fakes import AlwaysRight, AlwaysWrong, Fake, Ragged, Random
 from tests.laws.harness import engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import expected
-from tests.laws.test_flights import MIXED, ahead
+from tests.laws.test_flights import MIXED, ahead, check_stopped
 
 LENGTH = 3
 
@@ -175,20 +175,7 @@ def test_who_is_stopped_in_flight_is_gone_and_nobody_else() -> None:
         params = SamplingParams(temperature=0.7, seed=1, max_tokens=24, ignore_eos=True)
         requests = [request_of(prompt, params, seed=i) for i, prompt in enumerate(prompts(3, seed=35))]
         engine, _ = flying(Ragged, max_num_seqs=2)
-        for request in requests:
-            engine.add(request)
-        for _ in range(when):
-            engine.step()
-        length = requests[1].num_output
-        engine.abort(requests[1])
-        engine.check()
-        assert not requests[1].cache.blocks
-        while engine.has_work:
-            assert all(emission.request is not requests[1] for emission in engine.step())
-            engine.check()
-        assert engine.runner.kv.pool.num_used == 0
-        assert requests[1].num_output == length
-        assert [r.output for r in requests if r is not requests[1]] == [expected(r) for r in requests if r is not requests[1]]
+        check_stopped(engine, requests, when)
 
 
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:
