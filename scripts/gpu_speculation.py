@@ -61,12 +61,13 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True, help="random weights make many near ties")
     parser.add_argument("--rates", default="0.6,0.8,0.9")
     parser.add_argument("--lengths", default="2,4,8,16")
     parser.add_argument("--batches", default="1")
     asked = parser.parse_args()
     with LLM(
-        asked.model, load_format=asked.load_format, dtype=asked.dtype, device=asked.device, speculative_config="off",
+        asked.model, load_format=asked.load_format, dtype=asked.dtype, device=asked.device, exact=asked.exact, speculative_config="off",
         max_num_batched_tokens=2048, max_model_len=PROMPT + ANSWER + 64, enable_prefix_caching=False, progress=False,
     ) as llm:  # fmt: skip
         plain, size = llm.engine, llm.checkpoint.config.vocab_size

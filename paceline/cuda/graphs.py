@@ -23,6 +23,7 @@ Capture = Callable[[Run], "Recording"]
 class Recording(NamedTuple):
     replay: Callable[[], None]
     outputs: Any  # what the run returned; its content is as of the last replay
+    run: Run  # what was recorded: a graph keeps addresses, and no memory that its run has brought along
 
 
 class CudaCapture:
@@ -47,7 +48,7 @@ class CudaCapture:
         finally:
             if was_collecting:
                 gc.enable()
-        return Recording(graph.replay, outputs)
+        return Recording(graph.replay, outputs, run)
 
 
 class Graphs:

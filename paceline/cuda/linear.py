@@ -23,8 +23,8 @@ Activation = Literal["silu", "gelu_tanh"]
 
 FUSED_ROWS = 256  # with more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies
 _ENOUGH = 200  # programs that fill a device, three for every two multiprocessors
+_FEW = 100  # three for every four
 _SHORTEST = 512  # inputs of a part of K, at least
-_AHEAD = 2  # groups of 16-bit weights asked for before the kernel that computes x has ended; more, or small integers: slower
 _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembly
 
 
@@ -42,17 +42,26 @@ def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: b
         return Tile(8, 64, 2, 3, unroll=2)
     if dtype == torch.float32:  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
         return Tile(16, 128, 4, 2)
-    if weight.is_whole and num_rows > 64:
-        return Tile(128, 64, 4, 4) if _rows_of_tile(weight) == 64 else Tile(128, 128, 8, 3)
-    block_t, block_n = next((size for size in (16, 32) if num_rows <= size), 64), _rows_of_tile(weight)
-    if block_n == 64:
-        return Tile(block_t, 64, 4, 6 if block_t == 16 else 4)
-    return Tile(block_t, 128, 4, 4 if weight.is_whole or block_t == 16 else 3)
+    block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)
+    if not weight.is_whole:
+        return Tile(min(block_t, 64), 128, 4, 4 if block_t == 16 else 3)
+    if _rows_of_tile(weight) == 128:
+        return Tile(block_t, 128, 8, 3) if block_t == 128 else Tile(block_t, 128, 4, 4)
+    # Where a multiprocessor has one or two programs, each has more on its way.
+    if block_t == 64 and _num_programs(weight, 128) >= _FEW:
+        return Tile(64, 128, 4, 6 if 2 * _num_programs(weight, 128) < 3 * _FEW else 4)
+    if block_t == 16:
+        return Tile(16, 64, 4, 8 if _num_programs(weight, 64) < 3 * _FEW else 4)
+    return Tile(block_t, 64, 4, 4)
 
 
 def _rows_of_tile(weight: PackedWeight) -> int:
     """Of few rows, low tiles: as many programs with fewer parts. Small integers have too little to read for that."""
     return 64 if weight.is_whole and triton.cdiv(weight.shape[0], 128) < _ENOUGH else 128
+
+
+def _num_programs(weight: PackedWeight, block_n: int) -> int:
+    return triton.cdiv(weight.shape[0], block_n) * splits_of(weight)
 
 
 def splits_of(weight: PackedWeight) -> int:
@@ -61,6 +70,12 @@ def splits_of(weight: PackedWeight) -> int:
     while triton.cdiv(num_outputs, _rows_of_tile(weight)) * splits < _ENOUGH and 2 * splits * _SHORTEST <= width:
         splits *= 2
     return splits
+
+
+def ahead_of(weight: PackedWeight) -> int:
+    """Groups of weights asked for before the kernel that computes x has ended. What follows another product has no time for it, as a layer's
+    last has, the one that is wider than high; small integers gain nothing."""
+    return 2 if weight.bits == 16 and weight.shape[0] >= weight.shape[1] else 0
 
 
 def product(
@@ -136,12 +151,14 @@ def _multiply(
         group_step = rows * row_step
     per_tile, size = (tile.block_n, num_outputs) if activation is None else (tile.block_n // 2, num_outputs // 2)
     grid = (triton.cdiv(num_rows, tile.block_t), triton.cdiv(size, per_tile), splits)
+    is_filled = size % per_tile == 0
+    can_ask = width % weight.group == 0 and (weight.is_whole or is_filled)  # for whole runs of bytes
     multiply[grid](
         x, weight.packed, weight.scales, bias, out, num_rows, num_outputs, width, rows, groups, splits, row_step, group_step,
         BITS=weight.bits, GROUP=weight.group, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, STAGES=tile.stages,
-        WHOLE=width % weight.group == 0, FILLED=size % per_tile == 0,
+        WHOLE=width % weight.group == 0, FILLED=is_filled,
         ASSEMBLY=x.dtype == torch.bfloat16 and not _INTERPRETED, ACTIVATION=activation, UNROLL=tile.unroll,
-        AHEAD=_AHEAD if weight.bits == 16 and width % weight.group == 0 else 0, num_warps=tile.warps, **LAUNCH,
+        AHEAD=ahead_of(weight) if can_ask else 0, THREADS=32 * tile.warps, num_warps=tile.warps, **LAUNCH,
     )  # fmt: skip
 
 

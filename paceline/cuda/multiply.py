@@ -86,9 +86,10 @@ def _parts(words: tl.tensor, scales: tl.tensor, BITS: tl.constexpr, ASSEMBLY: tl
 
 
 @triton.jit
-def _rows_of_tile(tile: tl.tensor, num_outputs: tl.tensor, BLOCK_N: tl.constexpr, GATED: tl.constexpr, FILLED: tl.constexpr) -> tl.tensor:
-    """[BLOCK_N]: which rows of W a tile multiplies; a gated one has rows of the gate and then the same rows of the up half."""
-    i = tl.arange(0, BLOCK_N)
+def _rows_of_tile(
+    i: tl.tensor, tile: tl.tensor, num_outputs: tl.tensor, BLOCK_N: tl.constexpr, GATED: tl.constexpr, FILLED: tl.constexpr
+) -> tl.tensor:
+    """Which rows of W are those at i in a tile; a gated one has rows of the gate and then the same rows of the up half."""
     if GATED:
         HALF: tl.constexpr = BLOCK_N // 2
         n = tile * HALF + i % HALF
@@ -100,9 +101,24 @@ def _rows_of_tile(tile: tl.tensor, num_outputs: tl.tensor, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def _fetch(lines: tl.tensor, size: tl.tensor) -> None:
-    """Into the second-level cache: `size` bytes from each of the addresses on, all multiples of 16."""
-    sizes = tl.zeros(lines.shape, tl.int32) + size
+def _fetch(
+    packed: tl.tensor, tile: tl.tensor, num_outputs: tl.tensor, first: tl.tensor, end: tl.tensor, row_step: tl.tensor, group_step: tl.tensor,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, FILLED: tl.constexpr,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Ask for the first AHEAD groups of a tile, into the second-level cache: one run of bytes for each thread and no thread twice."""
+    i, num_ahead = tl.arange(0, THREADS), tl.minimum(end - first, AHEAD)
+    if BITS >= 16:  # a row's groups are one run: whole ones, or, with more threads than rows, pieces
+        PIECES: tl.constexpr = THREADS // BLOCK_N
+        n, group = _rows_of_tile(i // PIECES, tile, num_outputs, BLOCK_N, GATED, FILLED), first
+        words = num_ahead * GROUP // PIECES
+        inside = i % PIECES * words
+    else:  # a group's rows are one run; of a gated tile's two, none goes over into the other
+        RUNS: tl.constexpr = min(THREADS // AHEAD, BLOCK_N)
+        n = _rows_of_tile(i % RUNS * (BLOCK_N // RUNS), tile, num_outputs, BLOCK_N, GATED, FILLED)
+        group, words, inside = first + tl.minimum(i // RUNS, num_ahead - 1), BLOCK_N // RUNS * (GROUP * BITS // 16), 0
+    lines = packed + n.to(tl.int64) * row_step + group * group_step + inside
+    sizes = tl.zeros((THREADS,), tl.int32) + words * (2 if BITS < 16 else BITS // 8)
     tl.inline_asm_elementwise(_FETCH, "=r,l,r", [lines.to(tl.int64), sizes], tl.int32, is_pure=False, pack=1)
 
 
@@ -120,12 +136,12 @@ def multiply(
     row_step: tl.tensor, group_step: tl.tensor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr,
 ) -> None:  # fmt: skip
     """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or [T, N / 2] if gated."""
     WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
     split, t = tl.program_id(2), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = _rows_of_tile(tl.program_id(1), num_outputs, BLOCK_N, ACTIVATION is not None, FILLED)
+    n = _rows_of_tile(tl.arange(0, BLOCK_N), tl.program_id(1), num_outputs, BLOCK_N, ACTIVATION is not None, FILLED)
     j = tl.arange(0, WORDS)
     lines = packed + n[:, None].to(tl.int64) * row_step + j[None, :]
     is_row = (t < num_rows)[None, :]
@@ -133,7 +149,10 @@ def multiply(
     first, end = groups * split // splits, groups * (split + 1) // splits
     FEW: tl.constexpr = BLOCK_T == 8 and BITS < 16  # bound by instructions: fewer of those that only keep the loop going
     if AHEAD and OVERLAPS:  # weights are nobody's result: the first of them come while the kernel before still runs
-        _fetch(packed + n.to(tl.int64) * row_step + first * GROUP, tl.minimum(end - first, AHEAD) * (GROUP * BITS // 8))
+        _fetch(
+            packed, tl.program_id(1), num_outputs, first, end, row_step, group_step,
+            BITS, GROUP, BLOCK_N, ACTIVATION is not None, FILLED, AHEAD, THREADS,
+        )  # fmt: skip
     wait_for_previous()
     for group in tl.range(first, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
         if BITS >= 16:

@@ -28,7 +28,7 @@ class CountingCapture:
             for kept, new in zip(_tensors(outputs), _tensors(run()), strict=True):
                 kept.copy_(new)
 
-        return Recording(replay, outputs)
+        return Recording(replay, outputs, run)
 
 
 def capture_on(device: torch.device) -> Capture:

@@ -161,7 +161,7 @@ def test_the_recording_unused_for_longest_goes() -> None:
         made.append(name)
         return (lambda: None), name
 
-    graphs = Graphs(lambda run: Recording(lambda: None, run()), limit=2)
+    graphs = Graphs(lambda run: Recording(lambda: None, run(), run), limit=2)
     for name in ("a", "b", "a", "c", "a", "b"):
         assert graphs.get(name, lambda name=name: make(name))[1] == name
     assert made == ["a", "b", "c", "b"]
