@@ -73,8 +73,8 @@ def splits_of(weight: PackedWeight) -> int:
 
 
 def ahead_of(weight: PackedWeight) -> int:
-    """Groups of weights asked for before the kernel that computes x has ended. What follows another product has no time for it, as a layer's
-    last has, the one that is wider than high; small integers gain nothing."""
+    """Groups of weights asked for before the kernel that computes x has ended. Where that is a product there is no time for it, as before a
+    layer's last, which is wider than high; small integers gain nothing."""
     return 2 if weight.bits == 16 and weight.shape[0] >= weight.shape[1] else 0
 
 

@@ -102,7 +102,8 @@ def _rows_of_tile(
 
 @triton.jit
 def _fetch(
-    packed: tl.tensor, tile: tl.tensor, num_outputs: tl.tensor, first: tl.tensor, end: tl.tensor, row_step: tl.tensor, group_step: tl.tensor,
+    packed: tl.tensor, tile: tl.tensor, num_outputs: tl.tensor, first: tl.tensor, end: tl.tensor,
+    row_step: tl.tensor, group_step: tl.tensor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, FILLED: tl.constexpr,
     AHEAD: tl.constexpr, THREADS: tl.constexpr,
 ) -> None:  # fmt: skip
