@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-from gpu_step import Steps
+from gpu_step import Steps, in_turns
 from torch.profiler import ProfilerActivity, profile
 
 from paceline.loaders.dummy import SHAPES
@@ -45,9 +45,8 @@ def main() -> None:
     steps, columns = Steps(SHAPES[asked.shape], asked.dtype, asked.context, 1), []
     steps.set_context(asked.context)
     for nodes in (int(count) for count in asked.nodes.split(",")):
-        whole = 1000 * steps.device_ms(nodes, 1, 30)
-        recording, _ = next(reversed(steps.decoder._graphs._recordings.values()))
-        columns.append((nodes, whole, kernel_us(recording.replay)))
+        recording = steps.recording(nodes, 1)
+        columns.append((nodes, 1000 * in_turns([recording.replay], 30)[0], kernel_us(recording.replay)))
     names = sorted({name for _, _, found in columns for name in found}, key=lambda name: -columns[0][2].get(name, (0.0, 0))[0])
     print(f"{'us a step':40}", *(f"{nodes + 1:>6} rows" for nodes, _, _ in columns))
     print(f"{'the whole graph':40}", *(f"{whole:11.1f}" for _, whole, _ in columns))

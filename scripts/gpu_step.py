@@ -52,16 +52,18 @@ def linears_alone(decoder: CudaDecoder, rows: int, multiply: Callable[[Matrix, t
     return CudaCapture()(run)
 
 
-def device_ms(run: Callable[[], Any], repeats: int) -> list[float]:
+def in_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """Median ms of each: a device that grows warm is a percent or two slower, so all of them are timed cold and warm alike."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return times
+        for run, its_times in zip(runs, times, strict=True):
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            its_times.append(start.elapsed_time(end))
+    return [median(each) for each in times]
 
 
 class Steps:
@@ -86,11 +88,10 @@ class Steps:
         segments = [Segment(tokens, cache, parents, nodes + 1, Pick(0.0, 0)) for cache in self.caches[:requests]]
         return self.runner.forward(segments)
 
-    def device_ms(self, nodes: int, requests: int, repeats: int) -> float:
-        """Of the graph alone: the one that the last forward of this shape replayed."""
+    def recording(self, nodes: int, requests: int) -> Recording:
+        """The graph that a forward of this shape replays."""
         self.forward(nodes, requests)
-        recording, _ = next(reversed(self.decoder._graphs._recordings.values()))
-        return median(device_ms(recording.replay, repeats))
+        return next(reversed(self.decoder._graphs._recordings.values()))[0]
 
     def wall_ms(self, nodes: int, requests: int, repeats: int) -> float:
         self.forward(nodes, requests)
@@ -128,28 +129,42 @@ def transformers_ms(config: ModelConfig, context: int, tokens: int) -> float:
     return 1000 * (times[1 + tokens] - times[1]) / tokens
 
 
+def alone(steps: Steps, nodes: int) -> dict[str, Recording]:
+    """The linear layers by themselves: torch's where weights are whole, and ours."""
+    is_whole = steps.decoder.weights.head.weight.is_whole
+    ways = {"linears_ms": torchs if is_whole else Matrix.__call__, "our_linears_ms": Matrix.__call__}
+    return {name: linears_alone(steps.decoder, nodes + 1, way) for name, way in ways.items()}
+
+
+def report_ratios(records: Sequence[dict[str, Any]]) -> None:
+    """Of one context, each to the fewest nodes of its dtype and to the first of all."""
+    for record in records:
+        own = next(each for each in records if each["dtype"] == record["dtype"])
+        ratios = (record["step_ms"] / other["step_ms"] for other in (own, records[0]))
+        print("context {context} {dtype:8} {nodes:3} nodes: ".format(**record), *(f"{ratio:.3f}" for ratio in ratios), flush=True)
+
+
 def measure(
     shape: str, dtypes: Sequence[str], contexts: Sequence[int], nodes: Sequence[int], repeats: int, exact: bool
 ) -> list[dict[str, Any]]:
-    config, records = SHAPES[shape], []
-    for dtype in dtypes:
-        steps = Steps(config, dtype, max(contexts), 1, exact)
-        is_whole = steps.decoder.weights.head.weight.is_whole
-        ways = {"linears_ms": torchs if is_whole else Matrix.__call__, "our_linears_ms": Matrix.__call__}
-        alone = {
-            n: {name: round(median(device_ms(linears_alone(steps.decoder, n + 1, way).replay, repeats)), 4) for name, way in ways.items()}
-            for n in nodes
-        }
-        for context in contexts:
+    every = {dtype: Steps(SHAPES[shape], dtype, max(contexts), 1, exact) for dtype in dtypes}
+    cases = [(dtype, n) for dtype in dtypes for n in nodes]
+    linears, records = {case: alone(every[case[0]], case[1]) for case in cases}, []
+    for context in contexts:
+        for steps in every.values():
             steps.set_context(context)
-            for n in nodes:
-                record = {"shape": shape, "dtype": dtype, "exact": exact, "context": context, "nodes": n, **alone[n]}
-                record |= {"step_ms": round(steps.device_ms(n, 1, repeats), 4), "wall_ms": round(steps.wall_ms(n, 1, repeats), 4)}
-                record["gigabytes"] = round(steps.decoder.num_bytes / 1e9, 3)
-                records.append(record)
-                print(json.dumps(record), flush=True)
-        del steps
-        torch.cuda.empty_cache()
+        graphs = {(dtype, n): {"step_ms": every[dtype].recording(n, 1), **linears[dtype, n]} for dtype, n in cases}
+        spent = iter(in_turns([each.replay for parts in graphs.values() for each in parts.values()], repeats))
+        for (dtype, n), parts in graphs.items():
+            record: dict[str, Any] = {"shape": shape, "dtype": dtype, "exact": exact, "context": context, "nodes": n}
+            record |= {name: round(next(spent), 4) for name in parts}
+            record |= {
+                "wall_ms": round(every[dtype].wall_ms(n, 1, repeats), 4),
+                "gigabytes": round(every[dtype].decoder.num_bytes / 1e9, 3),
+            }
+            records.append(record)
+            print(json.dumps(record), flush=True)
+        report_ratios([record for record in records if record["context"] == context])
     return records
 
 

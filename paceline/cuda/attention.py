@@ -123,6 +123,7 @@ def attend(
     max_context: int,  # cached tokens of one request, at most
     max_rows: int,  # of one request
     out: torch.Tensor,  # [T, heads, dim]
+    is_prefix_old: bool = True,  # its keys were there before the last product began; else they may be of the kernel before this one
     is_exact: bool = False,  # a row's bits depend on its own context alone, whatever the launch; trees are not such, chains are
 ) -> None:
     num_rows, heads, dim = q.shape
@@ -149,7 +150,8 @@ def attend(
         scale * LOG2_E, num_requests, batch.block_tables.shape[1], batch.masks.shape[1],
         launch.num_splits, launch.near_size, launch.far_size,
         kv_heads, group, dim, padded, looked_through, launch.block_m, window or 0,
-        launch.num_splits == 1, launch.num_loops, num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
+        launch.num_splits == 1, launch.num_loops, launch.num_loops == 0 and is_prefix_old,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
     )  # fmt: skip
     if launch.num_splits > 1:
         num_sums, at_once = num_rows * heads, launch.at_once
@@ -245,7 +247,7 @@ def _attend_split(
     num_splits: tl.tensor, near_size: tl.tensor, far_size: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     REQUESTS: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
-    IS_WHOLE: tl.constexpr, NUM_LOOPS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, NUM_LOOPS: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two."""
     let_next_start()
@@ -255,7 +257,8 @@ def _attend_split(
     ROWS: tl.constexpr = BLOCK_M // GROUP
     request, start, end, prefix = _request_of_tile(starts, prefix_lens, tile, num_requests, ROWS, REQUESTS)
     first_row = start + (tile - start // ROWS - request) * ROWS
-    wait_for_previous()  # all that was read before is the batch's own
+    if not IS_EARLY or first_row >= end:
+        wait_for_previous()  # all that was read before is the batch's own
     if first_row >= end:
         return
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, PLACES), tl.arange(0, PADDED)
@@ -270,11 +273,14 @@ def _attend_split(
         position = tl.load(positions + row, mask=is_row, other=1 << 30)
         lowest = tl.maximum(lowest, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PLACES * PLACES)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if IS_EARLY and (lowest >= highest or highest > prefix):
+        wait_for_previous()  # for keys of this pass; those of passes before are there, and come while queries are still computed
     if lowest >= highest:
         tl.store(peaks + at_split, peak, mask=is_row)
         return
     is_query = is_row[:, None] & (d < DIM)[None, :]
-    query = tl.load(q + flat[:, None] * DIM + d[None, :], mask=is_query, other=0.0)  # [M, D]
+    if NUM_LOOPS > 0:
+        query = tl.load(q + flat[:, None] * DIM + d[None, :], mask=is_query, other=0.0)  # [M, D]
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, PADDED), tl.float32)
     masked = lowest if WINDOW or NUM_LOOPS < 2 else tl.maximum(lowest, tl.minimum(highest, prefix) // PLACES * PLACES)
     # First the tiles that every row sees in full, then those that need a mask: the same sums, fewer instructions.
@@ -293,11 +299,15 @@ def _attend_split(
             line = (slot.to(tl.int64) * KV_HEADS + kv_head) * WIDTH  # [N]
             at = line[:, None] + d[None, :]
             is_there = (place < highest)[:, None] & (d < DIM)[None, :]
-            key = tl.load(keys + at, mask=is_there, other=0.0).to(query.dtype)  # [N, D]
-            value = tl.load(values + at, mask=is_there, other=0.0).to(query.dtype)  # [N, D]
+            key = tl.load(keys + at, mask=is_there, other=0.0).to(q.dtype.element_ty)  # [N, D]
+            value = tl.load(values + at, mask=is_there, other=0.0).to(q.dtype.element_ty)  # [N, D]
             if IS_MASKED:  # before the product, which waits for the keys
                 is_seen = _is_seen(masks, row, is_row, num_words, first - prefix, position, key_position, WINDOW)
-            if NUM_LOOPS == 0:  # changes nothing, but no load's numbers are asked for before all loads are under way
+            if NUM_LOOPS == 0:
+                if IS_EARLY:
+                    wait_for_previous()
+                query = tl.load(q + flat[:, None] * DIM + d[None, :], mask=is_query, other=0.0)  # [M, D]
+                # Changes nothing, but no load's numbers are asked for before all loads are under way.
                 query, key, value = tl.where(is_query, query, 0.0), tl.where(is_there, key, 0.0), tl.where(is_there, value, 0.0)
             score = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, N]
             value_scale = place

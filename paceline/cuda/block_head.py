@@ -211,7 +211,9 @@ class CudaBlockHead:
             rows.add_norm(x, added, None, layer.attention_norm, config.rms_eps, both[count:])
             q, (keys, values) = self._placed(i, layer, both, at)[count:], self._cache.layer(i)
             out, scale, context, size = torch.empty_like(q), config.head_dim**-0.5, bucket.context, config.block_size
-            attend(q, keys, values, sight, scale=scale, window=None, max_context=context, max_rows=size, out=out)
+            attend(
+                q, keys, values, sight, scale=scale, window=None, max_context=context, max_rows=size, out=out, is_prefix_old=False
+            )  # fmt: skip
             rows.add_norm(x, layer.out.parts(out.flatten(1)), None, layer.mlp_norm, config.rms_eps, normed)
             added = layer.down.parts(layer.gate_up(normed, "silu"))
         rows.add_norm(x, added, None, self._norm, config.rms_eps, normed)

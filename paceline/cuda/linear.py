@@ -36,16 +36,21 @@ class Tile(NamedTuple):
     unroll: int = 1  # groups of K in a turn of the loop
 
 
+_QUICK, _QUICK_IN_PARTS = Tile(8, 64, 2, 3, unroll=2), Tile(8, 32, 1, 3, unroll=2)
+
+
 def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool = True) -> Tile:
     """Measured on an H200 (scripts/gpu_linear.py). is_exact: of tiles that all give a row the same bits."""
-    if num_rows <= 8 and not is_exact and weight.bits == 4 and dtype != torch.float32:
-        return Tile(8, 64, 2, 3, unroll=2)
+    if _is_quick(num_rows, weight, dtype, is_exact):
+        return _QUICK if splits_of(weight) == 1 else _QUICK_IN_PARTS
     if dtype == torch.float32:  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
         return Tile(16, 128, 4, 2)
     block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)
     if not weight.is_whole:
         return Tile(min(block_t, 64), 128, 4, 4 if block_t == 16 else 3)
     if _rows_of_tile(weight) == 128:
+        if 8 < num_rows <= 16:
+            return Tile(16, 64, 4, 8)
         return Tile(block_t, 128, 8, 3) if block_t == 128 else Tile(block_t, 128, 4, 4)
     # Where a multiprocessor has one or two programs, each has more on its way.
     if block_t == 64 and _num_programs(weight, 128) >= _FEW:
@@ -64,12 +69,23 @@ def _num_programs(weight: PackedWeight, block_n: int) -> int:
     return triton.cdiv(weight.shape[0], block_n) * splits_of(weight)
 
 
-def splits_of(weight: PackedWeight) -> int:
+def splits_of(weight: PackedWeight, shortest: int = _SHORTEST) -> int:
     """Parts K is cut into: a power of two."""
     (num_outputs, width), splits = weight.shape, 1
-    while triton.cdiv(num_outputs, _rows_of_tile(weight)) * splits < _ENOUGH and 2 * splits * _SHORTEST <= width:
+    while triton.cdiv(num_outputs, _rows_of_tile(weight)) * splits < _ENOUGH and 2 * splits * shortest <= width:
         splits *= 2
     return splits
+
+
+def _is_quick(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool) -> bool:
+    """Multiplied by the small tensor instruction, with other bits than the large one gives."""
+    return num_rows <= 8 and not is_exact and weight.bits == 4 and dtype != torch.float32
+
+
+def way_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool) -> tuple[Tile, int]:
+    """The tile, and how many parts K is cut into."""
+    shortest = 2 * _SHORTEST if _is_quick(num_rows, weight, dtype, is_exact) else _SHORTEST
+    return tile_of(num_rows, weight, dtype, is_exact), splits_of(weight, shortest)
 
 
 def ahead_of(weight: PackedWeight) -> int:
@@ -91,18 +107,18 @@ def product(
     size = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
     for some, its_out in zip(x.split(FUSED_ROWS), out.split(FUSED_ROWS), strict=True):
-        launch(some, weight, bias, its_out, tile_of(len(some), weight, x.dtype, is_exact), splits_of(weight), activation)
+        launch(some, weight, bias, its_out, *way_of(len(some), weight, x.dtype, is_exact), activation)
     return out
 
 
 def parts(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, is_exact: bool = False) -> torch.Tensor:
     """x [T, K] -> [S, T, N]: x @ W.T + bias is their sum; float32 if there are several, else of x's dtype."""
-    splits = splits_of(weight)
+    tile, splits = way_of(len(x), weight, x.dtype, is_exact)
     if splits == 1 or len(x) > FUSED_ROWS:
         return product(x, weight, bias, is_exact=is_exact)[None]
     _check(x, weight, None)
     sums = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
-    _multiply(x, weight, bias, sums, tile_of(len(x), weight, x.dtype, is_exact), splits, None)
+    _multiply(x, weight, bias, sums, tile, splits, None)
     return sums
 
 

@@ -115,15 +115,16 @@ def test_product(device: torch.device, dtype: torch.dtype, bits: int, num_rows: 
 
 
 @pytest.mark.parametrize(("dtype", "bits"), WAYS)
-@pytest.mark.parametrize(("num_rows", "num_outputs", "width"), [(3, 66, 200), (2, 256, 1088)])
+@pytest.mark.parametrize(("num_rows", "num_outputs", "width"), [(3, 66, 200), (2, 256, 2112)])
 def test_parts_add_up_to_the_product(
     device: torch.device, dtype: torch.dtype, bits: int, num_rows: int, num_outputs: int, width: int
 ) -> None:
-    """1088 inputs are cut in two."""
+    """2112 inputs are cut in four; of few rows and four bits in two."""
     weight = packed(noise(num_outputs, width, device=device), bits, dtype, 64)
     x, bias = noise(num_rows, width, dtype=dtype, device=device, seed=1), noise(num_outputs, dtype=dtype, device=device, seed=2)
     apart = parts(x, weight, bias)
-    assert (len(apart), apart.dtype) == ((2, torch.float32) if width == 1088 else (1, dtype))
+    many = 2 if bits == 4 and dtype != torch.float32 else 4
+    assert (len(apart), apart.dtype) == ((many, torch.float32) if width == 2112 else (1, dtype))
     whole = apart.sum(0).to(dtype)
     if device.type == "cpu" and dtype == torch.bfloat16:  # the interpreter cuts where torch rounds
         assert torch.allclose(whole, product(x, weight, bias), rtol=2**-7, atol=0)
@@ -169,6 +170,10 @@ def test_large_products_fill_a_device(shape: tuple[int, int, int, int], bits: in
     weight = PackedWeight(torch.empty(0), torch.empty(0), bits, 64 if bits == 16 else 128, (num_outputs, width))
     assert splits_of(weight) == splits[bits < 16]
     assert {linear.tile_of(count, weight, torch.bfloat16).warps % 4 for count in (1, 16, 17, 64, 65, 256)} == {0}
+    if bits == 4:  # alone, and where bits may differ, parts are no shorter than 1024
+        assert linear.way_of(1, weight, torch.bfloat16, is_exact=False)[1] == {6144: 4, 28672: 1, 128256: 1}.get(
+            num_outputs, 4 if width == 4096 else 8
+        )
 
 
 @pytest.mark.parametrize("bits", BITS)
