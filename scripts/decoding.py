@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--model", default="default")
+    parser.add_argument("--seconds", type=float, help="stop asking new prompts after so long")
     parser.add_argument("--exact", action="store_true", help="on a GPU: else its texts may differ where two tokens are nearly as likely")
     asked = parser.parse_args()
     lines = [json.loads(line) for line in asked.prompts.read_text(encoding="utf-8").splitlines()][asked.first :: asked.every]
@@ -87,7 +88,11 @@ def main() -> None:
     for llm.engine in engines.values():
         answer(llm, llm.tokenizer.encode_chat([{"role": "user", "content": "Hello, who are you and what do you do?"}]), asked.tokens)
         llm.engine.totals.__init__()  # type: ignore[misc]
+    started = time.perf_counter()
     for number, line in enumerate(lines):
+        if asked.seconds and time.perf_counter() - started > asked.seconds:
+            lines = lines[:number]
+            break
         prompt, texts = llm.tokenizer.encode_chat([{"role": "user", "content": line["turns"][0]}]), {}
         for name in names[number % len(names) :] + names[: number % len(names)]:
             llm.engine = engines[name]

@@ -25,6 +25,7 @@ from paceline.runtime.kv_cache import BLOCK_SIZE, Kept, KvCache
 from paceline.runtime.runner import Runner
 from paceline.types import Cached, Pick, Segment
 
+UNTIMED, TIMED = 4, 6  # replays of a turn
 TREE_BRANCHES = 4  # children of the root; further nodes hang in chains below
 
 
@@ -53,16 +54,19 @@ def linears_alone(decoder: CudaDecoder, rows: int, multiply: Callable[[Matrix, t
 
 
 def in_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """Median ms of each: a device that grows warm is a percent or two slower, so all of them are timed cold and warm alike."""
+    """Median ms of each. A device that grows warm is a percent or two slower, so all are timed cold and warm alike; and what ran before
+    matters as much, so each runs a few times by itself before its turn counts."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeats):
+    for _ in range(-(-repeats // TIMED)):
         for run, its_times in zip(runs, times, strict=True):
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            its_times.append(start.elapsed_time(end))
+            for i in range(UNTIMED + TIMED):
+                start.record()
+                run()
+                end.record()
+                end.synchronize()
+                if i >= UNTIMED:
+                    its_times.append(start.elapsed_time(end))
     return [median(each) for each in times]
 
 

@@ -231,6 +231,21 @@ def test_every_plan_has_the_same_sums(near: int, far: int, num_loops: int, devic
     check(case)
 
 
+@pytest.mark.parametrize("rows", [3, 20, 70])
+@pytest.mark.parametrize("window", [None, 40, 100, 300])
+def test_tiles_at_once_have_the_bits_of_a_loop(
+    rows: int, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Splits of one tile, of two, and such as a window begins within; the other request ends before the second tile of its split."""
+    case = make([Asked(330, random_tree(rows, 4)), Asked(3, (-1,))], Shape(4, 2, dtype=torch.bfloat16, window=window), device, padding=1)
+    assert case.launch.num_tiles == (1 if rows < 8 else 2)
+    check(case)
+    at_once = case.attend()
+    monkeypatch.setattr(attention, "FEW_PLACES", 0)
+    assert case.launch.num_loops > 0
+    assert torch.equal(case.attend(), at_once)
+
+
 def test_plans_are_whole_tiles_in_order_of_rows() -> None:
     assert [rows for rows, _, _ in PLANS] == sorted(rows for rows, _, _ in PLANS)
     assert all(size > 0 and size % attention.PLACES.value == 0 for *_, plan in PLANS for size in (plan.near_size, plan.far_size))
