@@ -21,8 +21,8 @@ MANY = 20.0  # observations after which nothing but them counts
 MEMORY = 0.99  # of a count, from one observation in its bin to the next
 SURE = 0.995  # no claim is taken for more
 UNSAID = 0.5  # what a drafter that makes no claims is taken to claim
-OWN_MEMORY, OWN_PRIOR = 0.93, 3.0  # of a request's own acceptance: how long it is remembered, and the hits it starts with
-UNLIKELY, DOUBT = 0.01, 0.5  # a streak of mistakes so unlikely halves what is believed of a request, at once
+OWN_MEMORY, OWN_PRIOR = 0.96, 10.0  # of a request's own acceptance: how long it is remembered, and the hits it starts with
+UNLIKELY, DOUBT = 0.002, 0.5  # a streak of mistakes so unlikely halves what is believed of a request, at once
 GAIN_MEMORY = 0.94  # of what asking a drafter gained
 GRANT, MOST_CREDIT, ALL_CREDIT = 32, 256, 4096  # asks that can be paid: when a request enters, at most, and for all requests together
 
@@ -107,6 +107,8 @@ class Asked:
                 claim = claim / above if claim < above else 1.0
             cell = cell_of(depth, claim)
             expected = chance_of(cell, claim) * factor
+            if factor > 1.0:  # more than sure is nobody
+                expected /= 1.0 + expected - expected / factor
             score = scores[parent] * (expected if expected < SURE else SURE)
             if score > scores[-1]:
                 self.is_falling = False
@@ -119,7 +121,10 @@ class Asked:
 
     def expected(self, node: int) -> float:
         """The chance that a node is accepted if its parent is."""
-        chance = self.record.calibration.chance(self.cells[node], self.claimed[node]) * self.tally.factor
+        factor = self.tally.factor
+        chance = self.record.calibration.chance(self.cells[node], self.claimed[node]) * factor
+        if factor > 1.0:
+            chance /= 1.0 + chance - chance / factor
         return chance if chance < SURE else SURE
 
     def compare(self, standing: int) -> None:
