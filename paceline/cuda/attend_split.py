@@ -79,52 +79,6 @@ def _scales(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _fold(
-    score: tl.tensor, value: tl.tensor, value_scale: tl.tensor, peak: tl.tensor, total: tl.tensor, acc: tl.tensor, scale: tl.tensor,
-    HAS_SCALES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Add a tile of scores [M, N] and values [N, D] to a running softmax."""
-    higher = tl.maximum(peak, tl.max(score, 1) * scale)
-    level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: infinity less infinity is no number
-    # Fused by name, since with a mask between product and difference the compiler would round twice.
-    weight = tl.exp2(tl.fma(score, scale, -level[:, None]))
-    fade = tl.exp2(peak - level)
-    total = total * fade + tl.sum(weight, 1)
-    if HAS_SCALES:  # integers have few digits: they are scaled by way of their weights
-        weight *= value_scale[None, :]
-    return higher, total, tl.dot(weight.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
-
-
-@triton.jit
-def _tile(
-    first: tl.tensor, line: tl.tensor, keys: tl.tensor, values: tl.tensor, masks: tl.tensor, fresh_positions: tl.tensor,
-    row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, highest: tl.tensor,
-    DTYPE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """-> keys and values [N, D] from a place on, and [M, N] whether rows see them: before the product, which waits for the keys."""
-    place, d = first + tl.arange(0, PLACES), tl.arange(0, PADDED)
-    at, is_there = line[:, None] + d[None, :], (place < highest)[:, None] & (d < DIM)[None, :]
-    key = tl.load(keys + at, mask=is_there, other=0.0).to(DTYPE)
-    value = tl.load(values + at, mask=is_there, other=0.0).to(DTYPE)
-    key_position = place
-    if WINDOW:
-        key_position = _or_fresh(place, fresh_positions, place, prefix, highest)
-    return key, value, _is_seen(masks, row, is_row, num_words, first - prefix, position, key_position, WINDOW)
-
-
-@triton.jit
-def _score(
-    query: tl.tensor, key: tl.tensor, keys: tl.tensor, values: tl.tensor, line: tl.tensor, is_place: tl.tensor, DIM: tl.constexpr
-) -> tl.tensor:
-    """-> scores [M, N] of a tile, and the scales of its values where they are integers."""
-    score, value_scale = tl.dot(query, tl.trans(key), input_precision="ieee"), line
-    if keys.dtype.element_ty == tl.int8:
-        score *= _scales(keys + line + DIM, is_place)[None, :]
-        value_scale = _scales(values + line + DIM, is_place)
-    return score, value_scale
-
-
-@triton.jit
 def _line_of(
     place: tl.tensor, table: tl.tensor, fresh: tl.tensor, prefix: tl.tensor, highest: tl.tensor, kv_head: tl.tensor,
     KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, IS_MASKED: tl.constexpr,
@@ -135,6 +89,112 @@ def _line_of(
     if IS_MASKED:
         slot = _or_fresh(slot, fresh, place, prefix, highest)
     return (slot.to(tl.int64) * KV_HEADS + kv_head) * WIDTH
+
+
+@triton.jit
+def _load_tile(
+    first: tl.tensor, table: tl.tensor, fresh_slots: tl.tensor, fresh_positions: tl.tensor, keys: tl.tensor, values: tl.tensor,
+    masks: tl.tensor, row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, highest: tl.tensor,
+    kv_head: tl.tensor, DTYPE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """-> keys and values [N, D] from a place on, [N] where they begin, [M, N] whether rows see them: before a product waits for keys."""
+    WIDTH: tl.constexpr = DIM + SCALE_BYTES if keys.dtype.element_ty == tl.int8 else DIM
+    place, d = first + tl.arange(0, PLACES), tl.arange(0, PADDED)
+    line = _line_of(place, table, fresh_slots, prefix, highest, kv_head, KV_HEADS, WIDTH, IS_MASKED)
+    at, is_there = line[:, None] + d[None, :], (place < highest)[:, None] & (d < DIM)[None, :]
+    key = tl.load(keys + at, mask=is_there, other=0.0).to(DTYPE)
+    value = tl.load(values + at, mask=is_there, other=0.0).to(DTYPE)
+    key_position = place
+    if WINDOW:
+        key_position = _or_fresh(place, fresh_positions, place, prefix, highest)
+    return key, value, line, _is_seen(masks, row, is_row, num_words, first - prefix, position, key_position, WINDOW)
+
+
+@triton.jit
+def _add_tile(
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, line: tl.tensor, is_seen: tl.tensor, is_place: tl.tensor, keys: tl.tensor,
+    values: tl.tensor, peak: tl.tensor, total: tl.tensor, acc: tl.tensor, scale: tl.tensor, DIM: tl.constexpr, IS_MASKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Add keys and values [N, D] to a running softmax of queries [M, D]."""
+    HAS_SCALES: tl.constexpr = keys.dtype.element_ty == tl.int8
+    score = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, N]
+    if HAS_SCALES:
+        score *= _scales(keys + line + DIM, is_place)[None, :]
+    if IS_MASKED:
+        score = tl.where(is_seen, score, float("-inf"))
+    higher = tl.maximum(peak, tl.max(score, 1) * scale)
+    level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: infinity less infinity is no number
+    # Fused by name, since with a mask between product and difference the compiler would round twice.
+    weight = tl.exp2(tl.fma(score, scale, -level[:, None]))
+    fade = tl.exp2(peak - level)
+    total = total * fade + tl.sum(weight, 1)
+    if HAS_SCALES:  # integers have few digits: they are scaled by way of their weights
+        weight *= _scales(values + line + DIM, is_place)[None, :]
+    return higher, total, tl.dot(weight.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _at_once(
+    of_query: tl.tensor, is_query: tl.tensor, lowest: tl.tensor, highest: tl.tensor, scale: tl.tensor,
+    peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
+    table: tl.tensor, fresh_slots: tl.tensor, fresh_positions: tl.tensor, keys: tl.tensor, values: tl.tensor, masks: tl.tensor,
+    row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, NUM_TILES: tl.constexpr, IS_EARLY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """One tile of places or two, all loaded before any is used; queries last, which the kernel before may still compute."""
+    DTYPE: tl.constexpr = of_query.dtype.element_ty
+    n = tl.arange(0, PLACES)
+    key, value, line, is_seen = _load_tile(
+        lowest, table, fresh_slots, fresh_positions, keys, values, masks, row, is_row, position, num_words, prefix, highest, kv_head,
+        DTYPE, KV_HEADS, DIM, PADDED, WINDOW, True,
+    )  # fmt: skip
+    if NUM_TILES == 2:
+        next_key, next_value, next_line, is_next_seen = _load_tile(
+            lowest + PLACES, table, fresh_slots, fresh_positions, keys, values, masks, row, is_row, position, num_words, prefix, highest,
+            kv_head, DTYPE, KV_HEADS, DIM, PADDED, WINDOW, True,
+        )  # fmt: skip
+    if IS_EARLY:
+        wait_for_previous()
+    query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
+    # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
+    is_place, is_next_place = lowest + n < highest, lowest + PLACES + n < highest
+    query, key, value = tl.where(is_query, query, 0.0), tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
+    if NUM_TILES == 2:
+        next_key, next_value = tl.where(is_next_place[:, None], next_key, 0.0), tl.where(is_next_place[:, None], next_value, 0.0)
+    is_seen = is_seen & is_place[None, :]  # a window may begin within a split, and its second tile is then the next split's
+    peak, total, acc = _add_tile(query, key, value, line, is_seen, is_place, keys, values, peak, total, acc, scale, DIM, True)
+    if NUM_TILES == 2:
+        is_next_seen = is_next_seen & is_next_place[None, :]
+        peak, total, acc = _add_tile(
+            query, next_key, next_value, next_line, is_next_seen, is_next_place, keys, values, peak, total, acc, scale, DIM, True
+        )  # fmt: skip
+    return peak, total, acc
+
+
+@triton.jit
+def _in_turn(
+    of_query: tl.tensor, is_query: tl.tensor, lowest: tl.tensor, highest: tl.tensor, scale: tl.tensor,
+    peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
+    table: tl.tensor, fresh_slots: tl.tensor, fresh_positions: tl.tensor, keys: tl.tensor, values: tl.tensor, masks: tl.tensor,
+    row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, NUM_LOOPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """First the tiles that every row sees in full, then those that need a mask: the same sums, fewer instructions."""
+    n, query = tl.arange(0, PLACES), tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
+    masked = lowest if WINDOW or NUM_LOOPS < 2 else tl.maximum(lowest, tl.minimum(highest, prefix) // PLACES * PLACES)
+    for IS_MASKED in tl.static_range(0 if NUM_LOOPS == 2 else 1, 2):
+        from_place = masked if IS_MASKED else lowest
+        num_tiles = tl.cdiv((highest if IS_MASKED else masked) - from_place, PLACES)
+        for index in tl.range(0, num_tiles):
+            first = from_place + index * PLACES
+            key, value, line, is_seen = _load_tile(
+                first, table, fresh_slots, fresh_positions, keys, values, masks, row, is_row, position, num_words, prefix, highest, kv_head,
+                query.dtype, KV_HEADS, DIM, PADDED, WINDOW, IS_MASKED,
+            )  # fmt: skip
+            is_place = first + n < highest
+            peak, total, acc = _add_tile(query, key, value, line, is_seen, is_place, keys, values, peak, total, acc, scale, DIM, IS_MASKED)
+    return peak, total, acc
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_width", "num_words", "num_splits", "near_size", "far_size"])
@@ -149,8 +209,6 @@ def attend_split(
 ) -> None:  # fmt: skip
     """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two."""
     let_next_start()
-    HAS_SCALES: tl.constexpr = keys.dtype.element_ty == tl.int8
-    WIDTH: tl.constexpr = DIM + SCALE_BYTES if HAS_SCALES else DIM
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_M // GROUP
     request, start, end, prefix = _request_of_tile(starts, prefix_lens, tile, num_requests, ROWS, REQUESTS)
@@ -159,7 +217,7 @@ def attend_split(
         wait_for_previous()  # all that was read before is the batch's own
     if first_row >= end:
         return
-    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, PLACES), tl.arange(0, PADDED)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, PADDED)
     row, is_row = first_row + m // GROUP, (m < ROWS * GROUP) & (first_row + m // GROUP < end)  # [M]
     flat = row * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP  # [M]: row and head
     at_split = flat.to(tl.int64) * num_splits + split
@@ -180,50 +238,17 @@ def attend_split(
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, PADDED), tl.float32)
     table = tables + request * table_width
     if NUM_TILES > 0:
-        line = _line_of(lowest + n, table, slots + start, prefix, highest, kv_head, KV_HEADS, WIDTH, True)
-        key, value, is_seen = _tile(
-            lowest, line, keys, values, masks, positions + start, row, is_row, position, num_words, prefix, highest,
-            q.dtype.element_ty, DIM, PADDED, WINDOW,
+        peak, total, acc = _at_once(
+            of_query, is_query, lowest, highest, scale, peak, total, acc,
+            table, slots + start, positions + start, keys, values, masks, row, is_row, position, num_words, prefix, kv_head,
+            KV_HEADS, DIM, PADDED, WINDOW, NUM_TILES, IS_EARLY,
         )  # fmt: skip
-        if NUM_TILES == 2:
-            next_line = _line_of(lowest + PLACES + n, table, slots + start, prefix, highest, kv_head, KV_HEADS, WIDTH, True)
-            next_key, next_value, is_next_seen = _tile(
-                lowest + PLACES, next_line, keys, values, masks, positions + start, row, is_row, position, num_words, prefix, highest,
-                q.dtype.element_ty, DIM, PADDED, WINDOW,
-            )  # fmt: skip
-        if IS_EARLY:
-            wait_for_previous()
-        query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
-        # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
-        is_place, is_next_place = lowest + n < highest, lowest + PLACES + n < highest
-        query, key, value = tl.where(is_query, query, 0.0), tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
-        if NUM_TILES == 2:
-            next_key, next_value = tl.where(is_next_place[:, None], next_key, 0.0), tl.where(is_next_place[:, None], next_value, 0.0)
-        score, value_scale = _score(query, key, keys, values, line, is_place, DIM)
-        score = tl.where(is_seen & is_place[None, :], score, float("-inf"))
-        peak, total, acc = _fold(score, value, value_scale, peak, total, acc, scale, HAS_SCALES)
-        if NUM_TILES == 2:
-            score, value_scale = _score(query, next_key, keys, values, next_line, is_next_place, DIM)
-            score = tl.where(is_next_seen & is_next_place[None, :], score, float("-inf"))
-            peak, total, acc = _fold(score, next_value, value_scale, peak, total, acc, scale, HAS_SCALES)
     else:
-        query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
-        masked = lowest if WINDOW or NUM_LOOPS < 2 else tl.maximum(lowest, tl.minimum(highest, prefix) // PLACES * PLACES)
-        # First the tiles that every row sees in full, then those that need a mask: the same sums, fewer instructions.
-        for IS_MASKED in tl.static_range(0 if NUM_LOOPS == 2 else 1, 2):
-            from_place = masked if IS_MASKED else lowest
-            num_tiles = tl.cdiv((highest if IS_MASKED else masked) - from_place, PLACES)
-            for index in tl.range(0, num_tiles):
-                first = from_place + index * PLACES
-                line = _line_of(first + n, table, slots + start, prefix, highest, kv_head, KV_HEADS, WIDTH, IS_MASKED)
-                key, value, is_seen = _tile(
-                    first, line, keys, values, masks, positions + start, row, is_row, position, num_words, prefix, highest,
-                    q.dtype.element_ty, DIM, PADDED, WINDOW,
-                )  # fmt: skip
-                score, value_scale = _score(query, key, keys, values, line, first + n < highest, DIM)
-                if IS_MASKED:
-                    score = tl.where(is_seen, score, float("-inf"))
-                peak, total, acc = _fold(score, value, value_scale, peak, total, acc, scale, HAS_SCALES)
+        peak, total, acc = _in_turn(
+            of_query, is_query, lowest, highest, scale, peak, total, acc,
+            table, slots + start, positions + start, keys, values, masks, row, is_row, position, num_words, prefix, kv_head,
+            KV_HEADS, DIM, PADDED, WINDOW, NUM_LOOPS,
+        )  # fmt: skip
     if IS_WHOLE:
         acc /= tl.where(is_row, total, 1.0)[:, None]
         tl.store(out + flat[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=is_query)

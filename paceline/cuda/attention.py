@@ -77,7 +77,7 @@ class Launch(NamedTuple):
     block_m: int  # rows of a tile times the query heads of a KV head
     num_warps: int
     num_stages: int
-    num_loops: int  # 0: none, `num_tiles` instead
+    num_loops: int  # where there are no `num_tiles`
     num_tiles: int  # of every split, 1 or 2, loaded together; 0: loops
     near_size: int
     far_size: int
@@ -108,8 +108,8 @@ def launch_for(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: 
     num_splits = NEAR.value + triton.cdiv(beyond, plan.far_size) if beyond else triton.cdiv(places, near)
     is_small = near <= FEW_PLACES and near * padded * q.element_size() <= FEW_BYTES
     num_tiles = near // PLACES.value if is_small and not beyond and not is_exact else 0
-    num_loops, together = 0 if num_tiles else plan.num_loops, min(plan.together, triton.next_power_of_2(num_splits))
-    return Launch(block_m, num_warps, num_stages, num_loops, num_tiles, near, plan.far_size, num_splits, together, plan.at_once)
+    together = min(plan.together, triton.next_power_of_2(num_splits))
+    return Launch(block_m, num_warps, num_stages, plan.num_loops, num_tiles, near, plan.far_size, num_splits, together, plan.at_once)
 
 
 def attend(

@@ -34,7 +34,6 @@ class Tile(NamedTuple):
     warps: int  # four or eight: tiles of 16 rows and more then use the same tensor instruction, fewer would use another, with other bits
     stages: int
     unroll: int = 1  # groups of K in a turn of the loop
-    is_modest: bool = False  # leaves room for the kernel after it, which may begin and wait
 
 
 _QUICK, _QUICK_IN_PARTS = Tile(8, 64, 2, 3, unroll=2), Tile(8, 32, 1, 3, unroll=2)
@@ -175,7 +174,7 @@ def _multiply(
         BITS=weight.bits, GROUP=weight.group, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, STAGES=tile.stages,
         WHOLE=width % weight.group == 0, FILLED=is_filled,
         ASSEMBLY=x.dtype == torch.bfloat16 and not _INTERPRETED, ACTIVATION=activation, UNROLL=tile.unroll,
-        AHEAD=ahead_of(weight) if can_ask else 0, IS_MODEST=tile.is_modest, THREADS=32 * tile.warps, num_warps=tile.warps, **LAUNCH,
+        AHEAD=ahead_of(weight) if can_ask else 0, THREADS=32 * tile.warps, num_warps=tile.warps, **LAUNCH,
     )  # fmt: skip
 
 

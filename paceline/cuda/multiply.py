@@ -137,11 +137,9 @@ def multiply(
     row_step: tl.tensor, group_step: tl.tensor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr, IS_MODEST: tl.constexpr, THREADS: tl.constexpr,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr,
 ) -> None:  # fmt: skip
     """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or [T, N / 2] if gated."""
-    if IS_MODEST:
-        let_next_start()
     WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
     split, t = tl.program_id(2), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = _rows_of_tile(tl.arange(0, BLOCK_N), tl.program_id(1), num_outputs, BLOCK_N, ACTIVATION is not None, FILLED)
@@ -177,8 +175,7 @@ def multiply(
                 inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [WORDS, BLOCK_T]
                 of_group = tl.dot(parts[i], inputs, of_group, input_precision="ieee")
             sums = of_group if FEW else sums + of_group
-    if not IS_MODEST:
-        let_next_start()  # not sooner: what waits takes room, and these programs need all there is
+    let_next_start()  # not sooner: what waits takes room, and these programs need all there is
     if bias is not None:
         sums += tl.where(split == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
     _store(sums, out, tl.program_id(1), split * num_rows + t, is_row, num_outputs, BLOCK_N, BLOCK_T, ACTIVATION)

@@ -69,6 +69,14 @@ def cell_of(depth: int, claimed: float, standing: int = 0) -> int:
     return BINS * ((depth if depth < DEPTHS else DEPTHS) - 1 + DEPTHS * standing) + int(claimed * (BINS - 0.001))
 
 
+def scaled(chance: float, factor: float) -> float:
+    """For a request that goes so much better than the others its odds, so that likely does not become certain, or so much worse."""
+    better = chance * factor
+    if factor > 1.0:
+        better /= 1.0 - chance + better
+    return better if better < SURE else SURE
+
+
 class Record:
     """What is known of a drafter over all requests."""
 
@@ -106,10 +114,7 @@ class Asked:
                 above, claim = chances[parent], chances[node]
                 claim = claim / above if claim < above else 1.0
             cell = cell_of(depth, claim)
-            expected = chance_of(cell, claim) * factor
-            if factor > 1.0:  # more than sure is nobody
-                expected /= 1.0 + expected - expected / factor
-            score = scores[parent] * (expected if expected < SURE else SURE)
+            score = scores[parent] * scaled(chance_of(cell, claim), factor)
             if score > scores[-1]:
                 self.is_falling = False
             depths.append(depth)
@@ -121,11 +126,7 @@ class Asked:
 
     def expected(self, node: int) -> float:
         """The chance that a node is accepted if its parent is."""
-        factor = self.tally.factor
-        chance = self.record.calibration.chance(self.cells[node], self.claimed[node]) * factor
-        if factor > 1.0:
-            chance /= 1.0 + chance - chance / factor
-        return chance if chance < SURE else SURE
+        return scaled(self.record.calibration.chance(self.cells[node], self.claimed[node]), self.tally.factor)
 
     def compare(self, standing: int) -> None:
         """Another drafter says the same first token, or another. Scores that fall go on to do so: all but the root's change alike."""
