@@ -22,7 +22,7 @@ from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
 from paceline.train.curves import draw_curves
 from paceline.train.lessons import Known, prepare
-from paceline.train.recipes import Recipe
+from paceline.train.recipes import RECIPES, Recipe
 from paceline.train.resume import STATE, load_state
 from paceline.train.save import read_head, save_head
 from paceline.train.shards import Texts
@@ -83,8 +83,11 @@ def _finish(trainer: Trainer, folder: Path, command: Sequence[str], others: Mapp
 
 
 def _start_of(recipe: Recipe, start: Path | None) -> Path | None:
-    """The head that a recipe's training starts from."""
-    return start / recipe.kind if start is not None and (start / recipe.kind).is_dir() else start
+    """The head that a recipe's training starts from; none where a folder has heads of other kinds only."""
+    if start is None or not any((start / kind).is_dir() for kind in RECIPES):
+        return start
+    return start / recipe.kind if (start / recipe.kind).is_dir() else None
+
 
 
 def _known(starts: Sequence[Path | None]) -> Known | None:
