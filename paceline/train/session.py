@@ -17,6 +17,7 @@ import torch
 from paceline import __version__
 from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint
+from paceline.loaders.fields import read_json
 from paceline.models.head_config import DflashConfig
 from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
@@ -24,7 +25,7 @@ from paceline.train.curves import draw_curves
 from paceline.train.lessons import Known, prepare
 from paceline.train.recipes import RECIPES, Recipe
 from paceline.train.resume import STATE, load_state
-from paceline.train.save import read_head, save_head
+from paceline.train.save import PROVENANCE, read_head, save_head
 from paceline.train.shards import Texts
 from paceline.train.trainer import Limit, Report, Trainer, run
 
@@ -66,15 +67,22 @@ def train(
         elif first is not None:
             start_from(trainer, first)
     run(trainers, states, report, is_over, num_measures)
-    return [_finish(trainer, folder, command, others or {}, bits, report) for trainer, folder in zip(trainers, folders, strict=True)]
+    return [
+        _finish(trainer, folder, first, command, others or {}, bits, report)
+        for trainer, folder, first in zip(trainers, folders, starts, strict=True)
+    ]
 
 
-def _finish(trainer: Trainer, folder: Path, command: Sequence[str], others: Mapping[str, Texts], bits: int, report: Report) -> Acceptance:
+def _finish(
+    trainer: Trainer, folder: Path, first: Path | None, command: Sequence[str], others: Mapping[str, Texts], bits: int, report: Report
+) -> Acceptance:
     """Measure once more, save, draw."""
     last = trainer.place.curve[-1]
     found = Acceptance(last["tau"], tuple(last["by_position"]))
     apart = {name: trainer.accept(text, np.arange(len(text))) for name, text in others.items()}
     notes = provenance(trainer, command, found, apart)
+    if first is not None and (first / PROVENANCE).is_file():
+        notes["before"] = {name: value for name, value in read_json(first / PROVENANCE).items() if name != "curve"}
     config = replace(trainer.config, first_accepted=round(found.by_position[0], 4))
     save_head(folder, config, trainer.tensors(), notes, bits)
     draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)

@@ -204,6 +204,13 @@ def test_heads_learn_on_from_other_text_with_their_own_tokens(checkpoint: Checkp
         assert torch.equal(tensors["draft_ids"], others["draft_ids"])
         assert getattr(config, "mask_token_id", 0) == getattr(other, "mask_token_id", 0)
         assert 5 * distance(tensors, others) < distance(tensors, strangers), "one step from where it began"
+    told = {name: json.loads((tmp_path / name / "eagle" / "provenance.json").read_text()) for name in ("first", "second", "fresh")}
+    assert told["second"]["before"]["text"] == told["first"]["text"] != told["second"]["text"]
+    assert "before" not in told["fresh"]
+    (tmp_path / "first" / "dflash").rename(tmp_path / "elsewhere")
+    (_, mixed), (_, new) = run(rest, "mixed", 1, tmp_path / "first")  # what the folder does not have begins anew
+    assert distance(mixed, after[0][1]) == 0
+    assert 5 * distance(first[1][1], after[1][1]) < distance(first[1][1], new)
     path = tmp_path / "first" / "eagle" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"target_hash": "0" * 64}))
     with pytest.raises(ConfigError, match="target_hash"):
