@@ -5,8 +5,9 @@ suffix matching, taking turns on the same model.
     python scripts/concurrency.py --device cuda --levels 1,2,4,8,16,32,64,128 --plot docs/images/concurrency_gpu.png
 
 A wave is so many requests with prompts of their own, all writing as many tokens, timed while all of them are. Every engine reads the same
-waves, in an order that turns round, and each level's figure is the speed over all of them, over plain decoding's. Invariant: greedy
-texts are compared with plain decoding's, and on a CPU a single different token is an error.
+waves, in an order that turns round, and each level's figure is the speed over all of them, over plain decoding's. A wave in which somebody
+recorded a CUDA graph, which happens once in a process's life and takes longer than a wave, counts for nobody. Invariant: greedy texts are
+compared with plain decoding's, and on a CPU a single different token is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from waves import wave
+from waves import num_recordings, wave
 
 from paceline import LLM, SamplingParams
 from paceline.engine.costs import CostModel
@@ -28,6 +29,7 @@ from paceline.prompts import load
 from paceline.proposers import registry, shipped
 
 K = 4
+MOST_WAVES = 4  # times the waves asked for, where many do not count
 
 
 def prompts_of(llm: LLM, path: Path | None) -> list[list[int]]:
@@ -54,20 +56,25 @@ def engines_of(llm: LLM, costs: CostModel) -> dict[str, Engine]:
 
 def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], level: int, tokens: int, waves: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    names, different = list(engines), 0
-    for number in range(waves + 1):
+    counted: list[dict[str, float]] = []  # speeds of a wave, by engine
+    names, different, number = list(engines), 0, 0
+    while len(counted) < waves and number <= MOST_WAVES * waves:
         chosen = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
-        texts = {}
+        speeds, texts, before = {}, {}, num_recordings(llm)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            speed, texts[name] = wave(llm, engines[name], chosen, params)
-            if number:  # the first warms up: kernels, graphs, what the policy knows of this level
-                speeds[name].append(speed)
+            speeds[name], texts[name] = wave(llm, engines[name], chosen, params)
         different += sum(a != b for name in names for a, b in zip(texts[name], texts["plain"], strict=True))
-    ratios = {name: round(mean(speeds[name]) / mean(speeds["plain"]), 3) for name in names}
+        number += 1
+        if number > 1 and num_recordings(llm) == before:  # the first warms up: kernels, what the policy knows of this level
+            counted.append(speeds)
+    if not counted:
+        raise SystemExit(f"{level} requests: graphs were recorded in every one of {number} waves; give more --waves")
+    mean_speeds = {name: mean(speeds[name] for speeds in counted) for name in names}
+    ratios = {name: round(speed / mean_speeds["plain"], 3) for name, speed in mean_speeds.items()}
     return {
         "concurrency": level,
-        "tokens_per_s": {n: round(mean(v), 1) for n, v in speeds.items()},
+        "waves": [len(counted), number],
+        "tokens_per_s": {name: round(speed, 1) for name, speed in mean_speeds.items()},
         "ratio": ratios,
         "different": different,
         "phases_ms": {name: {phase: round(1e3 * s, 1) for phase, s in engine.phases.to_dict().items()} for name, engine in engines.items()},

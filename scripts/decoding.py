@@ -7,7 +7,8 @@
 "eagle/3" drafts three tokens at a time. A row that ends with ":steps" is the same without rounds: the host comes between every draft and
 the pass that checks it.
 Timed from a request's first token to its last: the reading of prompts is the same for all. Engines keep what they learn from prompt to
-prompt, as in use. Invariant: a text that differs from plain decoding's ends the run.
+prompt, as in use. On a GPU a prompt for which somebody recorded a CUDA graph, which happens once in a process's life, counts for nobody.
+Invariant: a text that differs from plain decoding's ends the run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from waves import num_recordings
 
 from paceline import LLM, SamplingParams
 from paceline.engine.engine import Engine
@@ -88,23 +91,28 @@ def main() -> None:
     for llm.engine in engines.values():
         answer(llm, llm.tokenizer.encode_chat([{"role": "user", "content": "Hello, who are you and what do you do?"}]), asked.tokens)
         llm.engine.totals.__init__()  # type: ignore[misc]
-    started = time.perf_counter()
+    started, counted = time.perf_counter(), []  # type: float, list[str]
     for number, line in enumerate(lines):
         if asked.seconds and time.perf_counter() - started > asked.seconds:
-            lines = lines[:number]
             break
-        prompt, texts = llm.tokenizer.encode_chat([{"role": "user", "content": line["turns"][0]}]), {}
+        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": line["turns"][0]}])
+        texts, found, before = {}, {}, num_recordings(llm)  # type: dict[str, list[int]], dict[str, list[Any]], int
         for name in names[number % len(names) :] + names[: number % len(names)]:
             llm.engine = engines[name]
-            texts[name], count, seconds = answer(llm, prompt, asked.tokens)
-            for task in (line["task"], "overall"):
-                sums[name, task][0] += count
-                sums[name, task][1] += seconds
+            texts[name], *found[name] = answer(llm, prompt, asked.tokens)
+        if num_recordings(llm) == before:
+            counted.append(line["task"])
+            for name, (count, seconds) in found.items():
+                for task in (line["task"], "overall"):
+                    sums[name, task][0] += count
+                    sums[name, task][1] += seconds
         if any(text != texts[names[0]] for text in texts.values()):
             raise SystemExit(f"prompt {number}: a text differs from that of {names[0]}")
-    tasks = ["overall", *dict.fromkeys(line["task"] for line in lines)]
+    if not counted:
+        raise SystemExit("no prompt counts: graphs were recorded in all of them; give more")
+    tasks = ["overall", *dict.fromkeys(counted)]
     speed = {key: count / seconds for key, (count, seconds) in sums.items()}
-    print(f"{len(lines)} prompts, all texts identical; {names[0]} {speed[names[0], 'overall']:.1f} tokens/s")
+    print(f"{len(counted)} prompts, all texts identical; {names[0]} {speed[names[0], 'overall']:.1f} tokens/s")
     for name, engine in engines.items():
         ratios, step = (
             (f"{task} {speed[name, task] / speed[names[0], task]:.3f}" for task in tasks),

@@ -113,9 +113,11 @@ class World:
         self.num_checked += rows - len(requests)
 
     def _fly(self, number: int, turns: Sequence[Turn]) -> None:
-        """Rounds without anybody in between: drafting takes its share of what it takes otherwise."""
-        requests, drafter = [turn.request for turn in turns], self.policy.drafters[number]
-        for _ in range(self.num_rounds):
+        """Rounds without anybody in between: drafting takes its share of what it takes otherwise. Whoever promises more meanwhile ends
+        them, after the one that is under way."""
+        requests, drafter, num_left = [turn.request for turn in turns], self.policy.drafters[number], self.num_rounds
+        while num_left:
+            num_left -= 1
             drafts = dict(enumerate(drafter.propose(requests, [8] * len(requests))))
             rows = len(requests) + sum(draft.num_drafted for draft in drafts.values())
             took = CostModel(self.table).pass_seconds(rows) + self.share * drafter.spent  # type: ignore[attr-defined]
@@ -124,6 +126,12 @@ class World:
             self.seconds += took
             self.num_tokens += sum(len(v.tokens) for v in verdicts.values())
             self.num_checked += rows - len(requests)
+            for other, asks in self.policy.lookouts(number, turns) if num_left > 1 else ():
+                drafts = dict(enumerate(self.policy.drafters[other].propose([requests[i] for i, _ in asks], [count for _, count in asks])))
+                self.policy.heard(other, asks, list(drafts.values()), self.policy.drafters[other].spent)  # type: ignore[attr-defined]
+            rounds = [(i, 8) for i in range(len(turns))]
+            if num_left > 1 and len(self.policy.reconsider(number, rounds, turns, is_flying=True)) < len(rounds):
+                num_left = 1
         self.num_flights += 1
 
     def _judge(self, request: Request, draft: Draft | None) -> Verdict:

@@ -111,9 +111,34 @@ def test_what_rounds_take_is_what_is_expected_of_them() -> None:
     world.run(1, 100)
     policy = world.policy
     assert isinstance(policy, AutoPolicy)
-    line, load = policy._records[0].line, policy._load
+    line, load = policy._records[0].line, policy._choice.load
     expected = load.seconds + load.row_seconds(8) * 8 + line.fixed + 8 * line.each
     assert expected == pytest.approx(CostModel(FLAT).pass_seconds(9) + 0.25 * 8 * 0.3, rel=0.02)
+
+
+class Copying(Skilled):
+    """Knows every other stretch of a text by heart, and when it does."""
+
+    def _draft(self, request: Request, count: int) -> Draft:
+        self.claim = 0.95 if self.is_right(request, request.num_tokens) else 0.05
+        return super()._draft(request, count)
+
+
+def test_rounds_end_where_another_promises_more() -> None:
+    def made(has_lookouts: bool) -> tuple[World, float]:
+        free = Copying(lambda request, position: position % 160 < 80, None, 0.02, length=16, name="free")
+        world = auto(FLAT, free, Skilled(sometimes(0.6), 0.8, 0.3, is_free=False, name="model"))
+        world.num_rounds, world.share = 16, 0.25
+        if not has_lookouts:
+            world.policy.lookouts = lambda drafter, turns: []  # type: ignore[method-assign]
+        for _ in range(4):
+            world.run(1, 60)
+        return world, speed(world)
+
+    (with_them, fast), (without, slow) = made(True), made(False)
+    assert fast > 1.08 * slow
+    assert with_them.num_flights > 20
+    assert without.num_flights > 20
 
 
 def test_a_fixed_length_loses_where_the_policy_does_not() -> None:

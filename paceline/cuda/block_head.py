@@ -195,7 +195,7 @@ class CudaBlockHead:
         config, (keys, values) = self.config, self._cache.layer(i)
         q = torch.empty((len(x), config.num_heads, config.head_dim), dtype=self._dtype, device=self.device)
         where = at["positions"], at["slots"]
-        rows.place(layer.qkv.parts(x), *where, *layer.tables, keys, values, layer.q_norm, layer.k_norm, config.rms_eps, q)
+        rows.place(layer.qkv.parts(x, is_early=True), *where, *layer.tables, keys, values, layer.q_norm, layer.k_norm, config.rms_eps, q)
         return q
 
     def _block(self, bucket: Bucket, at: dict[str, torch.Tensor]) -> torch.Tensor:

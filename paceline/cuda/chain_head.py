@@ -288,7 +288,18 @@ class CudaChainHead:
         """[T, width] -> [T, heads * dim]."""
         config, (keys, values) = self.config, self._cache.layer(i)
         q = torch.empty((len(x), config.num_heads, config.head_dim), dtype=self._dtype, device=self.device)
-        rows.place(layer.qkv.parts(x), sight.positions, slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, config.rms_eps, q)
+        rows.place(
+            layer.qkv.parts(x, is_early=True),
+            sight.positions,
+            slots,
+            *layer.tables,
+            keys,
+            values,
+            layer.q_norm,
+            layer.k_norm,
+            config.rms_eps,
+            q,
+        )
         out, scale = torch.empty_like(q), config.head_dim**-0.5
         attend(q, keys, values, sight, scale=scale, window=None, max_context=context, max_rows=max_rows, out=out)
         return out.view(len(out), -1)

@@ -150,7 +150,7 @@ class CudaDecoder:
             rows.add_norm(x, added, after, layer.attention_norm, eps, normed)
             if hidden is not None and i in wished:
                 hidden[wished.index(i)] = x
-            attended = layer.out.parts(self._attend(layer, layer.qkv.parts(normed), batch, task.bucket, kv[i]))
+            attended = layer.out.parts(self._attend(layer, layer.qkv.parts(normed, is_early=True), batch, task.bucket, kv[i]))
             rows.add_norm(x, attended, layer.after_attention, layer.mlp_norm, eps, normed)
             added, after = layer.down.parts(layer.gate_up(normed, self.config.activation)), layer.after_mlp
         rows.add_norm(x, added, after, weights.norm, eps, normed)

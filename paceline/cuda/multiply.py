@@ -137,9 +137,11 @@ def multiply(
     row_step: tl.tensor, group_step: tl.tensor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr, THREADS: tl.constexpr,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr, IS_EARLY: tl.constexpr, RUN: tl.constexpr = 0,
 ) -> None:  # fmt: skip
     """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or [T, N / 2] if gated."""
+    if IS_EARLY:
+        let_next_start()
     WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
     split, t = tl.program_id(2), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = _rows_of_tile(tl.arange(0, BLOCK_N), tl.program_id(1), num_outputs, BLOCK_N, ACTIVATION is not None, FILLED)
@@ -162,6 +164,8 @@ def multiply(
                 weights, mask = tl.load(lines + group * group_step), is_row
             else:
                 weights, mask = tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0), is_row & (k < width)[:, None]
+            if RUN:  # by eight bytes: such loads go by way of the first-level cache, where other programs find them
+                k = tl.max_contiguous(k, RUN)
             inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [GROUP, BLOCK_T]
             sums = tl.dot(weights, inputs, sums, input_precision="ieee")
         else:
@@ -175,7 +179,8 @@ def multiply(
                 inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [WORDS, BLOCK_T]
                 of_group = tl.dot(parts[i], inputs, of_group, input_precision="ieee")
             sums = of_group if FEW else sums + of_group
-    let_next_start()  # not sooner: what waits takes room, and these programs need all there is
+    if not IS_EARLY:
+        let_next_start()
     if bias is not None:
         sums += tl.where(split == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
     _store(sums, out, tl.program_id(1), split * num_rows + t, is_row, num_outputs, BLOCK_N, BLOCK_T, ACTIVATION)

@@ -27,8 +27,8 @@ class Matrix(NamedTuple):
     def __call__(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:  # [T, K] -> [T, N], or [T, N / 2]
         return product(x, self.weight, self.bias, activation=activation, is_exact=self.is_exact)
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor:  # [T, K] -> [S, T, N], to be added up
-        return parts(x, self.weight, self.bias, is_exact=self.is_exact)
+    def parts(self, x: torch.Tensor, *, is_early: bool = False) -> torch.Tensor:  # [T, K] -> [S, T, N], to be added up
+        return parts(x, self.weight, self.bias, is_exact=self.is_exact, is_early=is_early)
 
     @property
     def num_bytes(self) -> int:

@@ -154,9 +154,9 @@ class Engine:
         self.policy.observe(turns, verdicts, None if output.is_first else committed - launched)
         self.policy.charge(planning + perf_counter() - committed)
         self._observe(turns, drafts, verdicts, output.hidden, output.top, plan)
-        for index, asked in proposed.items():
-            if index in verdicts:
-                self._suspect(asked, verdicts[index])
+        for index, verdict in verdicts.items():
+            for number, draft in proposed.get(index, ()):
+                self._suspicion.judge(self.policy.drafters[number], draft, verdict)
         phases = self.phases
         phases.forward += computed - landing
         phases.accept += accepted - computed
@@ -166,7 +166,7 @@ class Engine:
 
     def _land_round(self, flight: Rounds) -> list[Emission]:
         """The next round, as if it were a pass of its own; those after it go on meanwhile, and another follows them unless somebody waits
-        for a seat. Who has ended has no part in it."""
+        for a seat or has better drafts. Who has ended has no part in it."""
         landing, number, turns = perf_counter(), flight.drafter, flight.turns
         said = flight.flown.round(flight.landed)  # waits for the device
         computed = perf_counter()
@@ -175,15 +175,16 @@ class Engine:
         flight.landed += 1
         is_last = flight.landed == len(flight.flown)
         verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=not is_last)
-        if flight.goes_on and not self.scheduler.waiting:
-            flight.flown.more()
         committed = perf_counter()
         if verdicts:
             checked = {index: drafts[index] for index in verdicts}
             self.policy.flown(number, turns, checked, verdicts, None if flight.flown.is_first else committed - flight.since)
             self._observe(turns, drafts, verdicts, flight.flown.hidden if is_last else {}, None, flight.plan)  # the others are read already
             for index, verdict in verdicts.items():
-                self._suspect([*flight.proposed.pop(index, ()), (number, drafts[index])], verdict)
+                for who, draft in (*flight.proposed.pop(index, ()), (number, drafts[index])):
+                    self._suspicion.judge(self.policy.drafters[who], draft, verdict)
+        if flight.goes_on and not self.scheduler.waiting and self._stays_up(flight):
+            flight.flown.more()
         flight.since = committed
         phases = self.phases
         phases.forward += computed - landing
@@ -217,14 +218,24 @@ class Engine:
             rounds = self._take_off(number, asks, turns, plan, proposed)
             if rounds is not None:
                 return {}, rounds
-            drafter, started = self.policy.drafters[number], perf_counter()
-            drafts = drafter.propose([turns[i].request for i, _ in asks], [count for _, count in asks])
-            self.policy.heard(number, asks, drafts, perf_counter() - started)
-            for (index, count), draft in zip(asks, drafts, strict=True):
-                assert draft.num_drafted <= count, f"{drafter.name} drafted more than its budget"
+            for (index, _), draft in zip(asks, self._ask(number, asks, turns), strict=True):
                 if draft.num_drafted:
                     proposed.setdefault(index, []).append((number, draft))
         return proposed, None
+
+    def _ask(self, number: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[Draft]:
+        drafter, started = self.policy.drafters[number], perf_counter()
+        drafts = drafter.propose([turns[i].request for i, _ in asks], [count for _, count in asks])
+        self.policy.heard(number, asks, drafts, perf_counter() - started)
+        assert all(draft.num_drafted <= count for (_, count), draft in zip(asks, drafts, strict=True)), f"{drafter.name} drafted too much"
+        return drafts
+
+    def _stays_up(self, flight: Rounds) -> bool:
+        """Whether nobody else's drafts would be worth more than the next round's. They are asked while the device is busy."""
+        for number, asks in self.policy.lookouts(flight.drafter, flight.turns):
+            self._ask(number, asks, flight.turns)
+        rounds = [(index, flight.length) for index in range(len(flight.turns))]
+        return len(self.policy.reconsider(flight.drafter, rounds, flight.turns, is_flying=True)) == len(rounds)
 
     def _take_off(
         self, number: int, asks: Sequence[tuple[int, int]], turns: list[Turn], plan: Plan, proposed: Answers
@@ -376,18 +387,6 @@ class Engine:
             is_narrow = likely is not None and 0 < width < likely.shape[1]
             drafter.observe([s._replace(top=None if s.top is None else s.top[:, :width]) for s in seen] if is_narrow else seen)
             self.policy.shown(number, len(seen), perf_counter() - started)
-
-    def _suspect(self, asked: Sequence[tuple[int, Draft]], verdict: Verdict) -> None:
-        for number, draft in asked:
-            drafter = self.policy.drafters[number]
-            if self._suspicion.is_settled(drafter.name):
-                continue
-            if draft.q is None:
-                tree = draft.tree
-                is_right = any(tree.tokens[n] == verdict.tokens[0] for n, parent in enumerate(tree.parents) if parent == 0)
-            else:
-                is_right = verdict.num_accepted > 0
-            self._suspicion.note(drafter.name, is_right, getattr(drafter, "usual", 0.0))
 
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""

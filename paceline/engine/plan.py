@@ -23,12 +23,15 @@ class Policy(Protocol):
     order: tuple[int, ...]  # in which drafters are asked
 
     def plan(self, turns: Sequence[Turn]) -> Plan: ...
-    def reconsider(self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[tuple[int, int]]: ...
+    def reconsider(
+        self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn], is_flying: bool = False
+    ) -> list[tuple[int, int]]: ...
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None: ...
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
     def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None: ...
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool: ...  # whether it may run several rounds by itself
+    def lookouts(self, drafter: int, turns: Sequence[Turn]) -> list[tuple[int, list[tuple[int, int]]]]: ...  # whom to ask meanwhile
     def flown(
         self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
     ) -> None: ...  # one of these rounds: its drafts were checked whole, and it took so long
@@ -48,7 +51,9 @@ class FixedPolicy:
         nodes = [min(turn.draft_limit, self.num_speculative_tokens) for turn in turns] if self.drafters else []
         return Plan(nodes, [[(i, count) for i, count in enumerate(nodes) if count]], bool(self.drafters))
 
-    def reconsider(self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[tuple[int, int]]:
+    def reconsider(
+        self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn], is_flying: bool = False
+    ) -> list[tuple[int, int]]:  # fmt: skip
         return list(asks)
 
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
@@ -65,6 +70,9 @@ class FixedPolicy:
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
         return True
+
+    def lookouts(self, drafter: int, turns: Sequence[Turn]) -> list[tuple[int, list[tuple[int, int]]]]:
+        return []
 
     def flown(
         self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.engine.calibrate import AGREED, CONTRADICTED, DEPTHS, SURE, Asked, Record, Tally
+from paceline.engine.calibrate import DEPTHS, SURE, Asked, Record, Tally
+from paceline.engine.choice import MARGIN, Choice
 from paceline.engine.costs import CostModel, Median
 from paceline.engine.judging import learn
 from paceline.engine.load import Load
-from paceline.engine.nodes import Joined, Lone, admitted, best_start, first_of
+from paceline.engine.nodes import admitted, best_start
 from paceline.engine.plan import Plan, Proposed
 from paceline.engine.scheduler import Turn
 from paceline.types import Draft, Proposer, Request, Verdict
@@ -27,10 +28,11 @@ from paceline.types import Draft, Proposer, Request, Verdict
 PROBES = 0.003  # of the time, for asking whom it does not pay to ask
 INCOME = 0.005  # of the time, into the purse
 LOAN, MOST_SAVED = 4.0, 16.0  # passes' worth of time in the purse: at first, and at most
-MARGIN = 1.005  # a draft must promise so much more than none
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
+LANDING = 0.4  # of a pass: what it takes to end rounds under way, and to begin again
+LOOKING = 0.01  # of the time, at most, for planning that ends with nobody asked
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
 SLEEP_EVERY, WAKE_EVERY = 16, 512  # steps between two looks at whether it pays to ask a model at all, and between two times it is woken
@@ -66,29 +68,27 @@ class AutoPolicy:
         self._caps_version = 0
         self._num_steps = 0
         self._quiet, self._num_quiet, self._is_quiet = 0, 0, False  # steps to go without a look; requests of the last look; is this one?
+        self._skipped = 0  # quiet steps since the last look
         self._since_plain = PLAIN_EVERY // 2
         self._judging = Median(HOST_SECONDS)  # of planning and judging, for each ask
-        self._load = Load((), costs)
-        self._threshold = 1.0  # below this score a sampled node is not checked; set before anything is drawn
-        self._spent = 0.0  # seconds of drafting in this step
+        self._choice = self._new_choice(())
         self._planned: dict[int, list[Tally]] = {}  # by turn
         self._asked: dict[int, list[Asked]] = {}  # by turn
-        self._checked: dict[int, Draft] = {}  # by turn
-        self._added = 0.0  # seconds that the checked nodes are expected to take
-        self._seen_by_nodes = 0  # cached tokens that they see, summed
 
     def plan(self, turns: Sequence[Turn]) -> Plan:
         self._is_quiet = self._quiet > 0 and len(turns) >= self._num_quiet
         if self._is_quiet:
             self._quiet -= 1
+            self._skipped += 1
             return Plan([], [], False, self._asleep)
-        load = self._load = Load(turns, self.costs)
-        self._spent = self._added = 0.0
-        self._planned, self._asked, self._checked, self._seen_by_nodes = {}, {}, {}, 0
+        choice = self._choice = self._new_choice(turns)
+        load, self._planned, self._asked = choice.load, {}, {}
         self._num_steps += 1
         if load.speaking:  # a step that only reads prompts has no share to give, and must not take what was saved
-            self.probes = min(self.probes + PROBES * load.seconds, load.seconds)
-            self.purse = min(self.purse + INCOME * load.seconds, MOST_SAVED * load.seconds)
+            seconds, self._skipped = (1 + self._skipped) * load.seconds, 0
+            self.probes = min(self.probes + PROBES * seconds, load.seconds)
+            self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * load.seconds)
+            choice.can_lose = self.purse > 0
         cap = self._cap(load) if load.speaking and self.drafters else 0
         self._quiet, self._num_quiet = 0 if cap or not load.speaking else QUIET, len(turns)
         if self._models and load.speaking and (load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0):
@@ -102,21 +102,24 @@ class AutoPolicy:
             if limit > 0:
                 nodes[index] = self._plan_one(index, turns[index].request, limit if limit < cap else cap, asks)
         if self._models:
-            self._threshold = load.row_seconds(sum(nodes)) / load.price
+            choice.threshold = load.row_seconds(sum(nodes)) / load.price
             for drafter, planned in enumerate(asks):
                 if planned and self._can_stop[drafter]:
                     self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
         return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners), self._asleep)
 
+    def _new_choice(self, turns: Sequence[Turn]) -> Choice:
+        return Choice(Load(turns, self.costs), self.costs, self.has_trees, self._cost, self.purse > 0)
+
     def _sleepers(self, cap: int) -> frozenset[int]:
         """Models that would not pay for a request like the others, among several. Now and then they are woken: the text may be another."""
-        if self._load.speaking == 1 or self._num_steps % WAKE_EVERY < SLEEP_EVERY:
+        if self._choice.load.speaking == 1 or self._num_steps % WAKE_EVERY < SLEEP_EVERY:
             return frozenset()
         return frozenset(d for d in self._models if not cap or not self._start(self._records[d], 1.0, cap)[0])
 
     def _least(self, record: Record) -> float:
         """The chance from which it pays to draft another token after one, and to check both."""
-        load = self._load
+        load = self._choice.load
         base = self.costs.base(load.rows + 2)
         chance = USUAL_GAIN * (base[load.rows + 2] - base[load.rows + 1] + load.by_row + record.line.each) / load.price
         return min(round(chance * STEPS_OF_LEAST) / STEPS_OF_LEAST, SURE)
@@ -162,17 +165,18 @@ class AutoPolicy:
 
     def _wanted(self, tally: Tally, record: Record, limit: int) -> int:
         """Of a drafter that runs a model: as many nodes as pay by the rates seen at each depth, or one as a probe."""
-        if self._num_steps >= tally.next_look or limit < tally.count:
-            self._look(tally, record, limit)
-            tally.next_look = self._num_steps + LOOK_EVERY
+        self._look(tally, record, limit)
         tally.probe = 0.0
         if tally.count and self.purse > (record.entry.value if tally.is_new else 0.0):
             return tally.count
         return 1 if self._may_probe(tally, tally.first) else 0
 
     def _look(self, tally: Tally, record: Record, limit: int) -> None:
-        """What asking it promises now."""
-        load, fixed, each = self._load, record.line.fixed, record.line.each
+        """What asking it promises now, every few steps."""
+        if self._num_steps < tally.next_look and limit >= tally.count:
+            return
+        tally.next_look = self._num_steps + LOOK_EVERY
+        load, fixed, each = self._choice.load, record.line.fixed, record.line.each
         count, gained, added = self._start(record, tally.factor, limit)
         base = self.costs.base(load.rows + 1)
         tally.count, tally.first, tally.promise = count, fixed + (base[load.rows + 1] - base[load.rows] + each + load.by_row), 0.0
@@ -181,37 +185,29 @@ class AutoPolicy:
 
     def _start(self, record: Record, factor: float, limit: int) -> tuple[int, float, float]:
         """Of a draft by the rates seen at each depth, for a request that goes so much better: nodes that pay, their tokens, seconds."""
-        load, rates, survival, scores = self._load, record.calibration.rates(), 1.0, []
+        load, rates, survival, scores = self._choice.load, record.calibration.rates(), 1.0, []
         for depth in range(limit):
             survival *= min(rates[min(depth, DEPTHS - 1)] * factor, SURE)
             scores.append(survival)
         base, row = self.costs.base(load.rows + limit), record.line.each + load.by_row
         return best_start(scores, load.speaking, load.seconds, base, load.rows, row, MARGIN, record.line.fixed)
 
-    def reconsider(self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[tuple[int, int]]:
+    def reconsider(
+        self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn], is_flying: bool = False
+    ) -> list[tuple[int, int]]:  # fmt: skip
         """For whom it still pays to ask, now that others have answered. A sampled draft cannot be joined with others: it stands alone, so
         that whoever is asked after it would be asked in vain."""
         if self._records[drafter].is_free:
             return list(asks)
-        kept = []
+        kept, landing = [], LANDING * self._choice.load.seconds if is_flying else 0.0
         for index, count in asks:
             tally, answers = self._planned[index][drafter], self._asked.get(index, ())
             is_sampled = any(one.draft.q is not None for one in answers)
-            if is_sampled or (not tally.probe and any(self._worth(one, turns[index]) > tally.promise for one in answers)):
+            if is_sampled or (not tally.probe and any(self._choice.worth(one, turns[index]) > tally.promise + landing for one in answers)):
                 self.probes += tally.probe
             else:
                 kept.append((index, count))
         return kept
-
-    def _worth(self, asked: Asked, turn: Turn) -> float:
-        """Seconds that a draft is expected to save by itself; how many of its nodes are worth checking is kept with it."""
-        if self.purse <= 0:
-            asked.count, asked.added = 0, 0.0
-            return 0.0
-        load, scores, costs = self._load, asked.scores[1 : 1 + turn.num_lookahead_tokens], self.costs
-        base, each = costs.base(load.rows + len(scores)), costs.per_row_token * turn.request.cache.num_cached
-        asked.count, gained, asked.added = best_start(scores, load.speaking, load.seconds, base, load.rows, each, MARGIN)
-        return gained * load.price - asked.added
 
     def _may_probe(self, tally: Tally, seconds: float) -> bool:
         if self.probes < seconds:
@@ -239,13 +235,14 @@ class AutoPolicy:
             record.seconds.add(seconds / len(asks))
             if not record.is_free:
                 record.line.add(num_drafted / len(asks), seconds / len(asks))
-        self._spent += seconds
+        self._choice.spent += seconds
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
         """A drafter took so long to look at what a pass said."""
         self._records[drafter].learning.add(seconds / max(num_requests, 1))
 
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
+        choice = self._choice
         for index, drafts in proposed.items():
             if index not in self._asked:
                 tallies = self._planned[index]
@@ -253,139 +250,89 @@ class AutoPolicy:
             asked = self._asked[index]
             if len(asked) > 1 and asked[-1].draft.q is not None:  # that it would be used was decided before it was drawn
                 self._asked[index] = asked[-1:]
-        if len(proposed) == 1 and Lone.fits(self._asked[index], self.has_trees):
-            asked = self._asked[index]
-            self._trim_one(index, turns[index], asked[0], self._worth(asked[0], turns[index]))
-        elif (
-            len(proposed) == 1
-            and len(asked) == 2
-            and self._load.has_dear_rows()
-            and all(Lone.fits((one,), self.has_trees) for one in asked)
-        ):
-            self._trim_two(index, turns[index], *asked)
-        else:
-            self._trim_all(turns)
-        return self._checked
-
-    def _trim_two(self, index: int, turn: Turn, one: Asked, two: Asked) -> None:
-        """Two drafts for one request, where rows are dear: the better of them, by who else says so."""
-        standing = AGREED if one.draft.tree.tokens[1] == two.draft.tree.tokens[1] else CONTRADICTED
-        one.compare(standing)
-        two.compare(standing)
-        first, second = self._worth(one, turn), self._worth(two, turn)
-        better, other = (one, two) if first >= second else (two, one)
-        self._trim_one(index, turn, better, max(first, second))
-        other.tally.saved(other.record, 0.0, self._cost(other.record))
-
-    def _trim_one(self, index: int, turn: Turn, asked: Asked, saved: float) -> None:
-        """One request alone, and the first nodes of its draft are the best."""
-        if asked.count:
-            self._added = asked.added
-            self._seen_by_nodes = asked.count * turn.request.cache.num_cached
-            self._checked = {index: first_of(asked.draft, asked.count)}
-        asked.tally.saved(asked.record, saved, self._cost(asked.record))
-
-    def _trim_all(self, turns: Sequence[Turn]) -> None:
-        trees = {i: Lone(asked[0]) if Lone.fits(asked, self.has_trees) else Joined(asked) for i, asked in self._asked.items()}
-        kept: dict[int, list[int]] = {index: [] for index in trees}
-        pool: list[tuple[float, int, int]] = []
-        for index, tree in trees.items():
-            if tree.q is None:
-                pool += [(-tree.scores[node], index, node) for node in (range(1, len(tree.scores)) if self.has_trees else tree.chain())]
-            elif isinstance(tree, Joined):  # drafted first nodes are checked whatever they are: that was decided before they were drawn
-                kept[index] = [n for n, score in enumerate(tree.scores) if n and (score >= self._threshold or tree.parents[n] == 0)]
-        if pool and self.purse > 0:
-            pool.sort()
-            self._admit(turns, pool, kept)
-        num_nodes = sum(len(nodes) for nodes in kept.values())
-        row_seconds = self._load.row_seconds(num_nodes)
-        self._added, self._seen_by_nodes = row_seconds * num_nodes, 0
-        for index, nodes in kept.items():
-            tree = trees[index]
-            self._seen_by_nodes += len(nodes) * turns[index].request.cache.num_cached
-            for asked in self._asked[index]:
-                saved = sum(tree.scores[n] * self._load.price - row_seconds for n in nodes if tree.owner(n) is asked)
-                asked.tally.saved(asked.record, saved, self._cost(asked.record))
-            if nodes:
-                self._checked[index] = tree.cut(nodes)
-
-    def _admit(self, turns: Sequence[Turn], pool: Sequence[tuple[float, int, int]], kept: dict[int, list[int]]) -> None:
-        """Keep the best nodes of all requests together."""
-        load = self._load
-        rows = load.rows + sum(len(nodes) for nodes in kept.values())
-        base = self.costs.base(rows + len(pool))
-        room = [turn.num_lookahead_tokens for turn in turns]
-        scores, added, chosen, cached = [], [], [], 0.0
-        for negative, index, node in pool:
-            if room[index]:
-                room[index] -= 1
-                cached += self.costs.per_row_token * turns[index].request.cache.num_cached
-                chosen.append((index, node))
-                scores.append(-negative)
-                added.append(base[rows + len(chosen)] - base[rows] + cached)
-        for index, node in chosen[: admitted(scores, load.speaking, load.seconds + self._spent, added, MARGIN)]:
-            kept[index].append(node)
-        for nodes in kept.values():
-            nodes.sort()
+        choice.make(turns, self._asked)
+        return choice.checked
 
     def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
         """seconds: from the start of the pass to the commit; None if they would say nothing."""
         if self._is_quiet:
             return
-        load, num_nodes, num_accepted = self._load, 0, 0
-        for index, draft in self._checked.items():
+        load, num_nodes, num_accepted = self._choice.load, 0, 0
+        for index, draft in self._choice.checked.items():
             num_nodes += draft.num_drafted
             num_accepted += verdicts[index].num_accepted if index in verdicts else 0
         self._since_plain = self._since_plain + 1 if num_nodes else 0
         if seconds is not None and load.rows == load.speaking:
-            self.costs.observe(load.rows + num_nodes, load.cached, load.cached + self._seen_by_nodes, seconds)
+            self.costs.observe(load.rows + num_nodes, load.cached, load.cached + self._choice.seen_by_nodes, seconds)
         if self._asked or self._shadowed:
             for index, verdict in verdicts.items():
                 name = turns[index].request.id
                 tallies = self._tallies.get(name)  # None: the request has just ended
                 if tallies is not None and (index in self._asked or name in self._shadowed):
-                    refund, has_shadow = learn(tallies, self._asked.get(index, ()), self._checked.get(index), verdict)
+                    refund, has_shadow = learn(tallies, self._asked.get(index, ()), self._choice.checked.get(index), verdict)
                     self.probes += refund  # whoever is right is soon asked again
                     (self._shadowed.add if has_shadow else self._shadowed.discard)(name)
-        self.purse += num_accepted * load.price - self._added - self._spent
+        self.purse += num_accepted * load.price - self._choice.added - self._choice.spent
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
         """Not where an ask is a probe, paid for one draft, nor for a request that the drafter has not begun to read."""
         tallies = [self._planned[index][drafter] for index, _ in asks]
         return not any(tally.probe or tally.is_new for tally in tallies)
 
+    def lookouts(self, drafter: int, turns: Sequence[Turn]) -> list[tuple[int, list[tuple[int, int]]]]:
+        """While one flies: the others that cost next to nothing, as far as they are worth asking. What they say is about the round after
+        the one that has just landed; a better draft ends the flight."""
+        found, cap = [], self._cap(self._choice.load)
+        for index, turn in enumerate(turns):
+            self._look(self._planned[index][drafter], self._records[drafter], turn.draft_limit)
+        for number in self.order:
+            record, name = self._records[number], self.drafters[number].name
+            asks = []
+            for index, turn in enumerate(turns) if record.is_free and number != drafter else ():
+                limit = min(turn.draft_limit, cap)
+                is_wanted = turn.request.params.speculative_method in (None, name) and not turn.request.is_finished
+                if is_wanted and limit > 0 and self._wanted_free(self._planned[index][number], record, limit):
+                    asks.append((index, limit))
+            if asks:
+                found.append((number, asks))
+        return found
+
     def flown(
         self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
     ) -> None:  # fmt: skip
         """What a round took beyond the pass that is expected to check it is what drafting took: together they are what was measured, and
         what passes take is learned from those that the host saw alone."""
-        load, record, count = self._load, self._records[drafter], len(drafts)
+        load, record, count = self._choice.load, self._records[drafter], len(drafts)
         num_nodes = sum(draft.num_drafted for draft in drafts.values())
-        self._added = load.row_seconds(num_nodes) * num_nodes
+        self._choice.added = load.row_seconds(num_nodes) * num_nodes
         if seconds is not None:
-            drafting = max(seconds - load.seconds - self._added, 0.0)
-            self._added = max(min(seconds - load.seconds, self._added), 0.0)
-            self._spent += drafting
+            drafting = max(seconds - load.seconds - self._choice.added, 0.0)
+            self._choice.added = max(min(seconds - load.seconds, self._choice.added), 0.0)
+            self._choice.spent += drafting
             record.seconds.add(drafting / count)
             record.line.add(num_nodes / count, drafting / count)
         for index, draft in drafts.items():
             one = Asked(draft, record, self._planned[index][drafter])
             for other in self._asked.get(index, ()):
                 other.tally.saved(other.record, 0.0, self._cost(other.record))
-            one.tally.saved(record, sum(one.scores[1:]) * load.price - self._added / count, self._cost(record))
+            one.tally.saved(record, sum(one.scores[1:]) * load.price - self._choice.added / count, self._cost(record))
             self._asked.setdefault(index, []).append(one)
-        self._checked = dict(drafts)
+        self._choice.checked = dict(drafts)
         self.observe(turns, verdicts, None)
         self._num_steps += 1
-        self._asked, self._spent = {}, 0.0  # what others said was about the first round
+        self._asked, self._choice.spent, self._choice.can_lose = {}, 0.0, self.purse > 0  # what others said was about the first round
 
     def charge(self, seconds: float) -> None:
-        """Planning and judging took so long in this step."""
+        """Planning and judging took so long in this step. If nobody was asked, the next look comes when it is paid for."""
+        if self._is_quiet:
+            return
         num_asked = 0
         for asked in self._asked.values():
             num_asked += len(asked)
         if num_asked:
             self._judging.add(seconds / num_asked)
+        elif not self._choice.spent and self._choice.load.speaking:
+            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * self._choice.load.seconds)), QUIET))
 
     def release(self, request: Request) -> None:
         self._tallies.pop(request.id, None)

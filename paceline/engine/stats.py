@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields
 
-from paceline.types import Draft
+from paceline.types import Draft, Proposer, Verdict
 
 NEVER_RIGHT, AFTER = 0.01, 200  # a drafter is reported whose first token was right less often than this in so many drafts
 TOO_RARE = 0.4  # or less often than this share of what was measured when it was trained: texts differ, but not as much
@@ -169,8 +169,15 @@ class Suspicion:
     _seen: dict[str, int] = field(default_factory=dict)
     _right: dict[str, int] = field(default_factory=dict)
 
-    def is_settled(self, name: str) -> bool:
-        return self._seen.get(name, 0) >= AFTER
+    def judge(self, drafter: Proposer, draft: Draft, verdict: Verdict) -> None:
+        if self._seen.get(drafter.name, 0) >= AFTER:
+            return
+        if draft.q is None:
+            tree = draft.tree
+            is_right = any(tree.tokens[n] == verdict.tokens[0] for n, parent in enumerate(tree.parents) if parent == 0)
+        else:
+            is_right = verdict.num_accepted > 0
+        self.note(drafter.name, is_right, getattr(drafter, "usual", 0.0))
 
     def note(self, name: str, is_right: bool, usual: float = 0.0) -> None:
         """Was the first token of a draft right? usual: how often it was when the drafter was trained, 0 if not known."""

@@ -97,7 +97,6 @@ def _start_of(recipe: Recipe, start: Path | None) -> Path | None:
     return start / recipe.kind if (start / recipe.kind).is_dir() else None
 
 
-
 def _known(starts: Sequence[Path | None]) -> Known | None:
     """The tokens that heads draft, and the one that stands for a blank, are their own: other text does not change them."""
     read = [read_head(folder) for folder in starts if folder is not None]
