@@ -2,7 +2,7 @@
 suffix matching, taking turns on the same model.
 
     python scripts/concurrency.py --levels 1,2,4,8,16,32 --plot docs/images/concurrency_cpu.png
-    python scripts/concurrency.py --device cuda --levels 1,2,4,8,16,32,64,128 --plot docs/images/concurrency_gpu.png
+    python scripts/concurrency.py --device cuda --levels 1,2,4,8,16,32,64,128 --rows 8192 --plot docs/images/concurrency_gpu.png
 
 A wave is so many requests with prompts of their own, all writing as many tokens, timed while all of them are. Every engine reads the same
 waves, in an order that turns round, and each level's figure is the speed over all of them, over plain decoding's. A wave in which somebody
@@ -13,6 +13,7 @@ compared with plain decoding's, and on a CPU a single different token is an erro
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from statistics import mean
@@ -108,11 +109,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="lines of JSON with a field turns; default: those of the package")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--waves", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=512, help="in one pass: with many, all requests of a wave begin together")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     levels = [int(level) for level in asked.levels.split(",")]
-    with LLM(asked.model, device=asked.device, max_num_seqs=max(levels), max_model_len=1536, progress=False) as llm:
+    with LLM(
+        asked.model, device=asked.device, max_num_seqs=max(levels), max_num_batched_tokens=asked.rows, max_model_len=1536,
+        enable_prefix_caching=False, progress=False,
+    ) as llm:  # fmt: skip
+        gc.collect()
+        gc.freeze()  # as a server does: a collection that looked at all of it would fall into somebody's wave
         prompts, records, costs = prompts_of(llm, asked.prompts), [], llm.engine.policy.costs
         for level in levels:
             records.append(measure(llm, engines_of(llm, costs), prompts, level, asked.tokens, max(asked.waves, 16 // level)))

@@ -24,6 +24,7 @@ UNSAID = 0.5  # what a drafter that makes no claims is taken to claim
 OWN_MEMORY, OWN_PRIOR = 0.96, 10.0  # of a request's own acceptance: how long it is remembered, and the hits it starts with
 UNLIKELY, DOUBT = 0.002, 0.5  # a streak of mistakes so unlikely halves what is believed of a request, at once
 GAIN_MEMORY = 0.94  # of what asking a drafter gained
+USUAL_LENGTH = 200  # tokens of a request when it is first asked about, until some are
 GRANT, MOST_CREDIT, ALL_CREDIT = 32, 256, 4096  # asks that can be paid: when a request enters, at most, and for all requests together
 
 
@@ -87,7 +88,7 @@ class Record:
         self.calibration = Calibration(known)
         self.seconds = Median(seconds)  # of asking it for one request
         self.line = Line(seconds / 2, seconds / 2)  # of asking one that runs a model, by the nodes it drafts
-        self.entry = Median(seconds)  # of the first ask for a request, which may read all of its text
+        self.entry = Median(seconds / USUAL_LENGTH)  # of the first ask for a request, by token: it may read all of its text
         self.learning = Median(0.0)  # of showing it a request's part of a pass
         self.credit = GRANT * seconds  # seconds that it has saved and not yet cost: new requests get their first asks out of it
 
@@ -153,12 +154,13 @@ class Tally:
     """What is known of one drafter for one request."""
 
     __slots__ = (
-        "_expected", "_hits", "_streak", "count", "credit", "factor", "first", "gain", "is_new", "next_look", "probe", "promise",
-        "shadow", "shadow_node",
+        "_expected", "_hits", "_streak", "count", "credit", "factor", "first", "gain", "is_new", "length", "next_look", "probe",
+        "promise", "shadow", "shadow_node",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = USUAL_LENGTH) -> None:
         self._hits = self._expected = OWN_PRIOR
+        self.length = length  # tokens of the request when it was first seen
         self.factor = 1.0  # by which this request's acceptance differs from the others'
         self.credit = 0.0  # seconds that asking has saved and not yet cost; it is asked while there are any
         self.gain = 0.0  # seconds an ask saves, averaged

@@ -31,8 +31,9 @@ LOAN, MOST_SAVED = 4.0, 16.0  # passes' worth of time in the purse: at first, an
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
+UNSEEN = 2.0  # seconds that asking takes on this side for each that is seen: longer batches are built, judged and committed
 LANDING = 0.4  # of a pass: what it takes to end rounds under way, and to begin again
-LOOKING = 0.01  # of the time, at most, for planning that ends with nobody asked
+LOOKING, MOST_QUIET = 0.005, 64  # of the time, at most, for planning that ends with nobody asked; and steps without another look then
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
 SLEEP_EVERY, WAKE_EVERY = 16, 512  # steps between two looks at whether it pays to ask a model at all, and between two times it is woken
@@ -139,7 +140,7 @@ class AutoPolicy:
         """Whom to ask for this request; the most nodes anybody is asked for."""
         tallies = self._tallies.get(request.id)
         if tallies is None:
-            tallies = self._tallies[request.id] = [Tally() for _ in self._records]
+            tallies = self._tallies[request.id] = [Tally(request.num_tokens) for _ in self._records]
         self._planned[index] = tallies
         most = 0
         for drafter in self.order:
@@ -156,8 +157,9 @@ class AutoPolicy:
     def _wanted_free(self, tally: Tally, record: Record, limit: int) -> int:
         tally.probe = 0.0
         if tally.is_new:  # it may have much to read: out of the purse, while there is something in it
-            return limit if self.purse > 0 or self._may_probe(tally, record.entry.value) else 0
-        return limit if tally.credit > 0 or self._may_probe(tally, self._cost(record)) else 0
+            seconds = record.entry.value * tally.length
+            return limit if self._may_enter(record, seconds) or self._may_probe(tally, seconds + self._judging.value) else 0
+        return limit if (tally.credit > 0 and self.purse > 0) or self._may_probe(tally, self._cost(record)) else 0
 
     def _cost(self, record: Record) -> float:
         """Seconds of asking a drafter for one request, with everything that follows from it on this side."""
@@ -167,7 +169,7 @@ class AutoPolicy:
         """Of a drafter that runs a model: as many nodes as pay by the rates seen at each depth, or one as a probe."""
         self._look(tally, record, limit)
         tally.probe = 0.0
-        if tally.count and self.purse > (record.entry.value if tally.is_new else 0.0):
+        if tally.count and (self._may_enter(record, record.entry.value * tally.length) if tally.is_new else self.purse > 0):
             return tally.count
         return 1 if self._may_probe(tally, tally.first) else 0
 
@@ -209,6 +211,14 @@ class AutoPolicy:
                 kept.append((index, count))
         return kept
 
+    def _may_enter(self, record: Record, seconds: float) -> bool:
+        """Read a request's whole text, while what others enter for in this step leaves something in the purse."""
+        choice = self._choice
+        if self.purse <= choice.entering + (0.0 if record.is_free else seconds):
+            return False
+        choice.entering += seconds
+        return True
+
     def _may_probe(self, tally: Tally, seconds: float) -> bool:
         if self.probes < seconds:
             return False
@@ -218,17 +228,20 @@ class AutoPolicy:
 
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
         """What a drafter answered, and how long it took."""
-        record, entering, num_drafted = self._records[drafter], 0, 0
+        record, entering, num_drafted, probes = self._records[drafter], 0, 0, 0.0
         for (index, _), draft in zip(asks, drafts, strict=True):
             tally, count = self._planned[index][drafter], len(draft.tree.tokens) - 1
             num_drafted += count or 1
+            probes += tally.probe
             if tally.is_new:
-                entering += 1
+                entering += tally.length
                 tally.enter(record, self._cost(record))
             if count:
                 self._asked.setdefault(index, []).append(Asked(draft, record, tally))
             else:
                 tally.saved(record, 0.0, self._cost(record))
+        if probes:
+            self.probes -= max(seconds - probes, 0.0)  # what was paid was a guess
         if entering:
             record.entry.add(seconds / entering)
         else:
@@ -331,8 +344,9 @@ class AutoPolicy:
             num_asked += len(asked)
         if num_asked:
             self._judging.add(seconds / num_asked)
+            self.purse -= UNSEEN * seconds
         elif not self._choice.spent and self._choice.load.speaking:
-            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * self._choice.load.seconds)), QUIET))
+            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * self._choice.load.seconds)), MOST_QUIET))
 
     def release(self, request: Request) -> None:
         self._tallies.pop(request.id, None)

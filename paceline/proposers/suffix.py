@@ -121,9 +121,10 @@ class Suffix:
         self._ends.clear()
 
     def release(self, request: Request) -> None:
-        """Forget the request's tree; its answer joins the past, and the oldest one leaves it if there are too many."""
-        self._live.pop(request.id, None)
-        if not request.num_output or not self.config.suffix_decoding_max_cached_requests:
+        """Forget the request's tree; its answer joins the past, and the oldest one leaves it if there are too many. Not if nobody asked
+        about it: where drafts do not pay, neither does learning."""
+        was_asked = self._live.pop(request.id, None) is not None
+        if not was_asked or not request.num_output or not self.config.suffix_decoding_max_cached_requests:
             return
         self.past.extend(request.output)
         begin = self._ends.popleft() if len(self._ends) >= self.config.suffix_decoding_max_cached_requests else 0
