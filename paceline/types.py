@@ -302,6 +302,7 @@ class Flyer(Proposer, Protocol):
 
     @property
     def most_rounds(self) -> int: ...  # in a row
-    def round_length(self, requests: Sequence[Request]) -> int: ...  # tokens of each draft in rounds of these requests now; 0: it cannot
+    def usual_round(self, num_requests: int) -> int: ...  # tokens of each draft in rounds of so many; 0: there are none
+    def round_length(self, requests: Sequence[Request]) -> int: ...  # the same of these requests now; 0: it cannot
     def fly(self, requests: Sequence[Request], count: int) -> Flown: ...  # slots for all tokens of up to so many rounds are reserved
     def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]: ...  # each in order, the one before committed

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from waves import num_recordings, wave
+from waves import wave
 
 from paceline import LLM, SamplingParams
 from paceline.engine.costs import CostModel
@@ -61,12 +61,12 @@ def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], leve
     names, different, number = list(engines), 0, 0
     while len(counted) < waves and number <= MOST_WAVES * waves:
         chosen = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
-        speeds, texts, before = {}, {}, num_recordings(llm)
+        speeds, texts, before = {}, {}, llm.engine.runner.num_recordings
         for name in names[number % len(names) :] + names[: number % len(names)]:
             speeds[name], texts[name] = wave(llm, engines[name], chosen, params)
         different += sum(a != b for name in names for a, b in zip(texts[name], texts["plain"], strict=True))
         number += 1
-        if number > 1 and num_recordings(llm) == before:  # the first warms up: kernels, what the policy knows of this level
+        if number > 1 and llm.engine.runner.num_recordings == before:  # the first warms up: kernels, what the policy knows of this level
             counted.append(speeds)
     if not counted:
         raise SystemExit(f"{level} requests: graphs were recorded in every one of {number} waves; give more --waves")

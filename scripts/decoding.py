@@ -21,8 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from waves import num_recordings
-
 from paceline import LLM, SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.policy import AutoPolicy
@@ -96,11 +94,11 @@ def main() -> None:
         if asked.seconds and time.perf_counter() - started > asked.seconds:
             break
         prompt = llm.tokenizer.encode_chat([{"role": "user", "content": line["turns"][0]}])
-        texts, found, before = {}, {}, num_recordings(llm)  # type: dict[str, list[int]], dict[str, list[Any]], int
+        texts, found, before = {}, {}, llm.engine.runner.num_recordings  # type: dict[str, list[int]], dict[str, list[Any]], int
         for name in names[number % len(names) :] + names[: number % len(names)]:
             llm.engine = engines[name]
             texts[name], *found[name] = answer(llm, prompt, asked.tokens)
-        if num_recordings(llm) == before:
+        if llm.engine.runner.num_recordings == before:
             counted.append(line["task"])
             for name, (count, seconds) in found.items():
                 for task in (line["task"], "overall"):

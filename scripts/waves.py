@@ -12,11 +12,6 @@ from paceline import LLM, SamplingParams
 from paceline.engine.engine import Engine
 
 
-def num_recordings(llm: LLM) -> int:
-    """CUDA graphs recorded so far: once in a process's life each, and each takes as long as hundreds of passes."""
-    return getattr(getattr(llm.engine.runner.decoder, "capture", None), "num_recordings", 0)
-
-
 def wave(llm: LLM, engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
     """Tokens a second while all are running, and the texts."""
     llm.engine = engine

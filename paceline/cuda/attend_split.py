@@ -1,7 +1,7 @@
 """The Triton kernels of cuda/attention.py: sums of a split, and sums of splits.
 
-A program loads all it needs of a short split before it uses any, and cached keys before it waits for the kernel that computes queries; a
-long split is a pipelined loop. Invariant: tiles of places are folded in one after another, so either way gives the same bits.
+A program that has one tile loads all it needs of it before it uses any, and cached keys before it waits for the kernel that computes
+queries; a longer split is a pipelined loop. Invariant: tiles of places are folded in one after another, so either way gives the same bits.
 """
 
 from __future__ import annotations
@@ -140,36 +140,22 @@ def _at_once(
     peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
     table: tl.tensor, fresh_slots: tl.tensor, fresh_positions: tl.tensor, keys: tl.tensor, values: tl.tensor, masks: tl.tensor,
     row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, kv_head: tl.tensor,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, NUM_TILES: tl.constexpr, IS_EARLY: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """One tile of places or two, all loaded before any is used; queries last, which the kernel before may still compute."""
+    """One tile of places, all loaded before any is used; queries last, which the kernel before may still compute."""
     DTYPE: tl.constexpr = of_query.dtype.element_ty
     n = tl.arange(0, PLACES)
     key, value, line, is_seen = _load_tile(
         lowest, table, fresh_slots, fresh_positions, keys, values, masks, row, is_row, position, num_words, prefix, highest, kv_head,
         DTYPE, KV_HEADS, DIM, PADDED, WINDOW, True,
     )  # fmt: skip
-    if NUM_TILES == 2:
-        next_key, next_value, next_line, is_next_seen = _load_tile(
-            lowest + PLACES, table, fresh_slots, fresh_positions, keys, values, masks, row, is_row, position, num_words, prefix, highest,
-            kv_head, DTYPE, KV_HEADS, DIM, PADDED, WINDOW, True,
-        )  # fmt: skip
     if IS_EARLY:
         wait_for_previous()
     query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
     # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
-    is_place, is_next_place = lowest + n < highest, lowest + PLACES + n < highest
+    is_place = lowest + n < highest
     query, key, value = tl.where(is_query, query, 0.0), tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
-    if NUM_TILES == 2:
-        next_key, next_value = tl.where(is_next_place[:, None], next_key, 0.0), tl.where(is_next_place[:, None], next_value, 0.0)
-    is_seen = is_seen & is_place[None, :]  # a window may begin within a split, and its second tile is then the next split's
-    peak, total, acc = _add_tile(query, key, value, line, is_seen, is_place, keys, values, peak, total, acc, scale, DIM, True)
-    if NUM_TILES == 2:
-        is_next_seen = is_next_seen & is_next_place[None, :]
-        peak, total, acc = _add_tile(
-            query, next_key, next_value, next_line, is_next_seen, is_next_place, keys, values, peak, total, acc, scale, DIM, True
-        )  # fmt: skip
-    return peak, total, acc
+    return _add_tile(query, key, value, line, is_seen, is_place, keys, values, peak, total, acc, scale, DIM, True)
 
 
 @triton.jit
@@ -205,7 +191,7 @@ def attend_split(
     num_splits: tl.tensor, near_size: tl.tensor, far_size: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     REQUESTS: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
-    IS_WHOLE: tl.constexpr, NUM_LOOPS: tl.constexpr, NUM_TILES: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_WHOLE: tl.constexpr, NUM_LOOPS: tl.constexpr, IS_SHORT: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two."""
     let_next_start()
@@ -237,11 +223,11 @@ def attend_split(
     is_query, of_query = is_row[:, None] & (d < DIM)[None, :], q + flat[:, None] * DIM + d[None, :]
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, PADDED), tl.float32)
     table = tables + request * table_width
-    if NUM_TILES > 0:
+    if IS_SHORT:
         peak, total, acc = _at_once(
             of_query, is_query, lowest, highest, scale, peak, total, acc,
             table, slots + start, positions + start, keys, values, masks, row, is_row, position, num_words, prefix, kv_head,
-            KV_HEADS, DIM, PADDED, WINDOW, NUM_TILES, IS_EARLY,
+            KV_HEADS, DIM, PADDED, WINDOW, IS_EARLY,
         )  # fmt: skip
     else:
         peak, total, acc = _in_turn(

@@ -22,7 +22,7 @@ from paceline.cuda.rows import SCALE_BYTES
 LOG2_E = 1.4426950408889634
 FEW, MANY = 16, 512  # requests a program looks through to find its own: few sizes, since each is compiled for
 QUERY_BYTES = 32 * 1024  # of a tile of queries, at most
-FEW_PLACES, FEW_BYTES = 128, 128 * 128 * 2  # keys of a split that are all loaded before any is used, at most
+SHORT_BYTES = 128 * 128 * 2  # of keys that are all loaded before any is used, at most
 
 
 class Sights(Protocol):
@@ -72,13 +72,13 @@ EXACT = Plan(128, 1024, 64, 4, 3, 1, 8, 4)  # whatever the rows
 
 
 class Launch(NamedTuple):
-    """Constants of a launch. Those that depend on the context change no bits: `num_splits`, and no loop where splits are a tile or two."""
+    """Constants of a launch. Those that depend on the context change no bits: `num_splits`, and no loop where splits are a tile each."""
 
     block_m: int  # rows of a tile times the query heads of a KV head
     num_warps: int
     num_stages: int
-    num_loops: int  # where there are no `num_tiles`
-    num_tiles: int  # of every split, 1 or 2, loaded together; 0: loops
+    num_loops: int  # where splits are not short
+    is_short: bool  # every split is one tile
     near_size: int
     far_size: int
     num_splits: int
@@ -106,10 +106,9 @@ def launch_for(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: 
     near = plan.near_size or triton.cdiv(places, PLACES.value) * PLACES.value
     beyond = max(0, places - NEAR.value * near)
     num_splits = NEAR.value + triton.cdiv(beyond, plan.far_size) if beyond else triton.cdiv(places, near)
-    is_small = near <= FEW_PLACES and near * padded * q.element_size() <= FEW_BYTES
-    num_tiles = near // PLACES.value if is_small and not beyond and not is_exact else 0
+    is_short = near == PLACES.value and not beyond and not is_exact and near * padded * q.element_size() <= SHORT_BYTES
     together = min(plan.together, triton.next_power_of_2(num_splits))
-    return Launch(block_m, num_warps, num_stages, plan.num_loops, num_tiles, near, plan.far_size, num_splits, together, plan.at_once)
+    return Launch(block_m, num_warps, num_stages, plan.num_loops, is_short, near, plan.far_size, num_splits, together, plan.at_once)
 
 
 def attend(
@@ -123,7 +122,7 @@ def attend(
     max_context: int,  # cached tokens of one request, at most
     max_rows: int,  # of one request
     out: torch.Tensor,  # [T, heads, dim]
-    is_prefix_old: bool = True,  # its keys were there before the last product began; else they may be of the kernel before this one
+    is_prefix_old: bool = True,  # its keys were there before the last product that let nothing start early; else they may be as new as q
     is_exact: bool = False,  # a row's bits depend on its own context alone, whatever the launch; trees are not such, chains are
 ) -> None:
     num_rows, heads, dim = q.shape
@@ -150,7 +149,7 @@ def attend(
         scale * LOG2_E, num_requests, batch.block_tables.shape[1], batch.masks.shape[1],
         launch.num_splits, launch.near_size, launch.far_size,
         kv_heads, group, dim, padded, looked_through, launch.block_m, window or 0,
-        launch.num_splits == 1, launch.num_loops, launch.num_tiles, launch.num_tiles > 0 and is_prefix_old,
+        launch.num_splits == 1, launch.num_loops, launch.is_short, launch.is_short and is_prefix_old,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
     )  # fmt: skip
     if launch.num_splits > 1:

@@ -25,7 +25,7 @@ FUSED_ROWS = 256  # with more rows of x a product is bound by arithmetic: whole 
 _ENOUGH = 200  # programs that fill a device, three for every two multiprocessors
 _FEW = 100  # three for every four
 _SHORTEST = 512  # inputs of a part of K, at least
-_RUN, _ONE = 4, 8  # inputs of x that are loaded at a time, where it has more rows than so many
+_ALONE = 8  # rows of x, at most, where a product leaves room for the kernels after it
 _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembly
 
 
@@ -117,15 +117,15 @@ def parts(
 ) -> torch.Tensor:
     """x [T, K] -> [S, T, N]: x @ W.T + bias is their sum; float32 if there are several, else of x's dtype.
 
-    `is_early`: the next kernel may start when this one has, and wait. It helps where many small ones follow, and where a large one does
-    it takes the room that these programs need; and somewhere in each layer one must not be let (see cuda/attention.py).
+    `is_early`: of few rows, the next kernel may start when this one has, and wait. It helps where many small ones follow; a large one
+    takes the room that these programs need. Somewhere in each layer one must not be let: see `attend`.
     """
     tile, splits = way_of(len(x), weight, x.dtype, is_exact)
     if splits == 1 or len(x) > FUSED_ROWS:
         return product(x, weight, bias, is_exact=is_exact)[None]
     _check(x, weight, None)
     sums = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
-    _multiply(x, weight, bias, sums, tile, splits, None, is_early=is_early)
+    _multiply(x, weight, bias, sums, tile, splits, None, is_early=is_early and len(x) <= _ALONE)
     return sums
 
 
@@ -182,7 +182,7 @@ def _multiply(
         WHOLE=width % weight.group == 0, FILLED=is_filled,
         ASSEMBLY=x.dtype == torch.bfloat16 and not _INTERPRETED, ACTIVATION=activation, UNROLL=tile.unroll,
         AHEAD=ahead_of(weight) if can_ask else 0, THREADS=32 * tile.warps, IS_EARLY=is_early,
-        RUN=_RUN if weight.is_whole and num_rows > _ONE else 0, num_warps=tile.warps, **LAUNCH,
+        num_warps=tile.warps, **LAUNCH,
     )  # fmt: skip
 
 

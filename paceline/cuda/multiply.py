@@ -137,7 +137,7 @@ def multiply(
     row_step: tl.tensor, group_step: tl.tensor,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr, THREADS: tl.constexpr, IS_EARLY: tl.constexpr, RUN: tl.constexpr = 0,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or [T, N / 2] if gated."""
     if IS_EARLY:
@@ -164,8 +164,6 @@ def multiply(
                 weights, mask = tl.load(lines + group * group_step), is_row
             else:
                 weights, mask = tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0), is_row & (k < width)[:, None]
-            if RUN:  # by eight bytes: such loads go by way of the first-level cache, where other programs find them
-                k = tl.max_contiguous(k, RUN)
             inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [GROUP, BLOCK_T]
             sums = tl.dot(weights, inputs, sums, input_precision="ieee")
         else:

@@ -17,6 +17,7 @@ DEPTHS = 3  # told apart: 1, 2, and all deeper ones
 STANDINGS = 3  # told apart: what nobody else says anything about, what others say too, and what others contradict
 ALONE, AGREED, CONTRADICTED = range(STANDINGS)
 TRUST = 2.0  # observations that a claim itself is worth
+KNOWN_TRUST = 10.0  # and what was seen elsewhere
 MANY = 20.0  # observations after which nothing but them counts
 MEMORY = 0.99  # of a count, from one observation in its bin to the next
 SURE = 0.995  # no claim is taken for more
@@ -49,10 +50,10 @@ class Calibration:
         comes before it."""
         rates, before = [], UNSAID
         for depth in range(DEPTHS):
-            before = self._known[depth] if depth < len(self._known) else before
+            before, trust = (self._known[depth], KNOWN_TRUST) if depth < len(self._known) else (before, TRUST)
             cells = slice(BINS * depth, BINS * (depth + 1))
             seen = sum(self._seen[cells])
-            before = (sum(self._hits[cells]) + TRUST * before) / (seen + TRUST) if seen < MANY else sum(self._hits[cells]) / seen
+            before = (sum(self._hits[cells]) + trust * before) / (seen + trust) if seen < MANY else sum(self._hits[cells]) / seen
             rates.append(before)
         return rates
 
@@ -81,7 +82,7 @@ def scaled(chance: float, factor: float) -> float:
 class Record:
     """What is known of a drafter over all requests."""
 
-    __slots__ = ("calibration", "credit", "entry", "is_free", "learning", "line", "seconds")
+    __slots__ = ("calibration", "credit", "entry", "is_free", "learning", "line", "rounds", "seconds")
 
     def __init__(self, is_free: bool, seconds: float, known: Sequence[float] = ()) -> None:
         self.is_free = is_free
@@ -89,6 +90,7 @@ class Record:
         self.seconds = Median(seconds)  # of asking it for one request
         self.line = Line(seconds / 2, seconds / 2)  # of asking one that runs a model, by the nodes it drafts
         self.entry = Median(seconds / USUAL_LENGTH)  # of the first ask for a request, by token: it may read all of its text
+        self.rounds: dict[int, Median] = {}  # of one that runs them by itself, of a whole round, by how many requests have part in it
         self.learning = Median(0.0)  # of showing it a request's part of a pass
         self.credit = GRANT * seconds  # seconds that it has saved and not yet cost: new requests get their first asks out of it
 

@@ -65,6 +65,7 @@ class Engine:
         self._learners = [(n, drafter) for n, drafter in enumerate(self.policy.drafters) if drafter.needs.verdicts]
         self._num_arrivals = 0
         self._flight: Flight | Rounds | None = None
+        self._committed: float | None = None  # when the last step was, if nothing was waited for since
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +100,7 @@ class Engine:
         flight = self._flight or self._launch()
         self._flight = None
         if flight is None:
+            self._committed = None
             return []
         if isinstance(flight, Flight):
             emissions = self._land(flight)
@@ -151,7 +153,9 @@ class Engine:
         accepted = perf_counter()
         verdicts, emissions = self._commit_all(turns, drafts, judged)
         committed = perf_counter()
-        self.policy.observe(turns, verdicts, None if output.is_first else committed - launched)
+        whole = None if self._committed is None else committed - self._committed
+        self._committed = committed
+        self.policy.observe(turns, verdicts, *((None, None) if output.is_first else (committed - launched, whole)))
         self.policy.charge(planning + perf_counter() - committed)
         self._observe(turns, drafts, verdicts, output.hidden, output.top, plan)
         for index, verdict in verdicts.items():
@@ -185,7 +189,7 @@ class Engine:
                     self._suspicion.judge(self.policy.drafters[who], draft, verdict)
         if flight.goes_on and not self.scheduler.waiting and self._stays_up(flight):
             flight.flown.more()
-        flight.since = committed
+        flight.since = self._committed = committed
         phases = self.phases
         phases.forward += computed - landing
         phases.commit += committed - computed
@@ -224,9 +228,9 @@ class Engine:
         return proposed, None
 
     def _ask(self, number: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[Draft]:
-        drafter, started = self.policy.drafters[number], perf_counter()
+        drafter, before, started = self.policy.drafters[number], self.runner.num_recordings, perf_counter()
         drafts = drafter.propose([turns[i].request for i, _ in asks], [count for _, count in asks])
-        self.policy.heard(number, asks, drafts, perf_counter() - started)
+        self.policy.heard(number, asks, drafts, perf_counter() - started if self.runner.num_recordings == before else None)
         assert all(draft.num_drafted <= count for (_, count), draft in zip(asks, drafts, strict=True)), f"{drafter.name} drafted too much"
         return drafts
 
@@ -383,10 +387,11 @@ class Engine:
                 seen.append(Seen(turn.request, turn.num_new, draft, verdicts.get(index), top, rows))
             first, first_row = end, end_row
         for number, drafter in learning:
-            started, width = perf_counter(), drafter.needs.top_tokens
+            before, started, width = self.runner.num_recordings, perf_counter(), drafter.needs.top_tokens
             is_narrow = likely is not None and 0 < width < likely.shape[1]
             drafter.observe([s._replace(top=None if s.top is None else s.top[:, :width]) for s in seen] if is_narrow else seen)
-            self.policy.shown(number, len(seen), perf_counter() - started)
+            if self.runner.num_recordings == before:
+                self.policy.shown(number, len(seen), perf_counter() - started)
 
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""

@@ -26,10 +26,12 @@ class Policy(Protocol):
     def reconsider(
         self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn], is_flying: bool = False
     ) -> list[tuple[int, int]]: ...
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None: ...
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None: ...
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None: ...
+    def observe(
+        self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None, whole: float | None = None
+    ) -> None: ...
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool: ...  # whether it may run several rounds by itself
     def lookouts(self, drafter: int, turns: Sequence[Turn]) -> list[tuple[int, list[tuple[int, int]]]]: ...  # whom to ask meanwhile
     def flown(
@@ -56,7 +58,7 @@ class FixedPolicy:
     ) -> list[tuple[int, int]]:  # fmt: skip
         return list(asks)
 
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None:
         """Nothing depends on it."""
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
@@ -65,7 +67,9 @@ class FixedPolicy:
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]:
         return {index: drafts[0][1] for index, drafts in proposed.items()}
 
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
+    def observe(
+        self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None, whole: float | None = None
+    ) -> None:  # fmt: skip
         """Nothing depends on it."""
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:

@@ -27,11 +27,11 @@ from paceline.types import Draft, Proposer, Request, Verdict
 
 PROBES = 0.003  # of the time, for asking whom it does not pay to ask
 INCOME = 0.005  # of the time, into the purse
-LOAN, MOST_SAVED = 4.0, 16.0  # passes' worth of time in the purse: at first, and at most
+LOAN, MOST_SAVED, MOST_OWED = 8.0, 16.0, 4.0  # passes' worth of time in the purse: at first, at most, and missing, at most
+LONGEST = 4.0  # steps without drafts: no step counts as longer
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
-UNSEEN = 2.0  # seconds that asking takes on this side for each that is seen: longer batches are built, judged and committed
 LANDING = 0.4  # of a pass: what it takes to end rounds under way, and to begin again
 LOOKING, MOST_QUIET = 0.005, 64  # of the time, at most, for planning that ends with nobody asked; and steps without another look then
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
@@ -58,6 +58,7 @@ class AutoPolicy:
         # Who runs a model comes last, and is not asked where the others promise more.
         self.order = tuple(sorted(range(len(self.drafters)), key=lambda d: not self._records[d].is_free))
         self._can_stop = [hasattr(drafter, "least") for drafter in self.drafters]
+        self._can_fly = [hasattr(drafter, "usual_round") for drafter in self.drafters]
         self._models = [number for number, record in enumerate(self._records) if not record.is_free]
         self._asleep: frozenset[int] = frozenset()  # models that would not pay for a request like the others
         self._num_speaking = 0  # when that was decided
@@ -69,7 +70,11 @@ class AutoPolicy:
         self._caps_version = 0
         self._num_steps = 0
         self._quiet, self._num_quiet, self._is_quiet = 0, 0, False  # steps to go without a look; requests of the last look; is this one?
+        self._host: dict[int, Median] = {}  # by requests: seconds of a step without drafts beyond those of its pass
+        self._is_settled = True  # what the step took is in the purse
         self._skipped = 0  # quiet steps since the last look
+        self._round_of: Record | None = None  # who may run rounds by itself in this step,
+        self._round = (0, 0.0)  # the length of its drafts then, and the seconds that a round saves for each request
         self._since_plain = PLAIN_EVERY // 2
         self._judging = Median(HOST_SECONDS)  # of planning and judging, for each ask
         self._choice = self._new_choice(())
@@ -86,7 +91,7 @@ class AutoPolicy:
         load, self._planned, self._asked = choice.load, {}, {}
         self._num_steps += 1
         if load.speaking:  # a step that only reads prompts has no share to give, and must not take what was saved
-            seconds, self._skipped = (1 + self._skipped) * load.seconds, 0
+            seconds, self._skipped = (1 + self._skipped) * load.seconds * self._thrift(load), 0
             self.probes = min(self.probes + PROBES * seconds, load.seconds)
             self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * load.seconds)
             choice.can_lose = self.purse > 0
@@ -96,6 +101,7 @@ class AutoPolicy:
             self._num_speaking, self._asleep = load.speaking, self._sleepers(cap)
         if not cap or self._since_plain >= PLAIN_EVERY:
             return Plan([], [], False, self._asleep)
+        self._look_at_rounds(turns)
         nodes, asks = [0] * len(turns), [[] for _ in self.drafters]  # type: list[int], list[list[tuple[int, int]]]
         first = self._num_steps % len(turns)  # probes go round
         for index in (*range(first, len(turns)), *range(first)):
@@ -109,6 +115,10 @@ class AutoPolicy:
                     self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
         return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners), self._asleep)
 
+    def _thrift(self, load: Load) -> float:
+        """Among several, drafts gain less and the host's time, not all of which is seen here, is dearer: half as much is risked."""
+        return 1.0 if load.speaking == 1 else 0.5
+
     def _new_choice(self, turns: Sequence[Turn]) -> Choice:
         return Choice(Load(turns, self.costs), self.costs, self.has_trees, self._cost, self.purse > 0)
 
@@ -117,6 +127,31 @@ class AutoPolicy:
         if self._choice.load.speaking == 1 or self._num_steps % WAKE_EVERY < SLEEP_EVERY:
             return frozenset()
         return frozenset(d for d in self._models if not cap or not self._start(self._records[d], 1.0, cap)[0])
+
+    def _look_at_rounds(self, turns: Sequence[Turn]) -> None:
+        """Whether it pays that all requests draft and check by themselves. What was never tried is taken to draft for all as for one."""
+        load, self._round_of = self._choice.load, None
+        for number in self._models if len(turns) == load.speaking else ():
+            length = self.drafters[number].usual_round(len(turns)) if self._can_fly[number] and number not in self._asleep else 0  # type: ignore[attr-defined]
+            if not length:
+                continue
+            record, num_nodes, gained = self._records[number], length * len(turns), 0.0
+            for turn in turns:
+                tallies = self._tallies.get(turn.request.id)
+                gained += sum(self._survivals(record, tallies[number].factor if tallies else 1.0, length))
+            measured = record.rounds.get(len(turns))
+            added = load.row_seconds(num_nodes) * num_nodes + record.line.fixed + length * record.line.each
+            saved = gained * load.price - (measured.value - load.seconds if measured else added)
+            if saved > (MARGIN - 1.0) * load.seconds:
+                self._round_of, self._round = record, (length, saved / len(turns))
+
+    def _survivals(self, record: Record, factor: float, count: int) -> list[float]:
+        """By depth: the chance that a draft is right so far, by the rates seen, for a request that goes so much better."""
+        rates, survival, found = record.calibration.rates(), 1.0, []
+        for depth in range(count):
+            survival *= min(rates[min(depth, DEPTHS - 1)] * factor, SURE)
+            found.append(survival)
+        return found
 
     def _least(self, record: Record) -> float:
         """The chance from which it pays to draft another token after one, and to check both."""
@@ -169,8 +204,11 @@ class AutoPolicy:
         """Of a drafter that runs a model: as many nodes as pay by the rates seen at each depth, or one as a probe."""
         self._look(tally, record, limit)
         tally.probe = 0.0
-        if tally.count and (self._may_enter(record, record.entry.value * tally.length) if tally.is_new else self.purse > 0):
-            return tally.count
+        length, promise = self._round if record is self._round_of else (0, 0.0)
+        count = max(tally.count, length if length <= limit else 0)
+        if count and (self._may_enter(record, record.entry.value * tally.length) if tally.is_new else self.purse > 0):
+            tally.promise = max(tally.promise, promise)
+            return count
         return 1 if self._may_probe(tally, tally.first) else 0
 
     def _look(self, tally: Tally, record: Record, limit: int) -> None:
@@ -187,10 +225,7 @@ class AutoPolicy:
 
     def _start(self, record: Record, factor: float, limit: int) -> tuple[int, float, float]:
         """Of a draft by the rates seen at each depth, for a request that goes so much better: nodes that pay, their tokens, seconds."""
-        load, rates, survival, scores = self._choice.load, record.calibration.rates(), 1.0, []
-        for depth in range(limit):
-            survival *= min(rates[min(depth, DEPTHS - 1)] * factor, SURE)
-            scores.append(survival)
+        load, scores = self._choice.load, self._survivals(record, factor, limit)
         base, row = self.costs.base(load.rows + limit), record.line.each + load.by_row
         return best_start(scores, load.speaking, load.seconds, base, load.rows, row, MARGIN, record.line.fixed)
 
@@ -226,8 +261,8 @@ class AutoPolicy:
         tally.probe = seconds
         return True
 
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
-        """What a drafter answered, and how long it took."""
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None:
+        """What a drafter answered, and how long it took; None if that says nothing."""
         record, entering, num_drafted, probes = self._records[drafter], 0, 0, 0.0
         for (index, _), draft in zip(asks, drafts, strict=True):
             tally, count = self._planned[index][drafter], len(draft.tree.tokens) - 1
@@ -240,6 +275,9 @@ class AutoPolicy:
                 self._asked.setdefault(index, []).append(Asked(draft, record, tally))
             else:
                 tally.saved(record, 0.0, self._cost(record))
+        if seconds is None:
+            self._choice.spent += record.seconds.value * len(asks)
+            return
         if probes:
             self.probes -= max(seconds - probes, 0.0)  # what was paid was a guess
         if entering:
@@ -266,9 +304,13 @@ class AutoPolicy:
         choice.make(turns, self._asked)
         return choice.checked
 
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
-        """seconds: from the start of the pass to the commit; None if they would say nothing."""
+    def observe(
+        self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None, whole: float | None = None
+    ) -> None:  # fmt: skip
+        """seconds: from the start of the pass to the commit; whole: from the last commit to this one. None if they would say nothing."""
         if self._is_quiet:
+            if whole is not None and len(turns) == self._choice.load.speaking:
+                self._note_plain(whole)
             return
         load, num_nodes, num_accepted = self._choice.load, 0, 0
         for index, draft in self._choice.checked.items():
@@ -285,7 +327,28 @@ class AutoPolicy:
                     refund, has_shadow = learn(tallies, self._asked.get(index, ()), self._choice.checked.get(index), verdict)
                     self.probes += refund  # whoever is right is soon asked again
                     (self._shadowed.add if has_shadow else self._shadowed.discard)(name)
-        self.purse += num_accepted * load.price - self._choice.added - self._choice.spent
+        self._settle(num_accepted, whole, is_plain=not num_nodes and not self._asked and not self._choice.spent)
+
+    def _note_plain(self, whole: float) -> None:
+        """A step without drafts took so long, of which the pass is what it is expected to be."""
+        load = self._choice.load
+        if load.rows == load.speaking:
+            self._host.setdefault(load.speaking, Median(whole - load.seconds)).add(whole - load.seconds)
+
+    def _settle(self, num_accepted: int, whole: float | None, is_plain: bool) -> None:
+        """Gains and losses of a step: what it took, all of it, against what steps without drafts take for as many tokens. Where no such
+        step was seen yet, what is known of its parts."""
+        choice, load = self._choice, self._choice.load
+        host = self._host.get(load.speaking) if load.rows == load.speaking and whole is not None else None
+        self._is_settled = is_plain or host is not None
+        if is_plain:
+            if whole is not None:
+                self._note_plain(whole)
+        elif host is not None and whole is not None:
+            usual = load.seconds + host.value
+            self._pay(min(whole, LONGEST * usual) - usual * (1 + num_accepted / load.speaking))
+        else:
+            self._pay(choice.added + choice.spent - num_accepted * load.price)
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
         """Not where an ask is a probe, paid for one draft, nor for a request that the drafter has not begun to read."""
@@ -322,6 +385,7 @@ class AutoPolicy:
             drafting = max(seconds - load.seconds - self._choice.added, 0.0)
             self._choice.added = max(min(seconds - load.seconds, self._choice.added), 0.0)
             self._choice.spent += drafting
+            record.rounds.setdefault(load.speaking, Median(seconds)).add(seconds)
             record.seconds.add(drafting / count)
             record.line.add(num_nodes / count, drafting / count)
         for index, draft in drafts.items():
@@ -331,9 +395,13 @@ class AutoPolicy:
             one.tally.saved(record, sum(one.scores[1:]) * load.price - self._choice.added / count, self._cost(record))
             self._asked.setdefault(index, []).append(one)
         self._choice.checked = dict(drafts)
-        self.observe(turns, verdicts, None)
+        self.observe(turns, verdicts, None, seconds)
         self._num_steps += 1
         self._asked, self._choice.spent, self._choice.can_lose = {}, 0.0, self.purse > 0  # what others said was about the first round
+
+    def _pay(self, seconds: float) -> None:
+        """Out of the purse. One mishap, such as a pause of the whole process, must not end drafting for good."""
+        self.purse = max(self.purse - seconds, -MOST_OWED * self._choice.load.seconds)
 
     def charge(self, seconds: float) -> None:
         """Planning and judging took so long in this step. If nobody was asked, the next look comes when it is paid for."""
@@ -344,10 +412,14 @@ class AutoPolicy:
             num_asked += len(asked)
         if num_asked:
             self._judging.add(seconds / num_asked)
-            self.purse -= UNSEEN * seconds
-        elif not self._choice.spent and self._choice.load.speaking:
-            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * self._choice.load.seconds)), MOST_QUIET))
+            if not self._is_settled:
+                self._pay(seconds)
+        elif not self._choice.spent and self._planned:
+            load = self._choice.load
+            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * self._thrift(load) * load.seconds)), MOST_QUIET))
 
     def release(self, request: Request) -> None:
+        num_speaking = max(self._choice.load.speaking, 1)
+        self._quiet = self._quiet * (num_speaking - 1) // num_speaking  # who comes in its place may be worth asking about
         self._tallies.pop(request.id, None)
         self._shadowed.discard(request.id)

@@ -87,8 +87,11 @@ class Eagle(HeadDrafter):
     def most_rounds(self) -> int:
         return 0 if self._rounds is None else self._rounds.most_rounds
 
+    def usual_round(self, num_requests: int) -> int:
+        return self.longest_chain if self._rounds is not None and num_requests <= self._rounds.most_requests else 0
+
     def round_length(self, requests: Sequence[Request]) -> int:
-        if self._rounds is None or len(requests) > self._rounds.most_requests:
+        if not self.usual_round(len(requests)):
             return 0
         texts = [self._texts.get(request.id) for request in requests]
         is_possible = all(text is not None and text.is_ready and text.request.pick is not None for text in texts)

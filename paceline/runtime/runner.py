@@ -77,6 +77,11 @@ class Runner:
     kv: KvCache
 
     @property
+    def num_recordings(self) -> int:
+        """CUDA graphs recorded so far, by whoever shares the device: what took place meanwhile took hundreds of times as long as usual."""
+        return getattr(getattr(self.decoder, "capture", None), "num_recordings", 0)
+
+    @property
     def config(self) -> ModelConfig:
         return self.decoder.config
 
