@@ -13,8 +13,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from paceline.engine.accounts import MOST_OWED, Accounts
 from paceline.engine.calibrate import Calibration, Tally, cell_of
 from paceline.engine.costs import CostModel, speedup
+from paceline.engine.load import Load
 from paceline.engine.nodes import admitted
 from paceline.engine.plan import FixedPolicy
 from paceline.engine.policy import AutoPolicy
@@ -218,6 +220,68 @@ def test_where_no_draft_can_pay_it_looks_seldom_and_looks_again_when_requests_le
     assert drafter.num_asked == 1
 
 
+def test_a_look_that_asks_nobody_is_paid_for_before_the_next() -> None:
+    drafter = Skilled(sometimes(0.0), 0.9, 0.02)
+    policy = AutoPolicy([drafter], CostModel(FLAT))
+    world = World(policy, FLAT)
+    requests = [world.new_request() for _ in range(4)]
+    looks = []
+    for _ in range(400):
+        world.step(requests)
+        policy.charge(0.1)
+        looks.append(not policy._is_quiet)
+    assert sum(looks[200:]) < 50, "a fiftieth of a step for each, and a quarter of a hundredth of all time"
+    policy._quiet = 40
+    policy.release(requests[0])
+    assert policy._quiet == 30, "one of four is another"
+
+
+def test_the_purse_is_settled_by_what_steps_take() -> None:
+    load = Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1)], CostModel(FLAT))
+    accounts = Accounts(5.0)
+    accounts.purse = 0.0
+    accounts.settle(load, 0, 7.0, known=1.0)
+    assert accounts.purse == -1.0, "nothing is known of steps without drafts"
+    assert not accounts.is_settled
+    for whole in (6.0, 6.0, 6.5):  # one second of the host beside a pass of five
+        accounts.note_plain(load, whole)
+    accounts.purse = 0.0
+    accounts.settle(load, 2, 10.0, known=1.0)
+    assert accounts.purse == pytest.approx(3 * 6.0 - 10.0)
+    accounts.purse = 0.0
+    accounts.settle(load, 0, 1000.0, known=1.0)  # somebody paused the process
+    assert accounts.purse == pytest.approx(-3 * 6.0)
+    for _ in range(9):
+        accounts.settle(load, 0, 20.0, known=1.0)
+    assert accounts.purse == -MOST_OWED * 5.0
+
+
+def test_rounds_of_several_are_tried_where_drafts_for_one_alone_would_not_pay() -> None:
+    """A draft costs a third of a pass, for one as for four, and a token a quarter of it."""
+
+    class Flying(Skilled):
+        def usual_round(self, num_requests: int) -> int:
+            return 8 if num_requests <= 4 else 0
+
+    model = Flying(sometimes(0.7), 0.7, 0.2, is_free=False, name="model")
+    policy = AutoPolicy([model], CostModel(FLAT), known={"model": (0.4, (0.7,))})
+    world = World(policy, FLAT, num_rounds=6, share=0.25)
+    world.run(4, 60)
+    assert world.num_flights > 20
+    assert world.num_tokens * CostModel(FLAT).pass_seconds(4) / 4 / world.seconds > 1.3
+    assert policy._records[0].rounds[4].value == pytest.approx(CostModel(FLAT).pass_seconds(36) + 0.25 * 32 * 0.2)
+
+
+def test_a_time_that_says_nothing_changes_no_record() -> None:
+    policy = AutoPolicy([Skilled(sometimes(1.0))], CostModel(FLAT))
+    turn = Turn(World(policy, FLAT).new_request(), 1, draft_limit=3)
+    plan = policy.plan([turn])
+    before = policy._records[0].entry.value, policy._records[0].seconds.value
+    policy.heard(0, plan.asks[0], policy.drafters[0].propose([turn.request], [3]), None)
+    assert (policy._records[0].entry.value, policy._records[0].seconds.value) == before
+    assert policy._choice.spent == before[1]
+
+
 def test_a_request_that_refuses_drafts_gets_none() -> None:
     policy = AutoPolicy([Skilled(sometimes(1.0))], CostModel(FLAT))
     turns = [_turn(limit) for limit in (0, 3)]
@@ -235,9 +299,9 @@ def _turn(draft_limit: int, temperature: float = 1.0) -> Turn:
 def test_reading_a_long_prompt_does_not_empty_the_purse() -> None:
     """A chunk of a prompt speaks for nobody. What was saved before must be there when the answer begins."""
     policy = AutoPolicy([Skilled(sometimes(1), None, 0.0)], CostModel(CPU))
-    purse, request = policy.purse, Request("long", SamplingParams(), list(range(900)), 900, 0)
+    purse, request = policy.accounts.purse, Request("long", SamplingParams(), list(range(900)), 900, 0)
     policy.plan([Turn(request, 512)])
-    assert policy.purse == purse > 0
+    assert policy.accounts.purse == purse > 0
 
 
 def test_costs_with_steps_are_looked_at_beyond_the_first_drop() -> None:
@@ -253,7 +317,7 @@ def test_a_sampled_tokens_own_chance_never_decides_whether_it_is_checked(own: fl
     kept = set()
     for claim in (own, 0.5):
         policy = AutoPolicy([Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0}))
-        policy.purse = 1e9
+        policy.accounts.purse = 1e9
         turn = _turn(4)
         plan = policy.plan([turn])
         turn.num_lookahead_tokens = 4

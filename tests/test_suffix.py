@@ -195,6 +195,14 @@ def test_past_answers_are_drafted_from_and_the_oldest_forgotten() -> None:
     assert drafted(nothing, request_of([1, 100, 101])) == []
 
 
+def test_an_answer_nobody_asked_about_is_not_remembered() -> None:
+    suffix = drafter()
+    suffix.release(request_of([999, 100, 101, 102], "unasked", num_prompt=1))
+    assert suffix.past.num_held == 0
+    answered(suffix, "asked", [100, 101, 102])
+    assert drafted(suffix, request_of([1, 100, 101])) == [102]
+
+
 def test_what_is_forgotten_is_not_drafted() -> None:
     """Who measures a prompt twice must not be given its answer."""
     one = drafter()

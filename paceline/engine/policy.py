@@ -5,16 +5,16 @@
     trim      after drafting: of all nodes of all requests, those with which the batch is expected to emit most tokens a second
     observe   after the pass: what was right, also of the nodes that were not checked, and what it took
 
-Two accounts keep the promise that drafting is never slower. Asking without expected gain is paid from `probes`, which gets a small share
-of the time; losses are paid from `purse`, which gets the gains and another share, and nothing is checked while it is empty.
-Invariant: a drafter's sampled token never decides whether it is itself checked (a draft with q is cut by what was drawn before a node,
-against a threshold set before it was drawn); else a policy could change the text, and only its time may change.
+What all this may cost is limited by two accounts (accounts.py): nothing is checked, and nobody asked but now and then, while the purse is
+empty. Invariant: a drafter's sampled token never decides whether it is itself checked (a draft with q is cut by what was drawn before a
+node, against a threshold set before it was drawn); else a policy could change the text, and only its time may change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from paceline.engine.accounts import Accounts, thrift
 from paceline.engine.calibrate import DEPTHS, SURE, Asked, Record, Tally
 from paceline.engine.choice import MARGIN, Choice
 from paceline.engine.costs import CostModel, Median
@@ -25,10 +25,6 @@ from paceline.engine.plan import Plan, Proposed
 from paceline.engine.scheduler import Turn
 from paceline.types import Draft, Proposer, Request, Verdict
 
-PROBES = 0.003  # of the time, for asking whom it does not pay to ask
-INCOME = 0.005  # of the time, into the purse
-LOAN, MOST_SAVED, MOST_OWED = 8.0, 16.0, 4.0  # passes' worth of time in the purse: at first, at most, and missing, at most
-LONGEST = 4.0  # steps without drafts: no step counts as longer
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
@@ -65,13 +61,11 @@ class AutoPolicy:
         self._learners = [number for number, drafter in enumerate(self.drafters) if drafter.needs.top_tokens]  # from likely tokens
         self._tallies: dict[str, list[Tally]] = {}
         self._shadowed: set[str] = set()  # requests with a draft that has been right so far and was not checked to its end
-        self.purse, self.probes = LOAN * one, 0.0
+        self.accounts = Accounts(one)
         self._caps: dict[tuple[int, int, int], int] = {}
         self._caps_version = 0
         self._num_steps = 0
         self._quiet, self._num_quiet, self._is_quiet = 0, 0, False  # steps to go without a look; requests of the last look; is this one?
-        self._host: dict[int, Median] = {}  # by requests: seconds of a step without drafts beyond those of its pass
-        self._is_settled = True  # what the step took is in the purse
         self._skipped = 0  # quiet steps since the last look
         self._round_of: Record | None = None  # who may run rounds by itself in this step,
         self._round = (0, 0.0)  # the length of its drafts then, and the seconds that a round saves for each request
@@ -91,10 +85,8 @@ class AutoPolicy:
         load, self._planned, self._asked = choice.load, {}, {}
         self._num_steps += 1
         if load.speaking:  # a step that only reads prompts has no share to give, and must not take what was saved
-            seconds, self._skipped = (1 + self._skipped) * load.seconds * self._thrift(load), 0
-            self.probes = min(self.probes + PROBES * seconds, load.seconds)
-            self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * load.seconds)
-            choice.can_lose = self.purse > 0
+            self.accounts.earn(load, 1 + self._skipped)
+            self._skipped, choice.can_lose = 0, self.accounts.purse > 0
         cap = self._cap(load) if load.speaking and self.drafters else 0
         self._quiet, self._num_quiet = 0 if cap or not load.speaking else QUIET, len(turns)
         if self._models and load.speaking and (load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0):
@@ -115,12 +107,8 @@ class AutoPolicy:
                     self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
         return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners), self._asleep)
 
-    def _thrift(self, load: Load) -> float:
-        """Among several, drafts gain less and the host's time, not all of which is seen here, is dearer: half as much is risked."""
-        return 1.0 if load.speaking == 1 else 0.5
-
     def _new_choice(self, turns: Sequence[Turn]) -> Choice:
-        return Choice(Load(turns, self.costs), self.costs, self.has_trees, self._cost, self.purse > 0)
+        return Choice(Load(turns, self.costs), self.costs, self.has_trees, self._cost, self.accounts.purse > 0)
 
     def _sleepers(self, cap: int) -> frozenset[int]:
         """Models that would not pay for a request like the others, among several. Now and then they are woken: the text may be another."""
@@ -194,7 +182,7 @@ class AutoPolicy:
         if tally.is_new:  # it may have much to read: out of the purse, while there is something in it
             seconds = record.entry.value * tally.length
             return limit if self._may_enter(record, seconds) or self._may_probe(tally, seconds + self._judging.value) else 0
-        return limit if (tally.credit > 0 and self.purse > 0) or self._may_probe(tally, self._cost(record)) else 0
+        return limit if (tally.credit > 0 and self.accounts.purse > 0) or self._may_probe(tally, self._cost(record)) else 0
 
     def _cost(self, record: Record) -> float:
         """Seconds of asking a drafter for one request, with everything that follows from it on this side."""
@@ -206,7 +194,7 @@ class AutoPolicy:
         tally.probe = 0.0
         length, promise = self._round if record is self._round_of else (0, 0.0)
         count = max(tally.count, length if length <= limit else 0)
-        if count and (self._may_enter(record, record.entry.value * tally.length) if tally.is_new else self.purse > 0):
+        if count and (self._may_enter(record, record.entry.value * tally.length) if tally.is_new else self.accounts.purse > 0):
             tally.promise = max(tally.promise, promise)
             return count
         return 1 if self._may_probe(tally, tally.first) else 0
@@ -241,7 +229,7 @@ class AutoPolicy:
             tally, answers = self._planned[index][drafter], self._asked.get(index, ())
             is_sampled = any(one.draft.q is not None for one in answers)
             if is_sampled or (not tally.probe and any(self._choice.worth(one, turns[index]) > tally.promise + landing for one in answers)):
-                self.probes += tally.probe
+                self.accounts.probes += tally.probe
             else:
                 kept.append((index, count))
         return kept
@@ -249,15 +237,14 @@ class AutoPolicy:
     def _may_enter(self, record: Record, seconds: float) -> bool:
         """Read a request's whole text, while what others enter for in this step leaves something in the purse."""
         choice = self._choice
-        if self.purse <= choice.entering + (0.0 if record.is_free else seconds):
+        if self.accounts.purse <= choice.entering + (0.0 if record.is_free else seconds):
             return False
         choice.entering += seconds
         return True
 
     def _may_probe(self, tally: Tally, seconds: float) -> bool:
-        if self.probes < seconds:
+        if not self.accounts.may_probe(seconds):
             return False
-        self.probes -= seconds
         tally.probe = seconds
         return True
 
@@ -279,7 +266,7 @@ class AutoPolicy:
             self._choice.spent += record.seconds.value * len(asks)
             return
         if probes:
-            self.probes -= max(seconds - probes, 0.0)  # what was paid was a guess
+            self.accounts.probes -= max(seconds - probes, 0.0)  # what was paid was a guess
         if entering:
             record.entry.add(seconds / entering)
         else:
@@ -309,8 +296,8 @@ class AutoPolicy:
     ) -> None:  # fmt: skip
         """seconds: from the start of the pass to the commit; whole: from the last commit to this one. None if they would say nothing."""
         if self._is_quiet:
-            if whole is not None and len(turns) == self._choice.load.speaking:
-                self._note_plain(whole)
+            if len(turns) == self._choice.load.speaking:
+                self.accounts.note_plain(self._choice.load, whole)
             return
         load, num_nodes, num_accepted = self._choice.load, 0, 0
         for index, draft in self._choice.checked.items():
@@ -325,30 +312,12 @@ class AutoPolicy:
                 tallies = self._tallies.get(name)  # None: the request has just ended
                 if tallies is not None and (index in self._asked or name in self._shadowed):
                     refund, has_shadow = learn(tallies, self._asked.get(index, ()), self._choice.checked.get(index), verdict)
-                    self.probes += refund  # whoever is right is soon asked again
+                    self.accounts.probes += refund  # whoever is right is soon asked again
                     (self._shadowed.add if has_shadow else self._shadowed.discard)(name)
-        self._settle(num_accepted, whole, is_plain=not num_nodes and not self._asked and not self._choice.spent)
-
-    def _note_plain(self, whole: float) -> None:
-        """A step without drafts took so long, of which the pass is what it is expected to be."""
-        load = self._choice.load
-        if load.rows == load.speaking:
-            self._host.setdefault(load.speaking, Median(whole - load.seconds)).add(whole - load.seconds)
-
-    def _settle(self, num_accepted: int, whole: float | None, is_plain: bool) -> None:
-        """Gains and losses of a step: what it took, all of it, against what steps without drafts take for as many tokens. Where no such
-        step was seen yet, what is known of its parts."""
-        choice, load = self._choice, self._choice.load
-        host = self._host.get(load.speaking) if load.rows == load.speaking and whole is not None else None
-        self._is_settled = is_plain or host is not None
-        if is_plain:
-            if whole is not None:
-                self._note_plain(whole)
-        elif host is not None and whole is not None:
-            usual = load.seconds + host.value
-            self._pay(min(whole, LONGEST * usual) - usual * (1 + num_accepted / load.speaking))
+        if num_nodes or self._asked or self._choice.spent:
+            self.accounts.settle(load, num_accepted, whole, self._choice.added + self._choice.spent)
         else:
-            self._pay(choice.added + choice.spent - num_accepted * load.price)
+            self.accounts.note_plain(load, whole)
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
         """Not where an ask is a probe, paid for one draft, nor for a request that the drafter has not begun to read."""
@@ -397,11 +366,8 @@ class AutoPolicy:
         self._choice.checked = dict(drafts)
         self.observe(turns, verdicts, None, seconds)
         self._num_steps += 1
-        self._asked, self._choice.spent, self._choice.can_lose = {}, 0.0, self.purse > 0  # what others said was about the first round
-
-    def _pay(self, seconds: float) -> None:
-        """Out of the purse. One mishap, such as a pause of the whole process, must not end drafting for good."""
-        self.purse = max(self.purse - seconds, -MOST_OWED * self._choice.load.seconds)
+        self._asked, self._choice.spent = {}, 0.0  # what others said was about the first round
+        self._choice.can_lose = self.accounts.purse > 0
 
     def charge(self, seconds: float) -> None:
         """Planning and judging took so long in this step. If nobody was asked, the next look comes when it is paid for."""
@@ -412,11 +378,11 @@ class AutoPolicy:
             num_asked += len(asked)
         if num_asked:
             self._judging.add(seconds / num_asked)
-            if not self._is_settled:
-                self._pay(seconds)
+            if not self.accounts.is_settled:
+                self.accounts.pay(seconds, self._choice.load)
         elif not self._choice.spent and self._planned:
             load = self._choice.load
-            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * self._thrift(load) * load.seconds)), MOST_QUIET))
+            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * thrift(load) * load.seconds)), MOST_QUIET))
 
     def release(self, request: Request) -> None:
         num_speaking = max(self._choice.load.speaking, 1)

@@ -115,10 +115,12 @@ class Listening(FixedPolicy):
         self._num_cached, self._num_checked = self._turn.request.cache.num_cached, 0
         return super().plan(turns)
 
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None:
         ((_, count),), (draft,) = asks, drafts
         assert self._turn is not None, "nobody is asked before a plan"
-        if self._guesses:
+        if seconds is None:
+            pass
+        elif self._guesses:
             self.times.asking.append(seconds if self.drafters[drafter].is_free else seconds / count)
         else:
             self.times.entering.append(seconds)
@@ -132,7 +134,9 @@ class Listening(FixedPolicy):
         self._num_checked = sum(draft.num_drafted for draft in checked.values())
         return checked
 
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
+    def observe(
+        self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None, whole: float | None = None
+    ) -> None:  # fmt: skip
         if seconds is not None and turns[0].num_new == 1:
             self.times.passing.append((1 + self._num_checked, self._num_cached, seconds))
 

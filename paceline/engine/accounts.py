@@ -1,0 +1,62 @@
+"""What drafting may cost, in seconds. No tensors, no clock of its own.
+
+Two accounts keep the promise that drafting is never slower. Asking without expected gain is paid from `probes`, which gets a small share
+of the time; losses are paid from `purse`, which gets the gains and another share. Invariant: gains and losses are what steps really took,
+all of it, against steps without drafts for as many tokens, as soon as such steps were seen.
+"""
+
+from __future__ import annotations
+
+from paceline.engine.costs import Median
+from paceline.engine.load import Load
+
+PROBES = 0.003  # of the time, for asking whom it does not pay to ask
+INCOME = 0.005  # of the time, into the purse
+LOAN, MOST_SAVED, MOST_OWED = 8.0, 16.0, 4.0  # passes' worth of time in the purse: at first, at most, and missing, at most
+LONGEST = 4.0  # steps without drafts: no step counts as longer
+
+
+def thrift(load: Load) -> float:
+    """Among several, drafts gain less and the host's time, not all of which is seen here, is dearer: half as much is risked."""
+    return 1.0 if load.speaking == 1 else 0.5
+
+
+class Accounts:
+    __slots__ = ("_host", "is_settled", "probes", "purse")
+
+    def __init__(self, one: float) -> None:
+        """one: seconds of a pass of one row."""
+        self.purse, self.probes = LOAN * one, 0.0
+        self._host: dict[int, Median] = {}  # by requests: seconds of a step without drafts beyond those of its pass
+        self.is_settled = True  # what the last step took is in the purse
+
+    def earn(self, load: Load, num_steps: int) -> None:
+        """The shares of so many steps' time."""
+        seconds = num_steps * load.seconds * thrift(load)
+        self.probes = min(self.probes + PROBES * seconds, load.seconds)
+        self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * load.seconds)
+
+    def may_probe(self, seconds: float) -> bool:
+        if self.probes < seconds:
+            return False
+        self.probes -= seconds
+        return True
+
+    def pay(self, seconds: float, load: Load) -> None:
+        """Out of the purse. One mishap, such as a pause of the whole process, must not end drafting for good."""
+        self.purse = max(self.purse - seconds, -MOST_OWED * load.seconds)
+
+    def note_plain(self, load: Load, whole: float | None) -> None:
+        """A step without drafts took so long, of which the pass is what it is expected to be."""
+        if whole is not None and load.rows == load.speaking:
+            self._host.setdefault(load.speaking, Median(whole - load.seconds)).add(whole - load.seconds)
+
+    def settle(self, load: Load, num_accepted: int, whole: float | None, known: float) -> None:
+        """Of a step in which somebody was asked. known: what its drafts are known to have taken, where steps without were not seen yet."""
+        host = self._host.get(load.speaking) if load.rows == load.speaking else None
+        self.is_settled = host is not None and whole is not None
+        if host is not None and whole is not None:
+            usual = load.seconds + host.value
+            self.pay(min(whole, LONGEST * usual) - usual * (1 + num_accepted / load.speaking), load)
+        else:
+            self.pay(known - num_accepted * load.price, load)
