@@ -110,13 +110,15 @@ def model(tokens: Sequence[int], seed: int = 0, dtype: str = DTYPE) -> np.ndarra
 class Untimed(AutoPolicy):
     """Never looks at the clock, so that what it chooses is the same every time."""
 
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float) -> None:
+    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None:
         super().heard(drafter, asks, drafts, 1e-6)
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
         super().shown(drafter, num_requests, 1e-6)
 
-    def observe(self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None) -> None:
+    def observe(
+        self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None, whole: float | None = None
+    ) -> None:  # fmt: skip
         super().observe(turns, verdicts, None)
 
     def charge(self, seconds: float) -> None:
