@@ -192,10 +192,9 @@ class AutoPolicy:
         """Of a drafter that runs a model: as many nodes as pay by the rates seen at each depth, or one as a probe."""
         self._look(tally, record, limit)
         tally.probe = 0.0
-        length, promise = self._round if record is self._round_of else (0, 0.0)
+        length = self._round[0] if record is self._round_of else 0
         count = max(tally.count, length if length <= limit else 0)
         if count and (self._may_enter(record, record.entry.value * tally.length) if tally.is_new else self.accounts.purse > 0):
-            tally.promise = max(tally.promise, promise)
             return count
         return 1 if self._may_probe(tally, tally.first) else 0
 
@@ -225,10 +224,11 @@ class AutoPolicy:
         if self._records[drafter].is_free:
             return list(asks)
         kept, landing = [], LANDING * self._choice.load.seconds if is_flying else 0.0
+        of_round = self._round[1] if self._records[drafter] is self._round_of else 0.0
         for index, count in asks:
             tally, answers = self._planned[index][drafter], self._asked.get(index, ())
-            is_sampled = any(one.draft.q is not None for one in answers)
-            if is_sampled or (not tally.probe and any(self._choice.worth(one, turns[index]) > tally.promise + landing for one in answers)):
+            is_sampled, promise = any(one.draft.q is not None for one in answers), max(tally.promise, of_round) + landing
+            if is_sampled or (not tally.probe and any(self._choice.worth(one, turns[index]) > promise for one in answers)):
                 self.accounts.probes += tally.probe
             else:
                 kept.append((index, count))

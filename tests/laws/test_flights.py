@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from paceline.engine.engine import Engine
 from paceline.params import SamplingParams
 from paceline.types import Request
+from tests.laws.fakes import AlwaysRight
 from tests.laws.harness import engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import DRAFTER_NAMES, expected, make
 
@@ -62,6 +64,29 @@ def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
         said += sum(len(emission.tokens) for emission in engine.step())
         assert len(launched) == min(said + 1, 6), "one pass is on its way while there is more to say"
     assert launched == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_draft_for_which_something_was_recorded_is_not_timed() -> None:
+    """Every other draft: a recording takes hundreds of times as long, once, and would be believed."""
+    engine = ahead(engine_with(AlwaysRight(), is_auto=True))
+    decoder, drafter = engine.runner.decoder, engine.policy.drafters[0]
+    decoder.capture = SimpleNamespace(num_recordings=0)  # type: ignore[attr-defined]
+    propose, heard, times = drafter.propose, engine.policy.heard, []
+
+    def recording(*arguments: Any) -> Any:
+        decoder.capture.num_recordings += len(times) % 2  # type: ignore[attr-defined]
+        return propose(*arguments)
+
+    def listening(number: int, asks: Any, drafts: Any, seconds: float | None) -> None:
+        times.append(seconds)
+        heard(number, asks, drafts, seconds)
+
+    drafter.propose, engine.policy.heard = recording, listening  # type: ignore[method-assign]
+    request = request_of(prompts(1, seed=23)[0], SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True))
+    run(engine, [request])
+    assert request.output == expected(request)
+    assert len(times) > 1
+    assert [seconds is None for seconds in times] == [i % 2 == 1 for i in range(len(times))]
 
 
 def check_stopped(engine: Engine, requests: Sequence[Request], when: int) -> None:
