@@ -164,7 +164,7 @@ class Segment(NamedTuple):
 class Columns(NamedTuple):
     """Everything a forward pass reads, flat over requests, as lists of whole numbers."""
 
-    input_ids: list[int]  # [T]
+    input_ids: list[int]  # [T]; -1 - i: what the pass before picked at the i-th of its wanted rows, where passes run by themselves
     positions: list[int]  # [T]
     slots: list[int]  # [T]: where each row's K/V is written
     parents: list[int]  # [T]: row of the parent within this pass, or -1 if the row follows the cached prefix directly

@@ -2,9 +2,10 @@
 
     python scripts/playback.py --prompts spec_bench_dev.jsonl --texts texts.json --levels 1,2,4,8,16,32,64,128
 
-The engine, the policy and suffix matching are the real ones, so the host's time is real; a pass takes what it takes on an H200 with
-SmolLM2-135M (PASS_MS), and a head stands in for EAGLE: right as often, and able to draft and check in rounds without the host. Prints
-tokens a second over plain decoding. Texts are written once, which takes minutes on a CPU, and kept. Invariant: every text is the one that
+The engine, the policy, suffix matching and what fills a pass's inputs are the real ones, so the host's time is real. A pass takes what it
+takes on an H200 with SmolLM2-135M (PASS_MS) and begins when the one before has ended; a head stands in for EAGLE: right as often, and able
+to draft and check in rounds without the host. Prints tokens a second over plain decoding. Texts are written once, which takes minutes on a
+CPU, and kept. Invariant: every text is the one that
 is played back.
 """
 
@@ -26,12 +27,14 @@ import torch
 from waves import wave
 
 from paceline import LLM, SamplingParams
+from paceline.cuda.batch import Bucket, Inputs, bucket_for
 from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
 from paceline.engine.plan import FixedPolicy
 from paceline.engine.policy import AutoPolicy
 from paceline.prompts import load
 from paceline.proposers import registry
+from paceline.runtime.batch import build
 from paceline.types import Draft, Needs, Output, Request, Round, Segment
 from paceline.verify.tree import Tree
 
@@ -71,10 +74,16 @@ class Player:
     def __init__(self, llm: LLM) -> None:
         self.kv, self.config = llm.engine.runner.kv, llm.engine.runner.config
         self.decoder = SimpleNamespace(runs_by_itself=True, checks_trees=True, is_exact=False, config=self.config)
-        self.texts: dict[int, list[int]] = {}  # by a request's cache
+        self.texts: dict[int, list[int]] = {}  # by a request's blocks
         self.free_at = 0.0  # when the device has done all it was given
+        self._inputs: dict[Bucket, Inputs] = {}
 
     def forward(self, segments: Sequence[Segment], **_: Any) -> Output:
+        columns = build(segments, self.kv).columns
+        bucket = bucket_for(columns)
+        if bucket not in self._inputs:
+            self._inputs[bucket] = Inputs(bucket, 0, torch.device("cpu"))
+        self._inputs[bucket].fill(columns, [pick for segment in segments for pick in [segment.pick] * segment.num_logits if pick])
         picked = [token for segment in segments for token in self._picked(segment)]
         rows = sum(len(segment.tokens) for segment in segments)
         milliseconds = list(PASS_MS.values())[bisect.bisect_left(list(PASS_MS), rows)]
@@ -83,12 +92,12 @@ class Player:
 
     def _picked(self, segment: Segment) -> list[int]:
         """After each wanted row: what follows in the text, if the row's path is the text."""
-        text, found = self.texts[id(segment.cache)], []
+        text, found = self.texts[id(segment.cache.blocks)], []
         places, is_right = [0] * len(segment.tokens), [False] * len(segment.tokens)
         for i, token in enumerate(segment.tokens):
             parent = i - 1 if segment.parents is None else segment.parents[i]
             places[i] = segment.cache.num_cached if parent < 0 else places[parent] + 1
-            is_right[i] = (parent < 0 or is_right[parent]) and places[i] + 1 < len(text) and text[places[i]] == token
+            is_right[i] = (parent < 0 or is_right[parent]) and places[i] + 1 < len(text) and (token < 0 or text[places[i]] == token)
             if i >= len(segment.tokens) - segment.num_logits:
                 found.append(text[places[i] + 1] if is_right[i] else 0)
         return found
@@ -115,7 +124,7 @@ class Head:
         done = time.perf_counter() + 1e-3 * DRAFT_MS * (1 + FOR_EACH * len(requests))
         drafts = []
         for request, budget in zip(requests, budgets, strict=True):
-            tokens, chances = self.chain(self.player.texts[id(request.cache)], len(request.tokens))
+            tokens, chances = self.chain(self.player.texts[id(request.cache.blocks)], len(request.tokens))
             count = min(budget, LENGTH)
             drafts.append(Draft(Tree.chain(request.tokens[-1], tokens[:count]), self.name, None, tuple(chances[: 1 + count])))
         wait_until(done)
@@ -145,7 +154,7 @@ class Rounds:
 
     def __init__(self, head: Head, requests: Sequence[Request], count: int) -> None:
         self._head, self.num_left = head, count
-        self._texts = [head.player.texts[id(request.cache)] for request in requests]
+        self._texts = [head.player.texts[id(request.cache.blocks)] for request in requests]
         self._places = [len(request.tokens) for request in requests]
         self._said: list[tuple[Round, float]] = []
         for _ in range(min(2, count)):
@@ -224,7 +233,7 @@ def main() -> None:
         texts, player, add = texts_of(llm, asked.prompts, asked.texts, asked.tokens), Player(llm), llm._add
 
         def added(requests: list[Request]) -> Any:
-            player.texts.update({id(request.cache): texts[tuple(request.tokens)] for request in requests})
+            player.texts.update({id(request.cache.blocks): texts[tuple(request.tokens)] for request in requests})
             return add(requests)
 
         llm._add = added  # type: ignore[method-assign]

@@ -228,6 +228,7 @@ def test_a_look_that_asks_nobody_is_paid_for_before_the_next() -> None:
     looks = []
     for _ in range(400):
         world.step(requests)
+        policy.looked(0.1)
         policy.charge(0.1)
         looks.append(not policy._is_quiet)
     assert sum(looks[200:]) < 50, "a fiftieth of a step for each, and a quarter of a hundredth of all time"

@@ -1,8 +1,8 @@
 """A batch in the memory of a GPU: one buffer, filled by one copy, padded to the sizes of a bucket.
 
 A CUDA graph reads from fixed addresses and launches fixed grids, so a batch is padded to a bucket of (rows, requests, rows of one request,
-context) and every bucket has its own buffer. Invariant: padding rows write only to the trash slot, which no request owns, and see
-only themselves; padding requests have no rows but the last, one more than the bucket says, which has all padding rows.
+context) and every bucket has its own buffer. Invariant: padding rows write only to the trash slot, which no request owns, and are no
+request's: attention leaves them out, and whatever they hold stays in their own rows; padding requests have no rows.
 """
 
 from __future__ import annotations
@@ -69,16 +69,15 @@ def bucket_for(columns: Columns) -> Bucket:
 def bucket_of(num_rows: int, num_requests: int, longest: int, length: int) -> Bucket:
     """longest: rows of one request; length: cached tokens of one."""
     rows, requests = next_size(ROWS, num_rows), next_size(REQUESTS, num_requests)
-    return Bucket(rows, requests, next_size(MAX_ROWS, max(longest, rows - num_rows)), context_for(length))
+    return Bucket(rows, requests, next_size(MAX_ROWS, longest), context_for(length))
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
-    """[T, W] int64 masks, each row its parent's and its own bit. Bits wrap around, which only an empty batch's padding needs."""
+    """[T, W] int64 masks, each row its parent's and its own bit."""
     masks = [0] * len(parents)
     for first, end in pairwise(starts):
         for row in range(first, end):
-            above = masks[parents[row]] if parents[row] >= 0 else 0
-            masks[row] = above | 1 << (row - first) % (WORD * num_words)
+            masks[row] = (masks[parents[row]] if parents[row] >= 0 else 0) | 1 << (row - first)
     return mask_words(masks, num_words)
 
 
@@ -93,11 +92,11 @@ NOTHING = Columns([], [], [], [], [], [0], [], [], [])
 
 
 class Inputs:
-    """The buffer of one bucket, here and on the device."""
+    """The buffer of one bucket, on the device and twice here: a pass may be filled in while the copy for the one before is on its way."""
 
     def __init__(self, bucket: Bucket, trash_slot: int, device: torch.device) -> None:
         self.bucket, self.trash_slot = bucket, trash_slot
-        rows, requests = bucket.rows, bucket.requests + 1
+        rows, requests = bucket.rows, bucket.requests
         blocks = bucket.context // BLOCK_SIZE + -(-bucket.max_rows // BLOCK_SIZE) + 1
         self._shapes: dict[str, tuple[int, ...]] = {
             "picks": (3, 2 * rows), "masks": (rows, 2 * bucket.num_words),  # first, so that their 64-bit words are aligned
@@ -105,9 +104,9 @@ class Inputs:
             "starts": (requests + 1,), "prefix_lens": (requests,), "block_tables": (requests, blocks),
         }  # fmt: skip
         size = sum(int(np.prod(shape)) for shape in self._shapes.values())
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._hosts = [(host, {name: part.numpy() for name, part in self._cut(host).items()}) for host in hosts]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._parts = {name: part.numpy() for name, part in self._cut(self._host).items()}
         parts = self._cut(self._device)
         temperatures, self.seeds, self.places = parts.pop("picks").view(torch.int64)  # [T] each
         self.temperatures = temperatures.view(torch.float64)
@@ -120,28 +119,32 @@ class Inputs:
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
     def fill(self, columns: Columns, picks: Sequence[Pick] | None) -> None:
-        """Copy a batch to the device. The last copy must have arrived: whoever read a pass's results has waited for it."""
+        """Copy a batch to the device. The last copy but one must have arrived: whoever read a pass's results has waited for it."""
+        self._hosts.reverse()
+        host, to = self._hosts[0]
         if picks is not None:
-            self._fill_picks(columns, picks)
-        to, rows, requests = self._parts, len(columns.slots), len(columns.prefix_lens)
-        extra, last = self.bucket.rows - rows, self.bucket.requests
-        for name, padding in (("input_ids", 0), ("positions", 0), ("slots", self.trash_slot), ("parents", -1), ("request_of", last)):
+            _fill_picks(to["picks"].view(np.int64), columns, picks)
+        rows, requests = len(columns.slots), len(columns.prefix_lens)
+        for name, padding in (("input_ids", 0), ("positions", 0), ("slots", self.trash_slot), ("parents", -1), ("request_of", 0)):
             to[name][:rows] = getattr(columns, name)
             to[name][rows:] = padding
         to["starts"][: requests + 1] = columns.starts
         to["starts"][requests + 1 :] = rows
-        to["starts"][-1] = self.bucket.rows
         to["prefix_lens"][:requests], to["prefix_lens"][requests:] = columns.prefix_lens, 0
         tables = np.array(columns.block_tables, np.int32).reshape(requests, len(columns.block_tables) // max(requests, 1))
         width = min(tables.shape[1], to["block_tables"].shape[1])
         to["block_tables"][:requests, :width] = tables[:, :width]
-        words = ancestor_words([*columns.parents, *[-1] * extra], [*columns.starts, self.bucket.rows], self.bucket.num_words)
-        to["masks"][:] = words.view(np.int32)
-        self._device.copy_(self._host, non_blocking=True)
+        if rows == requests:  # one row each, which sees itself
+            to["masks"][:rows, 0] = 1
+            to["masks"][:rows, 1:] = 0
+        elif rows:
+            to["masks"][:rows] = ancestor_words(columns.parents, columns.starts, self.bucket.num_words).view(np.int32)
+        self._device.copy_(host, non_blocking=True)
 
-    def _fill_picks(self, columns: Columns, picks: Sequence[Pick]) -> None:
-        """How the token after each wanted row is chosen, and its position."""
-        to, count = self._parts["picks"].view(np.int64), len(columns.rows)
-        to[0, :count] = np.array([each.temperature for each in picks], np.float64).view(np.int64)
-        to[1, :count] = np.array([each.seed for each in picks], np.uint64).view(np.int64)
-        to[2, :count] = [columns.positions[row] + 1 for row in columns.rows]
+
+def _fill_picks(to: np.ndarray, columns: Columns, picks: Sequence[Pick]) -> None:
+    """to [3, 2 L]: how the token after each wanted row is chosen, and its position."""
+    count = len(columns.rows)
+    to[0, :count] = np.array([each.temperature for each in picks], np.float64).view(np.int64)
+    to[1, :count] = np.array([each.seed for each in picks], np.uint64).view(np.int64)
+    to[2, :count] = [columns.positions[row] + 1 for row in columns.rows]

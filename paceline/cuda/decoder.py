@@ -69,6 +69,7 @@ class CudaDecoder:
         self.config, self.weights, self.device = config, weights, device
         self.capture = capture  # for whoever records more beside it: all share its memory
         self._graphs = Graphs(capture)
+        self._latest = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=device)  # what the last pass picked
         self.is_exact = is_exact
 
     @classmethod
@@ -115,7 +116,10 @@ class CudaDecoder:
         is_first = False
         if task.bucket.rows <= MAX_GRAPH_ROWS and len(columns.rows) == len(columns.slots):
             is_first = (task, id(kv)) not in self._graphs
+            latest = self._latest.clone() if is_first else None
             recording, (inputs, _) = self._graphs.get((task, id(kv)), lambda: self._prepare_graph(task, kv))
+            if latest is not None:  # recording a pass runs it, too
+                self._latest.copy_(latest)
             inputs.fill(columns, batch.picks)
             recording.replay()
             logits, picked, hidden = recording.outputs
@@ -145,7 +149,7 @@ class CudaDecoder:
         x = torch.empty((task.bucket.rows, self.config.hidden_size), dtype=weights.dtype, device=self.device)
         normed, added, after, wished = torch.empty_like(x), None, None, task.hidden_layers
         hidden = torch.empty((len(wished), *x.shape), dtype=x.dtype, device=x.device) if wished else None
-        rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, x)
+        rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, x, self._latest)
         for i, layer in enumerate(weights.layers[: task.depth]):
             rows.add_norm(x, added, after, layer.attention_norm, eps, normed)
             if hidden is not None and i in wished:
@@ -162,9 +166,10 @@ class CudaDecoder:
         return logits, self._pick(logits, inputs) if task.has_picks else None, hidden
 
     def _pick(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """[L]: the chosen tokens, -1 where the logits are not finite."""
+        """[L]: the chosen tokens, -1 where the logits are not finite. Where they always lie, so that the next pass may read them there."""
         count = len(logits)
-        return pick(logits, inputs.temperatures[:count], inputs.seeds[:count], inputs.places[:count])
+        out = self._latest[:count] if count <= MAX_GRAPH_ROWS else None
+        return pick(logits, inputs.temperatures[:count], inputs.seeds[:count], inputs.places[:count], out)
 
     def _attend(self, layer: Layer, qkv: torch.Tensor, batch: DeviceBatch, bucket: Bucket, cache: LayerCache) -> torch.Tensor:
         """[parts, T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""

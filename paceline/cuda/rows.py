@@ -242,20 +242,25 @@ def gate(gate_up: torch.Tensor, activation: Literal["silu", "gelu_tanh"], out: t
 
 @triton.jit
 def _embed(
-    ids_ptr: tl.tensor, table_ptr: tl.tensor, out_ptr: tl.tensor, scale: tl.tensor, hidden: tl.constexpr, tile: tl.constexpr
-) -> None:
+    ids_ptr: tl.tensor, table_ptr: tl.tensor, out_ptr: tl.tensor, picked_ptr: tl.tensor, scale: tl.tensor, hidden: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:  # fmt: skip
     let_next_start()
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     token = tl.load(ids_ptr + row).to(tl.int64)
+    if picked_ptr is not None:  # -1 where a row was broken: nobody will look at what comes of it
+        picked = tl.load(picked_ptr + tl.maximum(-1 - token, 0), mask=token < 0, other=0)
+        token = tl.where(token < 0, tl.maximum(picked, 0), token)
     x = tl.load(table_ptr + token * hidden + at, mask=at < hidden, other=0.0).to(tl.float32) * scale
     tl.store(out_ptr + row * hidden + at, x.to(out_ptr.dtype.element_ty), mask=at < hidden)
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """out [T, hidden] = rows `ids` [T] of the table [vocab, hidden], times scale."""
+def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor, picked: torch.Tensor | None = None) -> None:
+    """out [T, hidden] = rows `ids` [T] of the table [vocab, hidden], times scale. An id of -1 - i is picked[i]."""
     num_rows, hidden = out.shape
     assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
     assert _are_dense(table, out), "rows follow each other"
-    _embed[(num_rows, triton.cdiv(hidden, TILE))](ids, table, out, scale, hidden, TILE, num_warps=4, **LAUNCH)
+    assert picked is None or picked.dtype == torch.int64, "as `pick` writes them"
+    _embed[(num_rows, triton.cdiv(hidden, TILE))](ids, table, out, picked, scale, hidden, TILE, num_warps=4, **LAUNCH)

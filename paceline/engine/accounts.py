@@ -22,12 +22,12 @@ def thrift(load: Load) -> float:
 
 
 class Accounts:
-    __slots__ = ("_host", "is_settled", "probes", "purse")
+    __slots__ = ("_plain", "is_settled", "probes", "purse")
 
     def __init__(self, one: float) -> None:
         """one: seconds of a pass of one row."""
         self.purse, self.probes = LOAN * one, 0.0
-        self._host: dict[int, Median] = {}  # by requests: seconds of a step without drafts beyond those of its pass
+        self._plain: dict[int, Median] = {}  # by requests: seconds of a step without drafts, all of it
         self.is_settled = True  # what the last step took is in the purse
 
     def earn(self, load: Load, num_steps: int) -> None:
@@ -47,16 +47,15 @@ class Accounts:
         self.purse = max(self.purse - seconds, -MOST_OWED * load.seconds)
 
     def note_plain(self, load: Load, whole: float | None) -> None:
-        """A step without drafts took so long, of which the pass is what it is expected to be."""
+        """A step without drafts took so long. What its pass is expected to take has no part in it: that is learned, too, and changes."""
         if whole is not None and load.rows == load.speaking:
-            self._host.setdefault(load.speaking, Median(whole - load.seconds)).add(whole - load.seconds)
+            self._plain.setdefault(load.speaking, Median(whole)).add(whole)
 
     def settle(self, load: Load, num_accepted: int, whole: float | None, known: float) -> None:
         """Of a step in which somebody was asked. known: what its drafts are known to have taken, where steps without were not seen yet."""
-        host = self._host.get(load.speaking) if load.rows == load.speaking else None
-        self.is_settled = host is not None and whole is not None
-        if host is not None and whole is not None:
-            usual = load.seconds + host.value
-            self.pay(min(whole, LONGEST * usual) - usual * (1 + num_accepted / load.speaking), load)
+        plain = self._plain.get(load.speaking) if load.rows == load.speaking else None
+        self.is_settled = plain is not None and whole is not None
+        if plain is not None and whole is not None:
+            self.pay(min(whole, LONGEST * plain.value) - plain.value * (1 + num_accepted / load.speaking), load)
         else:
             self.pay(known - num_accepted * load.price, load)

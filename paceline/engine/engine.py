@@ -20,7 +20,7 @@ from paceline.engine.stats import Phases, SpecStats, Suspicion
 from paceline.errors import PacelineError, RequestError
 from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
-from paceline.types import Draft, FinishReason, Output, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
+from paceline.types import Cached, Draft, FinishReason, Output, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
 from paceline.verify.accept import accept, follow
 from paceline.verify.sampling import not_finite, pick_of
 from paceline.verify.tree import Tree
@@ -38,6 +38,9 @@ class Emission(NamedTuple):
     num_accepted: int  # the first so many were drafted
     sources: tuple[str, ...]  # by whom, each of those
     logprobs: tuple[TokenLogprobs, ...]
+
+
+FOLLOWED = 8  # requests from which a plain pass is followed by the next before it lands; of fewer, drafts are worth more than that
 
 
 @lru_cache(maxsize=4096)
@@ -103,7 +106,11 @@ class Engine:
             self._committed = None
             return []
         if isinstance(flight, Flight):
-            emissions = self._land(flight)
+            follower = self._follow(flight)
+            emissions = self._land(flight, follower)
+            if follower is not None and not all(turn.request.is_finished for turn in follower.turns):
+                self._flight = follower
+                return emissions
         else:
             emissions = self._land_round(flight)
             if flight.is_under_way:
@@ -125,6 +132,7 @@ class Engine:
         if plan.nodes:
             self.scheduler.give_drafts(turns, plan.nodes)
         scheduled = perf_counter()
+        self.policy.looked(scheduled - called)
         proposed, rounds = self._propose(turns, plan) if plan.nodes else ({}, None)
         if rounds is not None:
             self.phases.schedule += scheduled - started
@@ -142,20 +150,47 @@ class Engine:
         phases.forward += perf_counter() - drafted
         return Flight(turns, plan, proposed, drafts, output, drafted, scheduled - called + drafted - answered)
 
-    def _land(self, flight: Flight) -> list[Emission]:
+    def _follow(self, flight: Flight) -> Flight | None:
+        """The plain pass after a plain pass that has not landed: the device reads what the first picks, and need not wait for us. Who turns
+        out to have ended has computed a row in vain."""
+        is_alone = len(flight.turns) < FOLLOWED or not self.runner.decoder.runs_by_itself or self.watch is not None
+        if is_alone or not self.policy.stays_plain(len(flight.turns)) or self._hidden_layers(flight.plan.asleep) or not flight.is_plain:
+            return None
+        started = perf_counter()
+        going = self.scheduler.follow(flight.turns)
+        if not going:
+            return None
+        turns = [turn for _, turn in going]
+        plan, called = self.policy.plan(turns), perf_counter()
+        segments = [
+            Segment([-1 - i], Cached(turn.request.cache.blocks, turn.request.cache.num_cached + 1), None, 1, turn.request.pick)
+            for i, turn in going
+        ]
+        drafted = perf_counter()
+        output = self.runner.forward(segments)
+        phases = self.phases
+        phases.schedule += called - started
+        phases.propose += drafted - called
+        phases.forward += perf_counter() - drafted
+        return Flight(turns, plan, {}, None, output, drafted, 0.0)
+
+    def _land(self, flight: Flight, follower: Flight | None) -> list[Emission]:
         """Accept, commit, show everybody what came of it. Who was stopped while the pass ran has gone already."""
         turns, plan, proposed, drafts, output, launched, planning = flight
+        has_room = drafts is not None and follower is None  # nothing else was on its way: the time is this pass's own
+        drafts = [rooted(turn.request.tokens[-1]) for turn in turns] if drafts is None else drafts
         landing = perf_counter()
         if output.picked is not None:
             len(output.picked)  # waits for the device
         computed = perf_counter()
-        judged = self._judge(turns, drafts, output)
+        judged = self._judge(turns, drafts, output, has_logits=follower is None)
         accepted = perf_counter()
-        verdicts, emissions = self._commit_all(turns, drafts, judged)
+        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=follower is not None)
         committed = perf_counter()
-        whole = None if self._committed is None else committed - self._committed
+        is_first = output.is_first or (follower is not None and follower.output.is_first)
+        whole = None if self._committed is None or is_first else committed - self._committed
         self._committed = committed
-        self.policy.observe(turns, verdicts, *((None, None) if output.is_first else (committed - launched, whole)))
+        self.policy.observe(turns, verdicts, committed - launched if has_room and not is_first else None, whole)
         self.policy.charge(planning + perf_counter() - committed)
         self._observe(turns, drafts, verdicts, output.hidden, output.top, plan)
         for index, verdict in verdicts.items():
@@ -265,8 +300,11 @@ class Engine:
             chosen = {i: draft if draft.tree.is_chain else first_branch(draft) for i, draft in chosen.items()}
         return [chosen.get(i) or rooted(turn.request.tokens[-1]) if turn.is_caught_up else None for i, turn in enumerate(turns)]
 
-    def _judge(self, turns: Sequence[Turn], drafts: Sequence[Draft | None], output: Output) -> list[Verdict | PacelineError | None]:
-        """The verdict of each turn, or why there is none; None for a part of a prompt. Nothing is changed yet."""
+    def _judge(
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], output: Output, has_logits: bool
+    ) -> list[Verdict | PacelineError | None]:  # fmt: skip
+        """The verdict of each turn, or why there is none; None for a part of a prompt. Nothing is changed yet. has_logits: they were not
+        overwritten by a pass that followed."""
         judged: list[Verdict | PacelineError | None] = []
         picked, first = output.picked if self.watch is None else None, 0  # row of the logits
         for turn, draft in zip(turns, drafts, strict=True):
@@ -274,8 +312,12 @@ class Engine:
                 judged.append(None)
                 first += 0 if draft is None else len(draft.tree.tokens)
                 continue
+            nodes = slice(first, first + len(draft.tree.tokens))
             verdict = None if picked is None else follow(draft, picked, first)
-            judged.append(verdict or self._accept(turn.request, draft, output, slice(first, first + len(draft.tree.tokens))))
+            if verdict is None and not has_logits:  # what the device did not pick is broken
+                judged.append(not_finite(turn.request))
+            else:
+                judged.append(verdict or self._accept(turn.request, draft, output, nodes))
             first += len(draft.tree.tokens)
         return judged
 
@@ -326,10 +368,8 @@ class Engine:
         request.num_rounds += 1
         if reason is not None:
             self._finish(request, reason)
-        elif has_more:  # its blocks are not to be given back yet
-            self.runner.kv.gather(request.cache, root, verdict.path)
         else:
-            self.runner.kv.commit(request.cache, root, verdict.path, request.tokens)
+            self.runner.kv.commit(request.cache, root, verdict.path, request.tokens, has_more)
         if len(draft.tree.tokens) == 1:
             stats.record_plain()
             return Emission(request, verdict.tokens, 0, (), verdict.logprobs)

@@ -1,7 +1,7 @@
 """What is on its way while the caller looks at what was said: a pass, or several that a drafter and a device run by themselves.
 
-Invariant: whatever is launched lands before anything else is scheduled, but for what nobody is left to hear; who was stopped meanwhile has
-no part in the landing.
+A plain pass may be followed by another before it lands: the device knows the tokens, and the host all else. Invariant: whatever is launched
+lands before anything else is scheduled, but for what nobody is left to hear; who was stopped meanwhile has no part in the landing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,17 @@ class Flight(NamedTuple):
     turns: list[Turn]
     plan: Plan
     proposed: Answers
-    drafts: list[Draft | None]
+    drafts: list[Draft | None] | None  # None: of roots alone, which were not known when it was launched
     output: Output
     launched: float  # when
     planning: float  # seconds the policy took for it
+
+    @property
+    def is_plain(self) -> bool:
+        """Every request has one row, and the device picks all their tokens."""
+        if self.drafts is None or self.output.picked is None:
+            return self.drafts is None
+        return all(d is not None and len(d.tree.tokens) == turn.num_new == 1 for turn, d in zip(self.turns, self.drafts, strict=True))
 
 
 @dataclass(slots=True)

@@ -37,6 +37,8 @@ class Policy(Protocol):
     def flown(
         self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
     ) -> None: ...  # one of these rounds: its drafts were checked whole, and it took so long
+    def looked(self, seconds: float) -> None: ...  # the last plan took so long
+    def stays_plain(self, num_requests: int) -> bool: ...  # nobody will be asked in the next step, whatever comes of this one
     def charge(self, seconds: float) -> None: ...
     def release(self, request: Request) -> None: ...
 
@@ -82,6 +84,12 @@ class FixedPolicy:
         self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
     ) -> None:  # fmt: skip
         """Nothing depends on it."""
+
+    def looked(self, seconds: float) -> None:
+        """Nothing depends on it."""
+
+    def stays_plain(self, num_requests: int) -> bool:
+        return not self.drafters
 
     def charge(self, seconds: float) -> None:
         """Nothing depends on it."""

@@ -30,9 +30,10 @@ HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until the
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
 LANDING = 0.4  # of a pass: what it takes to end rounds under way, and to begin again
 LOOKING, MOST_QUIET = 0.005, 64  # of the time, at most, for planning that ends with nobody asked; and steps without another look then
+MOST_OF = 0.9  # of the requests of the last look: while as many are there, it holds
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
-SLEEP_EVERY, WAKE_EVERY = 16, 512  # steps between two looks at whether it pays to ask a model at all, and between two times it is woken
+SLEEP_EVERY, WAKE_EVERY = 16, 512  # looks between two at whether it pays to ask a model at all, and between two times it is woken
 USUAL_GAIN = 1.6  # a node must promise so much more than its row and drafting it cost, before a head drafts on from it
 STEPS_OF_LEAST = 32  # a chance from which a head drafts on is one of so many
 
@@ -67,6 +68,8 @@ class AutoPolicy:
         self._num_steps = 0
         self._quiet, self._num_quiet, self._is_quiet = 0, 0, False  # steps to go without a look; requests of the last look; is this one?
         self._skipped = 0  # quiet steps since the last look
+        self._is_waking = False  # models are awake for a while, and looked at in every step of it
+        self._is_vain = False  # the last plan looked at requests and asked nobody
         self._round_of: Record | None = None  # who may run rounds by itself in this step,
         self._round = (0, 0.0)  # the length of its drafts then, and the seconds that a round saves for each request
         self._since_plain = PLAIN_EVERY // 2
@@ -76,7 +79,7 @@ class AutoPolicy:
         self._asked: dict[int, list[Asked]] = {}  # by turn
 
     def plan(self, turns: Sequence[Turn]) -> Plan:
-        self._is_quiet = self._quiet > 0 and len(turns) >= self._num_quiet
+        self._is_quiet, self._is_vain = self.stays_plain(len(turns)), False
         if self._is_quiet:
             self._quiet -= 1
             self._skipped += 1
@@ -105,14 +108,28 @@ class AutoPolicy:
             for drafter, planned in enumerate(asks):
                 if planned and self._can_stop[drafter]:
                     self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
+        if not any(asks):
+            self._is_vain = bool(self._planned)
+            return Plan([], [], False, self._asleep)
         return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners), self._asleep)
+
+    def stays_plain(self, num_requests: int) -> bool:
+        """Among as many requests, or nearly: the step after this one goes without another look."""
+        return self._quiet > 0 and num_requests >= MOST_OF * self._num_quiet
+
+    def looked(self, seconds: float) -> None:
+        """The last plan took so long. If it asked nobody, the next look comes when this one is paid for."""
+        if self._is_vain and not self._is_waking:
+            load = self._choice.load
+            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * thrift(load) * load.seconds)), MOST_QUIET))
 
     def _new_choice(self, turns: Sequence[Turn]) -> Choice:
         return Choice(Load(turns, self.costs), self.costs, self.has_trees, self._cost, self.accounts.purse > 0)
 
     def _sleepers(self, cap: int) -> frozenset[int]:
         """Models that would not pay for a request like the others, among several. Now and then they are woken: the text may be another."""
-        if self._choice.load.speaking == 1 or self._num_steps % WAKE_EVERY < SLEEP_EVERY:
+        self._is_waking = self._num_steps % WAKE_EVERY < SLEEP_EVERY
+        if self._choice.load.speaking == 1 or self._is_waking:
             return frozenset()
         return frozenset(d for d in self._models if not cap or not self._start(self._records[d], 1.0, cap)[0])
 
@@ -370,7 +387,7 @@ class AutoPolicy:
         self._choice.can_lose = self.accounts.purse > 0
 
     def charge(self, seconds: float) -> None:
-        """Planning and judging took so long in this step. If nobody was asked, the next look comes when it is paid for."""
+        """Planning and judging took so long in this step."""
         if self._is_quiet:
             return
         num_asked = 0
@@ -380,9 +397,6 @@ class AutoPolicy:
             self._judging.add(seconds / num_asked)
             if not self.accounts.is_settled:
                 self.accounts.pay(seconds, self._choice.load)
-        elif not self._choice.spent and self._planned:
-            load = self._choice.load
-            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * thrift(load) * load.seconds)), MOST_QUIET))
 
     def release(self, request: Request) -> None:
         num_speaking = max(self._choice.load.speaking, 1)

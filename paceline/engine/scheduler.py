@@ -90,6 +90,21 @@ class Scheduler:
         next commit, as what is given for drafts does."""
         return all(self.kv.reserve(turn.request.cache, turn.request.cache.num_cached + num_tokens) for turn in turns)
 
+    def follow(self, turns: Sequence[Turn]) -> list[tuple[int, Turn]] | None:
+        """Of plain turns that are still under way: whose next token is wanted whatever this one is, and a turn for it, with a slot. None if
+        somebody has a seat waiting, or blocks run out (what was given until then goes with the next commit)."""
+        going = [(i, turn.request) for i, turn in enumerate(turns) if not turn.request.is_finished]
+        has_seats = bool(self.waiting) and len(self.running) < self.config.max_num_seqs
+        if has_seats or len(going) < len(self.running):
+            return None
+        lasting = [(i, request) for i, request in going if not self._ends_with_next(request)]
+        if not all(self.kv.reserve(request.cache, request.cache.num_cached + 2) for _, request in lasting):
+            return None
+        return [(i, Turn(request, 1)) for i, request in lasting]
+
+    def _ends_with_next(self, request: Request) -> bool:
+        return request.num_output + 1 >= request.params.max_tokens or request.num_tokens + 1 >= self.config.max_model_len
+
     def _continue(self, request: Request) -> None:
         cache = request.cache
         num_new = min(len(request.tokens) - cache.num_cached, self._budget)

@@ -97,14 +97,14 @@ class KvCache:
         cached.blocks.extend(fresh)
         return True
 
-    def commit(self, cached: Cached, first: int, path: Sequence[int], tokens: Sequence[int]) -> None:
+    def commit(self, cached: Cached, first: int, path: Sequence[int], tokens: Sequence[int], has_more: bool = False) -> None:
         """The accepted nodes of a tree rooted at index `first` become tokens first, first+1, ...; the rest is given back.
 
-        tokens: the sequence's tokens that have K/V now, for naming full blocks.
+        tokens: the sequence's tokens that have K/V now, for naming full blocks. has_more: the rest is written to already, and kept.
         """
         self.gather(cached, first, path)
         num_full = cached.num_cached // BLOCK_SIZE
-        if len(cached.blocks) * BLOCK_SIZE >= cached.num_cached + BLOCK_SIZE:
+        if not has_more and len(cached.blocks) * BLOCK_SIZE >= cached.num_cached + BLOCK_SIZE:
             self.trim(cached)
         if num_full > len(cached.block_hashes):
             self.register(cached, tokens[: cached.num_cached])

@@ -121,6 +121,9 @@ class Untimed(AutoPolicy):
     ) -> None:  # fmt: skip
         super().observe(turns, verdicts, None)
 
+    def looked(self, seconds: float) -> None:
+        super().looked(1e-6)
+
     def charge(self, seconds: float) -> None:
         super().charge(1e-6)
 
