@@ -30,6 +30,7 @@ from paceline.prompts import load
 from paceline.proposers import registry, shipped
 
 K = 4
+WARM_UPS = 2  # waves before any counts: in them the policy spends what it may on finding out who is worth asking
 MOST_WAVES = 4  # times the waves asked for, where many do not count
 
 
@@ -66,7 +67,7 @@ def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], leve
             speeds[name], texts[name] = wave(llm, engines[name], chosen, params)
         different += sum(a != b for name in names for a, b in zip(texts[name], texts["plain"], strict=True))
         number += 1
-        if number > 1 and llm.engine.runner.num_recordings == before:  # the first warms up: kernels, what the policy knows of this level
+        if number > WARM_UPS and llm.engine.runner.num_recordings == before:  # kernels, what the policy knows of this level
             counted.append(speeds)
     if not counted:
         raise SystemExit(f"{level} requests: graphs were recorded in every one of {number} waves; give more --waves")

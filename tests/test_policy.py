@@ -496,11 +496,13 @@ def test_a_model_that_does_not_pay_for_so_many_requests_sleeps_and_wakes_when_th
 
 
 def test_a_sleeping_model_is_woken_now_and_then() -> None:
-    head = Skilled(lambda request, position: True, claim=0.05, seconds=0.4, is_free=False, length=4)
-    world = auto(FLAT, head, profile=STEEP)
+    """Wrong at first, so that it is put to sleep before it is ever asked; right since long when it is woken."""
+    head = Skilled(lambda request, position: position > 300, None, seconds=0.4, is_free=False, length=4)
+    world = auto(FLAT, head)
     requests = [world.new_request() for _ in range(8)]
-    awake = 0
-    for _ in range(1200):
-        awake += not world.policy.plan([Turn(request, 1, draft_limit=64) for request in requests]).asleep
+    for _ in range(480):
         world.step(requests)
-    assert awake > 100, "and then it pays"
+    assert head.num_asked == 0
+    for _ in range(320):
+        world.step(requests)
+    assert head.num_asked > 8 * 200, "and then it pays"

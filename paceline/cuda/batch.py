@@ -1,8 +1,9 @@
 """A batch in the memory of a GPU: one buffer, filled by one copy, padded to the sizes of a bucket.
 
 A CUDA graph reads from fixed addresses and launches fixed grids, so a batch is padded to a bucket of (rows, requests, rows of one request,
-context) and every bucket has its own buffer. Invariant: padding rows write only to the trash slot, which no request owns, and are no
-request's: attention leaves them out, and whatever they hold stays in their own rows; padding requests have no rows.
+context) and every bucket has its own buffer. Invariant: padding rows write only to the trash slot, which no request owns, and see one of
+themselves; padding requests have no rows but the last, one more than the bucket says, which has all padding rows, be they more than
+the bucket's requests have.
 """
 
 from __future__ import annotations
@@ -73,11 +74,12 @@ def bucket_of(num_rows: int, num_requests: int, longest: int, length: int) -> Bu
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
-    """[T, W] int64 masks, each row its parent's and its own bit."""
+    """[T, W] int64 masks, each row its parent's and its own bit. Bits wrap around, which only padding needs."""
     masks = [0] * len(parents)
     for first, end in pairwise(starts):
         for row in range(first, end):
-            masks[row] = (masks[parents[row]] if parents[row] >= 0 else 0) | 1 << (row - first)
+            above = masks[parents[row]] if parents[row] >= 0 else 0
+            masks[row] = above | 1 << (row - first) % (WORD * num_words)
     return mask_words(masks, num_words)
 
 
@@ -88,6 +90,8 @@ def mask_words(masks: Sequence[int], num_words: int) -> np.ndarray:
     return np.frombuffer(words, np.int64).reshape(len(masks), num_words)
 
 
+_FIRST = np.ones(REQUESTS[-1], np.int64)
+_OWN = np.left_shift(_FIRST, np.arange(len(_FIRST)) % WORD)  # masks of one request's rows that follow nobody
 NOTHING = Columns([], [], [], [], [], [0], [], [], [])
 
 
@@ -96,7 +100,7 @@ class Inputs:
 
     def __init__(self, bucket: Bucket, trash_slot: int, device: torch.device) -> None:
         self.bucket, self.trash_slot = bucket, trash_slot
-        rows, requests = bucket.rows, bucket.requests
+        rows, requests = bucket.rows, bucket.requests + 1
         blocks = bucket.context // BLOCK_SIZE + -(-bucket.max_rows // BLOCK_SIZE) + 1
         self._shapes: dict[str, tuple[int, ...]] = {
             "picks": (3, 2 * rows), "masks": (rows, 2 * bucket.num_words),  # first, so that their 64-bit words are aligned
@@ -125,20 +129,22 @@ class Inputs:
         if picks is not None:
             _fill_picks(to["picks"].view(np.int64), columns, picks)
         rows, requests = len(columns.slots), len(columns.prefix_lens)
-        for name, padding in (("input_ids", 0), ("positions", 0), ("slots", self.trash_slot), ("parents", -1), ("request_of", 0)):
+        extra, last = self.bucket.rows - rows, self.bucket.requests
+        for name, padding in (("input_ids", 0), ("positions", 0), ("slots", self.trash_slot), ("parents", -1), ("request_of", last)):
             to[name][:rows] = getattr(columns, name)
             to[name][rows:] = padding
         to["starts"][: requests + 1] = columns.starts
         to["starts"][requests + 1 :] = rows
+        to["starts"][-1] = self.bucket.rows
         to["prefix_lens"][:requests], to["prefix_lens"][requests:] = columns.prefix_lens, 0
         tables = np.array(columns.block_tables, np.int32).reshape(requests, len(columns.block_tables) // max(requests, 1))
         width = min(tables.shape[1], to["block_tables"].shape[1])
         to["block_tables"][:requests, :width] = tables[:, :width]
-        if rows == requests:  # one row each, which sees itself
-            to["masks"][:rows, 0] = 1
-            to["masks"][:rows, 1:] = 0
-        elif rows:
-            to["masks"][:rows] = ancestor_words(columns.parents, columns.starts, self.bucket.num_words).view(np.int32)
+        if rows == requests and self.bucket.rows <= len(_OWN) and self.bucket.num_words == 1:  # one row each
+            to["masks"].view(np.int64)[:, 0] = np.concatenate((_FIRST[:rows], _OWN[:extra]))
+        else:
+            words = ancestor_words([*columns.parents, *[-1] * extra], [*columns.starts, self.bucket.rows], self.bucket.num_words)
+            to["masks"][:] = words.view(np.int32)
         self._device.copy_(host, non_blocking=True)
 
 

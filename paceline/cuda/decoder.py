@@ -41,7 +41,7 @@ class Picked(Sequence[int]):
 
     def __init__(self, tokens: torch.Tensor) -> None:
         is_there = tokens.device.type == "cpu"
-        self._host = tokens if is_there else torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        self._host = tokens.clone() if is_there else torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         self._arrival = None if is_there else torch.cuda.Event()
         self._tokens: list[int] | None = None
         if self._arrival is not None:  # the copy is in line before whatever overwrites the tokens

@@ -51,11 +51,16 @@ class Accounts:
         if whole is not None and load.rows == load.speaking:
             self._plain.setdefault(load.speaking, Median(whole)).add(whole)
 
-    def settle(self, load: Load, num_accepted: int, whole: float | None, known: float) -> None:
-        """Of a step in which somebody was asked. known: what its drafts are known to have taken, where steps without were not seen yet."""
+    def settle(self, load: Load, num_accepted: int, whole: float | None, known: float, prepaid: float = 0.0) -> None:
+        """Of a step in which somebody was asked. known: what its drafts are known to have taken, where steps without were not seen yet;
+        prepaid: for probes. With an empty purse all that was asked were probes, and what they took beyond their price is theirs to pay."""
         plain = self._plain.get(load.speaking) if load.rows == load.speaking else None
         self.is_settled = plain is not None and whole is not None
         if plain is not None and whole is not None:
-            self.pay(min(whole, LONGEST * plain.value) - plain.value * (1 + num_accepted / load.speaking), load)
+            lost = min(whole, LONGEST * plain.value) - plain.value * (1 + num_accepted / load.speaking)
         else:
-            self.pay(known - num_accepted * load.price, load)
+            lost = known - num_accepted * load.price
+        if prepaid and self.purse <= 0 < lost:
+            self.probes -= min(max(lost - prepaid, 0.0), MOST_OWED * load.seconds)
+        else:
+            self.pay(lost, load)

@@ -29,6 +29,7 @@ class Choice:
     can_lose: bool  # there is something saved to pay for drafts that turn out wrong
     threshold: float = 1.0  # below this score a sampled node is not checked; set before anything is drawn
     spent: float = 0.0  # seconds of drafting
+    prepaid: float = 0.0  # seconds that probes were taken to cost
     entering: float = 0.0  # seconds that first asks are expected to take
     checked: dict[int, Draft] = field(default_factory=dict)  # by turn
     added: float = 0.0  # seconds that the checked nodes are expected to take

@@ -132,7 +132,8 @@ class Engine:
         if plan.nodes:
             self.scheduler.give_drafts(turns, plan.nodes)
         scheduled = perf_counter()
-        self.policy.looked(scheduled - called)
+        idle_since = self._committed if self._can_follow(len(turns)) else None  # a plain pass would be on its way already
+        self.policy.looked(scheduled - (idle_since or called))
         proposed, rounds = self._propose(turns, plan) if plan.nodes else ({}, None)
         if rounds is not None:
             self.phases.schedule += scheduled - started
@@ -153,8 +154,8 @@ class Engine:
     def _follow(self, flight: Flight) -> Flight | None:
         """The plain pass after a plain pass that has not landed: the device reads what the first picks, and need not wait for us. Who turns
         out to have ended has computed a row in vain."""
-        is_alone = len(flight.turns) < FOLLOWED or not self.runner.decoder.runs_by_itself or self.watch is not None
-        if is_alone or not self.policy.stays_plain(len(flight.turns)) or self._hidden_layers(flight.plan.asleep) or not flight.is_plain:
+        num_turns, asleep = len(flight.turns), flight.plan.asleep
+        if not self._can_follow(num_turns) or not self.policy.stays_plain(num_turns) or self._hidden_layers(asleep) or not flight.is_plain:
             return None
         started = perf_counter()
         going = self.scheduler.follow(flight.turns)
@@ -173,6 +174,9 @@ class Engine:
         phases.propose += drafted - called
         phases.forward += perf_counter() - drafted
         return Flight(turns, plan, {}, None, output, drafted, 0.0)
+
+    def _can_follow(self, num_turns: int) -> bool:
+        return num_turns >= FOLLOWED and self.runner.decoder.runs_by_itself and self.watch is None
 
     def _land(self, flight: Flight, follower: Flight | None) -> list[Emission]:
         """Accept, commit, show everybody what came of it. Who was stopped while the pass ran has gone already."""

@@ -37,7 +37,7 @@ class Policy(Protocol):
     def flown(
         self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
     ) -> None: ...  # one of these rounds: its drafts were checked whole, and it took so long
-    def looked(self, seconds: float) -> None: ...  # the last plan took so long
+    def looked(self, seconds: float) -> None: ...  # the last plan took so long, and while it was made a device may have been idle
     def stays_plain(self, num_requests: int) -> bool: ...  # nobody will be asked in the next step, whatever comes of this one
     def charge(self, seconds: float) -> None: ...
     def release(self, request: Request) -> None: ...

@@ -29,7 +29,7 @@ MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
 LANDING = 0.4  # of a pass: what it takes to end rounds under way, and to begin again
-LOOKING, MOST_QUIET = 0.005, 64  # of the time, at most, for planning that ends with nobody asked; and steps without another look then
+LOOKING, MOST_QUIET = 0.005, 512  # of the time, at most, for planning that ends with nobody asked; and steps without another look then
 MOST_OF = 0.9  # of the requests of the last look: while as many are there, it holds
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
@@ -72,6 +72,7 @@ class AutoPolicy:
         self._is_vain = False  # the last plan looked at requests and asked nobody
         self._round_of: Record | None = None  # who may run rounds by itself in this step,
         self._round = (0, 0.0)  # the length of its drafts then, and the seconds that a round saves for each request
+        self._num_observed = 0  # requests of the last step
         self._since_plain = PLAIN_EVERY // 2
         self._judging = Median(HOST_SECONDS)  # of planning and judging, for each ask
         self._choice = self._new_choice(())
@@ -91,9 +92,9 @@ class AutoPolicy:
             self.accounts.earn(load, 1 + self._skipped)
             self._skipped, choice.can_lose = 0, self.accounts.purse > 0
         cap = self._cap(load) if load.speaking and self.drafters else 0
-        self._quiet, self._num_quiet = 0 if cap or not load.speaking else QUIET, len(turns)
         if self._models and load.speaking and (load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0):
             self._num_speaking, self._asleep = load.speaking, self._sleepers(cap)
+        self._quiet, self._num_quiet = 0 if cap or not load.speaking or self._is_waking else QUIET, len(turns)
         if not cap or self._since_plain >= PLAIN_EVERY:
             return Plan([], [], False, self._asleep)
         self._look_at_rounds(turns)
@@ -118,7 +119,7 @@ class AutoPolicy:
         return self._quiet > 0 and num_requests >= MOST_OF * self._num_quiet
 
     def looked(self, seconds: float) -> None:
-        """The last plan took so long. If it asked nobody, the next look comes when this one is paid for."""
+        """The last plan took so long, all in all. If it asked nobody, the next look comes when this one is paid for."""
         if self._is_vain and not self._is_waking:
             load = self._choice.load
             self._quiet = max(self._quiet, min(int(seconds / (LOOKING * thrift(load) * load.seconds)), MOST_QUIET))
@@ -247,6 +248,7 @@ class AutoPolicy:
             is_sampled, promise = any(one.draft.q is not None for one in answers), max(tally.promise, of_round) + landing
             if is_sampled or (not tally.probe and any(self._choice.worth(one, turns[index]) > promise for one in answers)):
                 self.accounts.probes += tally.probe
+                self._choice.prepaid -= tally.probe
             else:
                 kept.append((index, count))
         return kept
@@ -263,15 +265,15 @@ class AutoPolicy:
         if not self.accounts.may_probe(seconds):
             return False
         tally.probe = seconds
+        self._choice.prepaid += seconds
         return True
 
     def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None:
         """What a drafter answered, and how long it took; None if that says nothing."""
-        record, entering, num_drafted, probes = self._records[drafter], 0, 0, 0.0
+        record, entering, num_drafted = self._records[drafter], 0, 0
         for (index, _), draft in zip(asks, drafts, strict=True):
             tally, count = self._planned[index][drafter], len(draft.tree.tokens) - 1
             num_drafted += count or 1
-            probes += tally.probe
             if tally.is_new:
                 entering += tally.length
                 tally.enter(record, self._cost(record))
@@ -282,8 +284,6 @@ class AutoPolicy:
         if seconds is None:
             self._choice.spent += record.seconds.value * len(asks)
             return
-        if probes:
-            self.accounts.probes -= max(seconds - probes, 0.0)  # what was paid was a guess
         if entering:
             record.entry.add(seconds / entering)
         else:
@@ -312,6 +312,8 @@ class AutoPolicy:
         self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None, whole: float | None = None
     ) -> None:  # fmt: skip
         """seconds: from the start of the pass to the commit; whole: from the last commit to this one. None if they would say nothing."""
+        if len(turns) != self._num_observed:  # a step in which requests came or went takes longer
+            self._num_observed, whole = len(turns), None
         if self._is_quiet:
             if len(turns) == self._choice.load.speaking:
                 self.accounts.note_plain(self._choice.load, whole)
@@ -332,7 +334,7 @@ class AutoPolicy:
                     self.accounts.probes += refund  # whoever is right is soon asked again
                     (self._shadowed.add if has_shadow else self._shadowed.discard)(name)
         if num_nodes or self._asked or self._choice.spent:
-            self.accounts.settle(load, num_accepted, whole, self._choice.added + self._choice.spent)
+            self.accounts.settle(load, num_accepted, whole, self._choice.added + self._choice.spent, self._choice.prepaid)
         else:
             self.accounts.note_plain(load, whole)
 

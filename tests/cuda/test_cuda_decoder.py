@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for
+from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for, bucket_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Graphs, Recording
 from paceline.errors import ConfigError
@@ -113,6 +113,43 @@ def test_tokens_are_chosen_on_the_device(device: torch.device) -> None:
     rows = [row.double().numpy() / 0.7 for row in ours.logits.cpu()]
     assert ours.picked is not None
     assert list(ours.picked) == [Noise(2**63 + 5).draw(row, at, Purpose.TARGET) for row, at in zip(rows, positions, strict=True)]
+
+
+def test_a_pass_reads_what_the_one_before_picked(device: torch.device) -> None:
+    """Nobody here has seen it yet; in another order, and the second time in a bucket that is recorded first."""
+    pair = Pair("llama", device, exact=True)
+    pair.forward((0, words(21), None, 1), (1, words(5, 9), None, 1))
+    pair.keep(0, 21), pair.keep(1, 5)
+    runner, caches = pair.runners[0], pair.caches[0]
+    assert all(runner.kv.reserve(cache, cache.num_cached + 3) for cache in caches)
+
+    def later(cache: Cached, count: int) -> Cached:
+        return Cached(cache.blocks, cache.num_cached + count)
+
+    def plain(*rows: tuple[int, Cached]) -> Output:
+        return runner.forward([Segment([token], cache, None, 1, GREEDY) for token, cache in rows])
+
+    first = plain((7, caches[0]), (8, caches[1]))
+    second = plain((-2, later(caches[1], 1)), (-1, later(caches[0], 1)))
+    third = plain((-2, later(caches[0], 2)))
+    assert first.picked is not None
+    assert second.picked is not None
+    assert third.picked is not None
+    assert list(second.picked) == list(plain((first.picked[1], later(caches[1], 1)), (first.picked[0], later(caches[0], 1))).picked or ())
+    assert list(third.picked) == list(plain((second.picked[1], later(caches[0], 2))).picked or ())
+
+
+@pytest.mark.parametrize("num_requests", [3, 5])
+def test_padding_widens_nobodys_rows(num_requests: int, device: torch.device) -> None:
+    """A drafted node beside plain rows: the rows that fill up the bucket are more than any request has."""
+    pair = Pair("llama", device)
+    parts = [(i, words(10 + i, i), None, 1) for i in range(num_requests)]
+    pair.forward(*parts)
+    for i, (_, tokens, _, _) in enumerate(parts):
+        pair.keep(i, len(tokens))
+    drafted = [(i, words(2 if i == 1 else 1, 2 * i), None, 2 if i == 1 else 1) for i in range(num_requests)]
+    agree(*pair.forward(*drafted))
+    assert bucket_of(33, 32, 2, 100) == Bucket(64, 32, 8, 512)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
