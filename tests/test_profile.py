@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,7 @@ from paceline.engine.costs import CostModel
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_of, save_profile
 from paceline.errors import ConfigError
 from paceline.runtime.timing import measure
+from paceline.types import Batch, Output
 from tests.laws.harness import runner
 
 COSTS = CostModel({1: 1.0, 4: 1.5}, 0.25, 0.125)
@@ -43,6 +47,31 @@ def test_measuring_leaves_nothing_behind_and_never_falls_with_rows() -> None:
     assert target.kv.pool.num_used == 0
     assert {1, 2, 4, 8} <= set(timings.seconds)
     assert list(timings.seconds.values()) == sorted(timings.seconds.values())
+
+
+class Recording:
+    """The first pass over so many rows takes long, and says so."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder, self._known = decoder, set[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def forward(self, batch: Batch, *arguments: Any, **options: Any) -> Output:
+        rows, output = len(batch.columns.slots), self._decoder.forward(batch, *arguments, **options)
+        if rows in self._known:
+            return output
+        self._known.add(rows)
+        time.sleep(0.2)
+        return output._replace(is_first=True)
+
+
+def test_what_is_recorded_once_is_no_cost_of_a_pass() -> None:
+    target = runner()
+    timings = measure(replace(target, decoder=Recording(target.decoder)), 1.0)
+    assert {1, 2, 4, 8} <= set(timings.seconds)
+    assert max(timings.seconds.values()) < 0.2
 
 
 def test_a_small_cache_is_measured_as_far_as_it_goes() -> None:

@@ -92,7 +92,8 @@ class AutoPolicy:
             self.accounts.earn(load, 1 + self._skipped)
             self._skipped, choice.can_lose = 0, self.accounts.purse > 0
         cap = self._cap(load) if load.speaking and self.drafters else 0
-        if self._models and load.speaking and (load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0):
+        is_time = load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0 or self.accounts.purse <= 0
+        if self._models and load.speaking and is_time:
             self._num_speaking, self._asleep = load.speaking, self._sleepers(cap)
         self._quiet, self._num_quiet = 0 if cap or not load.speaking or self._is_waking else QUIET, len(turns)
         if not cap or self._since_plain >= PLAIN_EVERY:
@@ -128,11 +129,13 @@ class AutoPolicy:
         return Choice(Load(turns, self.costs), self.costs, self.has_trees, self._cost, self.accounts.purse > 0)
 
     def _sleepers(self, cap: int) -> frozenset[int]:
-        """Models that would not pay for a request like the others, among several. Now and then they are woken: the text may be another."""
+        """Models that would not pay for a request like the others, among several; all if nothing is left to pay them from. Now and then they
+        are woken: the text may be another."""
         self._is_waking = self._num_steps % WAKE_EVERY < SLEEP_EVERY
         if self._choice.load.speaking == 1 or self._is_waking:
             return frozenset()
-        return frozenset(d for d in self._models if not cap or not self._start(self._records[d], 1.0, cap)[0])
+        is_poor = not cap or self.accounts.purse <= 0
+        return frozenset(d for d in self._models if is_poor or not self._start(self._records[d], 1.0, cap)[0])
 
     def _look_at_rounds(self, turns: Sequence[Turn]) -> None:
         """Whether it pays that all requests draft and check by themselves. What was never tried is taken to draft for all as for one."""
