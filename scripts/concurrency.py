@@ -78,6 +78,7 @@ def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], leve
         "waves": [len(counted), number],
         "tokens_per_s": {name: round(speed, 1) for name, speed in mean_speeds.items()},
         "ratio": ratios,
+        "of_waves": {name: [round(speeds[name] / speeds["plain"], 3) for speeds in counted] for name in names[1:]},
         "different": different,
         "phases_ms": {name: {phase: round(1e3 * s, 1) for phase, s in engine.phases.to_dict().items()} for name, engine in engines.items()},
         "steps": {name: dict(sorted(engine.totals.lengths.items())) for name, engine in engines.items()},

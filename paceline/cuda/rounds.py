@@ -26,7 +26,7 @@ from paceline.models.attention import LayerCache
 from paceline.models.head_rows import Feed, Speaker
 from paceline.types import Batch, Round
 
-MOST_ROUNDS = 16  # in a row: meanwhile nobody else is asked for drafts
+MOST_ROUNDS = 32  # in a row: taking off costs as much as a round, and slots are reserved for as many
 AHEAD = 2  # under way at a time, so that the device never waits for the host: what arrives waits for so many, and so many may be in vain
 MOST_REQUESTS = 4  # of more, a pass hides what the host does, and each number of them is recorded for
 

@@ -17,8 +17,8 @@ LONGEST = 4.0  # steps without drafts: no step counts as longer
 
 
 def thrift(load: Load) -> float:
-    """Among several, drafts gain less and the host's time, not all of which is seen here, is dearer: half as much is risked."""
-    return 1.0 if load.speaking == 1 else 0.5
+    """Among several, drafts gain less and the host's time, not all of which is seen here, is dearer: down to a quarter is risked."""
+    return 1.0 / min(max(load.speaking, 1), 4)
 
 
 class Accounts:
@@ -35,6 +35,11 @@ class Accounts:
         seconds = num_steps * load.seconds * thrift(load)
         self.probes = min(self.probes + PROBES * seconds, load.seconds)
         self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * load.seconds)
+
+    def is_broke(self, load: Load, num_steps: int, least: float) -> bool:
+        """After as many steps as are not paid in yet there is nothing for drafts, nor for a probe that takes the least."""
+        seconds = num_steps * load.seconds * thrift(load)
+        return self.purse + INCOME * seconds <= 0 and self.probes + PROBES * seconds < least
 
     def may_probe(self, seconds: float) -> bool:
         if self.probes < seconds:

@@ -68,6 +68,7 @@ class AutoPolicy:
         self._num_steps = 0
         self._quiet, self._num_quiet, self._is_quiet = 0, 0, False  # steps to go without a look; requests of the last look; is this one?
         self._skipped = 0  # quiet steps since the last look
+        self._least_cost = HOST_SECONDS  # of asking the cheapest drafter, as of the last look
         self._is_waking = False  # models are awake for a while, and looked at in every step of it
         self._is_vain = False  # the last plan looked at requests and asked nobody
         self._round_of: Record | None = None  # who may run rounds by itself in this step,
@@ -82,7 +83,7 @@ class AutoPolicy:
     def plan(self, turns: Sequence[Turn]) -> Plan:
         self._is_quiet, self._is_vain = self.stays_plain(len(turns)), False
         if self._is_quiet:
-            self._quiet -= 1
+            self._quiet -= self._quiet > 0
             self._skipped += 1
             return Plan([], [], False, self._asleep)
         choice = self._choice = self._new_choice(turns)
@@ -110,14 +111,17 @@ class AutoPolicy:
             for drafter, planned in enumerate(asks):
                 if planned and self._can_stop[drafter]:
                     self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
+        self._least_cost = min(self._cost(record) for record in self._records)
         if not any(asks):
             self._is_vain = bool(self._planned)
             return Plan([], [], False, self._asleep)
         return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners), self._asleep)
 
     def stays_plain(self, num_requests: int) -> bool:
-        """Among as many requests, or nearly: the step after this one goes without another look."""
-        return self._quiet > 0 and num_requests >= MOST_OF * self._num_quiet
+        """Among as many requests, or nearly, that the last look holds for; or if another could not pay for anything."""
+        if self._quiet > 0 and num_requests >= MOST_OF * self._num_quiet:
+            return True
+        return num_requests > 1 and not self._is_waking and self.accounts.is_broke(self._choice.load, 1 + self._skipped, self._least_cost)
 
     def looked(self, seconds: float) -> None:
         """The last plan took so long, all in all. If it asked nobody, the next look comes when this one is paid for."""
@@ -129,8 +133,8 @@ class AutoPolicy:
         return Choice(Load(turns, self.costs), self.costs, self.has_trees, self._cost, self.accounts.purse > 0)
 
     def _sleepers(self, cap: int) -> frozenset[int]:
-        """Models that would not pay for a request like the others, among several; all if nothing is left to pay them from. Now and then they
-        are woken: the text may be another."""
+        """Models that would not pay for a request like the others, among several; all of them with an empty purse. Now and then they are
+        woken: the text may be another."""
         self._is_waking = self._num_steps % WAKE_EVERY < SLEEP_EVERY
         if self._choice.load.speaking == 1 or self._is_waking:
             return frozenset()
@@ -338,7 +342,7 @@ class AutoPolicy:
                     (self._shadowed.add if has_shadow else self._shadowed.discard)(name)
         if num_nodes or self._asked or self._choice.spent:
             self.accounts.settle(load, num_accepted, whole, self._choice.added + self._choice.spent, self._choice.prepaid)
-        else:
+        elif not self._is_waking:  # with models that are shown every pass a step takes longer than it would without
             self.accounts.note_plain(load, whole)
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent.parent / "data" / "heads"
 KINDS = ("eagle", "dflash", "draft", "medusa")  # the fastest first, as measured on a CPU with five tokens each; not yet measured on GPUs
-LENGTH = 6  # tokens of its longest draft; the policy and the head's own doubts cut it
+LENGTH = 5  # tokens of its longest draft; the policy and the head's own doubts cut it
 
 
 def shipped_head(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | None:
