@@ -1,6 +1,6 @@
 """A plain pass that follows another before it has landed, with tokens that only the device knows: nothing but the time may change.
 
-What a device would do is done here: ids below zero are what the pass before picked.
+What a device would do is done here: ids below zero are what the pass before picked. On a GPU it is left to the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.params import SamplingParams
 from paceline.types import Batch, Columns, FinishReason, Output, Proposer, Request
 from paceline.verify.noise import Noise, Purpose
 from tests.laws.fakes import AlwaysRight, AlwaysWrong
-from tests.laws.harness import engine_with, prompts, request_of, run
+from tests.laws.harness import DEVICE, engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import expected
 from tests.laws.test_flights import check_stopped
 
@@ -64,9 +64,24 @@ class Device:
         return Noise(pick.seed).draw(logits / pick.temperature, place, Purpose.TARGET) if pick.temperature else int(logits.argmax())
 
 
-def on_device(proposer: Proposer | None = None, break_at: int = -1, **limits: Any) -> tuple[Engine, Device]:
+class Counting:
+    """A GPU, and how often it was given a pass after one that had not landed."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder, self.num_followers = decoder, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def forward(self, batch: Batch, kv: Any, **options: Any) -> Output:
+        self.num_followers += min(batch.columns.input_ids) < 0
+        return self._decoder.forward(batch, kv, **options)
+
+
+def on_device(proposer: Proposer | None = None, break_at: int = -1, **limits: Any) -> tuple[Engine, Device | Counting]:
     engine = engine_with(proposer, **limits)
-    device = Device(engine.runner.decoder, break_at)
+    decoder = engine.runner.decoder
+    device = Counting(decoder) if DEVICE.type == "cuda" else Device(decoder, break_at)
     engine.runner = replace(engine.runner, decoder=device)
     return engine, device
 
@@ -150,6 +165,7 @@ def test_who_is_stopped_is_gone_and_nobody_else() -> None:
         check_stopped(engine, requests, when)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU that breaks a row by itself is not to be had")
 def test_a_broken_row_ends_its_own_request_alone() -> None:
     drawn = many(4, 47, [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)])
     *others, broken = sorted(drawn, key=lambda request: request.num_prompt)  # the longest: it alone comes so far
