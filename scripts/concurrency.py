@@ -6,8 +6,8 @@ suffix matching, taking turns on the same model.
 
 A wave is so many requests with prompts of their own, all writing as many tokens, timed while all of them are. Every engine reads the same
 waves, in an order that turns round, and each level's figure is the speed over all of them, over plain decoding's. A wave in which somebody
-recorded a CUDA graph, which happens once in a process's life and takes longer than a wave, counts for nobody. Invariant: greedy texts are
-compared with plain decoding's, and on a CPU a single different token is an error.
+recorded a CUDA graph or compiled a kernel counts for nobody. Invariant: greedy texts are compared with plain decoding's, and on a CPU a
+single different token is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from waves import wave
+from waves import Wave, wave
 
 from paceline import LLM, SamplingParams
 from paceline.engine.costs import CostModel
@@ -62,15 +62,16 @@ def measure(llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], leve
     names, different, number = list(engines), 0, 0
     while len(counted) < waves and number <= MOST_WAVES * waves:
         chosen = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
-        speeds, texts, before = {}, {}, llm.engine.runner.num_recordings
+        found: dict[str, Wave] = {}
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            speeds[name], texts[name] = wave(llm, engines[name], chosen, params)
-        different += sum(a != b for name in names for a, b in zip(texts[name], texts["plain"], strict=True))
+            gc.freeze()  # what others have left: a collection that looked at all of it would fall into somebody's wave
+            found[name] = wave(llm, engines[name], chosen, params)
+        different += sum(a != b for name in names for a, b in zip(found[name].texts, found["plain"].texts, strict=True))
         number += 1
-        if number > WARM_UPS and llm.engine.runner.num_recordings == before:  # kernels, what the policy knows of this level
-            counted.append(speeds)
+        if number > WARM_UPS and all(each.is_clean for each in found.values()):
+            counted.append({name: each.speed for name, each in found.items()})
     if not counted:
-        raise SystemExit(f"{level} requests: graphs were recorded in every one of {number} waves; give more --waves")
+        raise SystemExit(f"{level} requests: something was recorded in every one of {number} waves; give more --waves")
     mean_speeds = {name: mean(speeds[name] for speeds in counted) for name in names}
     ratios = {name: round(speed / mean_speeds["plain"], 3) for name, speed in mean_speeds.items()}
     return {
@@ -121,7 +122,6 @@ def main() -> None:
         enable_prefix_caching=False, progress=False,
     ) as llm:  # fmt: skip
         gc.collect()
-        gc.freeze()  # as a server does: a collection that looked at all of it would fall into somebody's wave
         prompts, records, costs = prompts_of(llm, asked.prompts), [], llm.engine.policy.costs
         for level in levels:
             records.append(measure(llm, engines_of(llm, costs), prompts, level, asked.tokens, max(asked.waves, 16 // level)))

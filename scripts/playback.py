@@ -212,7 +212,7 @@ def measure(llm: LLM, player: Player, texts: Texts, level: int, asked: argparse.
     for number in range(1 + max(4 if level < 128 else 2, 24 // level)):
         chosen = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            speed, said = wave(llm, engines[name], chosen, params)
+            speed, said, _ = wave(llm, engines[name], chosen, params)
             assert all(texts[tuple(p)][len(p) :][: asked.tokens] == list(s) for p, s in zip(chosen, said, strict=True)), name
             if number:
                 speeds.setdefault(name, []).append(speed)

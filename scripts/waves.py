@@ -7,24 +7,31 @@ take, and a wave that is running out of requests says nothing about so many at o
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from paceline import LLM, SamplingParams
 from paceline.engine.engine import Engine
 
 
-def wave(llm: LLM, engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
-    """Tokens a second while all are running, and the texts."""
+class Wave(NamedTuple):
+    speed: float  # tokens a second while all were running
+    texts: list[list[int]]
+    is_clean: bool  # nothing was recorded or compiled meanwhile, which happens once in a process's life and takes longer than a wave
+
+
+def wave(llm: LLM, engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Wave:
     llm.engine = engine
     requests = [request for prompt in prompts for request in llm._requests(prompt, params)]
     llm._add(requests)
     while any(request.num_output == 0 for request in requests):
         llm._pump()
-    before, started = sum(request.num_output for request in requests), time.perf_counter()
+    before, num_recorded, started = sum(request.num_output for request in requests), engine.runner.num_recordings, time.perf_counter()
     while not any(request.is_finished for request in requests):
         llm._pump()
     speed = (sum(request.num_output for request in requests) - before) / (time.perf_counter() - started)
+    is_clean = engine.runner.num_recordings == num_recorded
     while not all(request.is_finished for request in requests):
         llm._pump()
     for request in requests:
         llm._drop(request)
-    return speed, [request.output for request in requests]
+    return Wave(speed, [request.output for request in requests], is_clean)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 LIMIT = 128  # recordings kept; the one not used for longest goes first
 WARM_UPS = 1  # runs before a capture: kernels are compiled, which a capture does not allow
@@ -26,15 +27,34 @@ class Recording(NamedTuple):
     run: Run  # what was recorded: a graph keeps addresses, and no memory that its run has brought along
 
 
+class Loads:
+    """Kernels that were compiled and loaded in this process so far, each when it was first launched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        triton.knobs.runtime.kernel_load_end_hook.add(self._add)
+
+    def _add(self, *_: Any, **__: Any) -> None:
+        self.count += 1
+
+
+LOADS = Loads()
+
+
 class CudaCapture:
     """Captures on one device, all recordings in one pool of memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self.num_recordings = 0  # so far: each takes as long as hundreds of replays
+        self._num_recorded = 0
+
+    @property
+    def num_recordings(self) -> int:
+        """Of graphs, and of kernels: each takes as long as hundreds of replays, once."""
+        return self._num_recorded + LOADS.count
 
     def __call__(self, run: Run) -> Recording:
-        self.num_recordings += 1
+        self._num_recorded += 1
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -48,6 +68,7 @@ class CudaCapture:
             with torch.cuda.graph(graph, pool=self._pool):
                 outputs = run()
         finally:
+            gc.freeze()  # what a compiler leaves behind is much, and stays: no later collection need look at it
             if was_collecting:
                 gc.enable()
         return Recording(graph.replay, outputs, run)

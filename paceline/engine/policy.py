@@ -28,8 +28,9 @@ from paceline.types import Draft, Proposer, Request, Verdict
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
-LANDING = 0.4  # of a pass: what it takes to end rounds under way, and to begin again
+LANDING = 1.5  # passes: what it takes to end rounds under way, and to begin again
 LOOKING, MOST_QUIET = 0.005, 512  # of the time, at most, for planning that ends with nobody asked; and steps without another look then
+MOST_BESIDE = 1024  # rows of prompts in a pass: beside more nobody drafts, since a pass is bound by arithmetic then
 MOST_OF = 0.9  # of the requests of the last look: while as many are there, it holds
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
@@ -92,11 +93,12 @@ class AutoPolicy:
         if load.speaking:  # a step that only reads prompts has no share to give, and must not take what was saved
             self.accounts.earn(load, 1 + self._skipped)
             self._skipped, choice.can_lose = 0, self.accounts.purse > 0
-        cap = self._cap(load) if load.speaking and self.drafters else 0
+        is_reading = load.rows - load.speaking > MOST_BESIDE
+        cap = self._cap(load) if load.speaking and self.drafters and not is_reading else 0
         is_time = load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0 or self.accounts.purse <= 0
         if self._models and load.speaking and is_time:
             self._num_speaking, self._asleep = load.speaking, self._sleepers(cap)
-        self._quiet, self._num_quiet = 0 if cap or not load.speaking or self._is_waking else QUIET, len(turns)
+        self._quiet, self._num_quiet = 0 if cap or not load.speaking or is_reading or self._is_waking else QUIET, len(turns)
         if not cap or self._since_plain >= PLAIN_EVERY:
             return Plan([], [], False, self._asleep)
         self._look_at_rounds(turns)

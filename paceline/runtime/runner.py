@@ -78,7 +78,7 @@ class Runner:
 
     @property
     def num_recordings(self) -> int:
-        """CUDA graphs recorded so far, by whoever shares the device: what took place meanwhile took hundreds of times as long as usual."""
+        """CUDA graphs recorded and kernels compiled so far, by whoever shares the device: what went on meanwhile took longer than usual."""
         return getattr(getattr(self.decoder, "capture", None), "num_recordings", 0)
 
     @property

@@ -121,7 +121,7 @@ def test_a_policy_that_looks_now_and_then_is_followed_between(drafter: Proposer)
         engine.step()
         engine.check()
     assert [request.output for request in requests] == [expected(request) for request in requests]
-    assert device.num_followers > 1
+    assert device.num_followers > 0
     assert engine.totals.num_drafted > 10
 
 
