@@ -213,7 +213,7 @@ def test_where_no_draft_can_pay_it_looks_seldom_and_looks_again_when_requests_le
     looks = []
     for _ in range(40):
         world.step(requests)
-        looks.append(not policy._is_quiet)
+        looks.append(not policy.looks.is_quiet)
     assert drafter.num_asked == 0
     assert 2 <= sum(looks) <= 4
     world.step(requests[:1])
@@ -230,11 +230,11 @@ def test_a_look_that_asks_nobody_is_paid_for_before_the_next() -> None:
         world.step(requests)
         policy.looked(0.1)
         policy.charge(0.1)
-        looks.append(not policy._is_quiet)
+        looks.append(not policy.looks.is_quiet)
     assert sum(looks[200:]) < 50, "a fiftieth of a step for each, and a quarter of a hundredth of all time"
-    policy._quiet = 40
+    policy.looks.quiet = 40
     policy.release(requests[0])
-    assert policy._quiet == 30, "one of four is another"
+    assert policy.looks.quiet == 30, "one of four is another"
 
 
 def test_the_purse_is_settled_by_what_steps_take() -> None:

@@ -120,3 +120,23 @@ class Choice:
             kept[index].append(node)
         for nodes in kept.values():
             nodes.sort()
+
+
+class Caps:
+    """The most nodes that would pay for one request if all were right."""
+
+    __slots__ = ("_costs", "_found", "_most", "_version")
+
+    def __init__(self, costs: CostModel, most_nodes: int) -> None:
+        self._costs, self._most, self._version = costs, most_nodes, 0
+        self._found: dict[tuple[int, int, int], int] = {}  # by load, as of a version of the costs
+
+    def of(self, load: Load) -> int:
+        if self._version != self._costs.version:
+            self._found, self._version = {}, self._costs.version
+        key = (load.rows, load.speaking, load.cached // load.speaking // 64)
+        cap = self._found.get(key)
+        if cap is None:
+            added = load.added_by(self._most, load.by_row)
+            cap = self._found[key] = admitted([1.0] * self._most, load.speaking, load.seconds, added, MARGIN)
+        return cap

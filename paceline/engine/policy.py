@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.engine.accounts import Accounts, thrift
+from paceline.engine.accounts import Accounts
 from paceline.engine.calibrate import DEPTHS, SURE, Asked, Record, Tally
-from paceline.engine.choice import MARGIN, Choice
+from paceline.engine.choice import MARGIN, Caps, Choice
 from paceline.engine.costs import CostModel, Median
 from paceline.engine.judging import learn
 from paceline.engine.load import Load
+from paceline.engine.looks import Looks
 from paceline.engine.nodes import admitted, best_start
 from paceline.engine.plan import Plan, Proposed
 from paceline.engine.scheduler import Turn
@@ -29,9 +30,7 @@ MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
 LANDING = 1.5  # passes: what it takes to end rounds under way, and to begin again
-LOOKING, MOST_QUIET = 0.005, 512  # of the time, at most, for planning that ends with nobody asked; and steps without another look then
 MOST_BESIDE = 1024  # rows of prompts in a pass: beside more nobody drafts, since a pass is bound by arithmetic then
-MOST_OF = 0.9  # of the requests of the last look: while as many are there, it holds
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
 SLEEP_EVERY, WAKE_EVERY = 16, 512  # looks between two at whether it pays to ask a model at all, and between two times it is woken
@@ -64,72 +63,68 @@ class AutoPolicy:
         self._tallies: dict[str, list[Tally]] = {}
         self._shadowed: set[str] = set()  # requests with a draft that has been right so far and was not checked to its end
         self.accounts = Accounts(one)
-        self._caps: dict[tuple[int, int, int], int] = {}
-        self._caps_version = 0
+        self._caps = Caps(costs, most_nodes)
         self._num_steps = 0
-        self._quiet, self._num_quiet, self._is_quiet = 0, 0, False  # steps to go without a look; requests of the last look; is this one?
-        self._skipped = 0  # quiet steps since the last look
-        self._least_cost = HOST_SECONDS  # of asking the cheapest drafter, as of the last look
-        self._is_waking = False  # models are awake for a while, and looked at in every step of it
-        self._is_vain = False  # the last plan looked at requests and asked nobody
         self._round_of: Record | None = None  # who may run rounds by itself in this step,
         self._round = (0, 0.0)  # the length of its drafts then, and the seconds that a round saves for each request
         self._num_observed = 0  # requests of the last step
         self._since_plain = PLAIN_EVERY // 2
         self._judging = Median(HOST_SECONDS)  # of planning and judging, for each ask
         self._choice = self._new_choice(())
+        self.looks = Looks(self.accounts, self._choice.load, HOST_SECONDS)
         self._planned: dict[int, list[Tally]] = {}  # by turn
         self._asked: dict[int, list[Asked]] = {}  # by turn
 
     def plan(self, turns: Sequence[Turn]) -> Plan:
-        self._is_quiet, self._is_vain = self.stays_plain(len(turns)), False
-        if self._is_quiet:
-            self._quiet -= self._quiet > 0
-            self._skipped += 1
+        looks = self.looks
+        looks.is_quiet = looks.are_over(len(turns))
+        if looks.is_quiet:
+            looks.skip()
             return Plan([], [], False, self._asleep)
         choice = self._choice = self._new_choice(turns)
         load, self._planned, self._asked = choice.load, {}, {}
         self._num_steps += 1
-        if load.speaking:  # a step that only reads prompts has no share to give, and must not take what was saved
-            self.accounts.earn(load, 1 + self._skipped)
-            self._skipped, choice.can_lose = 0, self.accounts.purse > 0
+        looks.begin(load)
+        choice.can_lose = self.accounts.purse > 0
         is_reading = load.rows - load.speaking > MOST_BESIDE
-        cap = self._cap(load) if load.speaking and self.drafters and not is_reading else 0
-        is_time = load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0 or self.accounts.purse <= 0
+        cap = self._caps.of(load) if load.speaking and self.drafters and not is_reading else 0
+        is_time = load.speaking != self._num_speaking or self._num_steps % SLEEP_EVERY == 0 or not choice.can_lose
         if self._models and load.speaking and is_time:
             self._num_speaking, self._asleep = load.speaking, self._sleepers(cap)
-        self._quiet, self._num_quiet = 0 if cap or not load.speaking or is_reading or self._is_waking else QUIET, len(turns)
+        looks.end(len(turns), 0 if cap or not load.speaking or is_reading or looks.is_waking else QUIET)
         if not cap or self._since_plain >= PLAIN_EVERY:
             return Plan([], [], False, self._asleep)
         self._look_at_rounds(turns)
+        nodes, asks = self._look_around(turns, cap)
+        looks.least_cost = min(self._cost(record) for record in self._records)
+        if not any(asks):
+            looks.is_vain = bool(self._planned)
+            return Plan([], [], False, self._asleep)
+        return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners), self._asleep)
+
+    def _look_around(self, turns: Sequence[Turn], cap: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
+        """For each turn the most nodes it may get; for each drafter whom it is asked about."""
+        load = self._choice.load
         nodes, asks = [0] * len(turns), [[] for _ in self.drafters]  # type: list[int], list[list[tuple[int, int]]]
         first = self._num_steps % len(turns)  # probes go round
         for index in (*range(first, len(turns)), *range(first)):
             limit = turns[index].draft_limit
+            if self.accounts.is_broke(load, 0, self.looks.least_cost):  # nothing is left for the others
+                break
             if limit > 0:
                 nodes[index] = self._plan_one(index, turns[index].request, limit if limit < cap else cap, asks)
         if self._models:
-            choice.threshold = load.row_seconds(sum(nodes)) / load.price
+            self._choice.threshold = load.row_seconds(sum(nodes)) / load.price
             for drafter, planned in enumerate(asks):
                 if planned and self._can_stop[drafter]:
                     self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
-        self._least_cost = min(self._cost(record) for record in self._records)
-        if not any(asks):
-            self._is_vain = bool(self._planned)
-            return Plan([], [], False, self._asleep)
-        return Plan(nodes, asks, any(asks[drafter] for drafter in self._learners), self._asleep)
+        return nodes, asks
 
     def stays_plain(self, num_requests: int) -> bool:
-        """Among as many requests, or nearly, that the last look holds for; or if another could not pay for anything."""
-        if self._quiet > 0 and num_requests >= MOST_OF * self._num_quiet:
-            return True
-        return num_requests > 1 and not self._is_waking and self.accounts.is_broke(self._choice.load, 1 + self._skipped, self._least_cost)
+        return self.looks.are_over(num_requests)
 
     def looked(self, seconds: float) -> None:
-        """The last plan took so long, all in all. If it asked nobody, the next look comes when this one is paid for."""
-        if self._is_vain and not self._is_waking:
-            load = self._choice.load
-            self._quiet = max(self._quiet, min(int(seconds / (LOOKING * thrift(load) * load.seconds)), MOST_QUIET))
+        self.looks.took(seconds)
 
     def _new_choice(self, turns: Sequence[Turn]) -> Choice:
         return Choice(Load(turns, self.costs), self.costs, self.has_trees, self._cost, self.accounts.purse > 0)
@@ -137,8 +132,8 @@ class AutoPolicy:
     def _sleepers(self, cap: int) -> frozenset[int]:
         """Models that would not pay for a request like the others, among several; all of them with an empty purse. Now and then they are
         woken: the text may be another."""
-        self._is_waking = self._num_steps % WAKE_EVERY < SLEEP_EVERY
-        if self._choice.load.speaking == 1 or self._is_waking:
+        self.looks.is_waking = self._num_steps % WAKE_EVERY < SLEEP_EVERY
+        if self._choice.load.speaking == 1 or self.looks.is_waking:
             return frozenset()
         is_poor = not cap or self.accounts.purse <= 0
         return frozenset(d for d in self._models if is_poor or not self._start(self._records[d], 1.0, cap)[0])
@@ -174,17 +169,6 @@ class AutoPolicy:
         base = self.costs.base(load.rows + 2)
         chance = USUAL_GAIN * (base[load.rows + 2] - base[load.rows + 1] + load.by_row + record.line.each) / load.price
         return min(round(chance * STEPS_OF_LEAST) / STEPS_OF_LEAST, SURE)
-
-    def _cap(self, load: Load) -> int:
-        """The most nodes that would pay for one request if all were right."""
-        if self._caps_version != self.costs.version:
-            self._caps, self._caps_version = {}, self.costs.version
-        key = (load.rows, load.speaking, load.cached // load.speaking // 64)
-        cap = self._caps.get(key)
-        if cap is None:
-            added = load.added_by(self.most_nodes, load.by_row)
-            cap = self._caps[key] = admitted([1.0] * self.most_nodes, load.speaking, load.seconds, added, MARGIN)
-        return cap
 
     def _plan_one(self, index: int, request: Request, limit: int, asks: list[list[tuple[int, int]]]) -> int:
         """Whom to ask for this request; the most nodes anybody is asked for."""
@@ -323,7 +307,7 @@ class AutoPolicy:
         """seconds: from the start of the pass to the commit; whole: from the last commit to this one. None if they would say nothing."""
         if len(turns) != self._num_observed:  # a step in which requests came or went takes longer
             self._num_observed, whole = len(turns), None
-        if self._is_quiet:
+        if self.looks.is_quiet:
             if len(turns) == self._choice.load.speaking:
                 self.accounts.note_plain(self._choice.load, whole)
             return
@@ -344,7 +328,7 @@ class AutoPolicy:
                     (self._shadowed.add if has_shadow else self._shadowed.discard)(name)
         if num_nodes or self._asked or self._choice.spent:
             self.accounts.settle(load, num_accepted, whole, self._choice.added + self._choice.spent, self._choice.prepaid)
-        elif not self._is_waking:  # with models that are shown every pass a step takes longer than it would without
+        elif not self.looks.is_waking:  # with models that are shown every pass a step takes longer than it would without
             self.accounts.note_plain(load, whole)
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
@@ -355,7 +339,7 @@ class AutoPolicy:
     def lookouts(self, drafter: int, turns: Sequence[Turn]) -> list[tuple[int, list[tuple[int, int]]]]:
         """While one flies: the others that cost next to nothing, as far as they are worth asking. What they say is about the round after
         the one that has just landed; a better draft ends the flight."""
-        found, cap = [], self._cap(self._choice.load)
+        found, cap = [], self._caps.of(self._choice.load)
         for index, turn in enumerate(turns):
             self._look(self._planned[index][drafter], self._records[drafter], turn.draft_limit)
         for number in self.order:
@@ -399,7 +383,7 @@ class AutoPolicy:
 
     def charge(self, seconds: float) -> None:
         """Planning and judging took so long in this step."""
-        if self._is_quiet:
+        if self.looks.is_quiet:
             return
         num_asked = 0
         for asked in self._asked.values():
@@ -410,7 +394,6 @@ class AutoPolicy:
                 self.accounts.pay(seconds, self._choice.load)
 
     def release(self, request: Request) -> None:
-        num_speaking = max(self._choice.load.speaking, 1)
-        self._quiet = self._quiet * (num_speaking - 1) // num_speaking  # who comes in its place may be worth asking about
+        self.looks.left(max(self._choice.load.speaking, 1))
         self._tallies.pop(request.id, None)
         self._shadowed.discard(request.id)

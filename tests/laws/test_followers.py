@@ -117,7 +117,7 @@ def test_a_policy_that_looks_now_and_then_is_followed_between(drafter: Proposer)
         if not engine.has_work:
             break
         if number % 6 == 2:  # as if a look had cost much
-            policy._quiet, policy._num_quiet = 4, 1
+            policy.looks.end(1, quiet=4)
         engine.step()
         engine.check()
     assert [request.output for request in requests] == [expected(request) for request in requests]
