@@ -34,7 +34,7 @@ class Accounts:
         """The shares of so many steps' time."""
         seconds = num_steps * load.seconds * thrift(load)
         self.probes = min(self.probes + PROBES * seconds, load.seconds)
-        self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * load.seconds)
+        self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * thrift(load) * load.seconds)
 
     def is_broke(self, load: Load, num_steps: int, least: float) -> bool:
         """After as many steps as are not paid in yet there is nothing for drafts, nor for a probe that takes the least."""

@@ -21,7 +21,7 @@ from paceline.engine.costs import CostModel, Median
 from paceline.engine.judging import learn
 from paceline.engine.load import Load
 from paceline.engine.looks import Looks
-from paceline.engine.nodes import admitted, best_start
+from paceline.engine.nodes import best_start
 from paceline.engine.plan import Plan, Proposed
 from paceline.engine.scheduler import Turn
 from paceline.types import Draft, Proposer, Request, Verdict
