@@ -51,10 +51,12 @@ class Accounts:
         """Out of the purse. One mishap, such as a pause of the whole process, must not end drafting for good."""
         self.purse = max(self.purse - seconds, -MOST_OWED * load.seconds)
 
-    def note_plain(self, load: Load, whole: float | None) -> None:
-        """A step without drafts took so long. What its pass is expected to take has no part in it: that is learned, too, and changes."""
+    def note_plain(self, load: Load, whole: float | None, looking: float = 0.0) -> None:
+        """A step without drafts took so long, of which looking at who might draft would not have been without a policy. What its pass is
+        expected to take has no part in it: that is learned, too, and changes."""
         if whole is not None and load.rows == load.speaking:
-            self._plain.setdefault(load.speaking, Median(whole)).add(whole)
+            seconds = max(whole - looking, 0.5 * whole)
+            self._plain.setdefault(load.speaking, Median(seconds)).add(seconds)
 
     def settle(self, load: Load, num_accepted: int, whole: float | None, known: float, prepaid: float = 0.0) -> None:
         """Of a step in which somebody was asked. known: what its drafts are known to have taken, where steps without were not seen yet;

@@ -13,12 +13,13 @@ MOST_OF = 0.9  # of the requests of the last look: while as many are there, it h
 
 
 class Looks:
-    __slots__ = ("_accounts", "_load", "_num_requests", "is_quiet", "is_vain", "is_waking", "least_cost", "quiet", "skipped")
+    __slots__ = ("_accounts", "_load", "_num_requests", "is_quiet", "is_vain", "is_waking", "least_cost", "quiet", "seconds", "skipped")
 
     def __init__(self, accounts: Accounts, load: Load, least_cost: float) -> None:
         self._accounts, self._load, self._num_requests = accounts, load, 0  # the last two of the last look
         self.quiet = 0  # steps to go without one
         self.skipped = 0  # since the last
+        self.seconds = 0.0  # that the last took, all in all; nothing in a step without one
         self.is_quiet = False  # this step has none
         self.is_vain = False  # the last looked at requests and asked nobody
         self.is_waking = False  # models are awake for a while, and looked at in every step of it
@@ -33,6 +34,7 @@ class Looks:
     def skip(self) -> None:
         self.quiet -= self.quiet > 0
         self.skipped += 1
+        self.seconds = 0.0
 
     def begin(self, load: Load) -> None:
         """A step that only reads prompts has no share to give, and must not take what was saved."""
@@ -46,6 +48,7 @@ class Looks:
 
     def took(self, seconds: float) -> None:
         """The last look, all in all. If it asked nobody, the next one comes when it is paid for."""
+        self.seconds = 0.0 if self.is_quiet else seconds
         if self.is_vain and not self.is_waking:
             self.quiet = max(self.quiet, min(int(seconds / (SHARE * thrift(self._load) * self._load.seconds)), MOST_QUIET))
 

@@ -309,7 +309,7 @@ class AutoPolicy:
             self._num_observed, whole = len(turns), None
         if self.looks.is_quiet:
             if len(turns) == self._choice.load.speaking:
-                self.accounts.note_plain(self._choice.load, whole)
+                self.accounts.note_plain(self._choice.load, whole, self.looks.seconds)
             return
         load, num_nodes, num_accepted = self._choice.load, 0, 0
         for index, draft in self._choice.checked.items():
@@ -329,7 +329,7 @@ class AutoPolicy:
         if num_nodes or self._asked or self._choice.spent:
             self.accounts.settle(load, num_accepted, whole, self._choice.added + self._choice.spent, self._choice.prepaid)
         elif not self.looks.is_waking:  # with models that are shown every pass a step takes longer than it would without
-            self.accounts.note_plain(load, whole)
+            self.accounts.note_plain(load, whole, self.looks.seconds)
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
         """Not where an ask is a probe, paid for one draft, nor for a request that the drafter has not begun to read."""
