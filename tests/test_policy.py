@@ -17,6 +17,7 @@ from paceline.engine.accounts import MOST_OWED, Accounts
 from paceline.engine.calibrate import Calibration, Tally, cell_of
 from paceline.engine.costs import CostModel, speedup
 from paceline.engine.load import Load
+from paceline.engine.looks import SHARE, Looks
 from paceline.engine.nodes import admitted
 from paceline.engine.plan import FixedPolicy
 from paceline.engine.policy import AutoPolicy
@@ -237,6 +238,26 @@ def test_a_look_that_asks_nobody_is_paid_for_before_the_next() -> None:
     assert policy.looks.quiet == 30, "one of four is another"
 
 
+def test_looks_are_due_when_they_are_paid_for_and_could_pay_for_something() -> None:
+    load = Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(10)], CostModel(FLAT))
+    accounts = Accounts(5.0)
+    looks = Looks(accounts, load, least_cost=0.1)
+    assert not looks.are_over(10)
+    looks.begin(load)
+    looks.end(10, quiet=0)
+    looks.is_vain = True
+    looks.took(0.25)
+    assert looks.quiet == int(0.25 / (SHARE * 0.25 * load.seconds)), "a quarter as much is risked among four or more"
+    assert looks.are_over(9)
+    assert not looks.are_over(8), "others may be worth asking about"
+    looks.quiet, accounts.purse, accounts.probes = 0, -1.0, 0.0
+    assert looks.are_over(8), "nothing could be paid for"
+    assert not looks.are_over(1)
+    for _ in range(200):
+        looks.skip()
+    assert not looks.are_over(8), "by now a probe could be"
+
+
 def test_the_purse_is_settled_by_what_steps_take() -> None:
     load = Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1)], CostModel(FLAT))
     accounts = Accounts(5.0)
@@ -244,8 +265,8 @@ def test_the_purse_is_settled_by_what_steps_take() -> None:
     accounts.settle(load, 0, 7.0, known=1.0)
     assert accounts.purse == -1.0, "nothing is known of steps without drafts"
     assert not accounts.is_settled
-    for whole in (6.0, 6.0, 6.5):  # one second of the host beside a pass of five
-        accounts.note_plain(load, whole)
+    for whole in (6.5, 6.5, 7.0):  # one second of the host beside a pass of five, and half a second for looking around
+        accounts.note_plain(load, whole, 0.5)
     accounts.purse = 0.0
     accounts.settle(load, 2, 10.0, known=1.0)
     assert accounts.purse == pytest.approx(3 * 6.0 - 10.0)
