@@ -17,12 +17,12 @@ from paceline.engine.nodes import first_branch
 from paceline.engine.plan import FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler, Turn
 from paceline.engine.stats import Phases, SpecStats, Suspicion
+from paceline.engine.verdicts import Judged, judge, judge_round
 from paceline.errors import PacelineError, RequestError
 from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Draft, FinishReason, Output, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
-from paceline.verify.accept import accept, follow
-from paceline.verify.sampling import not_finite, pick_of
+from paceline.types import Cached, Draft, FinishReason, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
+from paceline.verify.sampling import pick_of
 from paceline.verify.tree import Tree
 from paceline.verify.watch import Watch
 
@@ -187,7 +187,7 @@ class Engine:
         if output.picked is not None:
             len(output.picked)  # waits for the device
         computed = perf_counter()
-        judged = self._judge(turns, drafts, output, has_logits=follower is None)
+        judged = judge(turns, drafts, output, self.watch, has_logits=follower is None)
         accepted = perf_counter()
         verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=follower is not None)
         committed = perf_counter()
@@ -214,7 +214,7 @@ class Engine:
         said = flight.flown.round(flight.landed)  # waits for the device
         computed = perf_counter()
         drafts = flight.flyer.land([turn.request for turn in turns], said, flight.landed)
-        judged = [self._verdict(*each) for each in zip(turns, drafts, said.picked, strict=True)]
+        judged = judge_round(turns, drafts, said)
         flight.landed += 1
         is_last = flight.landed == len(flight.flown)
         verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=not is_last)
@@ -234,9 +234,6 @@ class Engine:
         phases.commit += committed - computed
         phases.observe += perf_counter() - committed
         return emissions
-
-    def _verdict(self, turn: Turn, draft: Draft, picked: Sequence[int]) -> Verdict | PacelineError | None:
-        return None if turn.request.is_finished else follow(draft, picked) or not_finite(turn.request)
 
     def _hidden_layers(self, asleep: frozenset[int]) -> tuple[int, ...]:
         if asleep not in self._layers:
@@ -304,36 +301,8 @@ class Engine:
             chosen = {i: draft if draft.tree.is_chain else first_branch(draft) for i, draft in chosen.items()}
         return [chosen.get(i) or rooted(turn.request.tokens[-1]) if turn.is_caught_up else None for i, turn in enumerate(turns)]
 
-    def _judge(
-        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], output: Output, has_logits: bool
-    ) -> list[Verdict | PacelineError | None]:  # fmt: skip
-        """The verdict of each turn, or why there is none; None for a part of a prompt. Nothing is changed yet. has_logits: they were not
-        overwritten by a pass that followed."""
-        judged: list[Verdict | PacelineError | None] = []
-        picked, first = output.picked if self.watch is None else None, 0  # row of the logits
-        for turn, draft in zip(turns, drafts, strict=True):
-            if draft is None or turn.request.is_finished:
-                judged.append(None)
-                first += 0 if draft is None else len(draft.tree.tokens)
-                continue
-            nodes = slice(first, first + len(draft.tree.tokens))
-            verdict = None if picked is None else follow(draft, picked, first)
-            if verdict is None and not has_logits:  # what the device did not pick is broken
-                judged.append(not_finite(turn.request))
-            else:
-                judged.append(verdict or self._accept(turn.request, draft, output, nodes))
-            first += len(draft.tree.tokens)
-        return judged
-
-    def _accept(self, request: Request, draft: Draft, output: Output, nodes: slice) -> Verdict | PacelineError:
-        try:
-            picked = output.picked and output.picked[nodes]
-            return accept(request, draft, output.logits[nodes], picked=picked, watch=self.watch)
-        except PacelineError as error:
-            return error
-
     def _commit_all(
-        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Verdict | PacelineError | None],
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Judged],
         has_more: bool = False,
     ) -> tuple[dict[int, Verdict], list[Emission]]:  # fmt: skip
         """Verdicts by turn, and what was said. has_more: what was computed after it comes next."""
