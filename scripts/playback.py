@@ -5,8 +5,7 @@
 The engine, the policy, suffix matching and what fills a pass's inputs are the real ones, so the host's time is real. A pass takes what it
 takes on an H200 with SmolLM2-135M (PASS_MS) and begins when the one before has ended; a head stands in for EAGLE: right as often, and able
 to draft and check in rounds without the host. Prints tokens a second over plain decoding. Texts are written once, which takes minutes on a
-CPU, and kept. Invariant: every text is the one that
-is played back.
+CPU, and kept. Invariant: every text is the one that is played back.
 """
 
 from __future__ import annotations
@@ -88,7 +87,8 @@ class Player:
         rows = sum(len(segment.tokens) for segment in segments)
         milliseconds = list(PASS_MS.values())[bisect.bisect_left(list(PASS_MS), rows)]
         self.free_at = max(time.perf_counter(), self.free_at) + 1e-3 * milliseconds
-        return Output(torch.zeros((len(picked), 1)), {}, Late(picked, self.free_at))
+        self.decoder.latest = Late(picked, self.free_at)
+        return Output(torch.zeros((len(picked), 1)), {}, self.decoder.latest)
 
     def _picked(self, segment: Segment) -> list[int]:
         """After each wanted row: what follows in the text, if the row's path is the text."""

@@ -80,6 +80,10 @@ class CpuDecoder:
         return False
 
     @property
+    def latest(self) -> None:
+        return None
+
+    @property
     def is_exact(self) -> bool:
         return True
 

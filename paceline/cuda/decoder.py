@@ -69,7 +69,8 @@ class CudaDecoder:
         self.config, self.weights, self.device = config, weights, device
         self.capture = capture  # for whoever records more beside it: all share its memory
         self._graphs = Graphs(capture)
-        self._latest = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=device)  # what the last pass picked
+        self._latest = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=device)  # what the last pass picked,
+        self.latest: Sequence[int] | None = None  # and the same on its way to the host
         self.is_exact = is_exact
 
     @classmethod
@@ -130,6 +131,8 @@ class CudaDecoder:
         count, num_rows = len(columns.rows), len(columns.slots)
         kept = hidden[:, :num_rows].clone() if hidden is not None else ()
         chosen = None if picked is None else Picked(picked[:count])
+        if chosen is not None and count <= MAX_GRAPH_ROWS:  # of more, the next pass could not read them
+            self.latest = chosen
         return Output(logits[:count], dict(zip(task.hidden_layers, kept, strict=True)), chosen, is_first=is_first)
 
     def _prepare_graph(self, task: Task, kv: Sequence[LayerCache]) -> tuple[Callable[[], Any], tuple[Inputs, Sequence[LayerCache]]]:

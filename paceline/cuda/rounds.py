@@ -117,6 +117,7 @@ class CudaRounds:
         room.buffer.fill(self._head.values(shape.head, table, feeds, speakers))
         room.inputs.fill(columns, batch.picks)
         room.ring.number.zero_()
+        self._decoder.latest = None  # a round's picks lie where a pass's do
         flown = CudaFlown(recording.replay, room, self._layers, count, is_first)
         for _ in range(min(AHEAD, count)):
             flown.more()

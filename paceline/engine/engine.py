@@ -17,11 +17,11 @@ from paceline.engine.nodes import first_branch
 from paceline.engine.plan import FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler, Turn
 from paceline.engine.stats import Phases, SpecStats, Suspicion
-from paceline.engine.verdicts import Judged, judge, judge_round
+from paceline.engine.verdicts import Judged, judge, judge_round, shown
 from paceline.errors import PacelineError, RequestError
 from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Draft, FinishReason, Proposer, Request, Seen, Segment, TokenLogprobs, Verdict
+from paceline.types import Cached, Draft, FinishReason, Proposer, Request, Segment, TokenLogprobs, Verdict
 from paceline.verify.sampling import pick_of
 from paceline.verify.tree import Tree
 from paceline.verify.watch import Watch
@@ -156,6 +156,8 @@ class Engine:
         out to have ended has computed a row in vain."""
         num_turns, asleep = len(flight.turns), flight.plan.asleep
         if not self._can_follow(num_turns) or not self.policy.stays_plain(num_turns) or self._hidden_layers(asleep) or not flight.is_plain:
+            return None
+        if flight.output.picked is not self.runner.decoder.latest:  # somebody else has used the model meanwhile
             return None
         started = perf_counter()
         going = self.scheduler.follow(flight.turns)
@@ -390,15 +392,7 @@ class Engine:
         learning = [(n, d) for n, d in self._learners if n not in plan.asleep and (plan.is_learning or not d.needs.top_tokens)]
         if not learning:
             return
-        seen, first, first_row = [], 0, 0
-        for index, (turn, draft) in enumerate(zip(turns, drafts, strict=True)):
-            nodes = 0 if draft is None else len(draft.tree.tokens)
-            end, end_row = first + nodes, first_row + turn.num_new + max(nodes - 1, 0)
-            if not turn.request.is_finished:
-                top = likely[first:end] if likely is not None and draft is not None else None
-                rows = {layer: x[first_row:end_row] for layer, x in hidden.items()} if len(turns) > 1 and hidden else hidden
-                seen.append(Seen(turn.request, turn.num_new, draft, verdicts.get(index), top, rows))
-            first, first_row = end, end_row
+        seen = shown(turns, drafts, verdicts, hidden, likely)
         for number, drafter in learning:
             before, started, width = self.runner.num_recordings, perf_counter(), drafter.needs.top_tokens
             is_narrow = likely is not None and 0 < width < likely.shape[1]

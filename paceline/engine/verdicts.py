@@ -1,18 +1,22 @@
-"""What a pass says about each request that speaks in it: a verdict, or why there is none. Nothing is changed by it.
+"""What a pass says about each request that speaks in it: a verdict, or why there is none; and what it shows to drafters. Changes nothing.
 
 Invariant: a token that the device has picked is the one `accept` would choose from the same logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from paceline.engine.scheduler import Turn
 from paceline.errors import PacelineError
-from paceline.types import Draft, Output, Request, Round, Verdict
+from paceline.types import Draft, Output, Request, Round, Seen, Verdict
 from paceline.verify.accept import accept, follow
 from paceline.verify.sampling import not_finite
 from paceline.verify.watch import Watch
+
+if TYPE_CHECKING:
+    import torch
 
 Judged = Verdict | PacelineError | None  # None: a part of a prompt, or of a request that was stopped meanwhile
 
@@ -51,3 +55,20 @@ def _accepted(request: Request, draft: Draft, output: Output, nodes: slice, watc
         return accept(request, draft, output.logits[nodes], picked=picked, watch=watch)
     except PacelineError as error:
         return error
+
+
+def shown(
+    turns: Sequence[Turn], drafts: Sequence[Draft | None], verdicts: Mapping[int, Verdict], hidden: Mapping[int, torch.Tensor],
+    likely: torch.Tensor | None,
+) -> list[Seen]:  # fmt: skip
+    """Of each request that goes on, after the commit. likely: tokens, as an Output's `top`."""
+    seen, first, first_row = [], 0, 0
+    for index, (turn, draft) in enumerate(zip(turns, drafts, strict=True)):
+        nodes = 0 if draft is None else len(draft.tree.tokens)
+        end, end_row = first + nodes, first_row + turn.num_new + max(nodes - 1, 0)
+        if not turn.request.is_finished:
+            top = likely[first:end] if likely is not None and draft is not None else None
+            rows = {layer: x[first_row:end_row] for layer, x in hidden.items()} if len(turns) > 1 and hidden else hidden
+            seen.append(Seen(turn.request, turn.num_new, draft, verdicts.get(index), top, rows))
+        first, first_row = end, end_row
+    return seen

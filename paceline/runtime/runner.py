@@ -31,6 +31,8 @@ class Decoder(Protocol):
     def checks_trees(self) -> bool: ...  # a node has the same bits wherever in a tree it is
     @property
     def runs_by_itself(self) -> bool: ...  # `forward` returns before the pass has ended; whoever looks at its output waits
+    @property
+    def latest(self) -> Sequence[int] | None: ...  # the picks that the next pass may read by ids below zero (see types.Columns)
     def forward(self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output: ...
 
 

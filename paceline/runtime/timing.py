@@ -61,8 +61,8 @@ def measure(runner: Runner, seconds: float = 0.3) -> Timings:
     passes = Timed(runner, CONTEXT + max(rows_of_interest))
     try:
         sizes = [n for n in rows_of_interest if n <= passes.room]
-        for rows in sizes if len(sizes) <= 3 else (1, 2, 8):  # what is compiled on first use is no cost of a pass
-            passes.seconds(min(rows, passes.room))
+        for rows in sizes[:4]:  # what is compiled on first use is no cost of a pass
+            passes.seconds(rows)
         return _measure(passes, sizes, time.perf_counter() + seconds)
     finally:
         passes.free()

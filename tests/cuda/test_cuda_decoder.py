@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.cuda import decoder as decoder_module
 from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for, bucket_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Graphs, Recording
@@ -137,6 +138,18 @@ def test_a_pass_reads_what_the_one_before_picked(device: torch.device) -> None:
     assert third.picked is not None
     assert list(second.picked) == list(plain((first.picked[1], later(caches[1], 1)), (first.picked[0], later(caches[0], 1))).picked or ())
     assert list(third.picked) == list(plain((second.picked[1], later(caches[0], 2))).picked or ())
+
+
+def test_picks_of_more_rows_than_a_graph_has_are_not_the_next_passs_to_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "MAX_GRAPH_ROWS", 4)
+    pair = Pair("llama", device)
+    decoder = pair.runners[0].decoder
+    few = pair.forward((0, words(4), None, 4), pick=GREEDY)[0]
+    assert few.picked is decoder.latest
+    many, theirs = pair.forward((0, words(5), None, 5), pick=GREEDY)
+    assert many.picked is not None
+    assert list(many.picked) == theirs.logits.argmax(-1).tolist()
+    assert decoder.latest is few.picked
 
 
 @pytest.mark.parametrize("num_requests", [3, 5])
