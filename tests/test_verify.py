@@ -18,7 +18,7 @@ from paceline.cli import verify
 from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
 from paceline.cli.verify_equality import MODES, NEAR_TIE, Examination, Mode, _logprob, first_difference
-from paceline.engine import engine
+from paceline.engine import verdicts
 from paceline.prompts import Prompt
 from paceline.proposers.registry import DRAFTERS, HEADS
 from paceline.types import Draft, Request, Verdict
@@ -113,7 +113,7 @@ def test_a_broken_rule_is_reported_with_its_place(tiny: str, tmp_path: Path, mon
         whole = tuple(range(len(draft.tree.tokens))) if draft.tree.is_chain else honest.path
         return honest._replace(path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1]))
 
-    monkeypatch.setattr(engine, "accept", accept_all)
+    monkeypatch.setattr(verdicts, "accept", accept_all)
     monkeypatch.setattr(distribution, "NUM_SAMPLES", 200)
     status, text, report = run_verify(tiny, tmp_path, "--methods", "early_exit")
     assert status == 1
