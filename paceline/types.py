@@ -260,19 +260,47 @@ class Seen(NamedTuple):
     hidden: Mapping[int, torch.Tensor]  # layer -> [rows, hidden], as asked for
 
 
+class Course(NamedTuple):
+    """How drafts are weighed in rounds that nobody watches, as numbers: what a policy would say. A cell is a depth, a claimed chance and a
+    standing (engine/calibrate.py)."""
+
+    seconds: float  # of a pass without a draft
+    added: Sequence[float]  # [length + 1]: seconds that so many nodes add to it
+    margin: float  # a draft must promise so much more than none
+    promise: float  # seconds that asking the head should save: nobody does where the other's draft saves more
+    sure: float  # no chance is taken for more
+    bins: int  # claims told apart
+    depths: int
+    own: Sequence[float]  # by cell: the chance of what the head claims; less than 0: what it says
+    own_factor: float  # by which the request differs from the others
+    others: Sequence[float]  # the same of what it is compared with
+    other_factor: float
+
+
+class Asides(NamedTuple):
+    """Of a round of one request in which two may have drafted: what each said, with the chances of its paths."""
+
+    other: tuple[list[int], list[float]]
+    own: tuple[list[int], list[float]]
+    is_other: bool  # whose draft was checked
+    num_read: int  # rows that the head has read, if it was asked
+    head_seconds: float
+    seconds: float  # of the round
+
+
 class Round(NamedTuple):
-    """What a drafter drafted, all chains of one length, and the target picked."""
+    """What a drafter drafted and the target picked."""
 
     tokens: list[list[int]]  # [requests][length]
     chances: list[list[float]]  # of the paths
     picked: list[list[int]]  # [requests][length + 1]: after the root and each drafted token, -1 where the logits are not finite
+    asides: Asides | None = None  # None: all chains have one length, and the drafter has read all that there was
 
 
 class Flown(Protocol):
     """Rounds that follow each other on a device: a few are under way, and more may be sent after them."""
 
-    @property
-    def hidden(self) -> Mapping[int, torch.Tensor]: ...  # of the last round: layer -> [rows, hidden]; to be asked for when it has landed
+    def hidden(self, number: int) -> Mapping[int, torch.Tensor]: ...  # of a round that has landed: layer -> [rows, hidden], if not read yet
     @property
     def is_first(self) -> bool: ...  # of its shape, as an Output's
     def __len__(self) -> int: ...  # rounds sent so far
@@ -303,6 +331,12 @@ class Flyer(Proposer, Protocol):
     @property
     def most_rounds(self) -> int: ...  # in a row
     def usual_round(self, num_requests: int) -> int: ...  # tokens of each draft in rounds of so many; 0: there are none
-    def round_length(self, requests: Sequence[Request]) -> int: ...  # the same of these requests now; 0: it cannot
-    def fly(self, requests: Sequence[Request], count: int) -> Flown: ...  # slots for all tokens of up to so many rounds are reserved
+    def round_length(self, requests: Sequence[Request], most: int) -> int: ...  # of these requests now, so many at most; 0: it cannot
+    @property
+    def is_weighing(self) -> bool: ...  # rounds go by a course, as steps would; else everything drafted is checked
+    def asks_beside(self, other: Proposer) -> bool: ...  # whether it asks this one, too, in its rounds
+    def fly(self, requests: Sequence[Request], count: int, length: int, course: Course, other: Proposer | None) -> Flown:
+        """Slots for all tokens of up to so many rounds are reserved. other: whom to ask beside."""
+        ...
+
     def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]: ...  # each in order, the one before committed

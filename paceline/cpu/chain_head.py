@@ -16,7 +16,7 @@ import torch
 from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry, Task, call_of, draft_chains
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_memory import NOTHING, Flat, Memory, Place, Tensors, Workspace, address, describe, sources_of
-from paceline.cpu.heads import Rows
+from paceline.cpu.heads import Rows, Work
 from paceline.cpu.single_feed import MOST_ROWS, MOST_STEPS, SingleFeed
 from paceline.models.head_config import DraftConfig, EagleConfig, LayeredConfig
 from paceline.models.head_rows import Feed, Guesses, Node, Row, Said, Speaker
@@ -87,13 +87,21 @@ class ChainHead:
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed, until no chance reaches `least`."""
         if len(feeds) == 1 and len(feeds[0].tokens) <= MOST_ROWS and steps <= MOST_STEPS:
-            feed = feeds[0]
-            end = feed.start + len(feed.tokens) + steps
-            feed.place.reserve(end)
-            sources = sources_of(feed.rows, self._layers, self.shape.hidden)
-            return self._single.guess(feed, sources, speakers[0], steps, least, self._workspace.get(MOST_ROWS, end))
+            sources, work = self._made_ready(feeds[0], steps)
+            return self._single.guess(feeds[0], sources, speakers[0], steps, least, work)
         _, tokens, chances = self._run(feeds, speakers, steps, least)
         return Guesses(tokens.tolist(), chances.tolist())
+
+    def open(self, feed: Feed, speaker: Speaker, steps: int, least: float, num_more: int) -> tuple[int, int, int, int]:
+        """For whoever calls the kernel several times (cpu/flights.py): with room for so many rows more. Addresses, as SingleFeed's."""
+        sources, work = self._made_ready(feed, num_more + steps)
+        self._single.open(feed, sources, speaker, steps, least, work)
+        return self._single.addresses
+
+    def _made_ready(self, feed: Feed, num_more: int) -> tuple[list[int], Work]:
+        end = feed.start + len(feed.tokens) + num_more
+        feed.place.reserve(end)
+        return sources_of(feed.rows, self._layers, self.shape.hidden), self._workspace.get(MOST_ROWS, end)
 
     def begin(self, feeds: Sequence[Feed]) -> Said:
         """The logits after the last row of each feed."""

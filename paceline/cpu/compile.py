@@ -13,6 +13,9 @@ from struct import pack, unpack
 from typing import Any
 
 import numba
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from paceline.cpu.features import VARIANT
 
@@ -40,3 +43,29 @@ def numbers(fields: Iterable[float]) -> array[int]:
     """What a kernel is given the address of; floats as the bits of doubles. A hundred numbers in tuples would take longer to hand over
     than a layer to compute: after a pass the host's caches are cold."""
     return array("q", [unpack("q", pack("d", x))[0] if isinstance(x, float) else int(x) for x in fields])
+
+
+def entry_of(compiled: Any, num_arguments: int) -> int:
+    """Where a kernel of whole numbers begins, for `invoke`."""
+    signature = (types.int64,) * num_arguments
+    compiled.compile(signature)
+    found = compiled.overloads[signature]
+    address: int = found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
+    return address
+
+
+def _invoker(result: types.Type) -> Callable[..., Any]:
+    @intrinsic
+    def invoke(_context: Any, entry: Any, numbers: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kinds, convention = tuple(signature.args[1]), context.call_conv
+            callee = builder.inttoptr(arguments[0], convention.get_function_type(result, kinds).as_pointer())
+            return convention.call_function(builder, callee, result, kinds, cgutils.unpack_tuple(builder, arguments[1]))[1]
+
+        return result(types.int64, numbers), generate
+
+    return invoke
+
+
+# Call a kernel from another by its entry: by its name it would be compiled once more into each that calls it, for half a minute.
+invoke, invoke_for_number = _invoker(types.none), _invoker(types.int64)

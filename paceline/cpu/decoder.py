@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import ge
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,18 @@ from paceline.types import Batch, Columns, Output
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, width]
 NO_HIDDEN: dict[int, torch.Tensor] = {}
 MULTIPLE = 16  # widths the kernels can handle are multiples of it
+
+
+class Prepared(NamedTuple):
+    """Addresses, and what they are of where it lives no longer than this."""
+
+    spec: array[int]  # a Pass
+    model: int
+    work: int
+    logits: torch.Tensor
+    taps: array[int]
+    picked: int
+    threads: int  # a number
 
 
 class CpuDecoder:
@@ -147,6 +159,15 @@ class CpuDecoder:
         FORWARD[self.bits](spec.threads, *(each.buffer_info()[0] for each in given), logits.data_ptr())
         vocab = self.config.vocab_size
         return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden, self._choices(batch))
+
+    def prepare(self, batch: Batch, kv: Sequence[LayerCache], num_more: int) -> Prepared:
+        """What a kernel must know that runs passes by itself, of no more rows than the batch has, up to so many positions further on."""
+        taps = self._no_taps[:]
+        spec = self._pass(batch, kv, taps, self.config.num_layers)
+        spec = spec._replace(span=_span(max(batch.columns.positions) + num_more + 1))
+        logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
+        model, work = self._model.buffer_info()[0], self._workspace(spec).buffer_info()[0]
+        return Prepared(array("q", spec), model, work, logits, taps, self._picked.buffer_info()[0], spec.threads)
 
     def _hidden(self, layers: Sequence[int], rows: int) -> tuple[Mapping[int, torch.Tensor], array[int]]:
         """Room for hidden states, and where the kernel puts them."""

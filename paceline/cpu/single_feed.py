@@ -42,7 +42,7 @@ class SingleFeed:
         then = Rows(1, *(base + 8 * (self._then + column) for column in range(7)), 0, columns[7], 0)  # type: ignore[call-arg]
         self._call = call_of(rows, then, shape, entry, *self._tasks(base), NO_WORK)
         self._floats = memoryview(self._call).cast("B").cast("d")  # the same memory
-        self._at = self._call.buffer_info()[0]
+        self.at = self._call.buffer_info()[0]
 
     def _tasks(self, base: int) -> tuple[Task, Task]:
         def at(place: int) -> int:
@@ -57,6 +57,13 @@ class SingleFeed:
 
     def guess(self, feed: Feed, sources: Sequence[int], speaker: Speaker, steps: int, least: float, work: Work) -> Guesses:
         """A chain after the last row of the feed, until its chance is below `least`; there is room for it in the feed's place."""
+        self.open(feed, sources, speaker, steps, least, work)
+        draft_chains(self.at, self._threads)
+        made = self._numbers[self._rest + 2]
+        return Guesses([[token] for token in self._tokens[:made]], [[chance] for chance in self._chances[:made]])
+
+    def open(self, feed: Feed, sources: Sequence[int], speaker: Speaker, steps: int, least: float, work: Work) -> None:
+        """Write down what `draft_chains` must know of it."""
         self._write(feed, sources, speaker)
         call = self._call
         call[ROWS], call[TASK + STEPS], call[FOLLOWING + STEPS] = len(feed.tokens), steps, steps
@@ -64,9 +71,12 @@ class SingleFeed:
         if work is not self._work:
             self._work = work
             call[WORK : WORK + len(work)] = array("q", work)
-        draft_chains(self._at, self._threads)
-        made = self._numbers[self._rest + 2]
-        return Guesses([[token] for token in self._tokens[:made]], [[chance] for chance in self._chances[:made]])
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Of the call, the numbers that it reads, the tokens and their chances."""
+        parts = (self._numbers, self._tokens, self._chances)
+        return self.at, *(part.buffer_info()[0] for part in parts)  # type: ignore[return-value]
 
     def _write(self, feed: Feed, sources: Sequence[int], speaker: Speaker) -> None:
         numbers, place, at = self._numbers, feed.place, feed.start

@@ -23,7 +23,7 @@ from paceline.cuda.decoder import CudaDecoder, Task
 from paceline.cuda.graphs import Graphs
 from paceline.cuda.head_inputs import Buffer, rows_for, table_of_rounds, warm_contexts
 from paceline.models.attention import LayerCache
-from paceline.models.head_rows import Feed, Speaker
+from paceline.models.head_rows import Feed, Orders, Speaker
 from paceline.types import Batch, Round
 
 MOST_ROUNDS = 32  # in a row: taking off costs as much as a round, and slots are reserved for as many
@@ -64,9 +64,9 @@ class CudaFlown:
     def num_left(self) -> int:
         return self._most - self._count
 
-    @property
-    def hidden(self) -> dict[int, torch.Tensor]:
-        return dict(zip(self._layers, self._room.hidden.clone(), strict=True))
+    def hidden(self, number: int) -> dict[int, torch.Tensor]:
+        """The last round's: the next has read those before it."""
+        return dict(zip(self._layers, self._room.hidden.clone(), strict=True)) if number == self._count - 1 else {}
 
     @torch.inference_mode()
     def more(self) -> None:
@@ -91,14 +91,17 @@ class CudaFlown:
 
 
 class CudaRounds:
-    most_rounds, most_requests = MOST_ROUNDS, MOST_REQUESTS
+    most_rounds, most_requests, is_asking = MOST_ROUNDS, MOST_REQUESTS, False
 
     def __init__(self, head: CudaChainHead, decoder: CudaDecoder, kv: Sequence[LayerCache]) -> None:
         self._head, self._decoder, self._kv, self.device = head, decoder, kv, decoder.device
         self._graphs = Graphs(decoder.capture)
 
+    def can_fly(self, temperature: float) -> bool:
+        return True
+
     @torch.inference_mode()
-    def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int) -> CudaFlown:
+    def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders) -> CudaFlown:
         """batch: the target's rows of the first round, chains of which only the roots are known; of each request as many slots are reserved
         as `count` rounds could take, a few of which are sent now. feeds: what the head has not read of each text, no more rows than a chain
         has."""

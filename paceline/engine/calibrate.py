@@ -45,6 +45,10 @@ class Calibration:
         seen = self._seen[cell]
         return self._hits[cell] / seen if seen else claimed
 
+    def table(self) -> list[float]:
+        """The same by cell, -1 where a claim is taken at its word."""
+        return [hits / seen if seen else -1.0 for hits, seen in zip(self._hits, self._seen, strict=True)]
+
     def rates(self) -> list[float]:
         """The same before anything is drafted, over all claims: at depth 1, 2, and deeper. What was never tried is as good as what
         comes before it."""

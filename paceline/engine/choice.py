@@ -62,9 +62,7 @@ class Choice:
 
     def _check_better(self, index: int, turn: Turn, one: Asked, two: Asked) -> None:
         """Two drafts for one request, where rows are dear: the better of them, by who else says so."""
-        standing = AGREED if one.draft.tree.tokens[1] == two.draft.tree.tokens[1] else CONTRADICTED
-        one.compare(standing)
-        two.compare(standing)
+        compare(one, two)
         first, second = self.worth(one, turn), self.worth(two, turn)
         better, other = (one, two) if first >= second else (two, one)
         self._check_one(index, turn, better, max(first, second))
@@ -120,6 +118,13 @@ class Choice:
             kept[index].append(node)
         for nodes in kept.values():
             nodes.sort()
+
+
+def compare(one: Asked, two: Asked) -> None:
+    """Two chains after the same token: each is worth more where the other says the same."""
+    standing = AGREED if one.draft.tree.tokens[1] == two.draft.tree.tokens[1] else CONTRADICTED
+    one.compare(standing)
+    two.compare(standing)
 
 
 class Caps:

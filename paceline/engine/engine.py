@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config import EngineConfig
-from paceline.engine.flights import Answers, Flight, Rounds, flyer_of, possible_rounds
+from paceline.engine.flights import Answers, Flight, Rounds, answers_of, flyer_of, possible_rounds
 from paceline.engine.nodes import first_branch
 from paceline.engine.plan import FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler, Turn
@@ -199,9 +199,7 @@ class Engine:
         self.policy.observe(turns, verdicts, committed - launched if has_room and not is_first else None, whole)
         self.policy.charge(planning + perf_counter() - committed)
         self._observe(turns, drafts, verdicts, output.hidden, output.top, plan)
-        for index, verdict in verdicts.items():
-            for number, draft in proposed.get(index, ()):
-                self._suspicion.judge(self.policy.drafters[number], draft, verdict)
+        self._suspect(proposed, verdicts)
         phases = self.phases
         phases.forward += computed - landing
         phases.accept += accepted - computed
@@ -212,22 +210,26 @@ class Engine:
     def _land_round(self, flight: Rounds) -> list[Emission]:
         """The next round, as if it were a pass of its own; those after it go on meanwhile, and another follows them unless somebody waits
         for a seat or has better drafts. Who has ended has no part in it."""
-        landing, number, turns = perf_counter(), flight.drafter, flight.turns
-        said = flight.flown.round(flight.landed)  # waits for the device
+        landing, number, turns = perf_counter(), flight.landed, flight.turns
+        said, roots = flight.flown.round(number), [turn.request.tokens[-1] for turn in turns]  # waits for the device
         computed = perf_counter()
-        drafts = flight.flyer.land([turn.request for turn in turns], said, flight.landed)
+        drafts = flight.flyer.land([turn.request for turn in turns], said, number)
         judged = judge_round(turns, drafts, said)
         flight.landed += 1
-        is_last = flight.landed == len(flight.flown)
-        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=not is_last)
+        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=flight.landed < len(flight.flown))
         committed = perf_counter()
         if verdicts:
             checked = {index: drafts[index] for index in verdicts}
-            self.policy.flown(number, turns, checked, verdicts, None if flight.flown.is_first else committed - flight.since)
-            self._observe(turns, drafts, verdicts, flight.flown.hidden if is_last else {}, None, flight.plan)  # the others are read already
-            for index, verdict in verdicts.items():
-                for who, draft in (*flight.proposed.pop(index, ()), (number, drafts[index])):
-                    self._suspicion.judge(self.policy.drafters[who], draft, verdict)
+            if said.asides is None:
+                self.policy.flown(flight.drafter, turns, checked, verdicts, None if flight.flown.is_first else committed - flight.since)
+                answers = {index: [*flight.proposed.pop(index, ()), (flight.drafter, draft)] for index, draft in checked.items()}
+            else:
+                numbers = [flight.drafter] if flight.other is None else [flight.drafter, flight.other]
+                answers = {0: answers_of(said.asides, roots[0], numbers, self.policy.drafters)}
+                seconds = said.asides.seconds + committed - landing
+                self.policy.replayed(turns, answers[0], drafts[0], verdicts, said.asides.head_seconds, seconds)
+            self._observe(turns, drafts, verdicts, flight.flown.hidden(number), None, flight.plan)
+            self._suspect(answers, verdicts)
         if flight.goes_on and not self.scheduler.waiting and self._stays_up(flight):
             flight.flown.more()
         flight.since = self._committed = committed
@@ -236,6 +238,11 @@ class Engine:
         phases.commit += committed - computed
         phases.observe += perf_counter() - committed
         return emissions
+
+    def _suspect(self, answers: Answers, verdicts: Mapping[int, Verdict]) -> None:
+        for index, verdict in verdicts.items():
+            for number, draft in answers.get(index, ()):
+                self._suspicion.judge(self.policy.drafters[number], draft, verdict)
 
     def _hidden_layers(self, asleep: frozenset[int]) -> tuple[int, ...]:
         if asleep not in self._layers:
@@ -253,13 +260,15 @@ class Engine:
         proposed: Answers = {}
         for number in self.policy.order:
             asks = [(i, min(count, turns[i].num_lookahead_tokens)) for i, count in plan.asks[number] if turns[i].num_lookahead_tokens]
-            if asks and proposed:
+            rounds = self._take_off(number, asks, turns, plan, proposed, is_weighing=True) if asks else None
+            if asks and proposed and rounds is None:
                 asks = self.policy.reconsider(number, asks, turns)
-            if not asks:
-                continue
-            rounds = self._take_off(number, asks, turns, plan, proposed)
+            if asks and rounds is None:
+                rounds = self._take_off(number, asks, turns, plan, proposed, is_weighing=False)
             if rounds is not None:
                 return {}, rounds
+            if not asks:
+                continue
             for (index, _), draft in zip(asks, self._ask(number, asks, turns), strict=True):
                 if draft.num_drafted:
                     proposed.setdefault(index, []).append((number, draft))
@@ -280,21 +289,27 @@ class Engine:
         return len(self.policy.reconsider(flight.drafter, rounds, flight.turns, is_flying=True)) == len(rounds)
 
     def _take_off(
-        self, number: int, asks: Sequence[tuple[int, int]], turns: list[Turn], plan: Plan, proposed: Answers
+        self, number: int, asks: Sequence[tuple[int, int]], turns: list[Turn], plan: Plan, proposed: Answers, is_weighing: bool
     ) -> Rounds | None:  # fmt: skip
-        """Rounds of all that speak in this step, where nobody else learns from the passes."""
+        """Rounds of all that speak in this step, where nobody else learns from the passes. is_weighing: such as ask others, too; others'
+        drafts were not looked at yet."""
         flyer, requests = flyer_of(self.policy.drafters[number]), [turn.request for turn in turns]
-        if flyer is None or not self.runner.decoder.runs_by_itself or self.watch is not None or len(asks) < len(turns):
+        if flyer is None or flyer.is_weighing != is_weighing or self.watch is not None or len(asks) < len(turns):
             return None
-        length, is_learning = flyer.round_length(requests), plan.is_learning and self._top_tokens > 0
-        if not length or min(count for _, count in asks) < length or is_learning or not self.policy.may_fly(number, asks):
+        others = [n for n, planned in enumerate(plan.asks) if planned and n != number]
+        if is_weighing and not (len(others) <= 1 and all(flyer.asks_beside(self.policy.drafters[n]) for n in others)):
+            return None
+        length, is_learning = flyer.round_length(requests, min(count for _, count in asks)), plan.is_learning and self._top_tokens > 0
+        if not length or is_learning or not self.policy.may_fly(number, asks):
             return None
         count = min(flyer.most_rounds, possible_rounds(requests, length, self.config.max_model_len))
         has_layers = set(self._hidden_layers(plan.asleep)) == set(flyer.needs.hidden_layers)
         if not has_layers or not self.scheduler.give_rounds(turns, count * (length + 1)):
             return None
-        since = perf_counter()
-        return Rounds(turns, plan, proposed, number, flyer, length, flyer.fly(requests, count), since)
+        other = others[0] if is_weighing and others else None
+        since, course = perf_counter(), self.policy.course(number, other, length)
+        flown = flyer.fly(requests, count, length, course, None if other is None else self.policy.drafters[other])
+        return Rounds(turns, plan, proposed, number, flyer, length, flown, since, other)
 
     def _drafts(self, turns: Sequence[Turn], proposed: Mapping[int, list[tuple[int, Draft]]]) -> list[Draft | None]:
         """For every turn that the target will speak in, what it checks: often nothing but the root."""

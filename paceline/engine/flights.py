@@ -12,7 +12,8 @@ from typing import NamedTuple, cast
 
 from paceline.engine.plan import Plan
 from paceline.engine.scheduler import Turn
-from paceline.types import Draft, Flown, Flyer, Output, Proposer, Request
+from paceline.types import Asides, Draft, Flown, Flyer, Output, Proposer, Request
+from paceline.verify.tree import Tree
 
 Answers = dict[int, list[tuple[int, Draft]]]  # by turn: who drafted what
 
@@ -48,6 +49,7 @@ class Rounds:
     length: int  # of each draft
     flown: Flown
     since: float  # when they were launched, then when the last of them landed
+    other: int | None = None  # who is asked beside it in each of them
     landed: int = 0
 
     @property
@@ -67,6 +69,13 @@ class Rounds:
 
 def flyer_of(drafter: Proposer) -> Flyer | None:
     return cast(Flyer, drafter) if getattr(drafter, "most_rounds", 0) else None
+
+
+def answers_of(said: Asides, root: int, numbers: Sequence[int], drafters: Sequence[Proposer]) -> list[tuple[int, Draft]]:
+    """Who drafted what in a round. numbers: of the head, and of whom it has asked beside."""
+    chains = zip(numbers, (said.own, said.other), strict=False)
+    drafts = [(n, Draft(Tree.chain(root, tokens), drafters[n].name, None, (1.0, *paths))) for n, (tokens, paths) in chains if tokens]
+    return drafts[::-1]  # in the order in which they were asked
 
 
 def possible_rounds(requests: Sequence[Request], length: int, max_model_len: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from paceline.engine.scheduler import Turn
-from paceline.types import Draft, Proposer, Request, Verdict
+from paceline.types import Course, Draft, Proposer, Request, Verdict
 
 Proposed = Mapping[int, list[tuple[int, Draft]]]  # by turn: (drafter, its draft)
 
@@ -37,6 +37,11 @@ class Policy(Protocol):
     def flown(
         self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
     ) -> None: ...  # one of these rounds: its drafts were checked whole, and it took so long
+    def course(self, drafter: int, other: int | None, length: int) -> Course: ...  # how one request's drafts are weighed meanwhile
+    def replayed(
+        self, turns: Sequence[Turn], answers: Sequence[tuple[int, Draft]], checked: Draft, verdicts: Mapping[int, Verdict], drafting: float,
+        seconds: float | None,
+    ) -> None: ...  # fmt: skip  # a round of one request: who said what, what was checked, seconds of the model that drafted and of all
     def looked(self, seconds: float) -> None: ...  # the last plan took so long, and while it was made a device may have been idle
     def stays_plain(self, num_requests: int) -> bool: ...  # nobody will be asked in the next step, whatever comes of this one
     def charge(self, seconds: float) -> None: ...
@@ -82,6 +87,16 @@ class FixedPolicy:
 
     def flown(
         self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
+    ) -> None:  # fmt: skip
+        """Nothing depends on it."""
+
+    def course(self, drafter: int, other: int | None, length: int) -> Course:
+        """All of it, since nothing costs anything."""
+        return Course(1.0, [0.0] * (length + 1), 1.0, 0.0, 1.0, 1, 1, [-1.0] * 3, 1.0, [-1.0] * 3, 1.0)
+
+    def replayed(
+        self, turns: Sequence[Turn], answers: Sequence[tuple[int, Draft]], checked: Draft, verdicts: Mapping[int, Verdict], drafting: float,
+        seconds: float | None,
     ) -> None:  # fmt: skip
         """Nothing depends on it."""
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.engine.accounts import Accounts
-from paceline.engine.calibrate import DEPTHS, SURE, Asked, Record, Tally
-from paceline.engine.choice import MARGIN, Caps, Choice
+from paceline.engine.calibrate import BINS, DEPTHS, STANDINGS, SURE, Asked, Record, Tally
+from paceline.engine.choice import MARGIN, Caps, Choice, compare
 from paceline.engine.costs import CostModel, Median
 from paceline.engine.judging import learn
 from paceline.engine.load import Load
@@ -24,7 +24,7 @@ from paceline.engine.looks import Looks
 from paceline.engine.nodes import best_start
 from paceline.engine.plan import Plan, Proposed
 from paceline.engine.scheduler import Turn
-from paceline.types import Draft, Proposer, Request, Verdict
+from paceline.types import Course, Draft, Proposer, Request, Verdict
 
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
@@ -380,6 +380,38 @@ class AutoPolicy:
         self._num_steps += 1
         self._asked, self._choice.spent = {}, 0.0  # what others said was about the first round
         self._choice.can_lose = self.accounts.purse > 0
+
+    def course(self, drafter: int, other: int | None, length: int) -> Course:
+        """As `reconsider` and `trim` would decide for the one request of this step."""
+        load, (tallies,) = self._choice.load, self._planned.values()
+        own, others = self._records[drafter].calibration.table(), [-1.0] * (STANDINGS * DEPTHS * BINS)
+        other_factor = 1.0
+        if other is not None:
+            others, other_factor = self._records[other].calibration.table(), tallies[other].factor
+        added = [0.0, *load.added_by(length, load.by_row)]
+        promise, factor = tallies[drafter].promise, tallies[drafter].factor
+        return Course(load.seconds, added, MARGIN, promise, SURE, BINS, DEPTHS, own, factor, others, other_factor)
+
+    def replayed(
+        self, turns: Sequence[Turn], answers: Sequence[tuple[int, Draft]], checked: Draft, verdicts: Mapping[int, Verdict], drafting: float,
+        seconds: float | None,
+    ) -> None:  # fmt: skip
+        """A round that went by `course`: as if it had been a step of its own."""
+        choice, ((index, tallies),) = self._choice, self._planned.items()
+        asked = [Asked(draft, self._records[number], tallies[number]) for number, draft in answers]
+        if len(asked) == 2:
+            compare(*asked)
+        choice.added, choice.spent = choice.load.row_seconds(checked.num_drafted) * checked.num_drafted, drafting
+        for one in asked:
+            record, is_checked = one.record, checked.num_drafted > 0 and one.draft.source == checked.source
+            if not record.is_free:
+                record.seconds.add(drafting)
+                record.line.add(one.draft.num_drafted, drafting)
+            one.tally.saved(record, choice.worth(one, turns[index]) if is_checked else 0.0, record.seconds.value)
+        choice.checked, self._asked = ({index: checked} if checked.num_drafted else {}), {index: asked}
+        self.observe(turns, verdicts, None, seconds)
+        self._num_steps += 1
+        self._asked, choice.spent, choice.can_lose = {}, 0.0, self.accounts.purse > 0
 
     def charge(self, seconds: float) -> None:
         """Planning and judging took so long in this step."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from paceline.types import Batch, Flown
+    from paceline.types import Batch, Course, Flown
 
 
 class Row(NamedTuple):
@@ -81,13 +81,36 @@ class ChainBackend(Protocol):
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses: ...
 
 
+class Matcher(NamedTuple):
+    """Where suffix matching lies (cpu/votes.py): addresses, and the length of its longest draft."""
+
+    live: int
+    past: int
+    scratch: int
+    drafted: int
+    reach: int
+    budget: int
+
+
+class Orders(NamedTuple):
+    """What rounds must know beside rows and tokens; who always drafts as much as it can needs none of it."""
+
+    course: Course
+    matcher: Matcher | None
+    least: float  # the chance below which a chain is not drafted on
+    stops: Sequence[int]  # tokens that end the first request
+    wanted: int  # tokens that it may still say
+
+
 class RoundsBackend(Protocol):
     """A head that drafts token by token and the target, left to themselves."""
 
     most_rounds: int
     most_requests: int
+    is_asking: bool  # whether it weighs drafts, and may ask a matcher beside the head
 
-    def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int) -> Flown: ...
+    def can_fly(self, temperature: float) -> bool: ...
+    def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders) -> Flown: ...
 
 
 class BlockBackend(Protocol):

@@ -3,7 +3,7 @@
 The pair (hidden state of position t, token of position t + 1) is one row of the head. Rows of the text are read with true features; what
 the head guesses lies behind them and is overwritten in the next round, so nothing has to be rolled back.
 With a width the draft is EAGLE-2's tree: the best paths by the product of the head's probabilities.
-On a GPU several rounds of draft and check may follow each other without the host: what the head read in them counts when they land.
+Several rounds of draft and check may follow each other without the host: what the head read in them counts when they land.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from paceline.models.head_rows import Feed, Guesses, Node, Speaker
+from paceline.models.head_rows import Feed, Guesses, Node, Orders, Row, Speaker
 from paceline.proposers.base import Surroundings
 from paceline.proposers.features import Library, Read
 from paceline.proposers.grow import Growth
 from paceline.proposers.head_backends import chain_backend, rounds_backend
 from paceline.proposers.heads import GREEDY, Asked, HeadDrafter, HeadDrafterConfig, Pairs
+from paceline.proposers.suffix import Suffix
 from paceline.runtime.batch import build
-from paceline.types import Draft, Flown, Request, Round, Seen, Segment
+from paceline.types import Course, Draft, Flown, Proposer, Request, Round, Seen, Segment
 from paceline.verify.tree import Tree
 
 CHUNK = 8  # rows: where more wait, all but the last are read before, which needs their keys and values alone
@@ -88,33 +89,48 @@ class Eagle(HeadDrafter):
         return 0 if self._rounds is None else self._rounds.most_rounds
 
     def usual_round(self, num_requests: int) -> int:
-        return self.longest_chain if self._rounds is not None and num_requests <= self._rounds.most_requests else 0
-
-    def round_length(self, requests: Sequence[Request]) -> int:
-        if not self.usual_round(len(requests)):
+        """Where drafts are weighed one by one in rounds, as in steps, they are nothing to be decided about."""
+        if self._rounds is None or self._rounds.is_asking or num_requests > self._rounds.most_requests:
             return 0
-        texts = [self._texts.get(request.id) for request in requests]
-        is_possible = all(text is not None and text.is_ready and text.request.pick is not None for text in texts)
-        return self.longest_chain if is_possible else 0
+        return self.longest_chain
 
-    def fly(self, requests: Sequence[Request], count: int) -> Flown:
+    def round_length(self, requests: Sequence[Request], most: int) -> int:
+        rounds, length = self._rounds, self.longest_chain
+        if rounds is None or len(requests) > rounds.most_requests or (most < length and not rounds.is_asking):
+            return 0
+        texts, picks = [self._texts.get(request.id) for request in requests], [request.pick for request in requests]
+        is_possible = all(text is not None and text.is_ready for text in texts)
+        is_possible = is_possible and all(pick is not None and rounds.can_fly(pick.temperature) for pick in picks)
+        return min(most, length) if is_possible else 0
+
+    @property
+    def is_weighing(self) -> bool:
+        return self._rounds is not None and self._rounds.is_asking
+
+    def asks_beside(self, other: Proposer) -> bool:
+        return self.is_weighing and isinstance(other, Suffix)
+
+    def fly(self, requests: Sequence[Request], count: int, length: int, course: Course, other: Proposer | None) -> Flown:
         assert self._rounds is not None, "a round has a length"
-        length = self.longest_chain
         reads = [self._library.reading(self._texts[request.id], min(CHUNK, length + 1)) for request in requests]
-        feeds = [self._take(read, len(read.text.waiting)) for read in reads]
+        feeds = [self._feed(read, list(read.text.waiting)) for read in reads]
         picks = [(request, request.pick or GREEDY) for request in requests]
         speakers = [Speaker(pick.temperature, pick.seed, len(request.tokens)) for request, pick in picks]
         segments = [Segment([r.tokens[-1], *[0] * length], r.cache, num_logits=length + 1, pick=pick) for r, pick in picks]
-        return self._rounds.launch(feeds, speakers, build(segments, self._runner.kv), count)
+        first = requests[0]
+        matcher = other.matcher(first) if isinstance(other, Suffix) else None
+        orders = Orders(course, matcher, self.least, tuple(first.stop_ids), first.params.max_tokens - first.num_output)
+        return self._rounds.launch(feeds, speakers, build(segments, self._runner.kv), count, orders)
 
     def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]:
-        """Each round but the first has read what the one before showed."""
-        for read in (self._library.reads.get(request.id) for request in requests if number):
+        """What the head has read in a round counts now: all that was shown before, unless it says otherwise."""
+        asides = said.asides
+        for read in (self._library.reads.get(request.id) for request in requests):
             if read is not None:
-                read.take(len(read.text.waiting))
-        roots = [request.tokens[-1] for request in requests]
+                read.take(len(read.text.waiting) if asides is None else asides.num_read)
+        roots, source = [request.tokens[-1] for request in requests], Suffix.name if asides is not None and asides.is_other else self.name
         trees = [Tree.chain(root, drafted) for root, drafted in zip(roots, said.tokens, strict=True)]
-        return [Draft(tree, self.name, None, (1.0, *paths)) for tree, paths in zip(trees, said.chances, strict=True)]
+        return [Draft(tree, source, None, (1.0, *paths)) for tree, paths in zip(trees, said.chances, strict=True)]
 
     def observe(self, seen: Sequence[Seen]) -> None:
         super().observe(seen)
@@ -124,8 +140,11 @@ class Eagle(HeadDrafter):
                     self._library.reading(self._texts[one.request.id], CHUNK)
 
     def _take(self, read: Read, count: int) -> Feed:
-        start, rows, tokens = read.count, read.take(count), read.tokens
-        return Feed(read.place, start, [tokens[row.position + 1] for row in rows], rows)
+        start, rows = read.count, read.take(count)
+        return self._feed(read, rows)._replace(start=start)
+
+    def _feed(self, read: Read, rows: list[Row]) -> Feed:
+        return Feed(read.place, read.count, [read.tokens[row.position + 1] for row in rows], rows)
 
     def _read_most(self, read: Read) -> None:
         self._backend.read([self._take(read, len(read.text.waiting) - 1)])

@@ -67,7 +67,7 @@ class Read:
     def take(self, count: int) -> list[Row]:
         """Rows to be read now; they count as read from here on."""
         rows = self.text.take(count)
-        self.is_whole = self.is_whole and rows[0].position == self.count
+        self.is_whole = self.is_whole and (not rows or rows[0].position == self.count)
         self.count += count
         return rows
 

@@ -52,8 +52,14 @@ def chain_backend(head: Head, surroundings: Surroundings, steps: int) -> ChainBa
 
 
 def rounds_backend(backend: ChainBackend, surroundings: Surroundings, steps: int) -> RoundsBackend | None:
-    """What lets a GPU draft and check by itself; None where nobody can. steps: tokens of every chain; 0: only trees."""
-    decoder = surroundings.runner.decoder
+    """What lets the head and the target go on by themselves; None where nobody can. steps: tokens of every chain; 0: only trees."""
+    decoder, kv = surroundings.runner.decoder, surroundings.runner.kv.layers
+    if is_compiled(decoder):
+        from paceline.cpu.chain_head import ChainHead
+        from paceline.cpu.rounds import LONGEST, CpuRounds
+
+        can_fly = 0 < steps <= LONGEST and isinstance(backend, ChainHead) and backend.num_sources > 0
+        return CpuRounds(backend, decoder, kv, steps) if can_fly and isinstance(backend, ChainHead) else None
     if not steps or not is_on_gpu(decoder):
         return None
     from paceline.cuda.chain_head import CudaChainHead
@@ -61,7 +67,7 @@ def rounds_backend(backend: ChainBackend, surroundings: Surroundings, steps: int
 
     if not isinstance(backend, CudaChainHead) or not backend.taps:
         return None
-    recorded = CudaRounds(backend, decoder, surroundings.runner.kv.layers)
+    recorded = CudaRounds(backend, decoder, kv)
     _warm_up(recorded, steps)
     return recorded
 

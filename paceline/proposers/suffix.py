@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from paceline.config import require
 from paceline.cpu import votes
+from paceline.models.head_rows import Matcher
 from paceline.proposers.base import DrafterConfig, Surroundings, empty, planted
-from paceline.proposers.suffix_tree import SuffixTree, header_of
+from paceline.proposers.suffix_tree import SuffixTree, address, header_of
 from paceline.types import Draft, Needs, Request, Seen
 
 # How much a single occurrence is doubted, in the request's own text and in that of others: a match of d tokens that occurred n times and
@@ -66,13 +67,14 @@ class Suffix:
     def __init__(self, config: SuffixConfig, surroundings: Surroundings | None = None) -> None:
         self.config = config
         self.past = self._new_tree()
-        self._live: dict[str, tuple[SuffixTree, int]] = {}  # request -> its tree, and how many of its tokens are in it
+        self._live: dict[str, SuffixTree] = {}  # request -> its tree, which has read `num_pushed` of its tokens
         self._ends: deque[int] = deque()  # where each past answer ends
         depth, nodes = config.suffix_decoding_max_tree_depth, config.num_speculative_tokens + 1
         self._scratch = votes.scratch(depth, nodes, votes.WIDTH)
         self._scratch.settings[:] = (*DOUBTS, config.suffix_decoding_min_token_prob, config.suffix_decoding_max_spec_factor)
         self._header = header_of(self._scratch, depth, nodes, votes.WIDTH if config.tree else 1)
         self._at = self._header.buffer_info()[0]
+        self._chain_header = header_of(self._scratch, depth, nodes, 1)
         parts = (self._scratch.drafted, self._scratch.parents, self._scratch.reach)
         self._answer = tuple(memoryview(each) for each in parts)  # type: ignore[arg-type]
         self._compile()
@@ -87,17 +89,24 @@ class Suffix:
     @property
     def num_bytes(self) -> int:
         """Held by all trees."""
-        return self.past.num_bytes + sum(tree.num_bytes for tree, _ in self._live.values())
+        return self.past.num_bytes + sum(tree.num_bytes for tree in self._live.values())
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> Draft:
-        tree, num_read = self._live.get(request.id) or (self._new_tree(), 0)
-        size = self._grow(tree, request.tokens[num_read:], min(budget, self.config.num_speculative_tokens))
-        self._live[request.id] = tree, len(request.tokens)
+        tree = self._live.get(request.id) or self._live.setdefault(request.id, self._new_tree())
+        size = self._grow(tree, request.tokens[tree.num_pushed :], min(budget, self.config.num_speculative_tokens))
         tokens, parents, chances = self._answer
         return planted(request, tokens[:size].tolist(), parents[:size].tolist(), chances[:size].tolist(), self.name)
+
+    def matcher(self, request: Request) -> Matcher | None:
+        """Where all lies that drafts chains for a request whose text was read: a kernel may do so, and read on, by itself."""
+        tree = self._live.get(request.id)
+        if tree is None or tree.num_pushed != len(request.tokens):
+            return None
+        scratch, drafted, reach = self._chain_header.buffer_info()[0], self._scratch.drafted, self._scratch.reach
+        return Matcher(tree.at, self.past.at, scratch, address(drafted), address(reach), self.config.num_speculative_tokens)
 
     def _grow(self, tree: SuffixTree, tokens: Sequence[int], budget: int) -> int:
         """Read the tokens that are new and draft: how many nodes, the root counted."""

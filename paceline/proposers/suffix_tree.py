@@ -20,7 +20,11 @@ FIRST_SIZE = 1024  # slots
 
 def header_of(arrays: Iterable[np.ndarray], *sizes: int) -> array[int]:
     """What a kernel is given the address of (`buffer_info()[0]`): where the arrays lie, and their sizes."""
-    return array("q", [*(int(each.__array_interface__["data"][0]) for each in arrays), *sizes])
+    return array("q", [*(address(each) for each in arrays), *sizes])
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 class SuffixTree:
