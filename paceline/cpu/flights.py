@@ -187,18 +187,15 @@ def guess(c, tokens, chances):  # type: ignore[no-untyped-def]
 
 @piece
 def wait(c, token, rows, row, hidden):  # type: ignore[no-untyped-def]
-    """A row of the last pass, with the token after it, is for the head to read. False if it has too many."""
+    """A row of the last pass, with the token after it, is for the head to read."""
     state, numbers = carray(int_pointer(c.state), 5), carray(int_pointer(c.numbers), (8 + c.num_sources) * MOST_ROWS)
     n, source_of = state[WAITING], carray(int_pointer(c.source_of), c.num_sources)
-    if n == MOST_ROWS:
-        return False
     at = numbers[PLACES] + n
     numbers[TOKENS + n], numbers[POSITIONS + n], numbers[PLACES + n], numbers[SEEN + n] = token, at, at, at + 1
     numbers[KEYS + n], numbers[VALUES + n], numbers[ROOMS + n] = numbers[KEYS], numbers[VALUES], numbers[ROOMS]
     for i in range(c.num_sources):
         numbers[8 * MOST_ROWS + n * c.num_sources + i] = hidden + (source_of[i] * rows + row) * c.width * 4
     state[WAITING] = n + 1
-    return True
 
 
 @piece
@@ -224,12 +221,12 @@ def move_on(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
     """What was said: how many tokens, and whether another round may follow."""
     state, picked = carray(int_pointer(c.state), 5), carray(int_pointer(c.picked), count + 1)
     pushed, stops = carray(word_pointer(c.pushed), c.length + 1), carray(int_pointer(c.stops), c.num_stops)
-    said, goes_on = 0, True
+    said = 0
     while True:
         token = picked[said]
         if token < 0:
             return said, False
-        goes_on = wait(c, token, count + 1, said, hidden) and goes_on
+        wait(c, token, count + 1, said, hidden)
         pushed[said] = token
         said += 1
         for stop in stops:
@@ -241,14 +238,14 @@ def move_on(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
     state[ROOT] = token
     state[WANTED] -= said
     state[UNREAD] = said
-    return said, goes_on and state[WANTED] > 0
+    return said, state[WANTED] > 0
 
 
 @piece
 def choose(c, ring, floats):  # type: ignore[no-untyped-def]
-    """Who drafts, and how many nodes of it are checked: the head is not asked where the other's draft promises more. False: the host must
-    look after the suffix tree first."""
-    settings, length = carray(double_pointer(c.settings), 6), c.length
+    """Who drafts, and how many nodes of it are checked: the head is not asked where the other's draft promises more, if it can read what
+    comes of it later. False: the host must look after the suffix tree first."""
+    settings, length, waiting = carray(double_pointer(c.settings), 6), c.length, carray(int_pointer(c.state), 5)[WAITING]
     others, guesses = ring[WIDTH : WIDTH + length], ring[WIDTH + length : WIDTH + 2 * length]
     their_chances, chances = floats[FLOATS : FLOATS + length], floats[FLOATS + length : FLOATS + 2 * length]
     ring[WHO], ring[COUNT], ring[NUM_HEAD], ring[NUM_READ], floats[HEAD_SECONDS] = NOBODY, 0, 0, 0, 0.0
@@ -258,10 +255,10 @@ def choose(c, ring, floats):  # type: ignore[no-untyped-def]
     count, saved = weigh(c, their_chances, ring[NUM_OTHER], c.others, settings[OTHER_FACTOR], ALONE)
     if count:
         ring[WHO], ring[COUNT] = OTHER, count
-        if saved > settings[PROMISE]:
+        if saved > settings[PROMISE] and waiting + length < MOST_ROWS:
             return True
     started = seconds_now()
-    ring[NUM_READ] = carray(int_pointer(c.state), 5)[WAITING]
+    ring[NUM_READ] = waiting
     ring[NUM_HEAD] = guess(c, guesses, chances)
     floats[HEAD_SECONDS] = seconds_now() - started
     standing = ALONE

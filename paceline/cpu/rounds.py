@@ -40,7 +40,7 @@ from paceline.models.head_rows import Feed, Matcher, Orders, Speaker
 from paceline.types import Asides, Batch, Round
 
 MOST_ROUNDS = 8  # in a row: what they say comes out together, and whoever arrives waits for them
-LONGEST = MOST_ROWS - 1  # tokens of a draft: the head must be able to read what one round says
+LONGEST = MOST_ROWS // 2 - 1  # tokens of a draft: the head must be able to read what two rounds say
 NO_MATCHER = Matcher(0, 0, 0, 0, 0, 0)
 
 

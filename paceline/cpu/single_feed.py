@@ -16,7 +16,7 @@ from paceline.cpu.head_memory import address
 from paceline.cpu.heads import Rows, Shape, Work
 from paceline.models.head_rows import Feed, Guesses, Speaker
 
-MOST_ROWS, MOST_STEPS = 8, 16
+MOST_ROWS, MOST_STEPS = 16, 16
 TOKENS, POSITIONS, KEYS, VALUES, ROOMS, PLACES, SEEN, NOBODY = (MOST_ROWS * column for column in range(8))  # columns of the rows
 NO_WORK = Work(*[0] * len(Work._fields))
 

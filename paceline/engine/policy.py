@@ -332,9 +332,10 @@ class AutoPolicy:
             self.accounts.note_plain(load, whole, self.looks.seconds)
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
-        """Not where an ask is a probe, paid for one draft, nor for a request that the drafter has not begun to read."""
+        """Not where an ask is a probe, paid for one draft, nor, unless drafts are weighed on the way, for a request that is new to it."""
+        may_be_new = getattr(self.drafters[drafter], "is_weighing", False)
         tallies = [self._planned[index][drafter] for index, _ in asks]
-        return not any(tally.probe or tally.is_new for tally in tallies)
+        return not any(tally.probe or (tally.is_new and not may_be_new) for tally in tallies)
 
     def lookouts(self, drafter: int, turns: Sequence[Turn]) -> list[tuple[int, list[tuple[int, int]]]]:
         """While one flies: the others that cost next to nothing, as far as they are worth asking. What they say is about the round after
@@ -407,6 +408,8 @@ class AutoPolicy:
             if not record.is_free:
                 record.seconds.add(drafting)
                 record.line.add(one.draft.num_drafted, drafting)
+            if one.tally.is_new:
+                one.tally.enter(record, record.seconds.value)
             one.tally.saved(record, choice.worth(one, turns[index]) if is_checked else 0.0, record.seconds.value)
         choice.checked, self._asked = ({index: checked} if checked.num_drafted else {}), {index: asked}
         self.observe(turns, verdicts, None, seconds)
