@@ -113,6 +113,8 @@ class Engine:
                 return emissions
         else:
             emissions = self._land_round(flight)
+            while flight.is_over and flight.is_under_way:  # what is known can be said
+                emissions += self._land_round(flight)
             if flight.is_under_way:
                 self._flight = flight
                 return emissions
