@@ -264,6 +264,7 @@ class Course(NamedTuple):
     """How drafts are weighed in rounds that nobody watches, as numbers: what a policy would say. A cell is a depth, a claimed chance and a
     standing (engine/calibrate.py)."""
 
+    num_rounds: int  # at most: what they say comes out when they are over
     seconds: float  # of a pass without a draft
     added: Sequence[float]  # [length + 1]: seconds that so many nodes add to it
     margin: float  # a draft must promise so much more than none
@@ -335,8 +336,8 @@ class Flyer(Proposer, Protocol):
     @property
     def is_weighing(self) -> bool: ...  # rounds go by a course, as steps would; else everything drafted is checked
     def asks_beside(self, other: Proposer) -> bool: ...  # whether it asks this one, too, in its rounds
-    def fly(self, requests: Sequence[Request], count: int, length: int, course: Course, other: Proposer | None) -> Flown:
-        """Slots for all tokens of up to so many rounds are reserved. other: whom to ask beside."""
+    def fly(self, requests: Sequence[Request], count: int, length: int, course: Course | None, other: Proposer | None) -> Flown:
+        """Slots for all tokens of up to so many rounds are reserved. course: for who weighs; other: whom to ask beside."""
         ...
 
     def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]: ...  # each in order, the one before committed

@@ -106,7 +106,7 @@ class Player:
 class Head:
     """As good as a learned one, and as quick."""
 
-    name, needs, is_free, most_rounds = "head", Needs(verdicts=False), False, 16
+    name, needs, is_free, most_rounds, is_weighing = "head", Needs(verdicts=False), False, 16, False
 
     def __init__(self, player: Player, share: float) -> None:
         self.player, self.share, self.draw = player, share, random.Random(1)
@@ -133,10 +133,10 @@ class Head:
     def usual_round(self, num_requests: int) -> int:
         return LENGTH if num_requests <= 4 else 0
 
-    def round_length(self, requests: Sequence[Request]) -> int:
-        return self.usual_round(len(requests))
+    def round_length(self, requests: Sequence[Request], most: int) -> int:
+        return self.usual_round(len(requests)) if most >= LENGTH else 0
 
-    def fly(self, requests: Sequence[Request], count: int) -> Rounds:
+    def fly(self, requests: Sequence[Request], count: int, *rest: Any) -> Rounds:
         return Rounds(self, requests, count)
 
     def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]:
@@ -150,7 +150,7 @@ class Head:
 class Rounds:
     """Two under way at a time, each as long as the last."""
 
-    is_first, hidden = False, dict[int, torch.Tensor]()
+    is_first = False
 
     def __init__(self, head: Head, requests: Sequence[Request], count: int) -> None:
         self._head, self.num_left = head, count
@@ -162,6 +162,9 @@ class Rounds:
 
     def __len__(self) -> int:
         return len(self._said)
+
+    def hidden(self, number: int) -> dict[int, torch.Tensor]:
+        return {}
 
     def more(self) -> None:
         said, player = Round([], [], []), self._head.player

@@ -113,11 +113,13 @@ def craft_at(at):  # type: ignore[no-untyped-def]
 
 
 @piece
-def weigh(c, chances, num, table_at, factor, standing):  # type: ignore[no-untyped-def]
-    """Of a chain: how many of its nodes are worth checking, and the seconds that they are expected to save. As nodes.py's best_start."""
+def weigh(c, chances, num, table_at, factor, standing, spent):  # type: ignore[no-untyped-def]
+    """Of a chain: how many of its nodes are worth checking, and the seconds that they are expected to save. As nodes.py's best_start.
+    spent: seconds that drafting took in this round, whatever is checked."""
     settings, added = carray(double_pointer(c.settings), 6), carray(double_pointer(c.added), c.length + 1)
     table = carray(double_pointer(table_at), 3 * c.depths * c.bins)
-    count, rate, saved = 0, settings[MARGIN] / settings[SECONDS], 0.0
+    seconds = settings[SECONDS] + spent
+    count, rate, saved = 0, settings[MARGIN] / seconds, 0.0
     gained, score, above = 0.0, 1.0, 1.0
     for node in range(num):
         claim = chances[node] / above if chances[node] < above else 1.0
@@ -129,7 +131,7 @@ def weigh(c, chances, num, table_at, factor, standing):  # type: ignore[no-untyp
             better /= 1.0 - chance + better
         score *= min(better, settings[SURE])
         gained += score
-        here = (1.0 + gained) / (settings[SECONDS] + added[node + 1])
+        here = (1.0 + gained) / (seconds + added[node + 1])
         if here > rate:
             count, rate, saved = node + 1, here, gained * settings[SECONDS] - added[node + 1]
     return count, saved
@@ -252,7 +254,7 @@ def choose(c, ring, floats):  # type: ignore[no-untyped-def]
     ring[NUM_OTHER] = match(c, others, their_chances) if c.live else 0
     if ring[NUM_OTHER] < 0:
         return False
-    count, saved = weigh(c, their_chances, ring[NUM_OTHER], c.others, settings[OTHER_FACTOR], ALONE)
+    count, saved = weigh(c, their_chances, ring[NUM_OTHER], c.others, settings[OTHER_FACTOR], ALONE, 0.0)
     if count:
         ring[WHO], ring[COUNT] = OTHER, count
         if saved > settings[PROMISE] and waiting + length < MOST_ROWS:
@@ -260,12 +262,12 @@ def choose(c, ring, floats):  # type: ignore[no-untyped-def]
     started = seconds_now()
     ring[NUM_READ] = waiting
     ring[NUM_HEAD] = guess(c, guesses, chances)
-    floats[HEAD_SECONDS] = seconds_now() - started
+    floats[HEAD_SECONDS] = spent = seconds_now() - started
     standing = ALONE
     if ring[NUM_OTHER]:
         standing = AGREED if others[0] == guesses[0] else CONTRADICTED
-        count, saved = weigh(c, their_chances, ring[NUM_OTHER], c.others, settings[OTHER_FACTOR], standing)
-    own_count, own_saved = weigh(c, chances, ring[NUM_HEAD], c.own, settings[OWN_FACTOR], standing)
+        count, saved = weigh(c, their_chances, ring[NUM_OTHER], c.others, settings[OTHER_FACTOR], standing, spent)
+    own_count, own_saved = weigh(c, chances, ring[NUM_HEAD], c.own, settings[OWN_FACTOR], standing, spent)
     if ring[NUM_OTHER] and saved >= own_saved:
         ring[WHO], ring[COUNT] = OTHER if count else NOBODY, count
     else:

@@ -39,7 +39,7 @@ from paceline.cpu.votes import draft as vote
 from paceline.models.head_rows import Feed, Matcher, Orders, Speaker
 from paceline.types import Asides, Batch, Round
 
-MOST_ROUNDS = 8  # in a row: what they say comes out together, and whoever arrives waits for them
+MOST_ROUNDS = 16  # in a row
 LONGEST = MOST_ROWS // 2 - 1  # tokens of a draft: the head must be able to read what two rounds say
 NO_MATCHER = Matcher(0, 0, 0, 0, 0, 0)
 
@@ -105,6 +105,7 @@ class CpuRounds:
         """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has not read, few rows."""
         (feed,), (speaker,), course, head = feeds, speakers, orders.course, self._head
         length, width = len(batch.columns.rows) - 1, head.config.hidden_size
+        assert course is not None, "drafts are weighed"
         assert 1 <= count <= MOST_ROUNDS, "the ring holds so many"
         assert self._ring.shape[1] >= WIDTH + 3 * length + 1, "and drafts so long"
         call, numbers, guessed, chances = head.open(feed, speaker, length, orders.least, count * (length + 1))

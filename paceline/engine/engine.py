@@ -298,18 +298,21 @@ class Engine:
         flyer, requests = flyer_of(self.policy.drafters[number]), [turn.request for turn in turns]
         if flyer is None or flyer.is_weighing != is_weighing or self.watch is not None or len(asks) < len(turns):
             return None
+        if not is_weighing and not self.runner.decoder.runs_by_itself:
+            return None
         others = [n for n, planned in enumerate(plan.asks) if planned and n != number]
         if is_weighing and not (len(others) <= 1 and all(flyer.asks_beside(self.policy.drafters[n]) for n in others)):
             return None
         length, is_learning = flyer.round_length(requests, min(count for _, count in asks)), plan.is_learning and self._top_tokens > 0
         if not length or is_learning or not self.policy.may_fly(number, asks):
             return None
-        count = min(flyer.most_rounds, possible_rounds(requests, length, self.config.max_model_len))
         has_layers = set(self._hidden_layers(plan.asleep)) == set(flyer.needs.hidden_layers)
+        other = others[0] if is_weighing and others else None
+        since, course = perf_counter(), self.policy.course(number, other, length) if is_weighing else None
+        most = flyer.most_rounds if course is None else min(flyer.most_rounds, course.num_rounds)
+        count = min(most, possible_rounds(requests, length, self.config.max_model_len))
         if not has_layers or not self.scheduler.give_rounds(turns, count * (length + 1)):
             return None
-        other = others[0] if is_weighing and others else None
-        since, course = perf_counter(), self.policy.course(number, other, length)
         flown = flyer.fly(requests, count, length, course, None if other is None else self.policy.drafters[other])
         return Rounds(turns, plan, proposed, number, flyer, length, flown, since, other)
 

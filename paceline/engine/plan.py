@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from paceline.engine.scheduler import Turn
 from paceline.types import Course, Draft, Proposer, Request, Verdict
 
+LONGEST_FLIGHT = 0.12  # seconds of rounds made in one go: nobody hears what they say before, and who arrives waits
 Proposed = Mapping[int, list[tuple[int, Draft]]]  # by turn: (drafter, its draft)
 
 
@@ -48,6 +49,11 @@ class Policy(Protocol):
     def release(self, request: Request) -> None: ...
 
 
+def rounds_within(seconds: float) -> int:
+    """How many rounds of so many seconds may be made before anybody hears of them."""
+    return max(int(LONGEST_FLIGHT / seconds), 1)
+
+
 class FixedPolicy:
     """What was asked for: one drafter, K tokens whenever there is room, and every one of them is checked."""
 
@@ -55,6 +61,7 @@ class FixedPolicy:
         self.drafters: tuple[Proposer, ...] = () if proposer is None else (proposer,)
         self.num_speculative_tokens = num_speculative_tokens
         self.order = tuple(range(len(self.drafters)))
+        self._round_seconds = LONGEST_FLIGHT / 2  # until one is seen
 
     def plan(self, turns: Sequence[Turn]) -> Plan:
         nodes = [min(turn.draft_limit, self.num_speculative_tokens) for turn in turns] if self.drafters else []
@@ -91,14 +98,15 @@ class FixedPolicy:
         """Nothing depends on it."""
 
     def course(self, drafter: int, other: int | None, length: int) -> Course:
-        """All of it, since nothing costs anything."""
-        return Course(1.0, [0.0] * (length + 1), 1.0, 0.0, 1.0, 1, 1, [-1.0] * 3, 1.0, [-1.0] * 3, 1.0)
+        """Everything is checked, since nothing costs anything."""
+        return Course(rounds_within(self._round_seconds), 1.0, [0.0] * (length + 1), 1.0, 0.0, 1.0, 1, 1, [-1.0] * 3, 1.0, [-1.0] * 3, 1.0)
 
     def replayed(
         self, turns: Sequence[Turn], answers: Sequence[tuple[int, Draft]], checked: Draft, verdicts: Mapping[int, Verdict], drafting: float,
         seconds: float | None,
     ) -> None:  # fmt: skip
-        """Nothing depends on it."""
+        """How many fit into a flight."""
+        self._round_seconds = seconds or self._round_seconds
 
     def looked(self, seconds: float) -> None:
         """Nothing depends on it."""

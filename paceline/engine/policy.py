@@ -22,7 +22,7 @@ from paceline.engine.judging import learn
 from paceline.engine.load import Load
 from paceline.engine.looks import Looks
 from paceline.engine.nodes import best_start
-from paceline.engine.plan import Plan, Proposed
+from paceline.engine.plan import Plan, Proposed, rounds_within
 from paceline.engine.scheduler import Turn
 from paceline.types import Course, Draft, Proposer, Request, Verdict
 
@@ -35,6 +35,7 @@ PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what tha
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
 SLEEP_EVERY, WAKE_EVERY = 16, 512  # looks between two at whether it pays to ask a model at all, and between two times it is woken
 USUAL_GAIN = 1.6  # a node must promise so much more than its row and drafting it cost, before a head drafts on from it
+USUAL_ROUND = 1.5  # passes: what one with its drafts takes, about
 STEPS_OF_LEAST = 32  # a chance from which a head drafts on is one of so many
 
 
@@ -391,7 +392,8 @@ class AutoPolicy:
             others, other_factor = self._records[other].calibration.table(), tallies[other].factor
         added = [0.0, *load.added_by(length, load.by_row)]
         promise, factor = tallies[drafter].promise, tallies[drafter].factor
-        return Course(load.seconds, added, MARGIN, promise, SURE, BINS, DEPTHS, own, factor, others, other_factor)
+        num_rounds = rounds_within(USUAL_ROUND * load.seconds)
+        return Course(num_rounds, load.seconds, added, MARGIN, promise, SURE, BINS, DEPTHS, own, factor, others, other_factor)
 
     def replayed(
         self, turns: Sequence[Turn], answers: Sequence[tuple[int, Draft]], checked: Draft, verdicts: Mapping[int, Verdict], drafting: float,

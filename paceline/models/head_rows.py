@@ -95,7 +95,7 @@ class Matcher(NamedTuple):
 class Orders(NamedTuple):
     """What rounds must know beside rows and tokens; who always drafts as much as it can needs none of it."""
 
-    course: Course
+    course: Course | None
     matcher: Matcher | None
     least: float  # the chance below which a chain is not drafted on
     stops: Sequence[int]  # tokens that end the first request

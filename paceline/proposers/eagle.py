@@ -110,7 +110,7 @@ class Eagle(HeadDrafter):
     def asks_beside(self, other: Proposer) -> bool:
         return self.is_weighing and isinstance(other, Suffix)
 
-    def fly(self, requests: Sequence[Request], count: int, length: int, course: Course, other: Proposer | None) -> Flown:
+    def fly(self, requests: Sequence[Request], count: int, length: int, course: Course | None, other: Proposer | None) -> Flown:
         assert self._rounds is not None, "a round has a length"
         reads = [self._library.reading(self._texts[request.id], min(CHUNK, length + 1)) for request in requests]
         feeds = [self._feed(read, list(read.text.waiting)) for read in reads]

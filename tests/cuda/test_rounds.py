@@ -1,62 +1,32 @@
 """Rounds that a device runs by itself: the text is plain decoding's and the drafts are those of usual steps, whoever ends when.
 
-The target's text repeats itself for a while and changes then, and the head drafts what its features say: some drafts are right to the end,
-some to the middle, some from the start not. How engines fare with rounds is tested in tests/laws, where a pass takes no second.
+Target and head are those of tests/calm.py. How engines fare with rounds is tested in tests/laws, where a pass takes no second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.config import EngineConfig
 from paceline.cuda import head_inputs, rounds
 from paceline.cuda.advance import Drafted, Ring, Verified, advance
 from paceline.cuda.decoder import CudaDecoder
 from paceline.engine.engine import Emission, Engine
 from paceline.engine.flights import Rounds
 from paceline.models.decoder import Decoder
-from paceline.models.head_config import target_hash, write_head_config
 from paceline.params import SamplingParams
-from paceline.proposers import registry
-from paceline.proposers.base import Surroundings
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
 from paceline.types import FinishReason, Request
+from tests.calm import CHANGING, STEADY, TARGET, TINY, agree, config_with, drafter_of, flights_of, head_folder
 from tests.cuda.recorders import capture_on
-from tests.heads import config_of, random_tensors, write_head
-from tests.laws.harness import CONFIG, RandomCheckpoint, request_of, run
+from tests.laws.harness import request_of, run
 from tests.laws.test_flights import ahead
-
-TINY = replace(CONFIG, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
-
-
-class Calm(RandomCheckpoint):
-    def tensor(self, name: str) -> torch.Tensor:
-        found = super().tensor(name)
-        return found if found.dim() == 1 or "embed" in name else 1.3 * found
-
-
-TARGET = Calm(TINY, seed=1)
-CHANGING, STEADY = [3, 9, 20, 11], [5, 30, 30, 2, 17]
-
-
-@cache
-def head_folder(folder: Path) -> str:
-    """It reads the target's last features as they are, and adds little to them."""
-    config = config_of("eagle", TINY, target_hash(TARGET))
-    tensors = {name: 0.3 * x if x.dim() > 1 else x for name, x in random_tensors(config).items()}
-    width = TINY.hidden_size
-    tensors["fc.weight"] = torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], 1)
-    tensors["lm_head.weight"] = TARGET.tensor("embed_tokens.weight")
-    return str(write_head(folder, write_head_config(config), tensors))
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +39,6 @@ def torch_target() -> Decoder:
     return Decoder.load(TARGET)
 
 
-def drafter_of(runner: Runner, head: str, steps: int) -> Any:
-    options = {"method": "eagle", "model": head, "num_speculative_tokens": steps}
-    return registry.create(*registry.parse(options), Surroundings(runner, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
-
-
-def config_with(steps: int, limit: int) -> EngineConfig:
-    return EngineConfig(max_model_len=limit, num_speculative_tokens=steps)
-
-
 def engine_on(device: torch.device, head: str, steps: int, exact: bool = False, limit: int = 100) -> Engine:
     decoder = CudaDecoder.load(TARGET, dtype="float32", device=str(device), exact=exact, capture=capture_on(device))
     runner = Runner(decoder, KvCache(TINY, 16, device=device, has_spare=True))
@@ -88,28 +49,6 @@ def usual(head: str, steps: int, requests: Sequence[Request], limit: int = 100) 
     """By usual steps, in plain torch."""
     runner = Runner(torch_target(), KvCache(TINY, 16))
     return run(Engine(runner, drafter_of(runner, head, steps), config_with(steps, limit)), requests)
-
-
-def agree(ours: Sequence[Emission], theirs: Sequence[Emission], one: Request, other: Request) -> None:
-    """Draft for draft, but the last: a round does not know how many tokens are still wanted."""
-    assert (one.output, one.finish_reason) == (other.output, other.finish_reason)
-    mine, other_s = ([(e.tokens, e.num_accepted) for e in said if e.request is r] for said, r in ((ours, one), (theirs, other)))
-    assert mine[:-1] == other_s[:-1]
-    assert len(mine) == len(other_s)
-
-
-def flights_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets how many rounds are flown at a time."""
-    flights: list[int] = []
-    drafter: Any = engine.policy.drafters[0]
-    fly = drafter.fly
-
-    def noted(requests: Sequence[Request], count: int) -> Any:
-        flights.append(count)
-        return fly(requests, count)
-
-    monkeypatch.setattr(drafter, "fly", noted)
-    return flights
 
 
 GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.5, "seed": 4}

@@ -36,8 +36,10 @@ class Done:
     next_round: Callable[[], Round]
     num_left: int
     said: list[Round] = field(default_factory=list)
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     is_first: bool = False
+
+    def hidden(self, number: int) -> dict[int, torch.Tensor]:
+        return {}
 
     def __len__(self) -> int:
         return len(self.said)
@@ -54,7 +56,7 @@ class Done:
 class Flying:
     """A fake that can do without the host."""
 
-    needs, is_free, most_rounds = Needs(), False, 4
+    needs, is_free, most_rounds, is_weighing = Needs(), False, 4, False
 
     def __init__(self, inner: Fake, may: Callable[[], bool] = lambda: True) -> None:
         self.inner, self.name, self.may = inner, inner.name, may
@@ -66,10 +68,10 @@ class Flying:
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         return self.inner.propose(requests, budgets)
 
-    def round_length(self, requests: Sequence[Request]) -> int:
-        return LENGTH if all(request.pick is not None for request in requests) and self.may() else 0
+    def round_length(self, requests: Sequence[Request], most: int) -> int:
+        return LENGTH if most >= LENGTH and all(request.pick is not None for request in requests) and self.may() else 0
 
-    def fly(self, requests: Sequence[Request], count: int) -> Done:
+    def fly(self, requests: Sequence[Request], count: int, *rest: object) -> Done:
         ghosts = [replace(r, tokens=list(r.tokens), cache=Cached(list(r.cache.blocks), r.cache.num_cached)) for r in requests]
         done = Done(lambda: self._round(ghosts), count)
         for _ in range(min(2, count)):
