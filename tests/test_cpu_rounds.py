@@ -32,6 +32,7 @@ from paceline.engine.policy import AutoPolicy
 from paceline.errors import ModelError
 from paceline.params import SamplingParams
 from paceline.proposers import registry
+from paceline.proposers.base import Surroundings
 from paceline.proposers.suffix_tree import SuffixTree
 from paceline.runtime.device import cache_dtype
 from paceline.runtime.kv_cache import KvCache
@@ -136,6 +137,23 @@ def test_drafts_are_weighed_and_the_text_is_plain(head: str) -> None:
             assert sum(map(len, flown)) > 1
             whose |= {row[flights.WHO] for flight in flown for row in flight._ring}
     assert {flights.OTHER, flights.HEAD} <= whose
+
+
+def test_suffix_matching_flies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a policy that weighs; pinned, it drafts the trees it was asked for."""
+    options = registry.parse({"method": "suffix", "num_speculative_tokens": 12})
+    ours, theirs, third = (request_of(CHANGING, SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)) for _ in range(3))
+    run(Engine(runner_of(), None, config_with(0, 200)), [theirs])
+    for policy, request in ((True, ours), (False, third)):
+        runner = runner_of()
+        suffix = registry.create(*options, Surroundings(runner, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
+        auto = AutoPolicy([suffix], CostModel(CHEAP), known={"suffix": (1e-6, ())}) if policy else None
+        engine = Engine(runner, suffix, config_with(12, 200), auto)
+        counts = flights_of(engine, monkeypatch)
+        run(engine, [request])
+        assert request.output == theirs.output
+        assert bool(counts) is policy
+        assert engine.totals.num_accepted > 10
 
 
 def test_a_suffix_tree_that_must_grow_ends_the_flight(head: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Several rounds of one greedy request in one compiled call: suffix matching and a head draft, the better draft is cut to what pays, the
-target checks it, and all go on from what it picked.
+"""Several rounds of one greedy request in one compiled call: suffix matching, a head or both draft, the better draft is cut to what pays,
+the target checks it, and all go on from what it picked.
 
 After a pass the host's caches are cold, and what Python does in a step takes a millisecond: so it does it once for several. What a draft is
 weighed by, the policy has written down before (types.py, `Course`). Invariant: every round leaves behind all that a usual step would have
@@ -55,7 +55,7 @@ class Craft(NamedTuple):
     num_layers: int  # a number
     width: int  # of a hidden state
     hidden: int  # of all rounds, one after the other: [num_layers, rows, width] float32 each
-    call: int  # of the head's draft_chains
+    call: int  # of the head's draft_chains; 0: there is no head
     numbers: int  # of its SingleFeed
     guessed: int  # tokens
     chances: int  # float64
@@ -228,7 +228,8 @@ def move_on(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
         token = picked[said]
         if token < 0:
             return said, False
-        wait(c, token, count + 1, said, hidden)
+        if c.call != 0:
+            wait(c, token, count + 1, said, hidden)
         pushed[said] = token
         said += 1
         for stop in stops:
@@ -257,8 +258,8 @@ def choose(c, ring, floats):  # type: ignore[no-untyped-def]
     count, saved = weigh(c, their_chances, ring[NUM_OTHER], c.others, settings[OTHER_FACTOR], ALONE, 0.0)
     if count:
         ring[WHO], ring[COUNT] = OTHER, count
-        if saved > settings[PROMISE] and waiting + length < MOST_ROWS:
-            return True
+    if c.call == 0 or (count and saved > settings[PROMISE] and waiting + length < MOST_ROWS):
+        return True
     started = seconds_now()
     ring[NUM_READ] = waiting
     ring[NUM_HEAD] = guess(c, guesses, chances)

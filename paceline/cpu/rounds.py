@@ -50,9 +50,11 @@ class CpuFlown:
     is_first, num_left = False, 0
 
     def __init__(
-        self, length: int, ring: list[list[int]], floats: list[list[float]], layers: Sequence[int], width: int, memory: np.ndarray
+        self, length: int, ring: list[list[int]], floats: list[list[float]], layers: Sequence[int], width: int, memory: np.ndarray,
+        has_head: bool,
     ) -> None:  # fmt: skip
         """memory: the hidden states of all rounds, one after the other."""
+        self._has_head = has_head
         self._length, self._ring, self._floats, self._layers, self._width, self._memory = length, ring, floats, layers, width, memory
 
     def __len__(self) -> int:
@@ -73,6 +75,8 @@ class CpuFlown:
         own_at, chances_at, picked_at = WIDTH + length, FLOATS + length, WIDTH + 2 * length
         own = row[own_at : own_at + row[NUM_HEAD]], floats[chances_at : chances_at + row[NUM_HEAD]]
         tokens, chances = other if is_other else own
+        if not self._has_head:  # who flies is the only one
+            is_other, other, own = False, ([], []), other
         asides = Asides(other, own, is_other, row[NUM_READ], floats[HEAD_SECONDS], floats[ROUND_SECONDS])
         return Round([tokens[:count]], [chances[:count]], [row[picked_at : picked_at + count + 1]], asides)
 
@@ -80,12 +84,13 @@ class CpuFlown:
 class CpuRounds:
     most_rounds, most_requests, is_asking = MOST_ROUNDS, 1, True
 
-    def __init__(self, head: ChainHead, decoder: CpuDecoder, kv: Sequence[LayerCache], length: int) -> None:
-        """length: of the longest draft, LONGEST at most."""
+    def __init__(self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache], length: int) -> None:
+        """head: None for suffix matching alone. length: of the longest draft, LONGEST at most with a head."""
         self._head, self._decoder, self._kv = head, decoder, kv
-        self._layers = tuple(dict.fromkeys(head.config.hidden_layers))
+        sources = () if head is None else head.config.hidden_layers
+        self._layers = tuple(dict.fromkeys(sources))
         self._layers_at = array("q", self._layers)
-        self._source_of = array("q", [self._layers.index(layer) for layer in head.config.hidden_layers])
+        self._source_of = array("q", [self._layers.index(layer) for layer in sources])
         self._ring = np.zeros((MOST_ROUNDS, WIDTH + 3 * length + 1), np.int64)
         self._floats = np.zeros((MOST_ROUNDS, FLOATS + 2 * length))
         self._pushed = array("i", [0] * (length + 1))
@@ -103,19 +108,18 @@ class CpuRounds:
 
     def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders) -> CpuFlown:
         """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has not read, few rows."""
-        (feed,), (speaker,), course, head = feeds, speakers, orders.course, self._head
-        length, width = len(batch.columns.rows) - 1, head.config.hidden_size
+        course, length, width = orders.course, len(batch.columns.rows) - 1, self._decoder.config.hidden_size
         assert course is not None, "drafts are weighed"
         assert 1 <= count <= MOST_ROUNDS, "the ring holds so many"
         assert self._ring.shape[1] >= WIDTH + 3 * length + 1, "and drafts so long"
-        call, numbers, guessed, chances = head.open(feed, speaker, length, orders.least, count * (length + 1))
+        call, numbers, guessed, chances = self._open(feeds, speakers, length, orders.least, count)
         prepared = self._decoder.prepare(batch, self._kv, count * (length + 1))
         ids, positions, slots, _, _, _, blocks, prefix, _ = batch.addresses()
         memory = self._features.block(count * (length + 1) * len(self._layers) * width)
         matcher, columns = orders.matcher or NO_MATCHER, batch.columns
         lists = array("d", course.added), array("d", course.own), array("d", course.others)
         settings = array("d", (course.seconds, course.margin, course.promise, course.sure, course.own_factor, course.other_factor))
-        state = array("q", (columns.prefix_lens[0], columns.input_ids[0], len(feed.tokens), orders.wanted, 0))
+        state = array("q", (columns.prefix_lens[0], columns.input_ids[0], sum(len(feed.tokens) for feed in feeds), orders.wanted, 0))
         stops = array("q", orders.stops)
         added, own, others = (each.buffer_info()[0] for each in lists)
         craft = array("q", Craft(
@@ -128,7 +132,13 @@ class CpuRounds:
             address(self._floats),
         ))  # fmt: skip
         made = fly(craft.buffer_info()[0])
-        return CpuFlown(length, *self._written(made, length), self._layers, width, memory)
+        return CpuFlown(length, *self._written(made, length), self._layers, width, memory, self._head is not None)
+
+    def _open(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], length: int, least: float, count: int) -> tuple[int, int, int, int]:
+        if self._head is None:
+            return 0, 0, 0, 0
+        (feed,), (speaker,) = feeds, speakers
+        return self._head.open(feed, speaker, length, least, count * (length + 1))
 
     def _written(self, made: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
         """Copied: the next flight writes over it."""

@@ -87,7 +87,8 @@ class FixedPolicy:
         """Nothing depends on it."""
 
     def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool:
-        return True
+        """Who matches texts drafts trees, which rounds do not have."""
+        return not self.drafters[drafter].is_free
 
     def lookouts(self, drafter: int, turns: Sequence[Turn]) -> list[tuple[int, list[tuple[int, int]]]]:
         return []

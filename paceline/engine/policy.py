@@ -401,6 +401,9 @@ class AutoPolicy:
     ) -> None:  # fmt: skip
         """A round that went by `course`: as if it had been a step of its own."""
         choice, ((index, tallies),) = self._choice, self._planned.items()
+        for tally, record in zip(tallies, self._records, strict=True):
+            if tally.is_new:
+                tally.enter(record, record.seconds.value)
         asked = [Asked(draft, self._records[number], tallies[number]) for number, draft in answers]
         if len(asked) == 2:
             compare(*asked)
@@ -410,8 +413,6 @@ class AutoPolicy:
             if not record.is_free:
                 record.seconds.add(drafting)
                 record.line.add(one.draft.num_drafted, drafting)
-            if one.tally.is_new:
-                one.tally.enter(record, record.seconds.value)
             one.tally.saved(record, choice.worth(one, turns[index]) if is_checked else 0.0, record.seconds.value)
         choice.checked, self._asked = ({index: checked} if checked.num_drafted else {}), {index: asked}
         self.observe(turns, verdicts, None, seconds)

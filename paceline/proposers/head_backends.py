@@ -51,8 +51,17 @@ def chain_backend(head: Head, surroundings: Surroundings, steps: int) -> ChainBa
     return TorchChainHead(config, head.tensors, decoder, norm, surroundings.runner.kv.device)
 
 
+def matching_backend(surroundings: Surroundings | None, steps: int) -> RoundsBackend | None:
+    """What lets suffix matching and the target go on by themselves; None where nobody can."""
+    if surroundings is None or surroundings.vocab_size is not None or not is_compiled(surroundings.runner.decoder):
+        return None
+    from paceline.cpu.rounds import CpuRounds
+
+    return CpuRounds(None, surroundings.runner.decoder, surroundings.runner.kv.layers, steps)
+
+
 def rounds_backend(backend: ChainBackend, surroundings: Surroundings, steps: int) -> RoundsBackend | None:
-    """What lets the head and the target go on by themselves; None where nobody can. steps: tokens of every chain; 0: only trees."""
+    """The same of a head. steps: tokens of every chain; 0: only trees."""
     decoder, kv = surroundings.runner.decoder, surroundings.runner.kv.layers
     if is_compiled(decoder):
         from paceline.cpu.chain_head import ChainHead

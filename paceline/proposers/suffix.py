@@ -16,14 +16,18 @@ from dataclasses import dataclass
 
 from paceline.config import require
 from paceline.cpu import votes
-from paceline.models.head_rows import Matcher
+from paceline.models.head_rows import Matcher, Orders
 from paceline.proposers.base import DrafterConfig, Surroundings, empty, planted
+from paceline.proposers.head_backends import matching_backend
 from paceline.proposers.suffix_tree import SuffixTree, address, header_of
-from paceline.types import Draft, Needs, Request, Seen
+from paceline.runtime.batch import build
+from paceline.types import Course, Draft, Flown, Needs, Proposer, Request, Round, Seen, Segment
+from paceline.verify.tree import Tree
 
 # How much a single occurrence is doubted, in the request's own text and in that of others: a match of d tokens that occurred n times and
 # was always followed by the same token is followed by it again with the chance n / (n + doubt / d). Measured: scripts/fit_suffix.py.
 DOUBTS = (2.0, 12.0)
+MOST_IN_ROUNDS = 8  # tokens of a draft where rounds are made in one go: on a CPU longer ones do not pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class Suffix:
         parts = (self._scratch.drafted, self._scratch.parents, self._scratch.reach)
         self._answer = tuple(memoryview(each) for each in parts)  # type: ignore[arg-type]
         self._compile()
+        self._rounds, self._surroundings = matching_backend(surroundings, min(config.num_speculative_tokens, MOST_IN_ROUNDS)), surroundings
 
     def _compile(self) -> None:
         """Now, so that nobody's first answer waits for it."""
@@ -99,6 +104,36 @@ class Suffix:
         size = self._grow(tree, request.tokens[tree.num_pushed :], min(budget, self.config.num_speculative_tokens))
         tokens, parents, chances = self._answer
         return planted(request, tokens[:size].tolist(), parents[:size].tolist(), chances[:size].tolist(), self.name)
+
+    @property
+    def most_rounds(self) -> int:
+        return 0 if self._rounds is None else self._rounds.most_rounds
+
+    is_weighing = True
+
+    def round_length(self, requests: Sequence[Request], most: int) -> int:
+        rounds, (request, *more) = self._rounds, requests
+        if rounds is None or more or request.pick is None or not rounds.can_fly(request.pick.temperature):
+            return 0
+        return min(most, self.config.num_speculative_tokens, MOST_IN_ROUNDS)
+
+    def asks_beside(self, other: Proposer) -> bool:
+        return False
+
+    def fly(self, requests: Sequence[Request], count: int, length: int, course: Course | None, other: Proposer | None) -> Flown:
+        (request,) = requests
+        assert self._rounds is not None and self._surroundings is not None and course is not None, "a round has a length"  # noqa: PT018
+        tree = self._live.get(request.id) or self._live.setdefault(request.id, self._new_tree())
+        tree.extend(request.tokens[tree.num_pushed :])
+        segment = Segment([request.tokens[-1], *[0] * length], request.cache, num_logits=length + 1, pick=request.pick)
+        wanted = request.params.max_tokens - request.num_output
+        mine = course._replace(others=course.own, other_factor=course.own_factor)  # the kernel takes it for the one beside a head
+        orders = Orders(mine, self.matcher(request), 0.0, tuple(request.stop_ids), wanted)
+        return self._rounds.launch((), (), build([segment], self._surroundings.runner.kv), count, orders)
+
+    def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]:
+        (request,), (tokens,), (paths,) = requests, said.tokens, said.chances
+        return [Draft(Tree.chain(request.tokens[-1], tokens), self.name, None, (1.0, *paths))]
 
     def matcher(self, request: Request) -> Matcher | None:
         """Where all lies that drafts chains for a request whose text was read: a kernel may do so, and read on, by itself."""
