@@ -124,6 +124,25 @@ def test_whoever_ends_within_a_flight_says_no_more(head: str, monkeypatch: pytes
             assert ours.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
+def test_who_may_be_ended_by_words_does_not_fly_far(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class At:
+        """Words that are said when a text has so many tokens."""
+
+        def __init__(self, length: int) -> None:
+            self.left = length
+
+        def push(self, token: int) -> bool:
+            self.left -= 1
+            return self.left == 0
+
+    ours, theirs = (request_of(CHANGING, GREEDY, text_stop=At(9)) for _ in range(2))
+    engine = pinned(head, 2)
+    counts = flights_of(engine, monkeypatch)
+    agree(run(engine, [ours]), usual(head, 2, [theirs]), ours, theirs)
+    assert (ours.finish_reason, ours.num_output) == (FinishReason.STOP, 9)
+    assert max(counts) == 2
+
+
 def test_drafts_are_weighed_and_the_text_is_plain(head: str) -> None:
     """Both are checked sometimes, and what one of them has read is not lost while the other is believed."""
     whose: set[int] = set()

@@ -42,6 +42,8 @@ class Emission(NamedTuple):
 
 FOLLOWED = 8  # requests from which a plain pass is followed by the next before it lands; of fewer, drafts are worth more than that
 
+UNHEARD = 2  # rounds made in one go for a request that words may end, which nobody looks for on the way
+
 
 @lru_cache(maxsize=4096)
 def rooted(token: int) -> Draft:
@@ -310,6 +312,8 @@ class Engine:
         other = others[0] if is_weighing and others else None
         since, course = perf_counter(), self.policy.course(number, other, length) if is_weighing else None
         most = flyer.most_rounds if course is None else min(flyer.most_rounds, course.num_rounds)
+        if is_weighing and requests[0].text_stop is not None:
+            most = min(most, UNHEARD)
         count = min(most, possible_rounds(requests, length, self.config.max_model_len))
         if not has_layers or not self.scheduler.give_rounds(turns, count * (length + 1)):
             return None
