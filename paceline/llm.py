@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from paceline.build import build
-from paceline.engine.engine import Emission
+from paceline.engine.commit import Emission
 from paceline.engine.stats import SpecStats
 from paceline.errors import ConfigError, RequestError
 from paceline.intake import Intake

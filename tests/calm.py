@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.engine.engine import Emission, Engine
+from paceline.engine.commit import Emission
+from paceline.engine.engine import Engine
 from paceline.models.head_config import target_hash, write_head_config
 from paceline.proposers import registry
 from paceline.proposers.base import Surroundings

@@ -25,8 +25,9 @@ from paceline.cpu.lanes import double_pointer
 from paceline.engine import plan
 from paceline.engine.calibrate import BINS, DEPTHS, STANDINGS, SURE, Asked, Record, Tally
 from paceline.engine.choice import MARGIN
+from paceline.engine.commit import Emission
 from paceline.engine.costs import CostModel
-from paceline.engine.engine import Emission, Engine
+from paceline.engine.engine import Engine
 from paceline.engine.nodes import best_start
 from paceline.engine.policy import AutoPolicy
 from paceline.errors import ModelError

@@ -1,7 +1,7 @@
 """The step: schedule, propose, forward, accept, commit. Plain decoding is a step whose drafts are empty.
 
 Who drafts how much is the policy's to say, and it is shown what came of it. The engine knows token ids and nothing of text.
-`commit` is the only place that changes a request.
+commit.py alone changes a request.
 """
 
 from __future__ import annotations
@@ -9,35 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from paceline.config import EngineConfig
+from paceline.engine.commit import Commits, Emission
 from paceline.engine.flights import Answers, Flight, Rounds, answers_of, flyer_of, possible_rounds
 from paceline.engine.nodes import first_branch
 from paceline.engine.plan import FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler, Turn
 from paceline.engine.stats import Phases, SpecStats, Suspicion
-from paceline.engine.verdicts import Judged, judge, judge_round, shown
-from paceline.errors import PacelineError, RequestError
+from paceline.engine.verdicts import judge, judge_round, shown
+from paceline.errors import RequestError
 from paceline.runtime.batch import segment_of
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Draft, FinishReason, Proposer, Request, Segment, TokenLogprobs, Verdict
+from paceline.types import Cached, Draft, FinishReason, Proposer, Request, Segment, Verdict
 from paceline.verify.sampling import pick_of
 from paceline.verify.tree import Tree
 from paceline.verify.watch import Watch
 
 if TYPE_CHECKING:
     import torch
-
-
-class Emission(NamedTuple):
-    """What one request said in one step."""
-
-    request: Request
-    tokens: tuple[int, ...]
-    num_accepted: int  # the first so many were drafted
-    sources: tuple[str, ...]  # by whom, each of those
-    logprobs: tuple[TokenLogprobs, ...]
 
 
 FOLLOWED = 8  # requests from which a plain pass is followed by the next before it lands; of fewer, drafts are worth more than that
@@ -62,6 +53,7 @@ class Engine:
         self.totals = SpecStats()
         self.phases = Phases()
         self.stats: dict[str, SpecStats] = {}
+        self._commits = Commits(runner.kv, config.max_model_len, self.totals, self.stats, self._finish)
         self.watch: Watch | None = None  # is shown every draft being judged
         self._suspicion = Suspicion()
         needs = [drafter.needs for drafter in self.policy.drafters]
@@ -195,7 +187,7 @@ class Engine:
         computed = perf_counter()
         judged = judge(turns, drafts, output, self.watch, has_logits=follower is None)
         accepted = perf_counter()
-        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=follower is not None)
+        verdicts, emissions = self._commits.commit_all(turns, drafts, judged, has_more=follower is not None)
         committed = perf_counter()
         is_first = output.is_first or (follower is not None and follower.output.is_first)
         whole = None if self._committed is None or is_first else committed - self._committed
@@ -220,7 +212,7 @@ class Engine:
         drafts = flight.flyer.land([turn.request for turn in turns], said, number)
         judged = judge_round(turns, drafts, said)
         flight.landed += 1
-        verdicts, emissions = self._commit_all(turns, drafts, judged, has_more=flight.landed < len(flight.flown))
+        verdicts, emissions = self._commits.commit_all(turns, drafts, judged, has_more=flight.landed < len(flight.flown))
         committed = perf_counter()
         if verdicts:
             checked = {index: drafts[index] for index in verdicts}
@@ -326,80 +318,6 @@ class Engine:
         if not self.runner.decoder.checks_trees:
             chosen = {i: draft if draft.tree.is_chain else first_branch(draft) for i, draft in chosen.items()}
         return [chosen.get(i) or rooted(turn.request.tokens[-1]) if turn.is_caught_up else None for i, turn in enumerate(turns)]
-
-    def _commit_all(
-        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Judged],
-        has_more: bool = False,
-    ) -> tuple[dict[int, Verdict], list[Emission]]:  # fmt: skip
-        """Verdicts by turn, and what was said. has_more: what was computed after it comes next."""
-        verdicts: dict[int, Verdict] = {}
-        emissions: list[Emission] = []
-        num_plain = 0
-        for index, (turn, draft, verdict) in enumerate(zip(turns, drafts, judged, strict=True)):
-            request = turn.request
-            if isinstance(verdict, PacelineError):
-                emissions.append(self._fail(request, verdict))
-            elif request.is_finished:  # stopped while the pass ran
-                continue
-            elif draft is None or verdict is None:
-                self.runner.kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
-            else:
-                verdicts[index] = verdict
-                num_plain += len(draft.tree.tokens) == 1
-                emissions.append(self._commit(request, draft, verdict, has_more))
-        if num_plain:
-            self.totals.record_plain(num_plain)
-        return verdicts, emissions
-
-    def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
-        """Text grows by what was accepted and the target's own token, up to the first that ends the request."""
-        root, stats = len(request.tokens) - 1, self.stats[request.id]
-        reason, emitted = None, 0
-        for token in verdict.tokens:
-            request.tokens.append(token)
-            emitted += 1
-            reason = self._ending(request, token)
-            if reason is not None:
-                break
-            if request.constraint is not None and not self._advance(request, token):
-                reason = FinishReason.ERROR
-                break
-        request.num_rounds += 1
-        if reason is not None:
-            self._finish(request, reason)
-        else:
-            self.runner.kv.commit(request.cache, root, verdict.path, request.tokens, has_more)
-        if len(draft.tree.tokens) == 1:
-            stats.record_plain()
-            return Emission(request, verdict.tokens, 0, (), verdict.logprobs)
-        accepted = verdict.path[1 : 1 + emitted]
-        stats.record(draft, accepted, emitted)
-        self.totals.record(draft, accepted, emitted)
-        sources = tuple(map(draft.source_of, accepted))
-        return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted])
-
-    def _ending(self, request: Request, token: int) -> FinishReason | None:
-        has_text_stop = request.text_stop is not None and request.text_stop.push(token)
-        if has_text_stop or token in request.stop_ids:
-            return FinishReason.STOP
-        num_tokens = len(request.tokens)
-        if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= self.config.max_model_len:
-            return FinishReason.LENGTH
-        return None
-
-    def _advance(self, request: Request, token: int) -> bool:
-        """A grammar may prove too complex on the way: then this request fails, and the others go on."""
-        assert request.constraint is not None
-        try:
-            request.constraint.advance(token)
-        except PacelineError as error:
-            request.error = error
-        return request.error is None
-
-    def _fail(self, request: Request, error: PacelineError) -> Emission:
-        request.error = error
-        self._finish(request, FinishReason.ERROR)
-        return Emission(request, (), 0, (), ())
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)

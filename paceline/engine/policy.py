@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.engine.accounts import Accounts
-from paceline.engine.calibrate import BINS, DEPTHS, STANDINGS, SURE, Asked, Record, Tally
+from paceline.engine.calibrate import Asked, Record, Tally
 from paceline.engine.choice import MARGIN, Caps, Choice, compare
 from paceline.engine.costs import CostModel, Median
 from paceline.engine.judging import learn
 from paceline.engine.load import Load
 from paceline.engine.looks import Looks
-from paceline.engine.nodes import best_start
-from paceline.engine.plan import Plan, Proposed, rounds_within
+from paceline.engine.plan import Plan, Proposed
+from paceline.engine.promises import best_count, course_of, least_chance, saved_by_round
 from paceline.engine.scheduler import Turn
 from paceline.types import Course, Draft, Proposer, Request, Verdict
 
@@ -34,9 +34,6 @@ MOST_BESIDE = 1024  # rows of prompts in a pass: beside more nobody drafts, sinc
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request
 SLEEP_EVERY, WAKE_EVERY = 16, 512  # looks between two at whether it pays to ask a model at all, and between two times it is woken
-USUAL_GAIN = 1.6  # a node must promise so much more than its row and drafting it cost, before a head drafts on from it
-USUAL_ROUND = 1.5  # passes: what one with its drafts takes, about
-STEPS_OF_LEAST = 32  # a chance from which a head drafts on is one of so many
 
 
 class AutoPolicy:
@@ -118,7 +115,7 @@ class AutoPolicy:
             self._choice.threshold = load.row_seconds(sum(nodes)) / load.price
             for drafter, planned in enumerate(asks):
                 if planned and self._can_stop[drafter]:
-                    self.drafters[drafter].least = self._least(self._records[drafter])  # type: ignore[attr-defined]
+                    self.drafters[drafter].least = least_chance(load, self.costs, self._records[drafter])  # type: ignore[attr-defined]
         return nodes, asks
 
     def stays_plain(self, num_requests: int) -> bool:
@@ -137,7 +134,7 @@ class AutoPolicy:
         if self._choice.load.speaking == 1 or self.looks.is_waking:
             return frozenset()
         is_poor = not cap or self.accounts.purse <= 0
-        return frozenset(d for d in self._models if is_poor or not self._start(self._records[d], 1.0, cap)[0])
+        return frozenset(d for d in self._models if is_poor or not best_count(self._choice.load, self.costs, self._records[d], 1.0, cap)[0])
 
     def _look_at_rounds(self, turns: Sequence[Turn]) -> None:
         """Whether it pays that all requests draft and check by themselves. What was never tried is taken to draft for all as for one."""
@@ -146,30 +143,10 @@ class AutoPolicy:
             length = self.drafters[number].usual_round(len(turns)) if self._can_fly[number] and number not in self._asleep else 0  # type: ignore[attr-defined]
             if not length:
                 continue
-            record, num_nodes, gained = self._records[number], length * len(turns), 0.0
-            for turn in turns:
-                tallies = self._tallies.get(turn.request.id)
-                gained += sum(self._survivals(record, tallies[number].factor if tallies else 1.0, length))
-            measured = record.rounds.get(len(turns))
-            added = load.row_seconds(num_nodes) * num_nodes + record.line.fixed + length * record.line.each
-            saved = gained * load.price - (measured.value - load.seconds if measured else added)
+            record, known = self._records[number], (self._tallies.get(turn.request.id) for turn in turns)
+            saved = saved_by_round(load, record, [tallies[number].factor if tallies else 1.0 for tallies in known], length)
             if saved > (MARGIN - 1.0) * load.seconds:
                 self._round_of, self._round = record, (length, saved / len(turns))
-
-    def _survivals(self, record: Record, factor: float, count: int) -> list[float]:
-        """By depth: the chance that a draft is right so far, by the rates seen, for a request that goes so much better."""
-        rates, survival, found = record.calibration.rates(), 1.0, []
-        for depth in range(count):
-            survival *= min(rates[min(depth, DEPTHS - 1)] * factor, SURE)
-            found.append(survival)
-        return found
-
-    def _least(self, record: Record) -> float:
-        """The chance from which it pays to draft another token after one, and to check both."""
-        load = self._choice.load
-        base = self.costs.base(load.rows + 2)
-        chance = USUAL_GAIN * (base[load.rows + 2] - base[load.rows + 1] + load.by_row + record.line.each) / load.price
-        return min(round(chance * STEPS_OF_LEAST) / STEPS_OF_LEAST, SURE)
 
     def _plan_one(self, index: int, request: Request, limit: int, asks: list[list[tuple[int, int]]]) -> int:
         """Whom to ask for this request; the most nodes anybody is asked for."""
@@ -216,17 +193,11 @@ class AutoPolicy:
             return
         tally.next_look = self._num_steps + LOOK_EVERY
         load, fixed, each = self._choice.load, record.line.fixed, record.line.each
-        count, gained, added = self._start(record, tally.factor, limit)
+        count, gained, added = best_count(load, self.costs, record, tally.factor, limit)
         base = self.costs.base(load.rows + 1)
         tally.count, tally.first, tally.promise = count, fixed + (base[load.rows + 1] - base[load.rows] + each + load.by_row), 0.0
         if count:  # drafts that are cut where they doubt gain more than those of average length; what they gained lately is known
             tally.promise = max(gained * load.price - added, tally.gain - fixed - each * count)
-
-    def _start(self, record: Record, factor: float, limit: int) -> tuple[int, float, float]:
-        """Of a draft by the rates seen at each depth, for a request that goes so much better: nodes that pay, their tokens, seconds."""
-        load, scores = self._choice.load, self._survivals(record, factor, limit)
-        base, row = self.costs.base(load.rows + limit), record.line.each + load.by_row
-        return best_start(scores, load.speaking, load.seconds, base, load.rows, row, MARGIN, record.line.fixed)
 
     def reconsider(
         self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn], is_flying: bool = False
@@ -385,15 +356,9 @@ class AutoPolicy:
 
     def course(self, drafter: int, other: int | None, length: int) -> Course:
         """As `reconsider` and `trim` would decide for the one request of this step."""
-        load, (tallies,) = self._choice.load, self._planned.values()
-        own, others = self._records[drafter].calibration.table(), [-1.0] * (STANDINGS * DEPTHS * BINS)
-        other_factor = 1.0
-        if other is not None:
-            others, other_factor = self._records[other].calibration.table(), tallies[other].factor
-        added = [0.0, *load.added_by(length, load.by_row)]
-        promise, factor = tallies[drafter].promise, tallies[drafter].factor
-        num_rounds = rounds_within(USUAL_ROUND * load.seconds)
-        return Course(num_rounds, load.seconds, added, MARGIN, promise, SURE, BINS, DEPTHS, own, factor, others, other_factor)
+        (tallies,) = self._planned.values()
+        beside = None if other is None else (self._records[other], tallies[other])
+        return course_of(self._choice.load, self._records[drafter], tallies[drafter], beside, length)
 
     def replayed(
         self, turns: Sequence[Turn], answers: Sequence[tuple[int, Draft]], checked: Draft, verdicts: Mapping[int, Verdict], drafting: float,

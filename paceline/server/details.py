@@ -13,7 +13,7 @@ from paceline.types import Verdict
 from paceline.verify.watch import Begun, Choice, Coin, Redraw
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Emission
+    from paceline.engine.commit import Emission
     from paceline.loaders.tokenizer import Tokenizer
     from paceline.types import Request
 

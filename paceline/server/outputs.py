@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.loaders.detokenize import Detokenizer
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Emission, Engine
+    from paceline.engine.commit import Emission
+    from paceline.engine.engine import Engine
     from paceline.engine.stats import SpecStats
     from paceline.loaders.tokenizer import Tokenizer
     from paceline.types import Request, TokenLogprobs

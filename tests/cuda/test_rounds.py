@@ -16,7 +16,8 @@ import torch
 from paceline.cuda import head_inputs, rounds
 from paceline.cuda.advance import Drafted, Ring, Verified, advance
 from paceline.cuda.decoder import CudaDecoder
-from paceline.engine.engine import Emission, Engine
+from paceline.engine.commit import Emission
+from paceline.engine.engine import Engine
 from paceline.engine.flights import Rounds
 from paceline.models.decoder import Decoder
 from paceline.params import SamplingParams

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from paceline.config import EngineConfig
+from paceline.engine.commit import Emission
 from paceline.engine.costs import CostModel
-from paceline.engine.engine import Emission, Engine
+from paceline.engine.engine import Engine
 from paceline.engine.policy import AutoPolicy
 from paceline.engine.scheduler import Turn
 from paceline.models.config import ModelConfig, RopeConfig

@@ -1,0 +1,109 @@
+"""What a step changes: texts grow by what was accepted, caches keep its rows, requests end.
+
+Invariant: nothing else changes a request but the scheduler, which gives and takes its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.engine.scheduler import Turn
+from paceline.engine.stats import SpecStats
+from paceline.engine.verdicts import Judged
+from paceline.errors import PacelineError
+from paceline.runtime.kv_cache import KvCache
+from paceline.types import Draft, FinishReason, Request, TokenLogprobs, Verdict
+
+
+class Emission(NamedTuple):
+    """What one request said in one step."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    num_accepted: int  # the first so many were drafted
+    sources: tuple[str, ...]  # by whom, each of those
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class Commits:
+    def __init__(
+        self, kv: KvCache, max_model_len: int, totals: SpecStats, stats: Mapping[str, SpecStats],
+        finish: Callable[[Request, FinishReason], None],
+    ) -> None:  # fmt: skip
+        """stats: by request."""
+        self._kv, self._max_model_len, self._totals, self._stats, self._finish = kv, max_model_len, totals, stats, finish
+
+    def commit_all(
+        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Judged],
+        has_more: bool = False,
+    ) -> tuple[dict[int, Verdict], list[Emission]]:  # fmt: skip
+        """Verdicts by turn, and what was said. has_more: what was computed after it comes next."""
+        verdicts: dict[int, Verdict] = {}
+        emissions: list[Emission] = []
+        num_plain = 0
+        for index, (turn, draft, verdict) in enumerate(zip(turns, drafts, judged, strict=True)):
+            request = turn.request
+            if isinstance(verdict, PacelineError):
+                emissions.append(self._fail(request, verdict))
+            elif request.is_finished:  # stopped while the pass ran
+                continue
+            elif draft is None or verdict is None:
+                self._kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
+            else:
+                verdicts[index] = verdict
+                num_plain += len(draft.tree.tokens) == 1
+                emissions.append(self._commit(request, draft, verdict, has_more))
+        if num_plain:
+            self._totals.record_plain(num_plain)
+        return verdicts, emissions
+
+    def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
+        """Text grows by what was accepted and the target's own token, up to the first that ends the request."""
+        root, stats = len(request.tokens) - 1, self._stats[request.id]
+        reason, emitted = None, 0
+        for token in verdict.tokens:
+            request.tokens.append(token)
+            emitted += 1
+            reason = self._ending(request, token)
+            if reason is not None:
+                break
+            if request.constraint is not None and not self._advance(request, token):
+                reason = FinishReason.ERROR
+                break
+        request.num_rounds += 1
+        if reason is not None:
+            self._finish(request, reason)
+        else:
+            self._kv.commit(request.cache, root, verdict.path, request.tokens, has_more)
+        if len(draft.tree.tokens) == 1:
+            stats.record_plain()
+            return Emission(request, verdict.tokens, 0, (), verdict.logprobs)
+        accepted = verdict.path[1 : 1 + emitted]
+        stats.record(draft, accepted, emitted)
+        self._totals.record(draft, accepted, emitted)
+        sources = tuple(map(draft.source_of, accepted))
+        return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted])
+
+    def _ending(self, request: Request, token: int) -> FinishReason | None:
+        has_text_stop = request.text_stop is not None and request.text_stop.push(token)
+        if has_text_stop or token in request.stop_ids:
+            return FinishReason.STOP
+        num_tokens = len(request.tokens)
+        if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= self._max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _advance(self, request: Request, token: int) -> bool:
+        """A grammar may prove too complex on the way: then this request fails, and the others go on."""
+        assert request.constraint is not None
+        try:
+            request.constraint.advance(token)
+        except PacelineError as error:
+            request.error = error
+        return request.error is None
+
+    def _fail(self, request: Request, error: PacelineError) -> Emission:
+        request.error = error
+        self._finish(request, FinishReason.ERROR)
+        return Emission(request, (), 0, (), ())
