@@ -136,7 +136,8 @@ def test_who_may_be_ended_by_words_does_not_fly_far(head: str, monkeypatch: pyte
             self.left -= 1
             return self.left == 0
 
-    ours, theirs = (request_of(CHANGING, GREEDY, text_stop=At(9)) for _ in range(2))
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=("words",))
+    ours, theirs = (request_of(CHANGING, params, text_stop=At(9)) for _ in range(2))
     engine = pinned(head, 2)
     counts = flights_of(engine, monkeypatch)
     agree(run(engine, [ours]), usual(head, 2, [theirs]), ours, theirs)

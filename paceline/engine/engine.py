@@ -107,8 +107,6 @@ class Engine:
                 return emissions
         else:
             emissions = self._land_round(flight)
-            while flight.is_over and flight.is_under_way:  # what is known can be said
-                emissions += self._land_round(flight)
             if flight.is_under_way:
                 self._flight = flight
                 return emissions
@@ -304,7 +302,7 @@ class Engine:
         other = others[0] if is_weighing and others else None
         since, course = perf_counter(), self.policy.course(number, other, length) if is_weighing else None
         most = flyer.most_rounds if course is None else min(flyer.most_rounds, course.num_rounds)
-        if is_weighing and requests[0].text_stop is not None:
+        if is_weighing and requests[0].params.stop:
             most = min(most, UNHEARD)
         count = min(most, possible_rounds(requests, length, self.config.max_model_len))
         if not has_layers or not self.scheduler.give_rounds(turns, count * (length + 1)):

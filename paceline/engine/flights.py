@@ -53,11 +53,6 @@ class Rounds:
     landed: int = 0
 
     @property
-    def is_over(self) -> bool:
-        """No device is at it any more: there were all at once."""
-        return self.flyer.is_weighing
-
-    @property
     def is_under_way(self) -> bool:
         """There is more to land, and somebody to say it."""
         return self.landed < len(self.flown) and not all(turn.request.is_finished for turn in self.turns)
