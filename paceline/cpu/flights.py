@@ -25,8 +25,8 @@ SPEC_ROWS, SPEC_OUTPUTS = Pass._fields.index("rows"), Pass._fields.index("num_ou
 NOBODY, OTHER, HEAD = 0, 1, 2  # whose draft is checked
 ALONE, AGREED, CONTRADICTED = 0, 1, 2  # as the policy tells drafts apart by what the other says (engine/calibrate.py)
 # What is written about a round: whole numbers, then the other's tokens, the head's and what was picked;
-WHO, COUNT, NUM_OTHER, NUM_HEAD, NUM_READ, NUM_SAID = range(6)
-WIDTH = 6
+WHO, COUNT, NUM_OTHER, NUM_HEAD, NUM_READ = range(5)
+WIDTH = 5
 # and floats, then the chances of the other's paths and of the head's.
 HEAD_SECONDS, ROUND_SECONDS = range(2)
 FLOATS = 2
@@ -220,28 +220,28 @@ def fill(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
 
 @piece
 def move_on(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
-    """What was said: how many tokens, and whether another round may follow."""
+    """The text goes on with what was picked. Whether another round may follow."""
     state, picked = carray(int_pointer(c.state), 5), carray(int_pointer(c.picked), count + 1)
     pushed, stops = carray(word_pointer(c.pushed), c.length + 1), carray(int_pointer(c.stops), c.num_stops)
     said = 0
     while True:
         token = picked[said]
         if token < 0:
-            return said, False
+            return False
         if c.call != 0:
             wait(c, token, count + 1, said, hidden)
         pushed[said] = token
         said += 1
         for stop in stops:
             if token == stop:
-                return said, False
+                return False
         if said > count or tokens[said - 1] != token:
             break
     state[CACHED] += said
     state[ROOT] = token
     state[WANTED] -= said
     state[UNREAD] = said
-    return said, state[WANTED] > 0
+    return state[WANTED] > 0
 
 
 @piece
@@ -292,7 +292,7 @@ def fly(at):  # type: ignore[no-untyped-def]
         fill(c, here[first:], count, hidden)
         invoke(c.forward, (c.threads, c.spec, c.model, c.work, c.logits))
         here[WIDTH + 2 * c.length : WIDTH + 2 * c.length + count + 1] = picked[: count + 1]
-        here[NUM_SAID], goes_on = move_on(c, here[first:], count, hidden)
+        goes_on = move_on(c, here[first:], count, hidden)
         hidden += c.num_layers * (count + 1) * c.width * 4
         ended = seconds_now()
         floats[number, ROUND_SECONDS] = ended - started

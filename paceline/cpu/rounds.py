@@ -94,7 +94,8 @@ class CpuRounds:
         self._ring = np.zeros((MOST_ROUNDS, WIDTH + 3 * length + 1), np.int64)
         self._floats = np.zeros((MOST_ROUNDS, FLOATS + 2 * length))
         self._pushed = array("i", [0] * (length + 1))
-        self._entries = entry_of(FORWARD[decoder.bits], 5), entry_of(draft_chains, 2), entry_of(vote, 6)
+        drafts = 0 if head is None else entry_of(draft_chains, 2)  # without a head it need not even be compiled
+        self._entries = entry_of(FORWARD[decoder.bits], 5), drafts, entry_of(vote, 6)
         self._features = Recycled()
         self._compile()
 
@@ -132,6 +133,7 @@ class CpuRounds:
             address(self._floats),
         ))  # fmt: skip
         made = fly(craft.buffer_info()[0])
+        assert made, "whatever was said before, the suffix tree has read"
         return CpuFlown(length, *self._written(made, length), self._layers, width, memory, self._head is not None)
 
     def _open(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], length: int, least: float, count: int) -> tuple[int, int, int, int]:
