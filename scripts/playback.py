@@ -17,6 +17,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from paceline.verify.tree import Tree
 
 PASS_MS = {1: 0.62, 2: 0.63, 4: 0.64, 8: 0.66, 16: 0.80, 32: 0.85, 64: 0.91, 128: 1.1, 256: 1.5, 1024: 4.0, 8192: 20.0}  # by rows
 DRAFT_MS, FOR_EACH, ROUND_MS = 0.33, 0.2, 0.87  # of a chain of LENGTH; more for each request, of it; of a round
+ENTRY_MS, RECORDING_MS = 0.004, 30.0  # of a token that a head reads before its first draft; of what happens once for a bucket
 LENGTH = 5
 CLAIMS = (0.4, 0.6, 0.8, 0.95)  # of a head's token, each as often
 WAYS = ("", "Answer in other words than usual. ")  # of asking a prompt: an answer given before is known
@@ -77,11 +79,16 @@ class Player:
         self.free_at = 0.0  # when the device has done all it was given
         self._inputs: dict[Bucket, Inputs] = {}
 
+    def record(self) -> None:
+        self.num_recordings += 1
+        wait_until(time.perf_counter() + 1e-3 * RECORDING_MS)
+
     def forward(self, segments: Sequence[Segment], **_: Any) -> Output:
         columns = build(segments, self.kv).columns
         bucket = bucket_for(columns)
         if bucket not in self._inputs:
             self._inputs[bucket] = Inputs(bucket, 0, torch.device("cpu"))
+            self.record()
         self._inputs[bucket].fill(columns, [pick for segment in segments for pick in [segment.pick] * segment.num_logits if pick])
         picked = [token for segment in segments for token in self._picked(segment)]
         rows = sum(len(segment.tokens) for segment in segments)
@@ -110,6 +117,8 @@ class Head:
 
     def __init__(self, player: Player, share: float) -> None:
         self.player, self.share, self.draw = player, share, random.Random(1)
+        self.read: set[str] = set()  # requests
+        self.recorded: set[int] = set()  # for how many of them
 
     def chain(self, text: list[int], start: int) -> tuple[list[int], list[float]]:
         tokens, chances = [], [1.0]
@@ -121,7 +130,12 @@ class Head:
         return tokens, chances
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        done = time.perf_counter() + 1e-3 * DRAFT_MS * (1 + FOR_EACH * len(requests))
+        if len(requests) not in self.recorded:
+            self.recorded.add(len(requests))
+            self.player.record()
+        entering = sum(request.num_tokens for request in requests if request.id not in self.read)
+        self.read.update(request.id for request in requests)
+        done = time.perf_counter() + 1e-3 * (DRAFT_MS * (1 + FOR_EACH * len(requests)) + ENTRY_MS * entering)
         drafts = []
         for request, budget in zip(requests, budgets, strict=True):
             tokens, chances = self.chain(self.player.texts[id(request.cache.blocks)], len(request.tokens))
@@ -197,10 +211,11 @@ def texts_of(llm: LLM, prompts: Path | None, kept: Path, tokens: int) -> Texts:
 def engines_of(llm: LLM, player: Player, share: float) -> dict[str, Engine]:
     """Each with drafters of its own, new for each level."""
     config, head = llm.engine.config, Head(player, share)
+    around = replace(llm.surroundings, runner=player)  # type: ignore[arg-type]  # else suffix matching makes rounds with the CPU's own model
     costs = CostModel({rows: 1e-3 * milliseconds for rows, milliseconds in PASS_MS.items() if rows <= 256})
 
     def auto(*more: Any) -> Engine:
-        drafters = [*(registry.create(*registry.parse(each), llm.surroundings) for each in registry.AUTO), *more]
+        drafters = [*(registry.create(*registry.parse(each), around) for each in registry.AUTO), *more]
         known = {Head.name: (1e-4 * PASS_MS[1], (share,))}  # as build.py takes a head to cost
         return Engine(player, drafters[0], config, AutoPolicy(drafters, costs.fresh(), known=known))  # type: ignore[arg-type]
 

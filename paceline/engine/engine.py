@@ -63,6 +63,7 @@ class Engine:
         self._num_arrivals = 0
         self._flight: Flight | Rounds | None = None
         self._committed: float | None = None  # when the last step was, if nothing was waited for since
+        self._num_recorded = 0  # of the runner's recordings, then
 
     @property
     def has_work(self) -> bool:
@@ -188,8 +189,7 @@ class Engine:
         verdicts, emissions = self._commits.commit_all(turns, drafts, judged, has_more=follower is not None)
         committed = perf_counter()
         is_first = output.is_first or (follower is not None and follower.output.is_first)
-        whole = None if self._committed is None or is_first else committed - self._committed
-        self._committed = committed
+        whole = self._timed(committed)
         self.policy.observe(turns, verdicts, committed - launched if has_room and not is_first else None, whole)
         self.policy.charge(planning + perf_counter() - committed)
         self._observe(turns, drafts, verdicts, output.hidden, output.top, plan)
@@ -212,10 +212,12 @@ class Engine:
         flight.landed += 1
         verdicts, emissions = self._commits.commit_all(turns, drafts, judged, has_more=flight.landed < len(flight.flown))
         committed = perf_counter()
+        whole = self._timed(committed)
         if verdicts:
             checked = {index: drafts[index] for index in verdicts}
             if said.asides is None:
-                self.policy.flown(flight.drafter, turns, checked, verdicts, None if flight.flown.is_first else committed - flight.since)
+                is_usual = whole is not None and not flight.flown.is_first
+                self.policy.flown(flight.drafter, turns, checked, verdicts, committed - flight.since if is_usual else None)
                 answers = {index: [*flight.proposed.pop(index, ()), (flight.drafter, draft)] for index, draft in checked.items()}
             else:
                 numbers = [flight.drafter] if flight.other is None else [flight.drafter, flight.other]
@@ -226,12 +228,19 @@ class Engine:
             self._suspect(answers, verdicts)
         if flight.goes_on and not self.scheduler.waiting and self._stays_up(flight):
             flight.flown.more()
-        flight.since = self._committed = committed
+        flight.since = committed
         phases = self.phases
         phases.forward += computed - landing
         phases.commit += committed - computed
         phases.observe += perf_counter() - committed
         return emissions
+
+    def _timed(self, committed: float) -> float | None:
+        """Seconds since the last commit. None if there was none, or if anybody has recorded meanwhile: that happens once, takes longer than
+        a hundred steps, and is nobody's fault."""
+        before, num_before = self._committed, self._num_recorded
+        self._committed, self._num_recorded = committed, self.runner.num_recordings
+        return None if before is None or num_before != self._num_recorded else committed - before
 
     def _suspect(self, answers: Answers, verdicts: Mapping[int, Verdict]) -> None:
         for index, verdict in verdicts.items():

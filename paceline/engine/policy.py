@@ -29,7 +29,7 @@ from paceline.types import Course, Draft, Proposer, Request, Verdict
 MOST_NODES = 64  # nodes of a draft, where the costs set no limit
 HOST_SECONDS = 2e-5  # of asking a drafter, and of judging its answer, until they are measured
 QUIET = 16  # steps without another look after one that found that no draft could pay, unless requests leave
-LANDING = 1.5  # passes: what it takes to end rounds under way, and to begin again
+LANDING = 3.0  # passes: what it takes to end rounds under way, and to begin again
 MOST_BESIDE = 1024  # rows of prompts in a pass: beside more nobody drafts, since a pass is bound by arithmetic then
 PLAIN_EVERY = 100  # steps after which one goes without drafts, to know what that takes
 LOOK_EVERY = 4  # steps between two looks at what a model promises for a request

@@ -15,7 +15,7 @@ from paceline.train.modules import Guess, Head
 from paceline.train.stream import Batch
 from paceline.train.target import Seen, Target
 
-ANCHORS = 24  # of a sequence, drawn anew in every batch
+ANCHORS, MOST_ANCHORS = 8192, 128  # of a batch, drawn anew in every one, and of a sequence: what is read is read for all of them
 
 
 class Dflash(Head):
@@ -65,8 +65,9 @@ class Dflash(Head):
             index = torch.arange(int(batch.size.max()), device=first.device)[None]
             is_real = index < batch.size[:, None]
             return torch.where(is_real, first + index, 0), is_real
-        number = min(ANCHORS, max(1, int(batch.size.max())))
-        part = torch.rand((len(first), number), generator=draw, device=draw.device).to(first.device)
+        number = max(min(ANCHORS // len(first), MOST_ANCHORS, int(batch.size.max())), 1)
+        within = torch.rand((len(first), number), generator=draw, device=draw.device)
+        part = ((torch.arange(number) + within) / number).to(first.device)  # one in each of as many equal parts of the answer
         chosen = first + torch.minimum((part * count).long(), count - 1)
         return chosen.clamp(max=len(batch.rows) - 1), (batch.size > 0)[:, None].expand(-1, number)
 
