@@ -130,6 +130,12 @@ class MedusaConfig(HeadConfig):
     kind: ClassVar[Kind] = "medusa"
     num_heads_ahead: int  # K
     num_blocks: int = 1
+    reads_token: bool = False  # the heads' input is the hidden state and the token that was chosen after it, as Hydra's is
+
+    def __post_init__(self) -> None:
+        HeadConfig.__post_init__(self)
+        if not isinstance(self.reads_token, bool):
+            raise ConfigError(f"reads_token is {self.reads_token!r}; it is true or false")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -137,6 +143,8 @@ class MedusaConfig(HeadConfig):
 
     def _own_shapes(self) -> Shapes:
         d, shapes = self.hidden_size, Shapes()
+        if self.reads_token:
+            shapes["token.weight"] = (d, d)
         for head in range(self.num_heads_ahead):
             for block in range(self.num_blocks):
                 shapes[f"blocks.{head}.layers.{block}.weight"] = (d, d)

@@ -141,12 +141,15 @@ class Medusa(Head):
                 nn.init.zeros_(layer.bias)
                 nn.init.normal_(layer.weight, std=0.01)
             block.layers = nn.ModuleList(layers)
+        self.token = linear(config.hidden_size, config.hidden_size, 0.0) if config.reads_token else None  # zero: starts as if it read none
 
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None) -> list[Guess]:
-        final, found = self.target.final(seen.last.flatten(0, 1)[batch.rows]), []
-        base = torch.arange(len(batch.rows), device=final.device)
+        start, found = self.target.final(seen.last.flatten(0, 1)[batch.rows]), []  # [N, hidden]
+        if self.token is not None:
+            start = start + self.token(self.target.embed(batch.token_after(1)))
+        base = torch.arange(len(batch.rows), device=start.device)
         for step, block in enumerate(list(self.blocks)[:num_steps]):
-            x = final
+            x = start
             for layer in block.layers:  # type: ignore[union-attr]
                 x = x + functional.silu(layer(x))
             found.append(Guess(x, self.output, batch.row_after(1 + step), base, step))

@@ -41,6 +41,7 @@ class Recipe:
     intermediate_size: int = 0  # 0: the target's
     num_taps: int = 3
     num_blocks: int = 2  # residual blocks of a Medusa head
+    reads_token: bool = False  # Medusa's heads see the token after their hidden state
     markov_rank: int = 128
     has_lm_head: bool = True
     clip: float = 1.0
@@ -81,7 +82,9 @@ def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, mas
         "has_lm_head": recipe.has_lm_head,
     }
     if recipe.kind == "medusa":
-        return MedusaConfig(**shared, num_heads_ahead=recipe.num_steps, num_blocks=recipe.num_blocks)
+        return MedusaConfig(
+            **shared, num_heads_ahead=recipe.num_steps, num_blocks=recipe.num_blocks, reads_token=recipe.reads_token
+        )  # fmt: skip
     layered: dict[str, Any] = {
         **shared,
         "num_heads": target.num_heads,

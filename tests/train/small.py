@@ -18,6 +18,10 @@ from tests.make_models import VOCAB
 
 CPU = torch.device("cpu")
 KINDS = ("eagle", "medusa", "dflash", "draft")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # kind, and what its recipe changes
+    **{kind: (kind, {}) for kind in KINDS},
+    "medusa that reads a token": ("medusa", {"reads_token": True}),
+}
 
 
 def small(kind: str, **changes: Any) -> Recipe:

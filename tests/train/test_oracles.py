@@ -209,17 +209,26 @@ def test_a_block_is_what_the_docs_say(target: Target, checkpoint: Checkpoint, fr
         torch.testing.assert_close(guess.weight @ guess.hidden[at], by_hand, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("reads_token", [False, True])
 @torch.no_grad()
-def test_medusa_and_draft_are_what_the_docs_say(target: Target, checkpoint: Checkpoint) -> None:
+def test_medusa_is_what_the_docs_say(reads_token: bool, target: Target, checkpoint: Checkpoint) -> None:
     batch, row = some_batch(), 20
     b, t = int(batch.sequence[row]), int(batch.position[row])
-    medusa = head_of("medusa", target, checkpoint)
+    medusa = head_of("medusa", target, checkpoint, reads_token=reads_token)
     assert isinstance(medusa, Medusa)
     seen, w = target.read(batch.ids, medusa.config.hidden_layers), medusa.tensors()
     h = rms(seen.last[b, t], target.norm, medusa.config.rms_eps)
+    if reads_token:
+        h = h + w["token.weight"] @ target.embed(batch.ids[b, t + 1])
     for step, guess in enumerate(medusa.guesses(batch, seen, 3)):
         x = h + functional.silu(w[f"blocks.{step}.layers.0.weight"] @ h + w[f"blocks.{step}.layers.0.bias"])
         torch.testing.assert_close(guess.hidden[row], x, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_drafts_later_steps_are_those_of_a_longer_text(target: Target, checkpoint: Checkpoint) -> None:
+    batch, row = some_batch(), 20
+    seen = target.read(batch.ids, ())
     draft = head_of("draft", target, checkpoint, num_layers=2)
     assert isinstance(draft, Draft)
     guesses, every = draft.guesses(batch, seen, 3), draft.guesses(batch, seen, 3, torch.Generator())
