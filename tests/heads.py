@@ -161,9 +161,11 @@ class Oracle:
             known.append(self.norm(outputs[-1:], "norm")[0] if self.config.norm_output else outputs[-1])
         return self.logits(self.norm(outputs[-1:], "norm"))[0], known[-1]
 
-    def medusa(self, hidden: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """[heads, draft vocabulary] after the target's last hidden state [hidden]."""
+    def medusa(self, hidden: torch.Tensor, root: int, norm: torch.Tensor) -> torch.Tensor:
+        """[heads, draft vocabulary] after the target's last hidden state [hidden] and the token that was chosen there."""
         h, found = rms_norm(hidden[None], norm, self.config.rms_eps), []
+        if self.config.reads_token:
+            h = h + self.product("token", self.embedding[[root]])
         for head in range(self.config.num_heads_ahead):
             y = h
             for block in range(self.config.num_blocks):

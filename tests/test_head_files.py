@@ -16,6 +16,7 @@ from paceline.loaders.export_heads import export_head
 from paceline.loaders.heads import open_head
 from paceline.loaders.quantize import STORED, quantize
 from paceline.models.attention import rms_norm
+from paceline.models.decoder import Decoder
 from paceline.models.head_config import target_hash, write_head_config
 from paceline.models.head_rows import Feed, Row, Speaker
 from paceline.models.linear import Linear
@@ -23,8 +24,9 @@ from paceline.models.mlp_head import TorchMlpHead
 from paceline.models.side_heads import TorchMedusaHead
 from paceline.proposers import registry
 from paceline.proposers.base import Surroundings
+from paceline.train.save import save_head
 from tests.heads import Oracle, Tensors, config_of, eagle_1, mlp_speculator, random_tensors, write_head
-from tests.laws.harness import CONFIG, RandomCheckpoint, runner
+from tests.laws.harness import CONFIG, RandomCheckpoint, decoder, runner
 
 TARGET = RandomCheckpoint()
 NORM = TARGET.tensor("norm.weight")
@@ -54,6 +56,25 @@ def test_int8_and_half_precision_files_are_read_as_written(tmp_path: Path) -> No
         assert torch.allclose(head.tensors[name].float(), tensor.float(), atol=0.02)
     again = quantize(head.tensors["lm_head.weight"], 8)
     assert torch.equal(again.values, stored["lm_head.weight"])
+
+
+def test_a_medusa_head_that_reads_a_token_has_one_more_matrix(tmp_path: Path) -> None:
+    folder, config, tensors = save(tmp_path / "head", "medusa", reads_token=True)
+    head = open_head(str(folder), TARGET, ("medusa",))
+    assert head.config == config
+    assert torch.equal(head.tensors["token.weight"], tensors["token.weight"])
+    with pytest.raises(ConfigError, match="train without reads_token"):
+        export_head(head, TARGET, "vllm", tmp_path / "theirs", "org/model")
+    assert not (tmp_path / "theirs").exists()
+    save_head(tmp_path / "small", config, tensors, {}, bits=8)
+    again = open_head(str(tmp_path / "small"), TARGET, ("medusa",)).tensors["token.weight"]
+    assert torch.allclose(again, tensors["token.weight"], atol=0.02)
+    write_head(folder, write_head_config(config), {name: t for name, t in tensors.items() if name != "token.weight"})
+    with pytest.raises(ModelFileError, match=r"missing tensor token\.weight"):
+        open_head(str(folder), TARGET, ("medusa",))
+    write_head(folder, {**write_head_config(config), "reads_token": "yes"}, tensors)
+    with pytest.raises(ModelFileError, match=r"config\.json: reads_token is 'yes'; it is true or false"):
+        open_head(str(folder), TARGET, ("medusa",))
 
 
 def damage(folder: Path, how: str) -> None:
@@ -248,10 +269,13 @@ def test_published_medusa_files_are_read(tmp_path: Path) -> None:
     config: Any = head.config
     assert config.num_heads_ahead == 3
     for bits in (8, 32):
-        run_by: Any = MedusaHead(config, head.tensors, NORM) if bits == 8 else TorchMedusaHead(config, head.tensors, NORM, CPU)
+        if bits == 8:
+            run_by: Any = MedusaHead(config, head.tensors, NORM, decoder(dtype="int8"))
+        else:
+            run_by = TorchMedusaHead(config, head.tensors, NORM, Decoder.load(TARGET), CPU)
         table = Linear(TARGET.tensor("embed_tokens.weight"), bits=bits).weight
-        true = Oracle(config, head.tensors, table, bits).medusa(LAST[CONFIG.num_layers][8], NORM)
-        assert torch.allclose(run_by.logits([ROW])[:, 0], true, atol=1e-4)
+        true = Oracle(config, head.tensors, table, bits).medusa(LAST[CONFIG.num_layers][8], 5, NORM)
+        assert torch.allclose(run_by.logits([ROW], [5])[:, 0], true, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

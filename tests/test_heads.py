@@ -174,15 +174,22 @@ def test_eagle_1_fuses_the_token_with_the_last_hidden_state(
     assert torch.allclose(level.logits[0], true.eagle_1(normed, [*TOKENS, 3]), atol=1e-4)
 
 
+@pytest.mark.parametrize("reads_token", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("bits", [8, 32])
-def test_medusa_computes_what_the_oracle_does(bits: int, blocks: int, hidden: dict[int, torch.Tensor], rows: list[Row]) -> None:
-    config = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=blocks)
-    tensors = random_tensors(config)
-    head: Any = MedusaHead(config, tensors, NORM) if bits == 8 else TorchMedusaHead(config, tensors, NORM, CPU)
-    true = torch.stack([oracle(config, tensors, bits).medusa(hidden[CONFIG.num_layers][i], NORM) for i in (5, 9)], 1)
-    assert torch.allclose(head.logits([rows[5], rows[9]]), true, atol=1e-4)
-    tokens, chances = head.guess([rows[5], rows[9]], [GREEDY] * 2)
+def test_medusa_computes_what_the_oracle_does(
+    bits: int, blocks: int, reads_token: bool, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
+) -> None:
+    config: Any = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=blocks, reads_token=reads_token)
+    tensors, roots, picked = random_tensors(config), [11, 3], [5, 9]
+    if bits == 8:
+        head: Any = MedusaHead(config, tensors, NORM, decoder(dtype="int8"))
+    else:
+        head = TorchMedusaHead(config, tensors, NORM, torch_target, CPU)
+    said, last = oracle(config, tensors, bits), hidden[CONFIG.num_layers]
+    true = torch.stack([said.medusa(last[i], root, NORM) for i, root in zip(picked, roots, strict=True)], 1)
+    assert torch.allclose(head.logits([rows[i] for i in picked], roots), true, atol=1e-4)
+    tokens, chances = head.guess([rows[i] for i in picked], roots, [GREEDY] * 2)
     assert tokens == tensors["draft_ids"][true.argmax(-1)].tolist()
     assert torch.allclose(torch.tensor(chances, dtype=torch.float32), true.softmax(-1).amax(-1).cumprod(0), atol=1e-4)
 
@@ -242,8 +249,8 @@ def hidden_of(tokens: Sequence[int]) -> dict[int, torch.Tensor]:
     return fresh.forward([Segment(tokens, cached)], hidden_layers=range(CONFIG.num_layers + 1)).hidden
 
 
-def recorded(kind: str, requests: Sequence[Request], **limits: Any) -> tuple[Recorder, Any]:
-    model = random_head(kind, TARGET, draft_vocab=40)
+def recorded(kind: str, fields: dict[str, Any], requests: Sequence[Request], **limits: Any) -> tuple[Recorder, Any]:
+    model = random_head(kind, TARGET, draft_vocab=40, **fields)
     drafter = registry.create(*registry.parse({"method": kind, "model": model, "num_speculative_tokens": 3}), _surroundings())
     plain = [request_of(r.tokens, r.params) for r in requests]
     run(engine_with(None, target_dtype="int8"), plain)
@@ -257,12 +264,20 @@ def _surroundings() -> Surroundings:
     return Surroundings(runner(dtype="int8"), TARGET, None, lambda *_: None)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
-def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str) -> None:
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", {}),
+    "medusa": ("medusa", {}),
+    "medusa that reads a token": ("medusa", {"reads_token": True}),
+    "dflash": ("dflash", {}),
+}
+
+
+@pytest.mark.parametrize(("kind", "fields"), READERS.values(), ids=READERS)
+def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str, fields: dict[str, Any]) -> None:
     """In a batch, with chunked prompts, accepted tokens and preemption: each draft is the one that the text alone leads to."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     requests = [request_of(p, params) for p in prompts(6, low=10, high=40, seed=21)]
-    recorder, engine = recorded(kind, requests, num_blocks=14, max_num_batched_tokens=23, max_model_len=120)
+    recorder, engine = recorded(kind, fields, requests, num_blocks=14, max_num_batched_tokens=23, max_model_len=120)
     assert engine.scheduler.num_preemptions > 0
     config, tensors = recorder.inner.head.config, recorder.inner.head.tensors
     true, ids, right = oracle(config, tensors, 8), tensors["draft_ids"].tolist(), 0
@@ -271,7 +286,7 @@ def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str) -> None:
     for tokens, draft in said[:: len(said) // 60]:
         hidden = hidden_of(tokens[:-1])
         if kind == "medusa":
-            logits = true.medusa(hidden[CONFIG.num_layers][-1], NORM)[0]
+            logits = true.medusa(hidden[CONFIG.num_layers][-1], tokens[-1], NORM)[0]
         elif kind == "eagle":
             logits = true.eagle(features(hidden, config.taps), tokens[1:])[0]
         else:
@@ -332,17 +347,18 @@ def test_heads_run_beside_a_target_in_torch(torch_target: Decoder) -> None:
         return [r.output for r in requests], engine.totals.num_drafted
 
     plain, _ = text_with(None)
-    for kind in ("eagle", "medusa", "dflash"):
+    for kind, fields in READERS.values():
         for width in (1, 2):
-            found, num_drafted = text_with({"method": kind, "model": random_head(kind, TARGET, draft_vocab=40), "tree_width": width})
+            model = random_head(kind, TARGET, draft_vocab=40, **fields)
+            found, num_drafted = text_with({"method": kind, "model": model, "tree_width": width})
             assert found == plain, kind
             assert num_drafted > 50
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash", "draft"])
-def test_what_is_trained_is_what_drafts(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "fields"), [*READERS.values(), ("draft", {})], ids=[*READERS, "draft"])
+def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> None:
     """The modules that are trained and the oracle of the drafters compute the same, three steps ahead."""
-    config: Any = config_of(kind, CONFIG, draft_vocab=40, **({"markov_rank": 16} if kind == "dflash" else {}))
+    config: Any = config_of(kind, CONFIG, draft_vocab=40, **({"markov_rank": 16} if kind == "dflash" else fields))
     tensors, target = random_tensors(config), Target.load(TARGET, CPU, torch.float32, 64)
     module = build_head(config, target, tensors["draft_ids"].long(), 64)
     module.load_state_dict({name: tensor for name, tensor in tensors.items() if name != "draft_ids"}, strict=True)
@@ -358,7 +374,7 @@ def test_what_is_trained_is_what_drafts(kind: str) -> None:
         if kind == "eagle":
             expected = true.eagle(shown, before[1:])[0]
         elif kind == "medusa":
-            expected = true.medusa(seen.last[0, row], NORM)[step]
+            expected = true.medusa(seen.last[0, row], TOKENS[row + 1], NORM)[step]
         elif kind == "dflash":
             word = ids.index(before[-1]) if before[-1] in ids else len(ids)
             expected = true.dflash(shown, TOKENS[row + 1])[step] + true.markov(word)

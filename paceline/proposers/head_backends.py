@@ -87,7 +87,7 @@ def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBack
     if is_compiled(decoder):
         from paceline.cpu.medusa import MedusaHead
 
-        return MedusaHead(config, head.tensors, norm)
+        return MedusaHead(config, head.tensors, norm, decoder)
     if is_on_gpu(decoder):
         from paceline.cuda.side_heads import CudaMedusaHead
 
@@ -96,7 +96,7 @@ def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBack
         return recorded
     from paceline.models.side_heads import TorchMedusaHead
 
-    return TorchMedusaHead(config, head.tensors, norm, surroundings.runner.kv.device)
+    return TorchMedusaHead(config, head.tensors, norm, decoder, surroundings.runner.kv.device)
 
 
 def block_backend(head: Head, surroundings: Surroundings, steps: int) -> BlockBackend:

@@ -1,4 +1,4 @@
-"""Medusa: K heads beside the target's own guess the tokens after the next one, all from one hidden state.
+"""Medusa: K heads beside the target's own guess the tokens after the next one, all from one hidden state (and some from that next token).
 
 Nothing is kept of a text but its last hidden state. A tree is the best paths by the product of the heads' probabilities: head i offers the
 same tokens after every path of length i, but for a request's own options.
@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from paceline.models.head_config import MedusaConfig
-from paceline.models.head_rows import Guesses
+from paceline.models.head_rows import Guesses, Row
 from paceline.proposers.base import Surroundings
 from paceline.proposers.grow import Growth
 from paceline.proposers.head_backends import side_backend
@@ -36,12 +36,17 @@ class Medusa(HeadDrafter):
         return self._backend.can_guess(temperature)
 
     def guess(self, asked: Sequence[Asked]) -> Guesses:
-        return self._backend.guess([a.text.waiting[-1] for a in asked], [a.speaker for a in asked if a.speaker is not None])
+        return self._backend.guess(*_ends(asked), [a.speaker for a in asked if a.speaker is not None])
 
     def grow(self, asked: Sequence[Asked]) -> list[Draft]:
-        logits = self._backend.logits([a.text.waiting[-1] for a in asked])  # [heads, requests, words]
+        logits = self._backend.logits(*_ends(asked))  # [heads, requests, words]
 
         def speak(growths: list[Growth], pairs: Pairs) -> torch.Tensor:
             return torch.stack([logits[growths[i].depth, i] for i, _ in pairs])
 
         return self.grow_all(asked, speak, self._tree)
+
+
+def _ends(asked: Sequence[Asked]) -> tuple[list[Row], list[int]]:
+    """The last hidden state of each text, and the token that was chosen after it."""
+    return [a.text.waiting[-1] for a in asked], [a.text.request.tokens[-1] for a in asked]

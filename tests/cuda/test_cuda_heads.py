@@ -205,18 +205,18 @@ def test_blocks_are_those_of_torch(rank: int, from_anchor: bool, device: torch.d
     alike(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("kind", ["one output layer", "one a head"])
+@pytest.mark.parametrize("kind", ["one output layer", "one a head", "reads a token"])
 def test_side_heads_are_those_of_torch(kind: str, device: torch.device) -> None:
-    config: Any = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=2)
+    config: Any = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=2, reads_token=kind == "reads a token")
     if kind == "one a head":
         config = SeparateMedusaConfig(**{**asdict(config), "has_lm_head": False})
     tensors = random_tensors(config)
-    ours, theirs = CudaMedusaHead(config, tensors, NORM, target_on(device)), TorchMedusaHead(config, tensors, NORM, CPU)
-    mine, other = shown(device), shown(CPU)
-    picked = [5, 9, 2]
-    same(ours.logits([mine[i] for i in picked]), theirs.logits([other[i] for i in picked]))
-    speakers = [Speaker(0.0, 0, 0)] * 3
-    alike(ours.guess([mine[i] for i in picked], speakers), theirs.guess([other[i] for i in picked], speakers))
+    ours = CudaMedusaHead(config, tensors, NORM, target_on(device))
+    theirs = TorchMedusaHead(config, tensors, NORM, torch_target(), CPU)
+    mine, other = ([rows[i] for i in (5, 9, 2)] for rows in (shown(device), shown(CPU)))
+    roots, speakers = [11, 3, 40], [Speaker(0.0, 0, 0)] * 3
+    same(ours.logits(mine, roots), theirs.logits(other, roots))
+    alike(ours.guess(mine, roots, speakers), theirs.guess(other, roots, speakers))
 
 
 class Listener:
@@ -232,9 +232,17 @@ class Listener:
         return drafts
 
 
-@pytest.mark.parametrize(("kind", "width"), [("eagle", 1), ("eagle", 3), ("medusa", 3), ("dflash", 3)])
-def test_drafters_on_a_gpu_propose_what_they_do_in_torch(kind: str, width: int, device: torch.device) -> None:
-    fields: dict[str, Any] = {"markov_rank": 16} if kind == "dflash" else {}
+DRAFTERS: list[tuple[str, int, dict[str, Any]]] = [
+    ("eagle", 1, {}),
+    ("eagle", 3, {}),
+    ("medusa", 3, {}),
+    ("medusa", 1, {"reads_token": True}),
+    ("dflash", 3, {"markov_rank": 16}),
+]
+
+
+@pytest.mark.parametrize(("kind", "width", "fields"), DRAFTERS)
+def test_drafters_on_a_gpu_propose_what_they_do_in_torch(kind: str, width: int, fields: dict[str, Any], device: torch.device) -> None:
     options = {
         "method": kind,
         "model": random_head(kind, TARGET, draft_vocab=40, **fields),
