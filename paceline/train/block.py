@@ -66,6 +66,7 @@ class Dflash(Head):
             is_real = index < batch.size[:, None]
             return torch.where(is_real, first + index, 0), is_real
         number = max(min(ANCHORS // len(first), MOST_ANCHORS, int(batch.size.max())), 1)
+        number -= number % 8 if number > 8 else 0  # masks of such widths need not be filled up
         within = torch.rand((len(first), number), generator=draw, device=draw.device)
         part = ((torch.arange(number) + within) / number).to(first.device)  # one in each of as many equal parts of the answer
         chosen = first + torch.minimum((part * count).long(), count - 1)
