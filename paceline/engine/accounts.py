@@ -27,7 +27,7 @@ class Accounts:
     def __init__(self, one: float) -> None:
         """one: seconds of a pass of one row."""
         self.purse, self.probes = LOAN * one, 0.0
-        self._gained = 0.0  # by drafts lately, all in all: may be risked, too
+        self._gained: dict[int, float] = {}  # by requests: by drafts lately, all in all. May be risked, too, among as many
         self._plain: dict[int, Median] = {}  # by requests: seconds of a step without drafts, all of it
         self.is_settled = True  # what the last step took is in the purse
 
@@ -35,7 +35,7 @@ class Accounts:
         """The shares of so many steps' time."""
         seconds = num_steps * load.seconds * thrift(load)
         self.probes = min(self.probes + PROBES * seconds, load.seconds)
-        self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * thrift(load) * load.seconds + self._gained)
+        self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * thrift(load) * load.seconds + self._gained.get(load.speaking, 0.0))
 
     def is_broke(self, load: Load, num_steps: int, least: float) -> bool:
         """After as many steps as are not paid in yet there is nothing for drafts, nor for a probe that takes the least."""
@@ -51,7 +51,8 @@ class Accounts:
     def pay(self, seconds: float, load: Load) -> None:
         """Out of the purse. One mishap, such as a pause of the whole process, must not end drafting for good."""
         self.purse = max(self.purse - seconds, -MOST_OWED * load.seconds)
-        self._gained = min(max(self._gained - seconds, 0.0), MOST_SAVED * load.seconds)
+        gained = self._gained.get(load.speaking, 0.0) - seconds
+        self._gained[load.speaking] = min(max(gained, 0.0), MOST_SAVED * load.seconds)
 
     def note_plain(self, load: Load, whole: float | None, looking: float = 0.0) -> None:
         """A step without drafts took so long, of which looking at who might draft would not have been without a policy. What its pass is
