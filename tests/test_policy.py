@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from paceline.engine.accounts import MOST_OWED, Accounts
+from paceline.engine.accounts import MOST_OWED, MOST_SAVED, Accounts
 from paceline.engine.calibrate import Calibration, Tally, cell_of
 from paceline.engine.costs import CostModel, speedup
 from paceline.engine.load import Load
@@ -276,6 +276,35 @@ def test_the_purse_is_settled_by_what_steps_take() -> None:
     for _ in range(9):
         accounts.settle(load, 0, 20.0, known=1.0)
     assert accounts.purse == -MOST_OWED * 5.0
+
+
+def test_what_drafts_have_gained_may_be_risked_among_as_many_requests_only() -> None:
+    four, sixteen = (
+        Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(number)], CostModel(FLAT)) for number in (4, 16)
+    )
+    accounts = Accounts(5.0)
+    accounts.pay(-100 * four.seconds, four)
+    accounts.earn(four, 1)
+    assert accounts.purse == pytest.approx((MOST_SAVED / 4 + MOST_SAVED) * four.seconds)
+    accounts.earn(sixteen, 1)
+    assert accounts.purse == pytest.approx(MOST_SAVED / 4 * sixteen.seconds), "sixteen have gained nothing"
+
+
+def test_what_is_invested_is_paid_back_out_of_gains_and_does_not_end_drafting() -> None:
+    load = Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1)], CostModel(FLAT))
+    accounts = Accounts(5.0)
+    assert accounts.may_invest(16 * load.seconds, load)
+    assert not accounts.may_invest(17 * load.seconds, load)
+    purse = accounts.purse
+    accounts.invest(16 * load.seconds)
+    assert accounts.purse == purse
+    assert not accounts.may_invest(load.seconds, load)
+    accounts.pay(-8 * load.seconds, load)
+    assert accounts.purse == purse + 4 * load.seconds, "the other half goes back"
+    assert accounts.may_invest(12 * load.seconds, load), "four of sixteen are back, and eight were gained"
+    assert not accounts.may_invest(13 * load.seconds, load)
+    accounts.purse = 0.0
+    assert not accounts.may_invest(load.seconds, load)
 
 
 def test_rounds_of_several_are_tried_where_drafts_for_one_alone_would_not_pay() -> None:

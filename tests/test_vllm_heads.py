@@ -95,7 +95,6 @@ def theirs(target: str, speculative: dict[str, Any], folder: Path) -> Counts:
         ("eagle", "vllm", "eagle3", 3),
         ("eagle", "speculators", "eagle3", 3),
         ("eagle", "eagle", "eagle3", 3),
-        ("medusa", "vllm", "medusa", 5),
     ],
 )
 def test_vllm_accepts_what_we_accept(kind: str, form: str, method: str, num_drafted: int, target: str, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 Two accounts keep the promise that drafting is never slower. Asking without expected gain is paid from `probes`, which gets a small share
 of the time; losses are paid from `purse`, which gets the gains and another share. Invariant: gains and losses are what steps really took,
 all of it, against steps without drafts for as many tokens, as soon as such steps were seen.
+
+Where a model reads a request's text before its first draft, that is an investment: it is paid back out of half of the gains, and out of
+the purse's share of the time, and until it is, no more than so much is invested.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from paceline.engine.load import Load
 PROBES = 0.003  # of the time, for asking whom it does not pay to ask
 INCOME = 0.005  # of the time, into the purse
 LOAN, MOST_SAVED, MOST_OWED = 8.0, 16.0, 4.0  # passes' worth of time in the purse: at first, at most, and missing, at most
+MOST_INVESTED = 16.0  # passes, beyond what was gained lately
 LONGEST = 4.0  # steps without drafts: no step counts as longer
 
 
@@ -22,12 +26,13 @@ def thrift(load: Load) -> float:
 
 
 class Accounts:
-    __slots__ = ("_gained", "_plain", "is_settled", "probes", "purse")
+    __slots__ = ("_gained", "_invested", "_plain", "is_settled", "probes", "purse")
 
     def __init__(self, one: float) -> None:
         """one: seconds of a pass of one row."""
         self.purse, self.probes = LOAN * one, 0.0
         self._gained: dict[int, float] = {}  # by requests: by drafts lately, all in all. May be risked, too, among as many
+        self._invested = 0.0
         self._plain: dict[int, Median] = {}  # by requests: seconds of a step without drafts, all of it
         self.is_settled = True  # what the last step took is in the purse
 
@@ -35,6 +40,7 @@ class Accounts:
         """The shares of so many steps' time."""
         seconds = num_steps * load.seconds * thrift(load)
         self.probes = min(self.probes + PROBES * seconds, load.seconds)
+        self._invested = max(self._invested - INCOME * seconds, 0.0)
         self.purse = min(self.purse + INCOME * seconds, MOST_SAVED * thrift(load) * load.seconds + self._gained.get(load.speaking, 0.0))
 
     def is_broke(self, load: Load, num_steps: int, least: float) -> bool:
@@ -48,10 +54,19 @@ class Accounts:
         self.probes -= seconds
         return True
 
+    def may_invest(self, seconds: float, load: Load) -> bool:
+        """In reading texts for the requests of a step, all together."""
+        return self.purse > 0 and self._invested + seconds <= MOST_INVESTED * load.seconds + self._gained.get(load.speaking, 0.0)
+
+    def invest(self, seconds: float) -> None:
+        self._invested += seconds
+
     def pay(self, seconds: float, load: Load) -> None:
         """Out of the purse. One mishap, such as a pause of the whole process, must not end drafting for good."""
-        self.purse = max(self.purse - seconds, -MOST_OWED * load.seconds)
         gained = self._gained.get(load.speaking, 0.0) - seconds
+        back = min(self._invested, max(-seconds, 0.0) / 2)
+        self._invested -= back
+        self.purse = max(self.purse - seconds - back, -MOST_OWED * load.seconds)
         self._gained[load.speaking] = min(max(gained, 0.0), MOST_SAVED * load.seconds)
 
     def note_plain(self, load: Load, whole: float | None, looking: float = 0.0) -> None:

@@ -31,6 +31,7 @@ class Choice:
     spent: float = 0.0  # seconds of drafting
     prepaid: float = 0.0  # seconds that probes were taken to cost
     entering: float = 0.0  # seconds that first asks are expected to take
+    entered: float = 0.0  # that those of models took: an investment, and none of this step's losses
     checked: dict[int, Draft] = field(default_factory=dict)  # by turn
     added: float = 0.0  # seconds that the checked nodes are expected to take
     seen_by_nodes: int = 0  # cached tokens that they see, summed

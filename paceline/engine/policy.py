@@ -219,9 +219,11 @@ class AutoPolicy:
         return kept
 
     def _may_enter(self, record: Record, seconds: float) -> bool:
-        """Read a request's whole text, while what others enter for in this step leaves something in the purse."""
-        choice = self._choice
-        if self.accounts.purse <= choice.entering + (0.0 if record.is_free else seconds):
+        """Read a request's whole text, while what others enter for in this step leaves something in the purse; a model may be invested
+        in."""
+        choice, accounts = self._choice, self.accounts
+        may_enter = accounts.purse > choice.entering + (0.0 if record.is_free else seconds)
+        if not may_enter and (record.is_free or not accounts.may_invest(choice.entering + seconds, choice.load)):
             return False
         choice.entering += seconds
         return True
@@ -251,6 +253,10 @@ class AutoPolicy:
             return
         if entering:
             record.entry.add(seconds / entering)
+            if not record.is_free:
+                self.accounts.invest(seconds)
+                self._choice.entered += seconds
+                return
         else:
             record.seconds.add(seconds / len(asks))
             if not record.is_free:
@@ -283,6 +289,7 @@ class AutoPolicy:
             if len(turns) == self._choice.load.speaking:
                 self.accounts.note_plain(self._choice.load, whole, self.looks.seconds)
             return
+        whole = None if whole is None else whole - self._choice.entered
         load, num_nodes, num_accepted = self._choice.load, 0, 0
         for index, draft in self._choice.checked.items():
             num_nodes += draft.num_drafted
