@@ -30,7 +30,10 @@ from paceline.cpu.heads import (
     multiply,
     put_normed,
     put_row,
+    rows_at,
     scale_row,
+    shape_at,
+    work_at,
 )
 from paceline.cpu.lanes import double_pointer, int_pointer, seed_pointer
 from paceline.cpu.rows import copy, normalize
@@ -240,20 +243,6 @@ def call_of(first: Rows, then: Rows, shape: Shape, entry: Entry, task: Task, fol
 
 
 @piece
-def _rows_at(at):  # type: ignore[no-untyped-def]
-    f = carray(int_pointer(at), 11)
-    return Rows(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10])
-
-
-@piece
-def _shape_at(at):  # type: ignore[no-untyped-def]
-    f, x = carray(int_pointer(at), 19), carray(double_pointer(at), 19)
-    return Shape(
-        f[0], f[1], f[2], f[3], f[4], f[5], f[6], x[7], x[8], x[9], f[10] != 0, f[11], f[12] != 0, f[13], f[14], f[15], f[16], f[17], f[18]
-    )
-
-
-@piece
 def _task_at(at):  # type: ignore[no-untyped-def]
     f, x = carray(int_pointer(at), 16), carray(double_pointer(at), 16)
     return Task(f[0], f[1] != 0, f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], x[10], f[11], f[12], f[13], f[14], f[15])
@@ -263,10 +252,8 @@ def _task_at(at):  # type: ignore[no-untyped-def]
 def draft_chains(at, threads):  # type: ignore[no-untyped-def]
     """at: of what `call_of` made. `following` is the task of the further passes: the same, with the head's outputs for features."""
     for part in prange(threads):
-        first, then, s = _rows_at(at), _rows_at(at + 8 * THEN), _shape_at(at + 8 * SHAPE)
+        first, then, s = rows_at(at), rows_at(at + 8 * THEN), shape_at(at + 8 * SHAPE)
         t, following = _task_at(at + 8 * TASK), _task_at(at + 8 * FOLLOWING)
         f = carray(int_pointer(at + 8 * ENTRY), 6)
         e = Entry(f[0], f[1], f[2], f[3], f[4] != 0, f[5] != 0)
-        f = carray(int_pointer(at + 8 * WORK), 11)
-        w = Work(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10])
-        _part(np.int64(part), first, then, s, e, t, w, following)
+        _part(np.int64(part), first, then, s, e, t, work_at(at + 8 * WORK), following)

@@ -12,7 +12,7 @@ from numba import carray
 
 from paceline.cpu.compile import piece
 from paceline.cpu.head_attention import attend_rows, value_at, write_key
-from paceline.cpu.lanes import float_pointer, int_pointer
+from paceline.cpu.lanes import double_pointer, float_pointer, int_pointer
 from paceline.cpu.matmul import Activations, Matrix, product_8
 from paceline.cpu.rows import add, copy, embed_8, embed_32, fill, gate, normalize, put_8, turn
 from paceline.cpu.sync import barrier
@@ -92,6 +92,26 @@ class Work(NamedTuple):
     scores: int  # a thread each: [SIDE_BY_SIDE, longest]
     longest: int
     widest: int
+
+
+@piece
+def rows_at(at):  # type: ignore[no-untyped-def]
+    f = carray(int_pointer(at), 11)
+    return Rows(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10])
+
+
+@piece
+def shape_at(at):  # type: ignore[no-untyped-def]
+    f, x = carray(int_pointer(at), 19), carray(double_pointer(at), 19)
+    return Shape(
+        f[0], f[1], f[2], f[3], f[4], f[5], f[6], x[7], x[8], x[9], f[10] != 0, f[11], f[12] != 0, f[13], f[14], f[15], f[16], f[17], f[18]
+    )
+
+
+@piece
+def work_at(at):  # type: ignore[no-untyped-def]
+    f = carray(int_pointer(at), 11)
+    return Work(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10])
 
 
 @piece
