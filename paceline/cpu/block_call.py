@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.cpu.blocks import CONTEXT, IS_GUESSING, NUM, NUM_COLUMNS, ROWS, STEPS, WORK, Block, Context, call_of, draft_blocks
+from paceline.cpu.block_rows import CONTEXT, IS_GUESSING, NUM, NUM_COLUMNS, ROWS, STEPS, WORK, Block, Context, call_of
+from paceline.cpu.blocks import draft_blocks
 from paceline.cpu.head_memory import address
 from paceline.cpu.heads import Rows, Shape, Work
 from paceline.models.head_rows import BlockFeed, Guesses, Speaker
@@ -41,12 +42,13 @@ class BlockCall:
         self.most_requests, self.most_rows = most_requests, most_rows
         self._constants, self._shape, self._work = constants, shape, NO_WORK
         rows, steps = most_requests * constants.size, constants.most_steps * most_requests
-        sizes = [most_requests * NUM_COLUMNS, *[most_rows] * 4, *[rows] * 7, steps, most_rows * constants.num_sources]
+        shares = most_requests * shape.threads
+        sizes = [most_requests * NUM_COLUMNS, *[most_rows] * 4, *[rows] * 7, steps, most_rows * constants.num_sources, shares]
         starts = np.cumsum([0, *sizes]).tolist()
         self._tokens, self._sources = starts[12:14]
         self._numbers = array("q", [0] * starts[-1])
         self._seeds, self._temperatures = array("Q", [0] * most_requests), array("d", [0.0] * most_requests)
-        self._chances = array("d", [0.0] * steps)
+        self._chances, self._sums = array("d", [0.0] * steps), array("d", [0.0] * shares)
         self._mixed = np.empty((most_requests, shape.num_outputs), np.float32)
         self._logits = np.empty((steps, shape.num_outputs), np.float32)
         base = self._numbers.buffer_info()[0]
@@ -61,7 +63,8 @@ class BlockCall:
         rows = Rows(0, tokens, places, keys, values, rooms, places, seen, 0, nobody, 0)
         block = Block(
             0, at[0], k.size, k.mask, k.first, 0, self._temperatures.buffer_info()[0], self._seeds.buffer_info()[0], address(k.ids),
-            len(k.ids), k.rank, k.before, address(self._mixed), address(self._logits), at[12], self._chances.buffer_info()[0], False,
+            len(k.ids), k.rank, k.before, address(self._mixed), address(self._logits), at[12], self._chances.buffer_info()[0],
+            at[14], self._sums.buffer_info()[0], False,
         )  # fmt: skip
         return call_of(context, rows, block, self._shape, NO_WORK)
 

@@ -12,8 +12,9 @@ import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import piece
-from paceline.cpu.head_attention import largest_lanes, sum_exponentials
+from paceline.cpu.head_attention import LOWEST, largest_lanes, sum_exponentials
 from paceline.cpu.lanes import LANES, float_pointer
+from paceline.cpu.top import choose, first_largest
 from paceline.verify import noise
 
 FIRST, SECOND = noise._MULTIPLIERS
@@ -66,3 +67,25 @@ def guess(logits_at, size, count, ids, temperature, seed, position):  # type: ig
                 most, best = noisy, i
     chance = np.float32(math.exp((most - lead) * temperature) / total) if total > 0.0 else np.float32(0)
     return best, chance if chance == chance else np.float32(0)
+
+
+@piece
+def look_through(logits_at, first, last, count):  # type: ignore[no-untyped-def]
+    """Of the logits [first, last) of a row, multiples of 16: which of those below `count` is the first of the largest (-1: none), and the
+    sum of the exponentials beside it."""
+    place = first_largest(logits_at, first, min(last, count))
+    top = carray(float_pointer(logits_at), count)[place] if place >= 0 else LOWEST
+    return place, sum_exponentials(0, logits_at + first * 4, (last - first) // LANES, ONE, top)
+
+
+@piece
+def settle(logits_at, places, sums):  # type: ignore[no-untyped-def]
+    """(index, chance) of the best, from what was found in the parts of a row."""
+    best, total = choose(logits_at, places), 0.0
+    if best < 0:
+        return 0, np.float32(0)
+    logits = carray(float_pointer(logits_at), max(places) + 1)
+    for part in range(len(places)):
+        if places[part] >= 0:
+            total += sums[part] * math.exp(logits[places[part]] - logits[best])
+    return best, np.float32(1.0 / total)

@@ -13,7 +13,7 @@ from numba import carray
 from paceline.cpu.compile import piece
 from paceline.cpu.head_attention import attend_rows, value_at, write_key
 from paceline.cpu.lanes import double_pointer, float_pointer, int_pointer
-from paceline.cpu.matmul import Activations, Matrix, product_8
+from paceline.cpu.matmul import BLOCK_8, DOT_ROWS, GROUP_8, Activations, Matrix, product_8
 from paceline.cpu.rows import add, copy, embed_8, embed_32, fill, gate, normalize, put_8, turn
 from paceline.cpu.sync import barrier
 
@@ -126,6 +126,13 @@ def layer_of(layers_at, i):  # type: ignore[no-untyped-def]
 def matrix_of(s, i):  # type: ignore[no-untyped-def]
     f = carray(int_pointer(s.matrices + i * 32), 4)
     return Matrix(f[0], f[1], f[2], f[3])
+
+
+@piece
+def outputs_of(matrix, first, count):  # type: ignore[no-untyped-def]
+    """Some of a matrix's outputs; both are multiples of DOT_ROWS."""
+    tile_bytes = matrix.k // GROUP_8 * BLOCK_8
+    return Matrix(matrix.weight + first // DOT_ROWS * tile_bytes, matrix.bias + first * 4, matrix.k, count)
 
 
 @piece
