@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from paceline.cpu.block_attention import SHARED
 from paceline.cpu.block_call import BlockCall, Constants
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_memory import NOTHING, Memory, Place, Tensors, Workspace, describe, sources_of
@@ -31,7 +32,7 @@ class BlockHead:
         markov = memory.output(tensors["markov_w2.weight"], fill=0.0) if config.markov_rank else NOTHING
         self.shape = describe(config, rows, tensors, target, memory, fuse, markov)
         widest = max(fuse.k, config.intermediate_size, config.num_heads * config.head_dim, config.markov_rank)
-        self._workspace = Workspace(self.shape, widest, config.hidden_size)
+        self._workspace = Workspace(self.shape, widest, config.hidden_size, SHARED)
         ids = tensors.get("draft_ids")
         self._ids = np.empty(0, np.int64) if ids is None else ids.to(torch.int64).numpy()
         self._words = {int(token): i for i, token in enumerate(self._ids)}

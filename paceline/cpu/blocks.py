@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, prange
 
+from paceline.cpu.block_attention import attend_blocks
 from paceline.cpu.block_guess import guess_words
 from paceline.cpu.block_rows import BLOCK, CONTEXT, ROWS, SHAPE, WORK, block_at, context_at, write_context, write_rows
 from paceline.cpu.compile import kernel, piece
@@ -17,14 +18,15 @@ from paceline.cpu.heads import (
     FUSE,
     HEAD,
     embed_row,
+    keep_layer,
     layer_of,
+    leave_layer,
     matrix_of,
     multiply,
     outputs_of,
     put_normed,
     put_row,
     rows_at,
-    run_layer,
     scale_row,
     shape_at,
     turn_unit,
@@ -68,7 +70,7 @@ def _take_in(part, c, s, w):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _run(part, r, s, w):  # type: ignore[no-untyped-def]
+def _run(part, b, r, s, w):  # type: ignore[no-untyped-def]
     tokens = carray(int_pointer(r.tokens), r.num)
     for row in range(part, r.num, s.threads):
         embed_row(s, tokens[row], w.h + row * s.hidden * 4)
@@ -76,7 +78,11 @@ def _run(part, r, s, w):  # type: ignore[no-untyped-def]
         layer = layer_of(s.layers, i)
         for row in range(part, r.num, s.threads):
             put_normed(s, w, w.h + row * s.hidden * 4, layer.input_norm, row, r.num)
-        run_layer(part, r, s, layer, i, w)
+        keep_layer(part, r, s, layer, i, w)
+        barrier(w.sync, s.threads)
+        attend_blocks(part, b, r, s, layer, i, w)
+        barrier(w.sync, s.threads)
+        leave_layer(part, r, s, layer, w)
     barrier(w.sync, s.threads)
 
 
@@ -98,7 +104,7 @@ def _part(part, c, r, b, s, w):  # type: ignore[no-untyped-def]
     _take_in(part, c, s, w)
     if b.steps == 0:
         return
-    _run(part, r, s, w)
+    _run(part, b, r, s, w)
     _speak(part, b, s, w)
     if b.is_guessing:
         guess_words(part, b, s, w)

@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from paceline.cpu.compile import piece, unrolled
 from paceline.cpu.lanes import LANES, Emitter, float_pointer, floats, int_pointer
+from paceline.cpu.rows import fill
 
 BLOCK = LANES  # positions that lie together
 SIDE_BY_SIDE = 4  # query heads of one KV head scored at once
@@ -23,15 +24,16 @@ LOWEST = np.float32(-3e38)
 
 
 @intrinsic(prefer_literal=True)
-def score_block(_context: Any, heads: Any, q: Any, keys: Any, dim: Any, out: Any, stride: Any) -> Any:
+def score_block(_context: Any, heads: Any, q: Any, q_stride: Any, keys: Any, dim: Any, out: Any, stride: Any) -> Any:
     """out[h, :16] = q[h] · keys[:, p] for the sixteen positions of a block."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        q, keys, dim, out, stride = arguments[1:]
+        q, q_stride, keys, dim, out, stride = arguments[1:]
         emit, count = Emitter(builder), heads.literal_value
         sums = [emit.variable(emit.zeros(LANES)) for _ in range(count)]
         with emit.loop(builder.sdiv(dim, emit.const(UNROLL))) as step:
-            fours = [emit.load(emit.offset(q, emit.times(dim, 4 * h), emit.times(step, 4 * UNROLL)), floats(UNROLL)) for h in range(count)]
+            rows = [emit.offset(q, emit.times(q_stride, h), emit.times(step, 4 * UNROLL)) for h in range(count)]
+            fours = [emit.load(row, floats(UNROLL)) for row in rows]
             for k in range(UNROLL):
                 key = emit.load(emit.offset(keys, emit.times(step, 4 * LANES * UNROLL), 4 * LANES * k), floats(LANES))
                 for total, four in zip(sums, fours, strict=True):
@@ -40,19 +42,21 @@ def score_block(_context: Any, heads: Any, q: Any, keys: Any, dim: Any, out: Any
             emit.store(builder.load(total), emit.offset(out, emit.times(stride, h)))
         return context.get_dummy_value()
 
-    return types.void(heads, *[types.int64] * 5), generate
+    return types.void(heads, *[types.int64] * 6), generate
 
 
 @intrinsic(prefer_literal=True)
 def mix_blocks(
-    _context: Any, heads: Any, weights: Any, stride: Any, values: Any, block_bytes: Any, blocks: Any, row_bytes: Any, out: Any
+    _context: Any, heads: Any, weights: Any, stride: Any, values: Any, block_bytes: Any, blocks: Any, row_bytes: Any, out: Any, to: Any
 ) -> Any:
-    """out[h, :16] = sum over the positions of all blocks of weights[h, p] * values[p, :16]; rows of out are `row_bytes` apart too."""
+    """out[h, :16] += sum over the positions of all blocks of weights[h, p] * values[p, :16]. Rows of values are `row_bytes` apart, those
+    of out `to`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, stride, values, block_bytes, blocks, row_bytes, out = arguments[1:]
+        weights, stride, values, block_bytes, blocks, row_bytes, out, to = arguments[1:]
         emit, count = Emitter(builder), heads.literal_value
-        sums = [emit.variable(emit.zeros(LANES)) for _ in range(count)]
+        targets = [emit.offset(out, emit.times(to, h)) for h in range(count)]
+        sums = [emit.variable(emit.load(target, floats(LANES))) for target in targets]
         with emit.loop(blocks) as block:
             here, first = emit.offset(values, emit.times(block, block_bytes)), emit.times(block, 4 * BLOCK)
             for start in range(0, BLOCK, UNROLL):
@@ -61,11 +65,11 @@ def mix_blocks(
                     value = emit.load(emit.offset(here, emit.times(row_bytes, start + k)), floats(LANES))
                     for total, four in zip(sums, fours, strict=True):
                         emit.accumulate(total, emit.splat(four, k, LANES), value)
-        for h, total in enumerate(sums):
-            emit.store(builder.load(total), emit.offset(out, emit.times(row_bytes, h)))
+        for total, target in zip(sums, targets, strict=True):
+            emit.store(builder.load(total), target)
         return context.get_dummy_value()
 
-    return types.void(heads, *[types.int64] * 7), generate
+    return types.void(heads, *[types.int64] * 8), generate
 
 
 @intrinsic
@@ -129,7 +133,7 @@ def _attend_some(heads, s, q, keys, values, seen, others, scores, longest, out):
     """`heads` query heads (a compile-time constant) of one KV head, whose blocks begin at keys and values."""
     block_bytes, blocks, dim, stride = s.dim * BLOCK * 4, (seen + BLOCK - 1) // BLOCK, s.dim, longest * 4
     for b in range(blocks):
-        score_block(heads, q, keys + b * block_bytes, dim, scores + b * BLOCK * 4, stride)
+        score_block(heads, q, dim * 4, keys + b * block_bytes, dim, scores + b * BLOCK * 4, stride)
     turns = blocks + (len(others) + LANES - 1) // LANES
     for h in range(heads):
         mine, query = carray(float_pointer(scores + h * stride), longest), carray(float_pointer(q + h * dim * 4), dim)
@@ -142,8 +146,9 @@ def _attend_some(heads, s, q, keys, values, seen, others, scores, longest, out):
             mine[blocks * BLOCK + j] = total
         at = scores + h * stride
         mine[longest - 1] = sum_exponentials(1, at, turns, np.float32(s.scale), largest_lanes(at, turns))
+    fill(out, 0, heads * dim)
     for d in range(0, dim, LANES):
-        mix_blocks(heads, scores, stride, values + d * 4, block_bytes, blocks, dim * 4, out + d * 4)
+        mix_blocks(heads, scores, stride, values + d * 4, block_bytes, blocks, dim * 4, out + d * 4, dim * 4)
     for h in range(heads):
         mine, to = carray(float_pointer(scores + h * stride), longest), carray(float_pointer(out + h * dim * 4), dim)
         shrink = np.float32(1) / mine[longest - 1]

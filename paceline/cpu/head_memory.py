@@ -142,9 +142,9 @@ def describe(
 class Workspace:
     """Memory of a pass, kept for the next one: it grows to the largest seen."""
 
-    def __init__(self, shape: Shape, widest: int, narrow: int) -> None:
-        """widest: of a product's input; narrow: outputs of the products that are neither qkv nor gate_up."""
-        self._shape, self._widest, self._narrow = shape, padded(widest, COLUMNS), narrow
+    def __init__(self, shape: Shape, widest: int, narrow: int, queries: int = SIDE_BY_SIDE) -> None:
+        """widest: of a product's input; narrow: outputs of the products that are neither qkv nor gate_up; queries: scored at once."""
+        self._shape, self._widest, self._narrow, self._queries = shape, padded(widest, COLUMNS), narrow, queries
         self._sync = np.zeros(BYTES // 8, np.int64)
         self._rows = self._longest = 0
         self._memory = np.empty(0, np.uint8)
@@ -174,7 +174,7 @@ class Workspace:
             "values": rows * self._widest,
             "scales": rows * self._widest // COLUMNS * 4,
             "sums": rows * self._widest // COLUMNS * 4,
-            "scores": s.threads * SIDE_BY_SIDE * longest * 4,
+            "scores": s.threads * self._queries * longest * 4,
         }
 
 

@@ -89,7 +89,7 @@ class Work(NamedTuple):
     values: int
     scales: int
     sums: int
-    scores: int  # a thread each: [SIDE_BY_SIDE, longest]
+    scores: int  # a thread each: [queries scored at once, longest]
     longest: int
     widest: int
 
@@ -231,18 +231,17 @@ def keep_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
 
 
 @piece
-def run_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
-    """From rows that are put as the input of qkv to the residual stream after the layer."""
-    keep_layer(part, r, s, layer, i, w)
-    finish_layer(part, r, s, layer, i, w)
-
-
-@piece
 def finish_layer(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
-    """The same from where keys and values are kept."""
+    """From where keys and values are kept to the residual stream after the layer."""
     barrier(w.sync, s.threads)
     attend_rows(part, r, s, layer, i, w)
     barrier(w.sync, s.threads)
+    leave_layer(part, r, s, layer, w)
+
+
+@piece
+def leave_layer(part, r, s, layer, w):  # type: ignore[no-untyped-def]
+    """The same from where `ready` is what attention found."""
     for row in range(part, r.num, s.threads):
         put_row(w.ready + row * w.widest * 4, s.num_heads * s.dim, w, row, r.num)
     multiply(part, s, w, layer.out, w.narrow, r.num)
