@@ -84,7 +84,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--mix", help="soft,hard,variation: weights of the losses")
     parser.add_argument("--no-lm-head", action="store_true", help="use the target's output layer")
     parser.add_argument("--own-lm-head", action="store_true", help="train an output layer")
-    parser.add_argument("--reads-token", action="store_true", help="Medusa's heads see the token after their hidden state")
+    parser.add_argument("--trunk", action="store_true", help="Medusa's heads read the output of a layer that reads the text first")
     for name, kind in CHANGES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     asked = parser.parse_args()
@@ -100,8 +100,8 @@ def main() -> None:
         changes["mix"] = Mix(*(float(part) for part in asked.mix.split(",")))
     if asked.no_lm_head or asked.own_lm_head:
         changes["has_lm_head"] = asked.own_lm_head
-    if asked.reads_token:
-        changes["reads_token"] = True
+    if asked.trunk:
+        changes["has_trunk"] = True
     kinds, device = asked.kinds.split(","), resolve(asked.device)
     recipes = [recipe_for(kind, **changes) for kind in kinds]
     texts = joined([load_shards(path) for path in asked.text])

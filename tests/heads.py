@@ -16,6 +16,7 @@ from torch.nn import functional
 from paceline.models.attention import rms_norm
 from paceline.models.config import ModelConfig
 from paceline.models.head_config import (
+    TRUNK,
     DflashConfig,
     DraftConfig,
     EagleConfig,
@@ -36,7 +37,8 @@ Tensors = dict[str, torch.Tensor]
 def config_of(kind: str, target: ModelConfig, digest: str = "", draft_vocab: int | None = None, **fields: Any) -> HeadConfig:
     shared = shared_fields(target, "random", digest, draft_vocab or target.vocab_size)
     if kind == "medusa":
-        return MedusaConfig(**shared, **{"num_heads_ahead": 4, **fields})
+        trunk = config_of("eagle", target, digest, draft_vocab, has_lm_head=False) if fields.pop("has_trunk", False) else None
+        return MedusaConfig(**shared, **{"num_heads_ahead": 4, "trunk": trunk, **fields})
     layer = {
         "num_heads": target.num_heads, "num_kv_heads": target.num_kv_heads, "head_dim": target.head_dim,
         "intermediate_size": target.intermediate_size, "rope": target.rope,
@@ -71,6 +73,13 @@ def random_tensors(config: HeadConfig, seed: int = 0) -> Tensors:
         else:
             tensors[name] = torch.randn(shape, generator=generator) * (2.0 if "lm_head" in name else 1.0) * shape[-1] ** -0.5
     return tensors
+
+
+def trunk_of(config: MedusaConfig, tensors: Tensors) -> tuple[EagleConfig, Tensors]:
+    """What Medusa's heads read the text with, as a head of its own."""
+    assert config.trunk is not None
+    own = {name.removeprefix(TRUNK): tensor for name, tensor in tensors.items() if name.startswith(TRUNK)}
+    return config.trunk, {**own, "lm_head.weight": tensors["lm_head.weight"]}
 
 
 def write_head(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:
@@ -161,11 +170,9 @@ class Oracle:
             known.append(self.norm(outputs[-1:], "norm")[0] if self.config.norm_output else outputs[-1])
         return self.logits(self.norm(outputs[-1:], "norm"))[0], known[-1]
 
-    def medusa(self, hidden: torch.Tensor, root: int, norm: torch.Tensor) -> torch.Tensor:
-        """[heads, draft vocabulary] after the target's last hidden state [hidden] and the token that was chosen there."""
+    def medusa(self, hidden: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """[heads, draft vocabulary] after the target's last hidden state [hidden], or a trunk's output."""
         h, found = rms_norm(hidden[None], norm, self.config.rms_eps), []
-        if self.config.reads_token:
-            h = h + self.product("token", self.embedding[[root]])
         for head in range(self.config.num_heads_ahead):
             y = h
             for block in range(self.config.num_blocks):

@@ -16,7 +16,6 @@ from paceline.loaders.export_heads import export_head
 from paceline.loaders.heads import open_head
 from paceline.loaders.quantize import STORED, quantize
 from paceline.models.attention import rms_norm
-from paceline.models.decoder import Decoder
 from paceline.models.head_config import target_hash, write_head_config
 from paceline.models.head_rows import Feed, Row, Speaker
 from paceline.models.linear import Linear
@@ -26,7 +25,7 @@ from paceline.proposers import registry
 from paceline.proposers.base import Surroundings
 from paceline.train.save import save_head
 from tests.heads import Oracle, Tensors, config_of, eagle_1, mlp_speculator, random_tensors, write_head
-from tests.laws.harness import CONFIG, RandomCheckpoint, decoder, runner
+from tests.laws.harness import CONFIG, RandomCheckpoint, runner
 
 TARGET = RandomCheckpoint()
 NORM = TARGET.tensor("norm.weight")
@@ -58,22 +57,37 @@ def test_int8_and_half_precision_files_are_read_as_written(tmp_path: Path) -> No
     assert torch.equal(again.values, stored["lm_head.weight"])
 
 
-def test_a_medusa_head_that_reads_a_token_has_one_more_matrix(tmp_path: Path) -> None:
-    folder, config, tensors = save(tmp_path / "head", "medusa", reads_token=True)
+def test_a_medusa_head_may_have_a_trunk(tmp_path: Path) -> None:
+    folder, config, tensors = save(tmp_path / "head", "medusa", has_trunk=True)
     head = open_head(str(folder), TARGET, ("medusa",))
     assert head.config == config
-    assert torch.equal(head.tensors["token.weight"], tensors["token.weight"])
-    with pytest.raises(ConfigError, match="train without reads_token"):
+    assert torch.equal(head.tensors["trunk.fc.weight"], tensors["trunk.fc.weight"])
+    with pytest.raises(ConfigError, match="train without a trunk"):
         export_head(head, TARGET, "vllm", tmp_path / "theirs", "org/model")
     assert not (tmp_path / "theirs").exists()
     save_head(tmp_path / "small", config, tensors, {}, bits=8)
-    again = open_head(str(tmp_path / "small"), TARGET, ("medusa",)).tensors["token.weight"]
-    assert torch.allclose(again, tensors["token.weight"], atol=0.02)
-    write_head(folder, write_head_config(config), {name: t for name, t in tensors.items() if name != "token.weight"})
-    with pytest.raises(ModelFileError, match=r"missing tensor token\.weight"):
+    again = open_head(str(tmp_path / "small"), TARGET, ("medusa",)).tensors["trunk.fc.weight"]
+    assert torch.allclose(again, tensors["trunk.fc.weight"], atol=0.02)
+    write_head(folder, write_head_config(config), {name: t for name, t in tensors.items() if name != "trunk.norm.weight"})
+    with pytest.raises(ModelFileError, match=r"missing tensor trunk\.norm\.weight"):
         open_head(str(folder), TARGET, ("medusa",))
-    write_head(folder, {**write_head_config(config), "reads_token": "yes"}, tensors)
-    with pytest.raises(ModelFileError, match=r"config\.json: reads_token is 'yes'; it is true or false"):
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("yes", "trunk is 'yes'; it is a config of its own"),
+        ({"hidden_size": 32}, "the trunk's hidden_size is 32, the head's 64"),
+        ({"has_lm_head": True}, "a trunk's has_lm_head and norm_output are false"),
+        ({"taps": [0, 1, 99]}, "the head reads layer 99"),
+        ({"depth": 2}, "depth"),
+    ],
+)
+def test_a_damaged_trunk_is_one_clear_error(change: Any, message: str, tmp_path: Path) -> None:
+    folder, config, tensors = save(tmp_path / "head", "medusa", has_trunk=True)
+    values = write_head_config(config)
+    write_head(folder, {**values, "trunk": change if isinstance(change, str) else {**values["trunk"], **change}}, tensors)
+    with pytest.raises(ModelFileError, match=message):
         open_head(str(folder), TARGET, ("medusa",))
 
 
@@ -270,12 +284,12 @@ def test_published_medusa_files_are_read(tmp_path: Path) -> None:
     assert config.num_heads_ahead == 3
     for bits in (8, 32):
         if bits == 8:
-            run_by: Any = MedusaHead(config, head.tensors, NORM, decoder(dtype="int8"))
+            run_by: Any = MedusaHead(config, head.tensors, NORM)
         else:
-            run_by = TorchMedusaHead(config, head.tensors, NORM, Decoder.load(TARGET), CPU)
+            run_by = TorchMedusaHead(config, head.tensors, NORM, CPU)
         table = Linear(TARGET.tensor("embed_tokens.weight"), bits=bits).weight
-        true = Oracle(config, head.tensors, table, bits).medusa(LAST[CONFIG.num_layers][8], 5, NORM)
-        assert torch.allclose(run_by.logits([ROW], [5])[:, 0], true, atol=1e-4)
+        true = Oracle(config, head.tensors, table, bits).medusa(LAST[CONFIG.num_layers][8], NORM)
+        assert torch.allclose(run_by.logits([ROW])[:, 0], true, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -33,7 +33,7 @@ from paceline.train.stream import Batch
 from paceline.train.target import Target
 from paceline.types import Cached, Draft, Request, Segment
 from paceline.verify.tree import Tree
-from tests.heads import Oracle, Tensors, config_of, eagle_1, random_head, random_tensors
+from tests.heads import Oracle, Tensors, config_of, eagle_1, random_head, random_tensors, trunk_of
 from tests.laws.harness import CONFIG, RandomCheckpoint, decoder, engine_with, prompts, request_of, run, runner
 
 TARGET = RandomCheckpoint()
@@ -174,24 +174,34 @@ def test_eagle_1_fuses_the_token_with_the_last_hidden_state(
     assert torch.allclose(level.logits[0], true.eagle_1(normed, [*TOKENS, 3]), atol=1e-4)
 
 
-@pytest.mark.parametrize("reads_token", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("bits", [8, 32])
-def test_medusa_computes_what_the_oracle_does(
-    bits: int, blocks: int, reads_token: bool, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
-) -> None:
-    config: Any = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=blocks, reads_token=reads_token)
-    tensors, roots, picked = random_tensors(config), [11, 3], [5, 9]
-    if bits == 8:
-        head: Any = MedusaHead(config, tensors, NORM, decoder(dtype="int8"))
-    else:
-        head = TorchMedusaHead(config, tensors, NORM, torch_target, CPU)
+def test_medusa_computes_what_the_oracle_does(bits: int, blocks: int, hidden: dict[int, torch.Tensor], rows: list[Row]) -> None:
+    config: Any = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=blocks)
+    tensors, picked = random_tensors(config), [5, 9]
+    head: Any = MedusaHead(config, tensors, NORM) if bits == 8 else TorchMedusaHead(config, tensors, NORM, CPU)
     said, last = oracle(config, tensors, bits), hidden[CONFIG.num_layers]
-    true = torch.stack([said.medusa(last[i], root, NORM) for i, root in zip(picked, roots, strict=True)], 1)
-    assert torch.allclose(head.logits([rows[i] for i in picked], roots), true, atol=1e-4)
-    tokens, chances = head.guess([rows[i] for i in picked], roots, [GREEDY] * 2)
+    true = torch.stack([said.medusa(last[i], NORM) for i in picked], 1)
+    assert torch.allclose(head.logits([rows[i] for i in picked]), true, atol=1e-4)
+    tokens, chances = head.guess([rows[i] for i in picked], [GREEDY] * 2)
     assert tokens == tensors["draft_ids"][true.argmax(-1)].tolist()
     assert torch.allclose(torch.tensor(chances, dtype=torch.float32), true.softmax(-1).amax(-1).cumprod(0), atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_a_trunk_puts_out_what_the_oracle_does(bits: int, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder) -> None:
+    """One text or two at once, read whole or in parts: nobody speaks, and the output layer is not asked."""
+    medusa: Any = config_of("medusa", CONFIG, draft_vocab=40, has_trunk=True)
+    config, tensors = trunk_of(medusa, random_tensors(medusa))
+    head: Any = ChainHead(config, tensors, decoder(dtype="int8")) if bits == 8 else TorchChainHead(config, tensors, torch_target, None, CPU)
+    true = oracle(config, tensors, bits).eagle(features(hidden, config.taps), TOKENS)[1]
+    alone = head.place()
+    head.read([Feed(alone, 0, TOKENS[:-3], rows[:-3])])
+    assert torch.allclose(head.outputs([Feed(alone, N - 3, TOKENS[-3:], rows[-3:])])[0], true, atol=1e-4)
+    both = head.outputs([Feed(head.place(), 0, TOKENS[:5], rows[:5]), Feed(head.place(), 0, TOKENS, rows)])
+    assert torch.allclose(both[1], true, atol=1e-4)
+    logits = head.begin([Feed(head.place(), 0, TOKENS, rows)]).logits
+    assert torch.allclose(logits[0], oracle(config, tensors, bits).eagle(features(hidden, config.taps), TOKENS)[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("from_anchor", [True, False])
@@ -267,7 +277,7 @@ def _surroundings() -> Surroundings:
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
     "medusa": ("medusa", {}),
-    "medusa that reads a token": ("medusa", {"reads_token": True}),
+    "medusa with a trunk": ("medusa", {"has_trunk": True}),
     "dflash": ("dflash", {}),
 }
 
@@ -285,8 +295,11 @@ def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str, fields: dict[s
     assert len(said) > 60
     for tokens, draft in said[:: len(said) // 60]:
         hidden = hidden_of(tokens[:-1])
-        if kind == "medusa":
-            logits = true.medusa(hidden[CONFIG.num_layers][-1], tokens[-1], NORM)[0]
+        if kind == "medusa" and config.trunk is not None:
+            trunk = oracle(*trunk_of(config, tensors), 8)
+            logits = true.medusa(trunk.eagle(features(hidden, config.trunk.taps), tokens[1:])[1], trunk.tensors["norm.weight"])[0]
+        elif kind == "medusa":
+            logits = true.medusa(hidden[CONFIG.num_layers][-1], NORM)[0]
         elif kind == "eagle":
             logits = true.eagle(features(hidden, config.taps), tokens[1:])[0]
         else:
@@ -296,19 +309,22 @@ def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str, fields: dict[s
     assert engine.totals.num_accepted > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle", "dflash", "medusa"])
 def test_a_text_found_in_the_cache_starts_with_what_was_read_of_another(kind: str) -> None:
     """The target computes only the tail of a known prompt, so the head sees no features of the rest: it takes over the first text's."""
     shared, params = prompts(1, low=60, high=60, seed=9)[0], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     first, second = request_of([*shared, 1, 2], params), request_of([*shared, 3], replace(params, max_tokens=40))
-    drafter = registry.create(*registry.parse({"method": kind, "model": random_head(kind, TARGET, draft_vocab=40)}), _surroundings())
+    fields = {"has_trunk": True} if kind == "medusa" else {}
+    head = random_head(kind, TARGET, draft_vocab=40, **fields)
+    drafter: Any = registry.create(*registry.parse({"method": kind, "model": head}), _surroundings())
     engine = engine_with(drafter, target_dtype="int8", num_speculative_tokens=3)
     run(engine, [first])
     engine.add(second)
     for _ in range(2):
         engine.step()
     assert engine.scheduler.num_prefix_hits >= 48
-    read: Any = drafter._library.reads[second.id]  # type: ignore[attr-defined]
+    library = drafter._library if kind == "dflash" else drafter._pairs.library
+    read = library.reads[second.id]
     assert read.count >= second.num_tokens - 3
 
 
@@ -365,7 +381,7 @@ def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> No
     batch = Batch(
         torch.tensor([TOKENS]), torch.arange(20, 30), torch.zeros(10, dtype=torch.int64), torch.tensor([0]), torch.tensor([10]), N
     )
-    seen, true, row = target.read(batch.ids, config.hidden_layers if kind in ("eagle", "dflash") else ()), oracle(config, tensors, 32), 21
+    seen, true, row = target.read(batch.ids, config.hidden_layers), oracle(config, tensors, 32), 21
     shown, ids = seen.taps[0, : row + 1], tensors["draft_ids"].tolist()
     with torch.no_grad():
         guesses = module.guesses(batch, seen, 3)
@@ -373,8 +389,11 @@ def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> No
         said, before = guess.hidden[1] @ guess.weight.T, TOKENS[: row + 2 + step]
         if kind == "eagle":
             expected = true.eagle(shown, before[1:])[0]
+        elif kind == "medusa" and config.trunk is not None:
+            trunk = oracle(*trunk_of(config, tensors), 32)
+            expected = true.medusa(trunk.eagle(shown, TOKENS[1 : row + 2])[1], trunk.tensors["norm.weight"])[step]
         elif kind == "medusa":
-            expected = true.medusa(seen.last[0, row], TOKENS[row + 1], NORM)[step]
+            expected = true.medusa(seen.last[0, row], NORM)[step]
         elif kind == "dflash":
             word = ids.index(before[-1]) if before[-1] in ids else len(ids)
             expected = true.dflash(shown, TOKENS[row + 1])[step] + true.markov(word)

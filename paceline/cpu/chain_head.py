@@ -122,7 +122,16 @@ class ChainHead:
         longest = max(n.seen for n in nodes) + most
         return self._call(table, [], [GREEDY] * len(nodes), 0, 0.0, longest, is_fused=False)[0]
 
-    def _run(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> tuple[Said, np.ndarray, np.ndarray]:
+    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """[feeds, hidden] after the last row of each; the next call may write there, too."""
+        if len(feeds) == 1 and len(feeds[0].tokens) <= MOST_ROWS:
+            return torch.from_numpy(self._single.output(feeds[0], *self._made_ready(feeds[0], 0)))
+        said, _, _ = self._run(feeds, [GREEDY] * len(feeds), 0, 0.0, is_speaking=False)
+        return torch.from_numpy(np.stack(said.outputs))
+
+    def _run(
+        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float, is_speaking: bool = True
+    ) -> tuple[Said, np.ndarray, np.ndarray]:
         tokens: list[int] = []
         places: list[int] = []
         keys: list[int] = []
@@ -144,10 +153,19 @@ class ChainHead:
         nobody = [0] * len(tokens)
         table = _Table([tokens, places, keys, values, rooms, places, seen], sources or [0], [0], nobody, speaking if speakers else [])
         longest = max(seen) + steps
-        return self._call(table, _following(table), speakers, steps, least, longest, is_fused=True)
+        return self._call(table, _following(table), speakers, steps, least, longest, is_fused=True, is_speaking=is_speaking)
 
     def _call(
-        self, table: _Table, then: list[list[int]], speakers: Sequence[Speaker], steps: int, least: float, longest: int, *, is_fused: bool
+        self,
+        table: _Table,
+        then: list[list[int]],
+        speakers: Sequence[Speaker],
+        steps: int,
+        least: float,
+        longest: int,
+        *,
+        is_fused: bool,
+        is_speaking: bool = True,
     ) -> tuple[Said, np.ndarray, np.ndarray]:
         flat, count, width = Flat(), len(speakers), self.config.hidden_size
         outputs = np.empty((count, width), np.float32)
@@ -167,8 +185,8 @@ class ChainHead:
         further = Rows(len(then[0]), *_seven(base, rest), 0, base + extra[1], 0) if then else rows
         task = Task(
             base + extra[2], is_fused, base + extra[4], count, steps, address(temperatures), address(seeds), base + at,
-            address(self._ids), len(self._ids), least, address(self._logits), address(outputs), address(tokens), address(chances),
-            base + done,
+            address(self._ids), len(self._ids), least, address(self._logits) if is_speaking else 0, address(outputs), address(tokens),
+            address(chances), base + done,
         )  # fmt: skip
         following = task._replace(sources=base + extra[3], is_fused=False, speaking=base + extra[5])
         work = self._workspace.get(len(table.columns[0]), longest)

@@ -65,7 +65,7 @@ class Task(NamedTuple):
     ids: int  # of the target's vocabulary; 0: the same
     num_ids: int
     least: float  # stop when the chance of every request's path is below
-    logits: int  # [num_speaking, head.n]
+    logits: int  # [num_speaking, head.n]; 0: outputs alone are wanted
     outputs: int  # [num_speaking, hidden]
     tokens: int  # [steps, num_speaking]: the guesses, target's ids
     chances: int  # [steps, num_speaking] float64, of the paths
@@ -166,7 +166,7 @@ def _run(part, r, s, e, t, w):  # type: ignore[no-untyped-def]
 
 @piece
 def _speak(part, s, e, t, w, rows_at):  # type: ignore[no-untyped-def]
-    """Outputs and logits of the speaking rows."""
+    """Outputs of the speaking rows, and logits where somebody wants them."""
     rows, count = carray(int_pointer(rows_at), t.num_speaking), t.num_speaking
     for i in range(part, count, s.threads):
         h, to = w.h + rows[i] * s.hidden * 4, t.outputs + i * s.hidden * 4
@@ -175,7 +175,8 @@ def _speak(part, s, e, t, w, rows_at):  # type: ignore[no-untyped-def]
             copy(w.ready + i * w.widest * 4, to, s.hidden)
         else:
             copy(h, to, s.hidden)
-    multiply(part, s, w, matrix_of(s, HEAD), t.logits, count)
+    if t.logits != 0:
+        multiply(part, s, w, matrix_of(s, HEAD), t.logits, count)
 
 
 @piece
@@ -234,7 +235,7 @@ ENTRY = SHAPE + len(Shape._fields)
 TASK = ENTRY + len(Entry._fields)
 FOLLOWING = TASK + len(Task._fields)
 WORK = FOLLOWING + len(Task._fields)
-LEAST, STEPS = Task._fields.index("least"), Task._fields.index("steps")
+LEAST, STEPS, LOGITS = (Task._fields.index(name) for name in ("least", "steps", "logits"))
 
 
 def call_of(first: Rows, then: Rows, shape: Shape, entry: Entry, task: Task, following: Task, work: Work) -> array[int]:

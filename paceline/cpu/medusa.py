@@ -1,8 +1,7 @@
 """Medusa on the CPU: K small heads on one hidden state, all of them in one compiled call.
 
 Head i adds silu(W y + b) to its input, block by block, and guesses the token i places after the next one. The first blocks of all heads
-are one product; where the heads share an output layer, that is one too. Heads that read the next token add a product of its embedding to
-the hidden state first.
+are one product; where the heads share an output layer, that is one too.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import torch
 from numba import carray, prange
 
 from paceline.cpu.compile import kernel, piece
-from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.guess import guess
-from paceline.cpu.head_memory import NOTHING, Flat, Memory, Tensors, address, embedding_of
-from paceline.cpu.heads import COLUMNS, Work, embed_row, put_row
+from paceline.cpu.head_memory import Flat, Memory, Tensors, address
+from paceline.cpu.heads import COLUMNS, Work, put_row
 from paceline.cpu.lanes import double_pointer, int_pointer, seed_pointer
 from paceline.cpu.matmul import Activations, Matrix, product_8
 from paceline.cpu.rows import add, copy, gate, normalize
@@ -28,15 +26,9 @@ from paceline.loaders.quantize import padded
 from paceline.models.head_config import MedusaConfig
 from paceline.models.head_rows import Guesses, Row, Speaker
 
-TOKEN = 1  # of the matrices: the embedding comes first, as in heads.py
-
 
 class Heads(NamedTuple):
-    matrices: int  # address of the target's embedding and the token's matrix
-    is_float_embedding: bool
-    embed_scale: float
-    reads_token: bool
-    norm: int  # the target's last
+    norm: int  # of the hidden states
     ones: int
     first: int  # address of a Matrix's fields: the first blocks, stacked
     others: int  # [heads, blocks - 1] of them
@@ -54,7 +46,6 @@ class Heads(NamedTuple):
 class Task(NamedTuple):
     num: int  # requests
     sources: int  # [num] addresses of hidden states
-    roots: int  # [num] the token after each
     temperatures: int
     seeds: int
     positions: int
@@ -88,23 +79,10 @@ def _put(w, source, row, rows, width):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _tokens(part, m, t, w):  # type: ignore[no-untyped-def]
-    """What the roots add to the hidden states: t.z [num, n of the token's matrix]."""
-    roots = carray(int_pointer(t.roots), t.num)
-    for row in range(part, t.num, m.threads):
-        ready = w.ready + row * w.widest * 4
-        embed_row(m, roots[row], ready)
-        put_row(ready, m.hidden, w, row, t.num)
-    _multiply(part, m, w, _matrix(m.matrices, TOKEN), t.z, t.num)
-
-
-@piece
 def _first_blocks(part, m, t, w):  # type: ignore[no-untyped-def]
     sources, width = carray(int_pointer(t.sources), t.num), m.hidden * 4
     for row in range(part, t.num, m.threads):
         normalize(sources[row], m.norm, w.h + row * width, m.hidden, m.eps)
-        if m.reads_token:
-            add(w.h + row * width, t.z + row * _matrix(m.matrices, TOKEN).n * 4, m.hidden)
         _put(w, w.h + row * width, row, t.num, m.hidden)
     first = _matrix(m.first, 0)
     _multiply(part, m, w, first, t.z, t.num)
@@ -148,8 +126,6 @@ def _part(part, m, t, w):  # type: ignore[no-untyped-def]
     temperatures, seeds = carray(double_pointer(t.temperatures), t.num), carray(seed_pointer(t.seeds), t.num)
     positions, ids = carray(int_pointer(t.positions), t.num), carray(int_pointer(t.ids), t.num_ids)
     tokens, chances = carray(int_pointer(t.tokens), (m.num_heads, t.num)), carray(double_pointer(t.chances), (m.num_heads, t.num))
-    if m.reads_token:
-        _tokens(part, m, t, w)
     _first_blocks(part, m, t, w)
     _other_blocks(part, m, t, w)
     _speak(part, m, t, w)
@@ -170,8 +146,8 @@ def draft_heads(m, t, w):  # type: ignore[no-untyped-def]
 class MedusaHead:
     """What drafters see: models/side_heads.py has the same in torch."""
 
-    def __init__(self, config: MedusaConfig, tensors: Tensors, norm: torch.Tensor, target: CpuDecoder) -> None:
-        """norm: the target's last."""
+    def __init__(self, config: MedusaConfig, tensors: Tensors, norm: torch.Tensor) -> None:
+        """norm: the target's last, or the trunk's."""
         self.config, self._memory = config, Memory()
         memory, blocks = self._memory, [range(config.num_blocks), range(config.num_heads_ahead)]
         weights = {
@@ -182,15 +158,13 @@ class MedusaHead:
         is_shared = "lm_head.weight" in tensors
         names = ["lm_head.weight"] if is_shared else [f"lm_heads.{h}.weight" for h in blocks[1]]
         outputs = [memory.output(tensors[name]) for name in names]
-        embedding, is_float = embedding_of(target)
-        token = memory.matrix([tensors["token.weight"]]) if config.reads_token else NOTHING
-        table = torch.tensor([embedding, token, first, *outputs, *others])
+        table = torch.tensor([first, *outputs, *others])
         memory.kept.append(table)
         at = table.data_ptr()
         self._heads = Heads(
-            at, is_float, target.config.embed_scale, config.reads_token, memory.vector(norm), memory.vector(torch.ones(config.hidden_size)),
-            at + 32 * 2, at + 32 * (3 + len(outputs)), at + 32 * 3, is_shared, config.num_heads_ahead, config.num_blocks,
-            config.hidden_size, config.rms_eps, config.draft_vocab_size, outputs[0].n, num_threads(),
+            memory.vector(norm), memory.vector(torch.ones(config.hidden_size)), at, at + 32 * (1 + len(outputs)), at + 32, is_shared,
+            config.num_heads_ahead, config.num_blocks, config.hidden_size, config.rms_eps, config.draft_vocab_size, outputs[0].n,
+            num_threads(),
         )  # fmt: skip
         self._stack = first.n
         ids = tensors.get("draft_ids")
@@ -200,29 +174,29 @@ class MedusaHead:
     def can_guess(self, temperature: float) -> bool:
         return True
 
-    def guess(self, rows: Sequence[Row], roots: Sequence[int], speakers: Sequence[Speaker]) -> Guesses:
+    def guess(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Guesses:
         """The best token of each head, and the chance of the path to it."""
-        _, tokens, chances = self._run(rows, roots, speakers)
+        _, tokens, chances = self._run(rows, speakers)
         return Guesses(tokens.tolist(), chances.cumprod(0).tolist())
 
-    def logits(self, rows: Sequence[Row], roots: Sequence[int]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """[heads, requests, draft vocabulary]."""
-        found, _, _ = self._run(rows, roots, [Speaker(0.0, 0, 0)] * len(rows))
+        found, _, _ = self._run(rows, [Speaker(0.0, 0, 0)] * len(rows))
         return torch.from_numpy(found[:, :, : self.config.draft_vocab_size])
 
-    def _run(self, rows: Sequence[Row], roots: Sequence[int], speakers: Sequence[Speaker]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _run(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         m, count, flat = self._heads, len(rows), Flat()
         width, layer = 4 * m.hidden, self.config.target_layers
         logits = np.empty((m.num_heads, count, m.num_outputs), np.float32)
         tokens, chances = np.empty((m.num_heads, count), np.int64), np.empty((m.num_heads, count))
         temperatures, seeds = np.array([s.temperature for s in speakers], np.float64), np.array([s.seed for s in speakers], np.uint64)
         sources = [address_in(r.hidden, layer) + width * r.at for r in rows]
-        offsets = [flat.add(column) for column in (sources, roots, [s.position for s in speakers])]
+        offsets = [flat.add(column) for column in (sources, [s.position for s in speakers])]
         base = flat.close()
         states, z = np.empty((m.num_heads, count, m.hidden), np.float32), np.empty((count, self._stack), np.float32)
         task = Task(
-            count, base + offsets[0], base + offsets[1], address(temperatures), address(seeds), base + offsets[2], address(self._ids),
-            len(self._ids), address(states), address(z), address(logits), address(tokens), address(chances),
+            count, base + offsets[0], address(temperatures), address(seeds), base + offsets[1], address(self._ids), len(self._ids),
+            address(states), address(z), address(logits), address(tokens), address(chances),
         )  # fmt: skip
         draft_heads(m, task, self._work(count * m.num_heads))
         return logits, tokens, chances

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.cpu.chains import FOLLOWING, LEAST, ROWS, STEPS, TASK, WORK, Entry, Task, call_of, draft_chains
+from paceline.cpu.chains import FOLLOWING, LEAST, LOGITS, ROWS, STEPS, TASK, WORK, Entry, Task, call_of, draft_chains
 from paceline.cpu.head_memory import address
 from paceline.cpu.heads import Rows, Shape, Work
 from paceline.models.head_rows import Feed, Guesses, Speaker
 
 MOST_ROWS, MOST_STEPS = 16, 16
 TOKENS, POSITIONS, KEYS, VALUES, ROOMS, PLACES, SEEN, NOBODY = (MOST_ROWS * column for column in range(8))  # columns of the rows
+SILENT = Speaker(0.0, 0, 0)
 NO_WORK = Work(*[0] * len(Work._fields))
 
 
@@ -61,6 +62,14 @@ class SingleFeed:
         draft_chains(self.at, self._threads)
         made = self._numbers[self._rest + 2]
         return Guesses([[token] for token in self._tokens[:made]], [[chance] for chance in self._chances[:made]])
+
+    def output(self, feed: Feed, sources: Sequence[int], work: Work) -> np.ndarray:
+        """[1, hidden] after the last row of the feed; the next call writes there, too."""
+        self.open(feed, sources, SILENT, 0, 0.0, work)
+        self._call[TASK + LOGITS] = 0
+        draft_chains(self.at, self._threads)
+        self._call[TASK + LOGITS] = address(self._logits)
+        return self._outputs[None]
 
     def open(self, feed: Feed, sources: Sequence[int], speaker: Speaker, steps: int, least: float, work: Work) -> None:
         """Write down what `draft_chains` must know of it."""

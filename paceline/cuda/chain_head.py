@@ -122,6 +122,12 @@ class CudaChainHead:
         return self._said(table_of_feeds(self._tails(feeds), self.taps), is_true=True)
 
     @torch.inference_mode()
+    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """[feeds, hidden] after the last row of each; the next call may overwrite them."""
+        _, outputs = self._said_there(table_of_feeds(self._tails(feeds), self.taps), is_true=True)
+        return outputs
+
+    @torch.inference_mode()
     def level(self, nodes: Sequence[Node]) -> Said:
         for node in nodes:
             node.place.reserve(node.at + 1)  # before the trash slot is asked for: more memory moves it
@@ -141,9 +147,9 @@ class CudaChainHead:
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
-        """Record what a request alone will need for chains of up to so many tokens."""
+        """Record what a request alone will need for chains of up to so many tokens; of none, for outputs."""
         for context in warm_contexts(self._decoder.config.max_context):
-            for count in range(1, steps + 1):
+            for count in range(min(steps, 1), steps + 1):
                 self._recorded(Bucket(rows_for(1), 1, 1, context, count, is_true=True))
 
     def _tails(self, feeds: Sequence[Feed]) -> Sequence[Feed]:
@@ -154,11 +160,16 @@ class CudaChainHead:
         return [last.get(id(feed), feed) for feed in feeds]
 
     def _said(self, table: Table, is_true: bool) -> Said:
+        logits, outputs = self._said_there(table, is_true)
+        return Said(logits, list(outputs.clone()))
+
+    def _said_there(self, table: Table, is_true: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [n, words] and outputs [n, hidden] where the passes leave them."""
         count, num_rows = len(table.speaking), len(table.tokens)
         requests, speaking = next_size(REQUESTS, len(table.prefixes)), next_size(REQUESTS, count)
         bucket = Bucket(rows_for(num_rows), requests, speaking, context_for(max(table.prefixes)), 0, is_true)
         logits, outputs = self._launch(bucket, self._rows(bucket, table))
-        return Said(logits[:count], list(outputs[:count].clone()))
+        return logits[:count], outputs[:count]
 
     @property
     def taps(self) -> tuple[int, ...]:

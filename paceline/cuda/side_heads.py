@@ -19,7 +19,6 @@ from paceline.cuda.graphs import Graphs, Recording
 from paceline.cuda.guess import Guessing, guess
 from paceline.cuda.head_inputs import Buffer, Column, addresses_of, guesses_of, speaker_columns, speaker_values
 from paceline.cuda.head_weights import HeadReader
-from paceline.cuda.rows import embed
 from paceline.models.head_config import MedusaConfig
 from paceline.models.head_rows import Guesses, Row, Speaker
 
@@ -34,11 +33,10 @@ class Bucket(NamedTuple):
 
 class CudaMedusaHead:
     def __init__(self, config: MedusaConfig, tensors: Mapping[str, torch.Tensor], norm: torch.Tensor, decoder: CudaDecoder) -> None:
-        """norm: the target's last."""
-        self.config, self.device, self._decoder = config, decoder.device, decoder
+        """norm: the target's last, or the trunk's."""
+        self.config, self.device = config, decoder.device
         reader, heads = HeadReader(tensors, decoder), range(config.num_heads_ahead)
         self._dtype, self._ids, self._norm = reader.dtype, reader.ids(), norm.to(self.device)
-        self._token = reader.matrix("token") if config.reads_token else None
         names = [[f"blocks.{head}.layers.{block}" for head in heads] for block in range(config.num_blocks)]
         biases = [torch.stack([tensors[f"{name}.bias"] for name in each])[:, None].to(self.device, self._dtype) for each in names]
         self._blocks = [  # weights [heads, inputs, outputs] and biases [heads, 1, outputs]
@@ -57,12 +55,12 @@ class CudaMedusaHead:
         return True
 
     @torch.inference_mode()
-    def guess(self, rows: Sequence[Row], roots: Sequence[int], speakers: Sequence[Speaker]) -> Guesses:
-        return guesses_of(self._launch(rows, roots, speakers), len(rows))
+    def guess(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Guesses:
+        return guesses_of(self._launch(rows, speakers), len(rows))
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Row], roots: Sequence[int]) -> torch.Tensor:
-        found: torch.Tensor = self._launch(rows, roots, ())
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+        found: torch.Tensor = self._launch(rows, ())
         return found[:, : len(rows)]
 
     @torch.inference_mode()
@@ -73,24 +71,26 @@ class CudaMedusaHead:
     def _recorded(self, bucket: Bucket) -> tuple[Recording, Buffer]:
         return self._graphs.get(bucket, lambda: self._prepare(bucket))
 
-    def _launch(self, rows: Sequence[Row], roots: Sequence[int], speakers: Sequence[Speaker]) -> Any:
+    def _launch(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Any:
         bucket = Bucket(next_size(REQUESTS, len(rows)), bool(speakers))
-        values = {"addresses": addresses_of(rows, self.config.hidden_layers), "roots": roots, **speaker_values(speakers)}
+        values = {"addresses": addresses_of(rows, (self.config.target_layers,)), **speaker_values(speakers)}
         recording, buffer = self._recorded(bucket)
         buffer.fill(values)
         recording.replay()
         return recording.outputs
 
     def _prepare(self, bucket: Bucket) -> tuple[Callable[[], Any], Buffer]:
-        addresses, roots = Column((bucket.requests, 1), np.int64, self._nowhere.data_ptr()), Column((bucket.requests,))
-        buffer = Buffer({"addresses": addresses, "roots": roots, **speaker_columns(bucket.requests)}, self.device)
+        addresses = Column((bucket.requests, 1), np.int64, self._nowhere.data_ptr())
+        buffer = Buffer({"addresses": addresses, **speaker_columns(bucket.requests)}, self.device)
         buffer.fill({})
         return partial(self._run, bucket, buffer.on_device), buffer
 
     def _run(self, bucket: Bucket, at: dict[str, torch.Tensor]) -> torch.Tensor:
         """-> results [2, heads, requests] of guesses, or logits [heads, requests, words]."""
         config = self.config
-        y = self._start(at).expand(config.num_heads_ahead, -1, -1)
+        h = torch.empty((bucket.requests, config.hidden_size), dtype=self._dtype, device=self.device)
+        gather(at["addresses"], self._norm, config.rms_eps, config.hidden_size, h)
+        y = h.expand(config.num_heads_ahead, -1, -1)
         for weight, bias in self._blocks:
             y = y + functional.silu(torch.baddbmm(bias, y, weight))
         if isinstance(self._speak, torch.Tensor):
@@ -103,14 +103,3 @@ class CudaMedusaHead:
         results = torch.empty((2, config.num_heads_ahead, bucket.requests), dtype=torch.int32, device=self.device)
         guess(logits, how, 0, results.flatten(1))
         return results
-
-    def _start(self, at: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[requests, hidden]: what the first block of every head reads."""
-        config, target = self.config, self._decoder
-        h = torch.empty((len(at["roots"]), config.hidden_size), dtype=self._dtype, device=self.device)
-        gather(at["addresses"], self._norm, config.rms_eps, config.hidden_size, h)
-        if self._token is None:
-            return h
-        embedded = torch.empty_like(h)
-        embed(at["roots"], target.weights.embedding, target.config.embed_scale, embedded)
-        return h + self._token(embedded)

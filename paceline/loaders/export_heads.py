@@ -138,8 +138,8 @@ def _eagle_published(head: Head, target: Checkpoint, verifier: str) -> Written:
 def _medusa_for_vllm(head: Head, target: Checkpoint, verifier: str) -> Written:
     config = head.config
     assert isinstance(config, MedusaConfig)
-    if config.reads_token:
-        raise ConfigError("reads_token is true, and vLLM's Medusa heads see no token; use Paceline itself, or train without reads_token")
+    if config.trunk is not None:
+        raise ConfigError("the head has a trunk, which vLLM's Medusa heads have not; use Paceline itself, or train without a trunk")
     values = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
         "num_heads": config.num_heads_ahead, "num_hidden_layers": config.num_blocks, "original_lm_head": True, "medusa_fc_bias": True,

@@ -71,10 +71,15 @@ class TorchChainHead:
         return temperature == 0
 
     def read(self, feeds: Sequence[Feed]) -> None:
-        self.begin(feeds)
+        self.outputs(feeds)
 
     @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> Said:
+        return self._speak(self.outputs(feeds))
+
+    @torch.inference_mode()
+    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """[feeds, hidden] after the last row of each."""
         spans, first = [], 0
         for feed in feeds:
             count, end = len(feed.tokens), feed.start + len(feed.tokens)
@@ -85,7 +90,7 @@ class TorchChainHead:
         positions = torch.tensor([at for span in spans for at in span.at], device=self.device)
         features = self._features([row for feed in feeds for row in feed.rows])
         out = self._run(tokens, positions, features, spans, is_true=True)
-        return self._speak(out[[span.first + len(span.at) - 1 for span in spans]])
+        return out[[span.first + len(span.at) - 1 for span in spans]]
 
     @torch.inference_mode()
     def level(self, nodes: Sequence[Node]) -> Said:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Kind = Literal["eagle", "medusa", "dflash", "draft"]
 FORMAT = 1
 Shapes = dict[str, tuple[int, ...]]
+TRUNK = "trunk."  # before the names of a trunk's tensors
 LIMITS = {"block_size": 64, "num_heads_ahead": 32, "num_layers": 64, "num_blocks": 16}  # beyond, a file is not believed
 
 
@@ -125,26 +126,33 @@ class EagleConfig(LayeredConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """K heads on the last hidden state, each a stack of residual blocks; one output layer for all of them."""
+    """K heads on the target's last hidden state, or on a trunk's output; each is a stack of residual blocks, and one output layer speaks
+    for all of them."""
 
     kind: ClassVar[Kind] = "medusa"
     num_heads_ahead: int  # K
     num_blocks: int = 1
-    reads_token: bool = False  # the heads' input is the hidden state and the token that was chosen after it, as Hydra's is
+    trunk: EagleConfig | None = None  # a layer that reads the text and the newest token first, as Hydra's prefix attention does
 
     def __post_init__(self) -> None:
         HeadConfig.__post_init__(self)
-        if not isinstance(self.reads_token, bool):
-            raise ConfigError(f"reads_token is {self.reads_token!r}; it is true or false")
+        if self.trunk is None:
+            return
+        shared = ("target_hash", "vocab_size", "hidden_size", "target_layers", "rms_eps", "draft_vocab_size")
+        differs = next((name for name in shared if getattr(self.trunk, name) != getattr(self, name)), None)
+        if differs is not None:
+            raise ConfigError(f"the trunk's {differs} is {getattr(self.trunk, differs)!r}, the head's {getattr(self, differs)!r}")
+        if self.trunk.has_lm_head or self.trunk.norm_output or not self.has_lm_head:
+            raise ConfigError("a trunk's has_lm_head and norm_output are false, and its head's has_lm_head is true: the heads speak for it")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        return (self.target_layers,)
+        return (self.target_layers,) if self.trunk is None else self.trunk.hidden_layers
 
     def _own_shapes(self) -> Shapes:
         d, shapes = self.hidden_size, Shapes()
-        if self.reads_token:
-            shapes["token.weight"] = (d, d)
+        if self.trunk is not None:
+            shapes.update((TRUNK + name, shape) for name, shape in self.trunk._own_shapes().items())
         for head in range(self.num_heads_ahead):
             for block in range(self.num_blocks):
                 shapes[f"blocks.{head}.layers.{block}.weight"] = (d, d)
@@ -221,15 +229,25 @@ def read_head_config(values: Mapping[str, Any], where: str) -> HeadConfig:
         raise ModelFileError(f"{where}: kind is {values.get('kind')!r}; {nearest(str(values.get('kind')), list(CONFIGS))}")
     options = {name: value for name, value in values.items() if name not in ("paceline_head", "kind")}
     try:
-        if isinstance(options.get("taps"), list):
-            options["taps"] = tuple(options["taps"])
-        if isinstance(options.get("rope"), dict):
-            rope = dict(options["rope"])
-            rope["divisors"] = tuple(rope["divisors"]) if rope.get("divisors") is not None else None
-            options["rope"] = from_options(RopeConfig, rope, f"{where} rope")
-        return from_options(kind, options, f"a head of kind {kind.kind}")
+        return _from_values(kind, options, where)
     except (ConfigError, TypeError) as error:
         raise ModelFileError(f"{where}: {error}") from error
+
+
+def _from_values(kind: type[HeadConfig], values: Mapping[str, Any], where: str) -> HeadConfig:
+    """JSON has lists where a config has tuples, and no configs inside configs."""
+    options = dict(values)
+    if isinstance(options.get("taps"), list):
+        options["taps"] = tuple(options["taps"])
+    if isinstance(options.get("rope"), dict):
+        rope = dict(options["rope"])
+        rope["divisors"] = tuple(rope["divisors"]) if rope.get("divisors") is not None else None
+        options["rope"] = from_options(RopeConfig, rope, f"{where} rope")
+    if options.get("trunk") is not None:
+        if not isinstance(options["trunk"], dict):
+            raise ConfigError(f"trunk is {options['trunk']!r:.60}; it is a config of its own")
+        options["trunk"] = _from_values(EagleConfig, options["trunk"], f"{where} trunk")
+    return from_options(kind, options, f"a head of kind {kind.kind}")
 
 
 def shared_fields(target: ModelConfig, name: str, digest: str, draft_vocab_size: int) -> dict[str, Any]:

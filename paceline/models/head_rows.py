@@ -69,13 +69,24 @@ class Guesses(NamedTuple):
     chances: list[list[float]]  # of the paths
 
 
-class ChainBackend(Protocol):
-    """A head that drafts token by token."""
+class ReadingBackend(Protocol):
+    """A head that reads pairs of a hidden state and the token after it."""
 
     def place(self) -> Any: ...  # an empty sequence
     def fork(self, place: Any, length: int) -> Any: ...  # another with the same first rows
-    def can_guess(self, temperature: float) -> bool: ...
     def read(self, feeds: Sequence[Feed]) -> None: ...
+
+
+class TrunkBackend(ReadingBackend, Protocol):
+    """What others speak for: its layer alone."""
+
+    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor: ...  # [feeds, hidden] after their last rows; the next call may overwrite it
+
+
+class ChainBackend(ReadingBackend, Protocol):
+    """A head that drafts token by token."""
+
+    def can_guess(self, temperature: float) -> bool: ...
     def begin(self, feeds: Sequence[Feed]) -> Said: ...  # after the last row of each
     def level(self, nodes: Sequence[Node]) -> Said: ...
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses: ...
@@ -125,9 +136,8 @@ class BlockBackend(Protocol):
 
 
 class SideBackend(Protocol):
-    """Heads beside the target's own, on its last hidden state."""
+    """Heads beside the target's own, on its last hidden state or on a trunk's output."""
 
     def can_guess(self, temperature: float) -> bool: ...
-    # roots: the token that was chosen after each row; heads that read none ignore them
-    def guess(self, rows: Sequence[Row], roots: Sequence[int], speakers: Sequence[Speaker]) -> Guesses: ...
-    def logits(self, rows: Sequence[Row], roots: Sequence[int]) -> torch.Tensor: ...  # [heads, requests, draft vocabulary]
+    def guess(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Guesses: ...
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor: ...  # [heads, requests, draft vocabulary]

@@ -17,7 +17,7 @@ from paceline.proposers.base import Surroundings
 from paceline.proposers.features import Library, Read
 from paceline.proposers.grow import Growth
 from paceline.proposers.head_backends import block_backend
-from paceline.proposers.heads import Asked, HeadDrafter, HeadDrafterConfig, Pairs
+from paceline.proposers.heads import Asked, HeadDrafter, HeadDrafterConfig, Numbered
 from paceline.types import Draft, Request
 
 CHUNK = 256  # rows: where more wait, they are taken in before
@@ -47,7 +47,7 @@ class Dflash(HeadDrafter):
     def grow(self, asked: Sequence[Asked]) -> list[Draft]:
         logits = self._backend.logits(self._feeds(asked), self._most)  # [steps, requests, words]
 
-        def speak(growths: list[Growth], pairs: Pairs) -> torch.Tensor:
+        def speak(growths: list[Growth], pairs: Numbered) -> torch.Tensor:
             found = torch.stack([logits[growths[i].depth, i] for i, _ in pairs])
             return found + self._markov([growths[i].tokens[node] for i, node in pairs], found)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.models.head_rows import Feed
-from paceline.proposers.eagle import CHUNK, Eagle
+from paceline.proposers.eagle import Eagle
 from paceline.proposers.features import Read, Text
 from paceline.proposers.heads import Asked
+from paceline.proposers.pairs import CHUNK
 from paceline.types import Request, Seen
 
 
@@ -30,7 +31,8 @@ class Distilled(Eagle):
         feeds = []
         for text, _, _ in asked:
             key, tokens = text.request.id, text.request.tokens
-            read = self._library.reads.get(key) or self._library.reads.setdefault(key, Read(text, self._backend.place()))
+            reads = self._pairs.library.reads
+            read = reads.get(key) or reads.setdefault(key, Read(text, self._backend.place()))
             if read.count == len(tokens):  # asked again before the text went on
                 read.count -= 1
             if len(tokens) - read.count > CHUNK:

@@ -1,8 +1,6 @@
 """EAGLE: a head of one layer drafts from the target's hidden states, token by token, then on from its own output.
 
-The pair (hidden state of position t, token of position t + 1) is one row of the head. Rows of the text are read with true features; what
-the head guesses lies behind them and is overwritten in the next round, so nothing has to be rolled back.
-With a width the draft is EAGLE-2's tree: the best paths by the product of the head's probabilities.
+How it reads a text: proposers/pairs.py. With a width the draft is EAGLE-2's tree: the best paths by the product of its probabilities.
 Several rounds of draft and check may follow each other without the host: what the head read in them counts when they land.
 """
 
@@ -14,19 +12,17 @@ from typing import Any
 
 import torch
 
-from paceline.models.head_rows import Feed, Guesses, Node, Orders, Row, Speaker
+from paceline.models.head_rows import Feed, Guesses, Node, Orders, Speaker
 from paceline.proposers.base import Surroundings
-from paceline.proposers.features import Library, Read
+from paceline.proposers.features import Read
 from paceline.proposers.grow import Growth
 from paceline.proposers.head_backends import chain_backend, rounds_backend
-from paceline.proposers.heads import GREEDY, Asked, HeadDrafter, HeadDrafterConfig, Pairs
+from paceline.proposers.heads import GREEDY, Asked, HeadDrafter, HeadDrafterConfig, Numbered
+from paceline.proposers.pairs import CHUNK, Pairs
 from paceline.proposers.suffix import Suffix
 from paceline.runtime.batch import build
 from paceline.types import Course, Draft, Flown, Proposer, Request, Round, Seen, Segment
 from paceline.verify.tree import Tree
-
-CHUNK = 8  # rows: where more wait, all but the last are read before, which needs their keys and values alone
-EAGER = 4  # requests: of so few, prompts are read as the target reads them; of more, when their drafts are asked for
 
 
 @dataclass(slots=True)
@@ -53,7 +49,7 @@ class Eagle(HeadDrafter):
     def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
         super().__init__(config, surroundings)
         self._backend, self._tree = chain_backend(self.head, surroundings, self.longest_chain), config
-        self._library = Library(self._backend.place, self._backend.fork, self._read_most, lookahead=1)
+        self._pairs = Pairs(self._backend)
         length = self.longest_chain if not config.confidence_threshold else 0
         self._rounds, self._runner = rounds_backend(self._backend, surroundings, length), surroundings.runner
 
@@ -66,9 +62,9 @@ class Eagle(HeadDrafter):
 
     def grow(self, asked: Sequence[Asked]) -> list[Draft]:
         feeds = self._feeds(asked)
-        trees = [_Nodes(self._library.reads[a.text.request.id]) for a in asked]
+        trees = [_Nodes(self._pairs.library.reads[a.text.request.id]) for a in asked]
 
-        def speak(growths: list[Growth], pairs: Pairs) -> torch.Tensor:
+        def speak(growths: list[Growth], pairs: Numbered) -> torch.Tensor:
             if not trees[0].outputs:
                 said = self._backend.begin(feeds)
             else:
@@ -81,8 +77,7 @@ class Eagle(HeadDrafter):
 
     def _feeds(self, asked: Sequence[Asked]) -> list[Feed]:
         """What the head has not read of each text."""
-        reads = [self._library.reading(text, CHUNK) for text, _, _ in asked]
-        return [self._take(read, len(read.text.waiting)) for read in reads]
+        return self._pairs.feeds([a.text for a in asked])
 
     @property
     def most_rounds(self) -> int:
@@ -112,8 +107,7 @@ class Eagle(HeadDrafter):
 
     def fly(self, requests: Sequence[Request], count: int, length: int, course: Course | None, other: Proposer | None) -> Flown:
         assert self._rounds is not None, "a round has a length"
-        reads = [self._library.reading(self._texts[request.id], min(CHUNK, length + 1)) for request in requests]
-        feeds = [self._feed(read, list(read.text.waiting)) for read in reads]
+        feeds = [self._pairs.shown(self._texts[request.id], min(CHUNK, length + 1)) for request in requests]
         picks = [(request, request.pick or GREEDY) for request in requests]
         speakers = [Speaker(pick.temperature, pick.seed, len(request.tokens)) for request, pick in picks]
         segments = [Segment([r.tokens[-1], *[0] * length], r.cache, num_logits=length + 1, pick=pick) for r, pick in picks]
@@ -125,7 +119,7 @@ class Eagle(HeadDrafter):
     def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]:
         """What the head has read in a round counts now: all that was shown before, unless it says otherwise."""
         asides = said.asides
-        for read in (self._library.reads.get(request.id) for request in requests):
+        for read in (self._pairs.library.reads.get(request.id) for request in requests):
             if read is not None:
                 read.take(len(read.text.waiting) if asides is None else asides.num_read)
         roots, source = [request.tokens[-1] for request in requests], Suffix.name if asides is not None and asides.is_other else self.name
@@ -134,21 +128,8 @@ class Eagle(HeadDrafter):
 
     def observe(self, seen: Sequence[Seen]) -> None:
         super().observe(seen)
-        if len(seen) <= EAGER:
-            for one in seen:
-                if one.num_known > CHUNK:
-                    self._library.reading(self._texts[one.request.id], CHUNK)
-
-    def _take(self, read: Read, count: int) -> Feed:
-        start, rows = read.count, read.take(count)
-        return self._feed(read, rows)._replace(start=start)
-
-    def _feed(self, read: Read, rows: list[Row]) -> Feed:
-        return Feed(read.place, read.count, [read.tokens[row.position + 1] for row in rows], rows)
-
-    def _read_most(self, read: Read) -> None:
-        self._backend.read([self._take(read, len(read.text.waiting) - 1)])
+        self._pairs.read_ahead(seen, self._texts)
 
     def release(self, request: Request) -> None:
         super().release(request)
-        self._library.finish(request.id)
+        self._pairs.library.finish(request.id)

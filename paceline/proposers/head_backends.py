@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from paceline.errors import ConfigError
 from paceline.loaders.head_files import Head
-from paceline.models.head_config import DflashConfig, LayeredConfig, MedusaConfig
-from paceline.models.head_rows import BlockBackend, ChainBackend, RoundsBackend, SideBackend
+from paceline.models.head_config import TRUNK, DflashConfig, EagleConfig, LayeredConfig, MedusaConfig
+from paceline.models.head_rows import BlockBackend, ChainBackend, RoundsBackend, SideBackend, TrunkBackend
 from paceline.models.other_heads import Eagle1Config, MlpSpeculatorConfig
 from paceline.proposers.base import Surroundings
 from paceline.runtime.runner import Decoder
@@ -82,12 +82,13 @@ def rounds_backend(backend: ChainBackend, surroundings: Surroundings, steps: int
 
 
 def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBackend:
-    config, decoder, norm = head.config, surroundings.runner.decoder, surroundings.checkpoint.tensor("norm.weight")
+    config, decoder = head.config, surroundings.runner.decoder
     assert isinstance(config, MedusaConfig)
+    norm = surroundings.checkpoint.tensor("norm.weight") if config.trunk is None else head.tensors[f"{TRUNK}norm.weight"]
     if is_compiled(decoder):
         from paceline.cpu.medusa import MedusaHead
 
-        return MedusaHead(config, head.tensors, norm, decoder)
+        return MedusaHead(config, head.tensors, norm)
     if is_on_gpu(decoder):
         from paceline.cuda.side_heads import CudaMedusaHead
 
@@ -96,7 +97,27 @@ def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBack
         return recorded
     from paceline.models.side_heads import TorchMedusaHead
 
-    return TorchMedusaHead(config, head.tensors, norm, decoder, surroundings.runner.kv.device)
+    return TorchMedusaHead(config, head.tensors, norm, surroundings.runner.kv.device)
+
+
+def trunk_backend(trunk: EagleConfig, head: Head, surroundings: Surroundings) -> TrunkBackend:
+    """What the heads of `head` read; nobody speaks there."""
+    own = {name.removeprefix(TRUNK): tensor for name, tensor in head.tensors.items() if name.startswith(TRUNK)}
+    decoder, tensors = surroundings.runner.decoder, {**own, "lm_head.weight": head.tensors["lm_head.weight"]}
+    if is_compiled(decoder):
+        from paceline.cpu.chain_head import ChainHead
+
+        return ChainHead(trunk, tensors, decoder)
+    if is_on_gpu(decoder):
+        from paceline.cuda.chain_head import CudaChainHead
+
+        recorded = CudaChainHead(trunk, tensors, decoder, surroundings.runner.kv.pool.num_blocks)
+        if recorded.device.type == "cuda":
+            recorded.warm_up(0)
+        return recorded
+    from paceline.models.chain_head import TorchChainHead
+
+    return TorchChainHead(trunk, tensors, decoder, None, surroundings.runner.kv.device)
 
 
 def block_backend(head: Head, surroundings: Surroundings, steps: int) -> BlockBackend:

@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 GREEDY = Pick(0.0, 0)
-Pairs = list[tuple[int, int]]  # (number of a tree, node)
+Numbered = list[tuple[int, int]]  # (number of a tree, node)
 
 
 class HeadDrafter:
@@ -126,7 +126,7 @@ class HeadDrafter:
             drafts[text.request.id] = chain(text.request, [row[i] for row in tokens[: len(sure)]], self.name, chances=sure)
         return drafts
 
-    def grow_all(self, asked: Sequence[Asked], speak: Callable[[list[Growth], Pairs], torch.Tensor], config: TreeConfig) -> list[Draft]:
+    def grow_all(self, asked: Sequence[Asked], speak: Callable[[list[Growth], Numbered], torch.Tensor], config: TreeConfig) -> list[Draft]:
         """speak: the logits [n, draft vocabulary] after these nodes."""
         growths = [Growth(Reading(a.text.request, Cached(), a.text.request.tokens[-1:], a.limit), config) for a in asked]
         is_greedy = self._offers_on_device and all(pick_of(a.text.request, empty(a.text.request)) == GREEDY for a in asked)

@@ -141,13 +141,18 @@ class Medusa(Head):
                 nn.init.zeros_(layer.bias)
                 nn.init.normal_(layer.weight, std=0.01)
             block.layers = nn.ModuleList(layers)
-        self.token = linear(config.hidden_size, config.hidden_size, 0.0) if config.reads_token else None  # zero: starts as if it read none
+        self.trunk = None if config.trunk is None else Eagle(config.trunk, target, draft_ids, max_length)
+
+    def start_from(self, seen: Seen, batch: Batch) -> None:
+        if self.trunk is not None:
+            self.trunk.start_from(seen, batch)
 
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None) -> list[Guess]:
-        start, found = self.target.final(seen.last.flatten(0, 1)[batch.rows]), []  # [N, hidden]
-        if self.token is not None:
-            start = start + self.token(self.target.embed(batch.token_after(1)))
-        base = torch.arange(len(batch.rows), device=start.device)
+        if self.trunk is None:
+            start = self.target.final(seen.last.flatten(0, 1)[batch.rows])  # [N, hidden]
+        else:
+            start = self.trunk.guesses(batch, seen, 1)[0].hidden
+        base, found = torch.arange(len(batch.rows), device=start.device), []
         for step, block in enumerate(list(self.blocks)[:num_steps]):
             x = start
             for layer in block.layers:  # type: ignore[union-attr]

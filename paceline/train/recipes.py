@@ -41,7 +41,7 @@ class Recipe:
     intermediate_size: int = 0  # 0: the target's
     num_taps: int = 3
     num_blocks: int = 2  # residual blocks of a Medusa head
-    reads_token: bool = False  # Medusa's heads see the token after their hidden state
+    has_trunk: bool = False  # a layer that reads the text before Medusa's heads
     markov_rank: int = 128
     has_lm_head: bool = True
     clip: float = 1.0
@@ -82,23 +82,29 @@ def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, mas
         "has_lm_head": recipe.has_lm_head,
     }
     if recipe.kind == "medusa":
-        return MedusaConfig(
-            **shared, num_heads_ahead=recipe.num_steps, num_blocks=recipe.num_blocks, reads_token=recipe.reads_token
+        trunk = _eagle_config(recipe, target, {**shared, "has_lm_head": False}) if recipe.has_trunk else None
+        return MedusaConfig(**shared, num_heads_ahead=recipe.num_steps, num_blocks=recipe.num_blocks, trunk=trunk)
+    if recipe.kind == "eagle":
+        return _eagle_config(recipe, target, shared)
+    layered = {**shared, **_layer_fields(recipe, target)}
+    if recipe.kind == "dflash":
+        return DflashConfig(
+            **layered, taps=default_taps(target.num_layers, recipe.num_taps), num_layers=recipe.num_layers, block_size=recipe.num_steps,
+            mask_token_id=mask_token_id, markov_rank=recipe.markov_rank,
         )  # fmt: skip
-    layered: dict[str, Any] = {
-        **shared,
+    return DraftConfig(**layered, num_layers=recipe.num_layers)
+
+
+def _layer_fields(recipe: Recipe, target: ModelConfig) -> dict[str, Any]:
+    """Of the kinds that attend: the target's sizes."""
+    return {
         "num_heads": target.num_heads,
         "num_kv_heads": target.num_kv_heads,
         "head_dim": target.head_dim,
         "intermediate_size": recipe.intermediate_size or target.intermediate_size,
         "rope": target.rope,
     }
-    taps = default_taps(target.num_layers, recipe.num_taps)
-    if recipe.kind == "eagle":
-        return EagleConfig(**layered, taps=taps)
-    if recipe.kind == "dflash":
-        return DflashConfig(
-            **layered, taps=taps, num_layers=recipe.num_layers, block_size=recipe.num_steps, mask_token_id=mask_token_id,
-            markov_rank=recipe.markov_rank,
-        )  # fmt: skip
-    return DraftConfig(**layered, num_layers=recipe.num_layers)
+
+
+def _eagle_config(recipe: Recipe, target: ModelConfig, shared: dict[str, Any]) -> EagleConfig:
+    return EagleConfig(**shared, **_layer_fields(recipe, target), taps=default_taps(target.num_layers, recipe.num_taps))

@@ -18,7 +18,7 @@ from paceline import __version__
 from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import read_json
-from paceline.models.head_config import DflashConfig
+from paceline.models.head_config import TRUNK, DflashConfig, EagleConfig, HeadConfig, MedusaConfig
 from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
 from paceline.train.curves import draw_curves
@@ -106,22 +106,34 @@ def _known(starts: Sequence[Path | None]) -> Known | None:
 
 
 def start_from(trainer: Trainer, folder: Path) -> None:
-    """Weights of an earlier head of the same shape and target."""
+    """Weights of an earlier head of the same shape and target; or of an EAGLE head, which becomes a trunk."""
     config, tensors = read_head(folder)
-    config = replace(config, first_accepted=0.0, target_name=trainer.config.target_name)  # the hash says whose it is, not the name
-    if config != trainer.config:
-        differs = next(n for n in asdict(trainer.config) if getattr(config, n, None) != getattr(trainer.config, n))
-        theirs, mine = getattr(config, differs, None), getattr(trainer.config, differs)
+    wanted = trainer.config
+    if isinstance(config, EagleConfig) and isinstance(wanted, MedusaConfig) and wanted.trunk is not None:
+        config, wanted = replace(config, has_lm_head=False), wanted.trunk
+        tensors = {name if name in ("draft_ids", "lm_head.weight") else TRUNK + name: tensor for name, tensor in tensors.items()}
+    config = _renamed(config, wanted.target_name)  # the hash says whose it is, not the name
+    if config != wanted:
+        differs = next(n for n in asdict(wanted) if getattr(config, n, None) != getattr(wanted, n))
+        theirs, mine = getattr(config, differs, None), getattr(wanted, differs)
         raise ConfigError(f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; start from a head of the same shape")
     ids = tensors.pop("draft_ids", None)
     if ids is not None and not np.array_equal(ids.numpy(), trainer.lessons.draft_ids):
         raise ConfigError(f"{folder} drafts other tokens than the heads beside it; train it by itself")
     with torch.no_grad():
         for name, weight in trainer.head.named_parameters():
-            weight.copy_(tensors[name])
+            if name in tensors:  # a trunk's head has no blocks yet
+                weight.copy_(tensors[name])
             if name in trainer.average:
-                trainer.average[name].copy_(tensors[name])
+                trainer.average[name].copy_(weight)
     trainer.is_fresh = False
+
+
+def _renamed(config: HeadConfig, name: str) -> HeadConfig:
+    config = replace(config, first_accepted=0.0, target_name=name)
+    if isinstance(config, MedusaConfig) and config.trunk is not None:
+        config = replace(config, trunk=replace(config.trunk, target_name=name))
+    return config
 
 
 def provenance(trainer: Trainer, command: Sequence[str], found: Acceptance, apart: Mapping[str, Acceptance]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "distilled_tree": {"method": "draft", "model": random_head("draft", TARGET), "tree_width": 2, "num_speculative_tokens": 6},
     "medusa": {"method": "medusa", "model": random_head("medusa", TARGET, draft_vocab=40)},
     "medusa_tree": {"method": "medusa", "model": random_head("medusa", TARGET, num_blocks=2), "tree_width": 3, "num_speculative_tokens": 8},
-    "medusa_reading": {"method": "medusa", "model": random_head("medusa", TARGET, draft_vocab=40, reads_token=True)},
+    "medusa_trunk": {"method": "medusa", "model": random_head("medusa", TARGET, draft_vocab=40, has_trunk=True)},
     "dflash": {"method": "dflash", "model": random_head("dflash", TARGET, markov_rank=16)},
     "dflash_tree": {
         "method": "dflash",

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 KINDS = ("eagle", "medusa", "dflash", "draft")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # kind, and what its recipe changes
     **{kind: (kind, {}) for kind in KINDS},
-    "medusa that reads a token": ("medusa", {"reads_token": True}),
+    "medusa with a trunk": ("medusa", {"has_trunk": True}),
 }
 
 

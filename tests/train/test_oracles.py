@@ -209,17 +209,17 @@ def test_a_block_is_what_the_docs_say(target: Target, checkpoint: Checkpoint, fr
         torch.testing.assert_close(guess.weight @ guess.hidden[at], by_hand, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("reads_token", [False, True])
+@pytest.mark.parametrize("has_trunk", [False, True])
 @torch.no_grad()
-def test_medusa_is_what_the_docs_say(reads_token: bool, target: Target, checkpoint: Checkpoint) -> None:
+def test_medusa_is_what_the_docs_say(has_trunk: bool, target: Target, checkpoint: Checkpoint) -> None:
     batch, row = some_batch(), 20
     b, t = int(batch.sequence[row]), int(batch.position[row])
-    medusa = head_of("medusa", target, checkpoint, reads_token=reads_token)
+    medusa = head_of("medusa", target, checkpoint, has_trunk=has_trunk)
     assert isinstance(medusa, Medusa)
     seen, w = target.read(batch.ids, medusa.config.hidden_layers), medusa.tensors()
     h = rms(seen.last[b, t], target.norm, medusa.config.rms_eps)
-    if reads_token:
-        h = h + w["token.weight"] @ target.embed(batch.ids[b, t + 1])
+    if medusa.trunk is not None:  # what EAGLE's first step speaks of
+        h = medusa.trunk.guesses(batch, seen, 1)[0].hidden[row]
     for step, guess in enumerate(medusa.guesses(batch, seen, 3)):
         x = h + functional.silu(w[f"blocks.{step}.layers.0.weight"] @ h + w[f"blocks.{step}.layers.0.bias"])
         torch.testing.assert_close(guess.hidden[row], x, atol=1e-4, rtol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,24 @@ def test_heads_learn_on_from_other_text_with_their_own_tokens(checkpoint: Checkp
         run(texts, "third", 1, tmp_path / "first")
 
 
+def test_an_eagle_head_becomes_the_trunk_of_a_medusa_head(checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    def run(kind: str, tokens: int, start: Path | None = None, **changes: Any) -> Any:
+        recipe = small(kind, **changes)
+        train(checkpoint, texts, [recipe], Limit(tokens=tokens), [tmp_path / kind], device=CPU, seed=1, command=[], report=silent,
+              start=start, num_measures=1)  # fmt: skip
+        return read_head(tmp_path / kind)
+
+    _, eagle = run("eagle", 20_000)
+    config, medusa = run("medusa", 1, tmp_path / "eagle", has_trunk=True)
+    assert config.hidden_layers == config.trunk.taps
+    for name, tensor in eagle.items():  # one step of learning away
+        there = medusa[name if name in ("draft_ids", "lm_head.weight") else f"trunk.{name}"]
+        assert torch.allclose(there.float(), tensor.float(), atol=2.5e-3), name
+    shutil.rmtree(tmp_path / "medusa")
+    with pytest.raises(ConfigError, match="has num_heads_ahead None where the recipe makes 3"):
+        run("medusa", 1, tmp_path / "eagle")
+
+
 def test_a_head_of_another_target_is_refused_and_both_are_named(checkpoint: Checkpoint, tmp_path: Path, texts: Texts) -> None:
     lessons = prepare(checkpoint, texts, small("medusa"), CPU, name="the one")
     trainer = Trainer(lessons, small("medusa"), Limit(tokens=1))
@@ -242,7 +261,7 @@ def test_heads_survive_the_disk(kind: str, changes: dict[str, Any], target: Targ
     sizes = [(tmp_path / str(bits) / "model.safetensors").stat().st_size for bits in (8, 16)]
     assert sizes[0] < 0.65 * sizes[1]
     (tmp_path / "16" / "config.json").write_text(json.dumps(write_head_config(head.config) | {"hidden_size": 96}))
-    with pytest.raises(ModelFileError, match="where the config asks for"):
+    with pytest.raises(ModelFileError, match="where the config asks for|the trunk's hidden_size is 64, the head's 96"):
         read_head(tmp_path / "16")
 
 
