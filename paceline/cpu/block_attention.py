@@ -10,13 +10,13 @@ import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import piece
-from paceline.cpu.head_attention import BLOCK, LOWEST, first_block, largest_lanes, mix_blocks, score_block, sum_exponentials
+from paceline.cpu.head_attention import AHEAD, BLOCK, LOWEST, UNROLL, first_block, largest_lanes, mix_values, score_block, sum_exponentials
 from paceline.cpu.lanes import LANES, float_pointer, int_pointer
 from paceline.cpu.rows import fill
 
 TILE = 5  # rows whose queries are worked on side by side: their sums take 20 of 32 registers
 SHARED = 16  # queries that take turns
-CHUNK = 4  # blocks of values that they take turns at: 16 KB where heads are 64 wide
+CHUNK = AHEAD // BLOCK  # blocks of values that they take turns at, asking for the next: 16 KB where heads are 64 wide
 
 
 @piece
@@ -42,17 +42,17 @@ def _score(height, q, q_stride, keys, dim, out, stride):  # type: ignore[no-unty
 
 
 @piece
-def _mix(height, weights, stride, values, block_bytes, blocks, row_bytes, out, out_stride):  # type: ignore[no-untyped-def]
+def _mix(height, weights, stride, values, row_bytes, turns, out, out_stride):  # type: ignore[no-untyped-def]
     if height == 1:
-        mix_blocks(1, weights, stride, values, block_bytes, blocks, row_bytes, out, out_stride)
+        mix_values(1, weights, stride, values, row_bytes, turns, out, out_stride)
     elif height == 2:
-        mix_blocks(2, weights, stride, values, block_bytes, blocks, row_bytes, out, out_stride)
+        mix_values(2, weights, stride, values, row_bytes, turns, out, out_stride)
     elif height == 3:
-        mix_blocks(3, weights, stride, values, block_bytes, blocks, row_bytes, out, out_stride)
+        mix_values(3, weights, stride, values, row_bytes, turns, out, out_stride)
     elif height == 4:
-        mix_blocks(4, weights, stride, values, block_bytes, blocks, row_bytes, out, out_stride)
+        mix_values(4, weights, stride, values, row_bytes, turns, out, out_stride)
     else:
-        mix_blocks(5, weights, stride, values, block_bytes, blocks, row_bytes, out, out_stride)
+        mix_values(5, weights, stride, values, row_bytes, turns, out, out_stride)
 
 
 @piece
@@ -83,13 +83,13 @@ def _attend_some(s, size, stride, q, keys, values, seen, first, end, w, scores, 
     for unit in range(first, end):
         fill(out + unit % size * out_stride + unit // size * row_bytes, 0, s.dim)
     for b in range(0, blocks, CHUNK):
-        count = min(CHUNK, blocks - b)
+        turns = min(CHUNK, blocks - b) * BLOCK // UNROLL
         for d in range(0, row_bytes, LANES * 4):
             unit = first
             while unit < end:
                 height, to = _height(unit, end, size), out + unit % size * out_stride + unit // size * row_bytes + d
                 weights = scores + ((unit - first) * w.longest + b * BLOCK) * 4
-                _mix(height, weights, w.longest * 4, values + b * block_bytes + d, block_bytes, count, row_bytes, to, out_stride)
+                _mix(height, weights, w.longest * 4, values + b * block_bytes + d, row_bytes, turns, to, out_stride)
                 unit += height
 
 

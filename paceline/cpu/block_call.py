@@ -91,8 +91,10 @@ class BlockCall:
 
     def guesses(self, count: int, steps: int) -> Guesses:
         """Of the last call, with so many requests."""
+        tokens, chances = self._numbers[self._tokens : self._tokens + steps * count], self._chances[: steps * count]
+        if count == 1:
+            return Guesses([[token] for token in tokens], [[chance] for chance in chances])
         starts = range(0, steps * count, count)
-        tokens, chances = self._numbers[self._tokens : self._tokens + steps * count], self._chances
         return Guesses([tokens[i : i + count].tolist() for i in starts], [chances[i : i + count].tolist() for i in starts])
 
     def logits(self, count: int, steps: int) -> np.ndarray:

@@ -115,15 +115,16 @@ def _tile(emit: Emitter, bits: int, tokens: int, sources: Sources, groups: Any, 
         totals = _group_dots(emit, bits, tokens, sources, block, group)
         scales = _halves(emit, emit.offset(block, BLOCK[bits] - (2 * ROWS if bits == 8 else 4 * ROWS)))
         minima = _halves(emit, emit.offset(block, BLOCK[bits] - 2 * ROWS)) if bits == 4 else []
+        first = emit.times(group, sources.group_stride)
+        fours = [emit.load(emit.offset(sources.scales, first, 4 * t), floats(min(4, tokens - t))) for t in range(0, tokens, 4)]
         for t in range(tokens):
-            at = emit.offset(emit.times(group, sources.group_stride), 4 * t)
-            scale = emit.load(emit.offset(sources.scales, at), FLOAT)
-            spread = emit.broadcast(scale, WIDTH)
+            spread = emit.splat(fours[t // 4], t % 4, WIDTH)  # multiplying by a lane is one instruction, a scalar would be spread before it
             for p in parts:
                 whole = builder.sitofp(totals[t][p], floats(WIDTH))
                 emit.accumulate(sums[t][p], whole, builder.fmul(scales[p], spread))
             if bits == 4:
-                total = builder.sitofp(emit.load(emit.offset(sources.sums, at), INT32), FLOAT)
+                scale = builder.extract_element(fours[t // 4], ir.Constant(INT32, t % 4))
+                total = builder.sitofp(emit.load(emit.offset(sources.sums, first, 4 * t), INT32), FLOAT)
                 offset = emit.broadcast(builder.fneg(builder.fmul(total, scale)), WIDTH)
                 for p in parts:
                     emit.accumulate(sums[t][p], minima[p], offset)

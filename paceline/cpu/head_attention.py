@@ -10,16 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
 from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.lanes import LANES, Emitter, float_pointer, floats, int_pointer
+from paceline.cpu.lanes import FLOAT, LANES, LOG2_E, Emitter, float_pointer, floats, int_pointer
 from paceline.cpu.rows import fill
+from paceline.cpu.tiles import LEAST, power_of_two
 
 BLOCK = LANES  # positions that lie together
 SIDE_BY_SIDE = 4  # query heads of one KV head scored at once
 UNROLL = 4
+AHEAD = 64  # positions between values that are read and those that are asked for
 LOWEST = np.float32(-3e38)
 
 
@@ -46,30 +49,28 @@ def score_block(_context: Any, heads: Any, q: Any, q_stride: Any, keys: Any, dim
 
 
 @intrinsic(prefer_literal=True)
-def mix_blocks(
-    _context: Any, heads: Any, weights: Any, stride: Any, values: Any, block_bytes: Any, blocks: Any, row_bytes: Any, out: Any, to: Any
-) -> Any:
-    """out[h, :16] += sum over the positions of all blocks of weights[h, p] * values[p, :16]. Rows of values are `row_bytes` apart, those
-    of out `to`."""
+def mix_values(_context: Any, heads: Any, weights: Any, stride: Any, values: Any, row_bytes: Any, turns: Any, out: Any, to: Any) -> Any:
+    """out[h, :16] += sum over 4 * turns positions of weights[h, p] * values[p, :16]. Rows of values are `row_bytes` apart, those of out
+    `to`. Lines that lie so far apart no processor foresees: each turn asks for those needed AHEAD positions on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, stride, values, block_bytes, blocks, row_bytes, out, to = arguments[1:]
+        weights, stride, values, row_bytes, turns, out, to = arguments[1:]
         emit, count = Emitter(builder), heads.literal_value
         targets = [emit.offset(out, emit.times(to, h)) for h in range(count)]
         sums = [emit.variable(emit.load(target, floats(LANES))) for target in targets]
-        with emit.loop(blocks) as block:
-            here, first = emit.offset(values, emit.times(block, block_bytes)), emit.times(block, 4 * BLOCK)
-            for start in range(0, BLOCK, UNROLL):
-                fours = [emit.load(emit.offset(weights, emit.times(stride, h), first, 4 * start), floats(UNROLL)) for h in range(count)]
-                for k in range(UNROLL):
-                    value = emit.load(emit.offset(here, emit.times(row_bytes, start + k)), floats(LANES))
-                    for total, four in zip(sums, fours, strict=True):
-                        emit.accumulate(total, emit.splat(four, k, LANES), value)
+        with emit.loop(turns) as turn:
+            first, here = emit.times(turn, 4 * UNROLL), emit.offset(values, emit.times(emit.times(turn, UNROLL), row_bytes))
+            fours = [emit.load(emit.offset(weights, emit.times(stride, h), first), floats(UNROLL)) for h in range(count)]
+            for k in range(UNROLL):
+                emit.prefetch(emit.offset(here, emit.times(row_bytes, AHEAD + k)))
+                value = emit.load(emit.offset(here, emit.times(row_bytes, k)), floats(LANES))
+                for total, four in zip(sums, fours, strict=True):
+                    emit.accumulate(total, emit.splat(four, k, LANES), value)
         for total, target in zip(sums, targets, strict=True):
             emit.store(builder.load(total), target)
         return context.get_dummy_value()
 
-    return types.void(heads, *[types.int64] * 8), generate
+    return types.void(heads, *[types.int64] * 7), generate
 
 
 @intrinsic
@@ -90,16 +91,18 @@ def largest_lanes(_context: Any, at: Any, turns: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def sum_exponentials(_context: Any, is_kept: Any, at: Any, turns: Any, scale: Any, top: Any) -> Any:
-    """The sum of exp(scale * (x - top)) over 16 * turns floats; `is_kept` (a compile-time constant): each takes the place of its x."""
+    """The sum of exp(scale * (x - top)) over 16 * turns floats, none above the top; `is_kept` (a compile-time constant): each takes the
+    place of its x."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         at, turns, scale, top = arguments[1:]
-        emit = Emitter(builder)
-        factor, largest = emit.broadcast(scale, LANES), emit.broadcast(top, LANES)
-        total = emit.variable(emit.zeros(LANES))
+        emit, kind = Emitter(builder), floats(LANES)
+        factor = emit.broadcast(builder.fmul(scale, ir.Constant(FLOAT, LOG2_E)), LANES)
+        largest, least, total = emit.broadcast(top, LANES), emit.constant(LEAST, LANES), emit.variable(emit.zeros(LANES))
         with emit.loop(turns) as step:
             here = emit.offset(at, emit.times(step, 4 * LANES))
-            value = emit.exponential(builder.fmul(builder.fsub(emit.load(here, floats(LANES)), largest), factor))
+            below = builder.fmul(builder.fsub(emit.load(here, kind), largest), factor)
+            value = power_of_two(emit, emit.call(f"llvm.maxnum.v{LANES}f32", kind, [below, least]))
             if is_kept.literal_value:
                 emit.store(value, here)
             builder.store(builder.fadd(builder.load(total), value), total)
@@ -148,7 +151,7 @@ def _attend_some(heads, s, q, keys, values, seen, others, scores, longest, out):
         mine[longest - 1] = sum_exponentials(1, at, turns, np.float32(s.scale), largest_lanes(at, turns))
     fill(out, 0, heads * dim)
     for d in range(0, dim, LANES):
-        mix_blocks(heads, scores, stride, values + d * 4, block_bytes, blocks, dim * 4, out + d * 4, dim * 4)
+        mix_values(heads, scores, stride, values + d * 4, dim * 4, blocks * BLOCK // UNROLL, out + d * 4, dim * 4)
     for h in range(heads):
         mine, to = carray(float_pointer(scores + h * stride), longest), carray(float_pointer(out + h * dim * 4), dim)
         shrink = np.float32(1) / mine[longest - 1]

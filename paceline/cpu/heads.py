@@ -186,22 +186,22 @@ def turn_unit(s, layer, norm, here, position):  # type: ignore[no-untyped-def]
 
 @piece
 def place_rows(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
-    """Norm and rotate queries in place, keys and values into their sequences."""
+    """Norm and rotate queries in place, keys and values into their sequences. Each thread takes about the columns that it has computed."""
     positions, places = carray(int_pointer(r.positions), r.num), carray(int_pointer(r.places), r.num)
     keys, values = carray(int_pointer(r.keys), r.num), carray(int_pointer(r.values), r.num)
     rooms = carray(int_pointer(r.rooms), r.num)
     units, dim = s.num_heads + 2 * s.num_kv_heads, s.dim
-    for item in range(part, r.num * units, s.threads):
-        row, unit = item // units, item % units
-        here = w.wide + (row * layer.qkv.n + unit * dim) * 4
-        if unit < s.num_heads:
-            turn_unit(s, layer, layer.q_norm, here, positions[row])
-        elif unit < s.num_heads + s.num_kv_heads:
-            turn_unit(s, layer, layer.k_norm, here, positions[row])
-            write_key(s, i, keys[row], rooms[row], places[row], unit - s.num_heads, here)
-        else:
-            head = unit - s.num_heads - s.num_kv_heads
-            copy(here, value_at(s, i, values[row], rooms[row], places[row], head), dim)
+    for unit in range(units * part // s.threads, units * (part + 1) // s.threads):
+        for row in range(r.num):
+            here = w.wide + (row * layer.qkv.n + unit * dim) * 4
+            if unit < s.num_heads:
+                turn_unit(s, layer, layer.q_norm, here, positions[row])
+            elif unit < s.num_heads + s.num_kv_heads:
+                turn_unit(s, layer, layer.k_norm, here, positions[row])
+                write_key(s, i, keys[row], rooms[row], places[row], unit - s.num_heads, here)
+            else:
+                head = unit - s.num_heads - s.num_kv_heads
+                copy(here, value_at(s, i, values[row], rooms[row], places[row], head), dim)
 
 
 @piece
@@ -213,14 +213,15 @@ def add_rows(part, r, s, w, stride):  # type: ignore[no-untyped-def]
 
 @piece
 def _put_gate(part, r, s, w, stride):  # type: ignore[no-untyped-def]
-    """The order of the rows of gate_up: loaders/packed.py."""
+    """Each thread takes the columns that it has just computed (the order of the rows of gate_up: loaders/packed.py)."""
     blocks, x = (s.inner + COLUMNS - 1) // COLUMNS, Activations(w.values, w.scales, w.sums)
-    for item in range(part, r.num * blocks, s.threads):
-        row, first = item // blocks, item % blocks * COLUMNS
-        ready, source, size = w.ready + row * w.widest * 4, w.wide + row * stride * 4, min(COLUMNS, s.inner - first)
-        gate(s.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
-        fill(ready, first + size, first + COLUMNS)
-        put_8(ready, s.inner, first, first + COLUMNS, x, row, r.num)
+    for row in range(r.num):
+        ready, source = w.ready + row * w.widest * 4, w.wide + row * stride * 4
+        for first in range(blocks * part // s.threads * COLUMNS, blocks * (part + 1) // s.threads * COLUMNS, COLUMNS):
+            size = min(COLUMNS, s.inner - first)
+            gate(s.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
+            fill(ready, first + size, first + COLUMNS)
+            put_8(ready, s.inner, first, first + COLUMNS, x, row, r.num)
 
 
 @piece

@@ -177,11 +177,12 @@ def embed_32(m, token, y_at, width, scale):  # type: ignore[no-untyped-def]
 @piece
 def embed_8(m, token, y_at, width, scale):  # type: ignore[no-untyped-def]
     y, lane = carray(float_pointer(y_at), width), token % DOT_ROWS
-    for i in range(width):
-        block = m.weight + (token // DOT_ROWS * (m.k // GROUP_8) + i // GROUP_8) * BLOCK_8
-        at = i % GROUP_8 // 4 * 4 * DOT_ROWS + lane * 4 + i % 4
-        whole = np.float32(carray(byte_pointer(block), BLOCK_8)[at])
-        y[i] = whole * stored_scale(block + BLOCK_8 - 2 * (DOT_ROWS - lane)) * np.float32(scale)
+    for first in range(0, width, GROUP_8):
+        block = m.weight + (token // DOT_ROWS * (m.k // GROUP_8) + first // GROUP_8) * BLOCK_8
+        weights, factor = carray(byte_pointer(block), BLOCK_8), stored_scale(block + BLOCK_8 - 2 * (DOT_ROWS - lane))
+        for i in range(min(GROUP_8, width - first)):
+            whole = np.float32(weights[i // 4 * 4 * DOT_ROWS + lane * 4 + i % 4])
+            y[first + i] = whole * factor * np.float32(scale)
 
 
 @piece
