@@ -17,7 +17,7 @@ from paceline.loaders.heads import open_head
 from paceline.prompts import load
 
 HEADS = Path(paceline.__file__).parent / "data" / "heads"
-TAU = {"eagle": 1.8, "dflash": 1.6, "draft": 1.7, "medusa": 1.25}  # at least, on the first few of the prompts we ship
+TAU = {"eagle": 1.8, "dflash": 1.6, "draft": 1.7, "medusa": 1.5}  # at least, on the first few of the prompts we ship
 PARAMS = SamplingParams(temperature=0, max_tokens=48)
 
 
