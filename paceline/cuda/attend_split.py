@@ -1,4 +1,4 @@
-"""The Triton kernels of cuda/attention.py: sums of a split, and sums of splits.
+"""The Triton kernel of cuda/attention.py: sums of a split. Splits are added by cuda/add_splits.py.
 
 A program that has one tile loads all it needs of it before it uses any, and cached keys before it waits for the kernel that computes
 queries; a longer split is a pipelined loop. Invariant: tiles of places are folded in one after another, so either way gives the same bits.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.cuda.add_splits import add_if_last
 from paceline.cuda.overlap import let_next_start, wait_for_previous
 from paceline.cuda.rows import SCALE_BYTES
 
@@ -183,17 +184,27 @@ def _in_turn(
     return peak, total, acc
 
 
+@triton.jit
+def _split_of(place: tl.tensor, near_size: tl.tensor, far_size: tl.tensor) -> tl.tensor:
+    beyond = place - NEAR * near_size
+    return tl.where(beyond < 0, place // near_size, NEAR + beyond // far_size)
+
+
 @triton.jit(do_not_specialize=["num_requests", "table_width", "num_words", "num_splits", "near_size", "far_size"])
 def attend_split(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor,
     starts: tl.tensor, prefix_lens: tl.tensor, slots: tl.tensor, positions: tl.tensor, tables: tl.tensor, masks: tl.tensor,
-    scale: tl.tensor, num_requests: tl.tensor, table_width: tl.tensor, num_words: tl.tensor,
+    counters: tl.tensor, scale: tl.tensor, num_requests: tl.tensor, table_width: tl.tensor, num_words: tl.tensor,
     num_splits: tl.tensor, near_size: tl.tensor, far_size: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     REQUESTS: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
     IS_WHOLE: tl.constexpr, NUM_LOOPS: tl.constexpr, IS_SHORT: tl.constexpr, IS_EARLY: tl.constexpr,
+    COUNT: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two."""
+    """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two.
+
+    `counters`, if any: one a tile and KV head, by which the last program knows that it is to add the splits.
+    """
     let_next_start()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_M // GROUP
@@ -209,16 +220,19 @@ def attend_split(
     at_split = flat.to(tl.int64) * num_splits + split
     # Ancestors come before their descendants, so no place after the tile's last row is seen.
     lowest = tl.minimum(split, NEAR) * near_size + tl.maximum(split - NEAR, 0) * far_size
-    highest = tl.minimum(lowest + tl.where(split < NEAR, near_size, far_size), prefix + tl.minimum(first_row + ROWS, end) - start)
-    position = row
+    top = prefix + tl.minimum(first_row + ROWS, end) - start
+    highest = tl.minimum(lowest + tl.where(split < NEAR, near_size, far_size), top)
+    position, bottom = row, 0
     if WINDOW:
         position = tl.load(positions + row, mask=is_row, other=1 << 30)
-        lowest = tl.maximum(lowest, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PLACES * PLACES)
+        bottom = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PLACES * PLACES
+        lowest = tl.maximum(lowest, bottom)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if IS_EARLY and (lowest >= highest or highest > prefix):
         wait_for_previous()  # for keys of this pass; those of passes before are there, and come while queries are still computed
     if lowest >= highest:
-        tl.store(peaks + at_split, peak, mask=is_row)
+        if counters is None:
+            tl.store(peaks + at_split, peak, mask=is_row)
         return
     is_query, of_query = is_row[:, None] & (d < DIM)[None, :], q + flat[:, None] * DIM + d[None, :]
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, PADDED), tl.float32)
@@ -242,50 +256,10 @@ def attend_split(
         tl.store(peaks + at_split, peak, mask=is_row)
         tl.store(totals + at_split, total, mask=is_row)
         tl.store(sums + at_split[:, None] * DIM + d[None, :], acc, mask=is_query)
-
-
-@triton.jit
-def _add_chunk(
-    peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor, at: tl.tensor, is_there: tl.tensor, first: tl.tensor, num_splits: tl.tensor,
-    level: tl.tensor, total: tl.tensor, result: tl.tensor, DIM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Add CHUNK splits in order. No load waits for another: what an empty split never wrote is loaded too, and dropped."""
-    d = tl.arange(0, PADDED)
-    for step in tl.static_range(CHUNK):
-        is_split = is_there & (first + step < num_splits)  # [H]
-        part_at = (at + first + step)[:, None] * DIM + d[None, :]
-        peak = tl.load(peaks + at + first + step, mask=is_split, other=float("-inf"))
-        part_total = tl.load(totals + at + first + step, mask=is_split, other=0.0)
-        part = tl.load(sums + part_at, mask=is_split[:, None] & (d < DIM)[None, :], other=0.0)  # [H, D]
-        is_seen = peak > float("-inf")
-        factor = tl.where(is_seen, tl.exp2(peak - level), 0.0)
-        total = tl.fma(factor, tl.where(is_seen, part_total, 0.0), total)
-        result = tl.fma(factor[:, None], tl.where(is_seen[:, None], part, 0.0), result)
-    return total, result
-
-
-@triton.jit(do_not_specialize=["num_sums", "num_splits"])
-def add_splits(
-    peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor, out: tl.tensor, num_sums: tl.tensor, num_splits: tl.tensor,
-    DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr,
-) -> None:  # fmt: skip
-    """A few rows and heads. Splits are added one after another: those beyond a row's context add zeros, however many they are."""
-    let_next_start()
-    wait_for_previous()
-    flat, d = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, PADDED)
-    is_there = flat < num_sums
-    at = flat.to(tl.int64) * num_splits  # [H]
-    s = tl.arange(0, CHUNK)
-    num_chunks = 1 if IS_ONE_CHUNK else tl.cdiv(num_splits, CHUNK)
-    highest = tl.full((AT_ONCE, CHUNK), float("-inf"), tl.float32)
-    for chunk in tl.range(0, num_chunks):
-        is_split = is_there[:, None] & (chunk * CHUNK + s < num_splits)[None, :]
-        highest = tl.maximum(highest, tl.load(peaks + (at[:, None] + chunk * CHUNK + s[None, :]), mask=is_split, other=float("-inf")))
-    level = tl.where(is_there, tl.max(highest, 1), 0.0)  # a row sees itself, so only one that is not there has no peak
-    total, result = tl.zeros((AT_ONCE,), tl.float32), tl.zeros((AT_ONCE, PADDED), tl.float32)
-    for chunk in tl.range(0, num_chunks):
-        total, result = _add_chunk(
-            peaks, totals, sums, at, is_there, chunk * CHUNK, num_splits, level, total, result, DIM, PADDED, CHUNK
-        )  # fmt: skip
-    result /= tl.where(is_there, total, 1.0)[:, None]
-    tl.store(out + flat[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=is_there[:, None] & (d < DIM)[None, :])
+        if counters is not None:  # who has no places has returned, and is not waited for
+            add_if_last(
+                counters + tile * KV_HEADS + kv_head, peaks, totals, sums, out, first_row * (KV_HEADS * GROUP) + kv_head * GROUP,
+                tl.minimum(ROWS, end - first_row), num_splits,
+                _split_of(bottom, near_size, far_size), _split_of(top - 1, near_size, far_size) + 1,
+                KV_HEADS * GROUP, GROUP, COUNT, DIM, PADDED, CHUNK, IS_ONE_CHUNK,
+            )  # fmt: skip

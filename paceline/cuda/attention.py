@@ -2,7 +2,7 @@
 
 A request's keys stand at places: its cached prefix at 0 .. prefix - 1, then the rows of this pass in order, so a chain's row stands at its
 position. Places are cut into splits, short ones near the start (few keys: as many programs as possible) and long ones after (many keys: few
-sums to add). A program sums each, and a second kernel adds them one after another in order.
+sums to add). A program sums each; a second kernel, or the last of these programs, adds them one after another in order.
 Invariant: splits and tiles are aligned to places and never to what else is in the launch, and what a row does not see adds an exact zero.
 So a row's bits depend on its own context, on where its ancestors stand, and on constants that the sizes of a launch choose (`launch_for`);
 in exact mode these are fixed.
@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 import triton
 
-from paceline.cuda.attend_split import NEAR, PLACES, add_splits, attend_split
+from paceline.cuda.add_splits import add_splits
+from paceline.cuda.attend_split import NEAR, PLACES, attend_split
 from paceline.cuda.overlap import LAUNCH
 from paceline.cuda.rows import SCALE_BYTES
 
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     num_loops: int  # 2: first tiles that all rows see in full, then those under a mask; 1: all under a mask, without a pause between
     together: int  # splits whose sums are loaded together, at most; this and the next change no bits
     at_once: int  # rows and heads of a program that adds splits
+    by_last: int = 0  # rows and heads at a time, if the last program that has a split of a tile adds them; 0: another kernel does
 
 
 PLANS = (
@@ -84,6 +86,7 @@ class Launch(NamedTuple):
     num_splits: int
     together: int
     at_once: int
+    by_last: int
 
 
 def _plan_for(num_rows: int, max_context: int) -> Plan:
@@ -108,7 +111,8 @@ def launch_for(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: 
     num_splits = NEAR.value + triton.cdiv(beyond, plan.far_size) if beyond else triton.cdiv(places, near)
     is_short = near == PLACES.value and not beyond and not is_exact and near * padded * q.element_size() <= SHORT_BYTES
     together = min(plan.together, triton.next_power_of_2(num_splits))
-    return Launch(block_m, num_warps, num_stages, plan.num_loops, is_short, near, plan.far_size, num_splits, together, plan.at_once)
+    by_last = min(plan.by_last, block_m)
+    return Launch(block_m, num_warps, num_stages, plan.num_loops, is_short, near, plan.far_size, num_splits, together, plan.at_once, by_last)
 
 
 def attend(
@@ -124,6 +128,7 @@ def attend(
     out: torch.Tensor,  # [T, heads, dim]
     is_prefix_old: bool = True,  # its keys were there before the last product that let nothing start early; else they may be as new as q
     is_exact: bool = False,  # a row's bits depend on its own context alone, whatever the launch; trees are not such, chains are
+    counters: torch.Tensor | None = None,  # [any] int32, all zero before and after: who passes the same does so on one stream
 ) -> None:
     num_rows, heads, dim = q.shape
     kv_heads, num_requests = keys.shape[1], len(batch.prefix_lens)
@@ -143,18 +148,21 @@ def attend(
     padded, group = triton.next_power_of_2(dim), heads // kv_heads
     looked_through = FEW if num_requests <= FEW else max(MANY, triton.next_power_of_2(num_requests))
     num_tiles = num_rows // (launch.block_m // group) + num_requests
+    is_one_chunk = launch.num_splits <= launch.together
+    is_added = launch.num_splits > 1 and launch.by_last > 0 and counters is not None and num_tiles * kv_heads <= len(counters)
+    of_last = (launch.by_last, launch.together, is_one_chunk) if is_added else (0, 0, False)  # else kernels that differ in nothing would be two
     attend_split[(num_tiles, kv_heads, launch.num_splits)](
         q, keys, values, out, peaks, totals, sums,
         batch.starts, batch.prefix_lens, batch.slots, batch.positions, batch.block_tables, batch.masks,
-        scale * LOG2_E, num_requests, batch.block_tables.shape[1], batch.masks.shape[1],
+        counters if is_added else None, scale * LOG2_E, num_requests, batch.block_tables.shape[1], batch.masks.shape[1],
         launch.num_splits, launch.near_size, launch.far_size,
         kv_heads, group, dim, padded, looked_through, launch.block_m, window or 0,
         launch.num_splits == 1, launch.num_loops, launch.is_short, launch.is_short and is_prefix_old,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
+        *of_last, num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
     )  # fmt: skip
-    if launch.num_splits > 1:
+    if launch.num_splits > 1 and not is_added:
         num_sums, at_once = num_rows * heads, launch.at_once
         add_splits[(triton.cdiv(num_sums, at_once),)](
             peaks, totals, sums, out, num_sums, launch.num_splits,
-            dim, padded, at_once, launch.together, launch.num_splits <= launch.together, num_warps=at_once, **LAUNCH,
+            dim, padded, at_once, launch.together, is_one_chunk, num_warps=at_once, **LAUNCH,
         )  # fmt: skip

@@ -24,6 +24,7 @@ from paceline.models.attention import LayerCache
 from paceline.models.config import ModelConfig
 from paceline.types import Batch, Output
 
+COUNTERS = 8192  # tiles and KV heads of a launch of attention whose splits are added by whoever is last, at most
 MAX_GRAPH_ROWS = 256  # beyond, a pass is bound by arithmetic and launches hide behind it
 
 
@@ -72,6 +73,7 @@ class CudaDecoder:
         self._latest = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=device)  # what the last pass picked,
         self.latest: Sequence[int] | None = None  # and the same on its way to the host
         self.is_exact = is_exact
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # of attention: all passes are on one stream
 
     @classmethod
     def load(
@@ -183,5 +185,8 @@ class CudaDecoder:
         )  # fmt: skip
         out = torch.empty_like(q)
         scale, window, context, max_rows = self.config.scale, layer.window, bucket.context, bucket.max_rows
-        attend(q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out, is_exact=self.is_exact)
+        attend(
+            q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out, is_exact=self.is_exact,
+            counters=self._counters,
+        )  # fmt: skip
         return out.view(len(out), -1)
