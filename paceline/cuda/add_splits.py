@@ -13,23 +13,46 @@ from paceline.cuda.overlap import let_next_start, wait_for_previous
 
 
 @triton.jit
-def _add_chunk(
+def _load_chunk(
     peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor, at: tl.tensor, is_there: tl.tensor, first: tl.tensor, end: tl.tensor,
-    level: tl.tensor, total: tl.tensor, result: tl.tensor, DIM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Add CHUNK splits in order. No load waits for another: what an empty split never wrote is loaded too, and dropped."""
-    d = tl.arange(0, PADDED)
+    DIM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """-> CHUNK peaks and totals [H], CHUNK sums [H, D]. All loads are under way before the first is used: said in this order, since the
+    compiler would have five on their way and then wait. What an empty split never wrote is loaded too, and dropped."""
+    d, its_peaks, its_totals, its_sums = tl.arange(0, PADDED), (), (), ()
     for step in tl.static_range(CHUNK):
         is_split = is_there & (first + step < end)  # [H]
         part_at = (at + first + step)[:, None] * DIM + d[None, :]
-        peak = tl.load(peaks + at + first + step, mask=is_split, other=float("-inf"))
-        part_total = tl.load(totals + at + first + step, mask=is_split, other=0.0)
-        part = tl.load(sums + part_at, mask=is_split[:, None] & (d < DIM)[None, :], other=0.0)  # [H, D]
-        is_seen = peak > float("-inf")
-        factor = tl.where(is_seen, tl.exp2(peak - level), 0.0)
-        total = tl.fma(factor, tl.where(is_seen, part_total, 0.0), total)
-        result = tl.fma(factor[:, None], tl.where(is_seen[:, None], part, 0.0), result)
+        its_peaks += (tl.load(peaks + at + first + step, mask=is_split, other=float("-inf")),)
+        its_totals += (tl.load(totals + at + first + step, mask=is_split, other=0.0),)
+        its_sums += (tl.load(sums + part_at, mask=is_split[:, None] & (d < DIM)[None, :], other=0.0),)
+    return its_peaks, its_totals, its_sums
+
+
+@triton.jit
+def _add_chunk(
+    its_peaks: tl.tuple, its_totals: tl.tuple, its_sums: tl.tuple, level: tl.tensor, total: tl.tensor, result: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Add CHUNK splits in order."""
+    for step in tl.static_range(CHUNK):
+        is_seen = its_peaks[step] > float("-inf")
+        factor = tl.where(is_seen, tl.exp2(its_peaks[step] - level), 0.0)
+        total = tl.fma(factor, tl.where(is_seen, its_totals[step], 0.0), total)
+        result = tl.fma(factor[:, None], tl.where(is_seen[:, None], its_sums[step], 0.0), result)
     return total, result
+
+
+@triton.jit
+def _highest_peak(
+    peaks: tl.tensor, at: tl.tensor, is_there: tl.tensor, first: tl.tensor, end: tl.tensor, COUNT: tl.constexpr, CHUNK: tl.constexpr
+) -> tl.tensor:
+    s, highest = tl.arange(0, CHUNK), tl.full((COUNT, CHUNK), float("-inf"), tl.float32)
+    for chunk in tl.range(0, tl.cdiv(end - first, CHUNK)):
+        split = first + chunk * CHUNK + s
+        is_split = is_there[:, None] & (split < end)[None, :]
+        highest = tl.maximum(highest, tl.load(peaks + (at[:, None] + split[None, :]), mask=is_split, other=float("-inf")))
+    return tl.max(highest, 1)
 
 
 @triton.jit
@@ -38,19 +61,21 @@ def added_splits(
     COUNT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """-> [COUNT, D]: splits `first` to `end` of rows and heads whose first split lies at `at` [COUNT]."""
-    s = tl.arange(0, CHUNK)
-    num_chunks = 1 if IS_ONE_CHUNK else tl.cdiv(end - first, CHUNK)
-    highest = tl.full((COUNT, CHUNK), float("-inf"), tl.float32)
-    for chunk in tl.range(0, num_chunks):
-        split = first + chunk * CHUNK + s
-        is_split = is_there[:, None] & (split < end)[None, :]
-        highest = tl.maximum(highest, tl.load(peaks + (at[:, None] + split[None, :]), mask=is_split, other=float("-inf")))
-    level = tl.where(is_there, tl.max(highest, 1), 0.0)  # a row sees itself, so only one that is not there has no peak
     total, result = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT, PADDED), tl.float32)
-    for chunk in tl.range(0, num_chunks):
-        total, result = _add_chunk(
-            peaks, totals, sums, at, is_there, first + chunk * CHUNK, end, level, total, result, DIM, PADDED, CHUNK
-        )  # fmt: skip
+    if IS_ONE_CHUNK:
+        its_peaks, its_totals, its_sums = _load_chunk(peaks, totals, sums, at, is_there, first, end, DIM, PADDED, CHUNK)
+        highest = its_peaks[0]
+        for step in tl.static_range(1, CHUNK):
+            highest = tl.maximum(highest, its_peaks[step])
+        level = tl.where(is_there, highest, 0.0)  # a row sees itself, so only one that is not there has no peak
+        total, result = _add_chunk(its_peaks, its_totals, its_sums, level, total, result, CHUNK)
+    else:
+        level = tl.where(is_there, _highest_peak(peaks, at, is_there, first, end, COUNT, CHUNK), 0.0)
+        for chunk in tl.range(0, tl.cdiv(end - first, CHUNK)):
+            its_peaks, its_totals, its_sums = _load_chunk(
+                peaks, totals, sums, at, is_there, first + chunk * CHUNK, end, DIM, PADDED, CHUNK
+            )  # fmt: skip
+            total, result = _add_chunk(its_peaks, its_totals, its_sums, level, total, result, CHUNK)
     return result / tl.where(is_there, total, 1.0)[:, None]
 
 

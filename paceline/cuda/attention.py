@@ -111,7 +111,7 @@ def launch_for(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: 
     num_splits = NEAR.value + triton.cdiv(beyond, plan.far_size) if beyond else triton.cdiv(places, near)
     is_short = near == PLACES.value and not beyond and not is_exact and near * padded * q.element_size() <= SHORT_BYTES
     together = min(plan.together, triton.next_power_of_2(num_splits))
-    by_last = min(plan.by_last, block_m)
+    by_last = min(plan.by_last, block_m, triton.next_power_of_2(group * max_rows))
     return Launch(block_m, num_warps, num_stages, plan.num_loops, is_short, near, plan.far_size, num_splits, together, plan.at_once, by_last)
 
 
@@ -149,8 +149,9 @@ def attend(
     looked_through = FEW if num_requests <= FEW else max(MANY, triton.next_power_of_2(num_requests))
     num_tiles = num_rows // (launch.block_m // group) + num_requests
     is_one_chunk = launch.num_splits <= launch.together
+    chunk = launch.num_splits if is_one_chunk else launch.together
     is_added = launch.num_splits > 1 and launch.by_last > 0 and counters is not None and num_tiles * kv_heads <= len(counters)
-    of_last = (launch.by_last, launch.together, is_one_chunk) if is_added else (0, 0, False)  # else kernels that differ in nothing would be two
+    of_last = (launch.by_last, chunk, is_one_chunk) if is_added else (0, 0, False)  # what is of no use makes no other kernel
     attend_split[(num_tiles, kv_heads, launch.num_splits)](
         q, keys, values, out, peaks, totals, sums,
         batch.starts, batch.prefix_lens, batch.slots, batch.positions, batch.block_tables, batch.masks,
@@ -164,5 +165,5 @@ def attend(
         num_sums, at_once = num_rows * heads, launch.at_once
         add_splits[(triton.cdiv(num_sums, at_once),)](
             peaks, totals, sums, out, num_sums, launch.num_splits,
-            dim, padded, at_once, launch.together, is_one_chunk, num_warps=at_once, **LAUNCH,
+            dim, padded, at_once, chunk, is_one_chunk, num_warps=at_once, **LAUNCH,
         )  # fmt: skip
