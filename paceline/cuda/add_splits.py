@@ -19,7 +19,10 @@ def _load_chunk(
 ) -> tl.tuple:  # fmt: skip
     """-> CHUNK peaks and totals [H], CHUNK sums [H, D]. All loads are under way before the first is used: said in this order, since the
     compiler would have five on their way and then wait. What an empty split never wrote is loaded too, and dropped."""
-    d, its_peaks, its_totals, its_sums = tl.arange(0, PADDED), (), (), ()
+    d = tl.arange(0, PADDED)
+    its_peaks: tl.tuple = ()
+    its_totals: tl.tuple = ()
+    its_sums: tl.tuple = ()
     for step in tl.static_range(CHUNK):
         is_split = is_there & (first + step < end)  # [H]
         part_at = (at + first + step)[:, None] * DIM + d[None, :]

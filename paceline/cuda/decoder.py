@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from paceline.cuda import rows
-from paceline.cuda.attention import attend
+from paceline.cuda.attention import Fresh, attend, can_place
 from paceline.cuda.batch import Bucket, DeviceBatch, Inputs, bucket_for
 from paceline.cuda.graphs import Capture, CudaCapture, Graphs
 from paceline.cuda.pick import pick
@@ -180,13 +180,16 @@ class CudaDecoder:
         """[parts, T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""
         keys, values = cache
         q = torch.empty((bucket.rows, self.config.num_heads, self.config.head_dim), dtype=self.weights.dtype, device=self.device)
-        rows.place(
-            qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
-        )  # fmt: skip
-        out = torch.empty_like(q)
+        out, fresh = torch.empty_like(q), None
         scale, window, context, max_rows = self.config.scale, layer.window, bucket.context, bucket.max_rows
+        if layer.q_norm is None and can_place(q, keys, context, max_rows, self.is_exact):
+            fresh = Fresh(qkv, *layer.tables)
+        else:
+            rows.place(
+                qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
+            )  # fmt: skip
         attend(
             q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out, is_exact=self.is_exact,
-            counters=self._counters,
+            counters=self._counters, fresh=fresh,
         )  # fmt: skip
         return out.view(len(out), -1)
