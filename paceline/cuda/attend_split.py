@@ -205,14 +205,15 @@ def attend_split(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     REQUESTS: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
     IS_WHOLE: tl.constexpr, NUM_LOOPS: tl.constexpr, IS_SHORT: tl.constexpr, IS_EARLY: tl.constexpr,
-    COUNT: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr, PARTS: tl.constexpr, FRESH: tl.constexpr,
+    COUNT: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr, PARTS: tl.constexpr, FRESH: tl.constexpr, IS_LATE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two.
 
     `counters`, if any: one a tile and KV head, by which the last program knows that it is to add the splits. `qkv`, if any: the product in
     PARTS that `place` has not read, and nothing is in `q`.
     """
-    let_next_start()
+    if not IS_LATE:
+        let_next_start()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_M // GROUP
     request, start, end, prefix = _request_of_tile(starts, prefix_lens, tile, num_requests, ROWS, REQUESTS)
@@ -261,6 +262,8 @@ def attend_split(
             table, slots + start, positions + start, keys, values, masks, row, is_row, position, num_words, prefix, kv_head,
             KV_HEADS, DIM, PADDED, WINDOW, NUM_LOOPS,
         )  # fmt: skip
+    if IS_LATE:
+        let_next_start()
     if IS_WHOLE:
         acc /= tl.where(is_row, total, 1.0)[:, None]
         tl.store(out + flat[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=is_query)

@@ -57,6 +57,7 @@ class Plan(NamedTuple):
     together: int  # splits whose sums are loaded together, at most; this and the next change no bits
     at_once: int  # rows and heads of a program that adds splits
     by_last: int = 0  # rows and heads at a time, if the last program that has a split of a tile adds them; 0: another kernel does
+    is_late: bool = False  # the next kernel may start when sums are there, and not at once: it takes no room before
 
 
 PLANS = (
@@ -89,6 +90,7 @@ class Launch(NamedTuple):
     together: int
     at_once: int
     by_last: int
+    is_late: bool
 
 
 def _plan_for(num_rows: int, max_context: int) -> Plan:
@@ -114,9 +116,8 @@ def launch_for(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: 
     is_short = near == PLACES.value and not beyond and not is_exact and near * padded * q.element_size() <= SHORT_BYTES
     together = min(plan.together, triton.next_power_of_2(num_splits))
     by_last = min(plan.by_last, block_m, triton.next_power_of_2(group * max_rows))
-    return Launch(
-        block_m, num_warps, num_stages, plan.num_loops, is_short, near, plan.far_size, num_splits, together, plan.at_once, by_last
-    )
+    sizes = (near, plan.far_size, num_splits, together, plan.at_once, by_last)
+    return Launch(block_m, num_warps, num_stages, plan.num_loops, is_short, *sizes, plan.is_late)
 
 
 class Fresh(NamedTuple):
@@ -180,7 +181,7 @@ def attend(
         launch.num_splits, launch.near_size, launch.far_size,
         kv_heads, group, dim, padded, looked_through, launch.block_m, window or 0,
         launch.num_splits == 1, launch.num_loops, launch.is_short, launch.is_short and is_prefix_old,
-        *of_last, *((len(fresh.qkv), min(triton.next_power_of_2(max_rows), MOST_FRESH)) if fresh else (0, 0)),
+        *of_last, *((len(fresh.qkv), min(triton.next_power_of_2(max_rows), MOST_FRESH)) if fresh else (0, 0)), launch.is_late,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
     )  # fmt: skip
     if launch.num_splits > 1 and not is_added:

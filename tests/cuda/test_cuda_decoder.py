@@ -190,19 +190,16 @@ def test_a_row_keeps_its_bits_in_company(device: torch.device) -> None:
     assert torch.equal(alone, with_others)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma"])
-def test_attention_that_places_rows_and_adds_splits_has_the_same_bits(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trees over two tiles of a request, and what they leave in the cache; gemma norms queries and keys, which is `place`'s alone."""
+def test_attention_that_places_rows_and_adds_splits_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two tiles and two splits, and what they leave in the cache."""
     found = []
     for placed, by_last in ((0, 0), (16, 4)):
         monkeypatch.setattr(attention, "PLACED_ROWS", placed)
-        monkeypatch.setattr(attention, "PLANS", ((16, None, Plan(64, 64, 16, 4, 2, 1, 16, 1, by_last)),))
-        pair = Pair(name, device)
-        pair.forward((0, words(62), None, 1), (1, words(5, 9), None, 1))
-        pair.keep(0, 62), pair.keep(1, 5)
-        logits = pair.forward((0, words(7), TREE, 7), (1, words(3), None, 3))[0].logits  # the first request's are in two splits
+        monkeypatch.setattr(attention, "PLANS", ((16, None, Plan(64, 64, 16, 4, 2, 1, 16, 1, by_last, by_last > 0)),))
+        pair = Pair("llama", device)
+        pair.forward((0, words(59), None, 1))
+        pair.keep(0, 59)
+        logits = pair.forward((0, words(10), None, 10))[0].logits
         kv = pair.runners[0].kv
         found.append([logits, *(cache[:-16] for layer in kv.layers for cache in layer)])  # less the trash
         assert not pair.runners[0].decoder._counters.any()
