@@ -1,4 +1,4 @@
-"""The Triton kernels of cuda/attention.py: sums of a split, and sums of splits.
+"""The Triton kernel of cuda/attention.py: sums of a split. Splits are added by cuda/add_splits.py.
 
 A program that has one tile loads all it needs of it before it uses any, and cached keys before it waits for the kernel that computes
 queries; a longer split is a pipelined loop. Invariant: tiles of places are folded in one after another, so either way gives the same bits.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.cuda.add_splits import add_if_last
+from paceline.cuda.fresh import place_fresh, turned_queries
 from paceline.cuda.overlap import let_next_start, wait_for_previous
 from paceline.cuda.rows import SCALE_BYTES
 
@@ -140,7 +142,9 @@ def _at_once(
     peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
     table: tl.tensor, fresh_slots: tl.tensor, fresh_positions: tl.tensor, keys: tl.tensor, values: tl.tensor, masks: tl.tensor,
     row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, kv_head: tl.tensor,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, IS_EARLY: tl.constexpr,
+    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, positions: tl.tensor, part_step: tl.tensor, head: tl.tensor,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, IS_EARLY: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """One tile of places, all loaded before any is used; queries last, which the kernel before may still compute."""
     DTYPE: tl.constexpr = of_query.dtype.element_ty
@@ -149,9 +153,12 @@ def _at_once(
         lowest, table, fresh_slots, fresh_positions, keys, values, masks, row, is_row, position, num_words, prefix, highest, kv_head,
         DTYPE, KV_HEADS, DIM, PADDED, WINDOW, True,
     )  # fmt: skip
-    if IS_EARLY:
-        wait_for_previous()
-    query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
+    if PARTS:
+        query = turned_queries(qkv, cos, sin, positions, part_step, row, head, is_row, KV_HEADS * (GROUP + 2) * DIM, DIM, PARTS, DTYPE)
+    else:
+        if IS_EARLY:
+            wait_for_previous()
+        query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
     # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
     is_place = lowest + n < highest
     query, key, value = tl.where(is_query, query, 0.0), tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
@@ -183,18 +190,30 @@ def _in_turn(
     return peak, total, acc
 
 
+@triton.jit
+def _split_of(place: tl.tensor, near_size: tl.tensor, far_size: tl.tensor) -> tl.tensor:
+    beyond = place - NEAR * near_size
+    return tl.where(beyond < 0, place // near_size, NEAR + beyond // far_size)
+
+
 @triton.jit(do_not_specialize=["num_requests", "table_width", "num_words", "num_splits", "near_size", "far_size"])
 def attend_split(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor,
     starts: tl.tensor, prefix_lens: tl.tensor, slots: tl.tensor, positions: tl.tensor, tables: tl.tensor, masks: tl.tensor,
-    scale: tl.tensor, num_requests: tl.tensor, table_width: tl.tensor, num_words: tl.tensor,
-    num_splits: tl.tensor, near_size: tl.tensor, far_size: tl.tensor,
+    counters: tl.tensor, qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, part_step: tl.tensor, scale: tl.tensor,
+    num_requests: tl.tensor, table_width: tl.tensor, num_words: tl.tensor, num_splits: tl.tensor, near_size: tl.tensor, far_size: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     REQUESTS: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
     IS_WHOLE: tl.constexpr, NUM_LOOPS: tl.constexpr, IS_SHORT: tl.constexpr, IS_EARLY: tl.constexpr,
+    COUNT: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr, PARTS: tl.constexpr, FRESH: tl.constexpr, IS_LATE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two."""
-    let_next_start()
+    """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two.
+
+    `counters`, if any: one a tile and KV head, by which the last program knows that it is to add the splits. `qkv`, if any: the product in
+    PARTS that `place` has not read, and nothing is in `q`.
+    """
+    if not IS_LATE:
+        let_next_start()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_M // GROUP
     request, start, end, prefix = _request_of_tile(starts, prefix_lens, tile, num_requests, ROWS, REQUESTS)
@@ -209,16 +228,24 @@ def attend_split(
     at_split = flat.to(tl.int64) * num_splits + split
     # Ancestors come before their descendants, so no place after the tile's last row is seen.
     lowest = tl.minimum(split, NEAR) * near_size + tl.maximum(split - NEAR, 0) * far_size
-    highest = tl.minimum(lowest + tl.where(split < NEAR, near_size, far_size), prefix + tl.minimum(first_row + ROWS, end) - start)
-    position = row
+    top = prefix + tl.minimum(first_row + ROWS, end) - start
+    highest = tl.minimum(lowest + tl.where(split < NEAR, near_size, far_size), top)
+    position, bottom = row, 0
     if WINDOW:
         position = tl.load(positions + row, mask=is_row, other=1 << 30)
-        lowest = tl.maximum(lowest, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PLACES * PLACES)
+        bottom = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PLACES * PLACES
+        lowest = tl.maximum(lowest, bottom)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if IS_EARLY and (lowest >= highest or highest > prefix):
+    if IS_EARLY and (lowest >= highest or (highest > prefix and not PARTS)):
         wait_for_previous()  # for keys of this pass; those of passes before are there, and come while queries are still computed
+    if PARTS and lowest < highest and highest > prefix:
+        place_fresh(
+            qkv, cos, sin, positions, slots, part_step, keys, values, start + tl.maximum(lowest - prefix, 0), start + highest - prefix,
+            kv_head, KV_HEADS, GROUP, DIM, PARTS, q.dtype.element_ty, FRESH,
+        )  # fmt: skip
     if lowest >= highest:
-        tl.store(peaks + at_split, peak, mask=is_row)
+        if counters is None:
+            tl.store(peaks + at_split, peak, mask=is_row)
         return
     is_query, of_query = is_row[:, None] & (d < DIM)[None, :], q + flat[:, None] * DIM + d[None, :]
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, PADDED), tl.float32)
@@ -227,7 +254,7 @@ def attend_split(
         peak, total, acc = _at_once(
             of_query, is_query, lowest, highest, scale, peak, total, acc,
             table, slots + start, positions + start, keys, values, masks, row, is_row, position, num_words, prefix, kv_head,
-            KV_HEADS, DIM, PADDED, WINDOW, IS_EARLY,
+            qkv, cos, sin, positions, part_step, kv_head * GROUP + m % GROUP, KV_HEADS, GROUP, DIM, PADDED, WINDOW, IS_EARLY, PARTS,
         )  # fmt: skip
     else:
         peak, total, acc = _in_turn(
@@ -235,6 +262,8 @@ def attend_split(
             table, slots + start, positions + start, keys, values, masks, row, is_row, position, num_words, prefix, kv_head,
             KV_HEADS, DIM, PADDED, WINDOW, NUM_LOOPS,
         )  # fmt: skip
+    if IS_LATE:
+        let_next_start()
     if IS_WHOLE:
         acc /= tl.where(is_row, total, 1.0)[:, None]
         tl.store(out + flat[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=is_query)
@@ -242,50 +271,10 @@ def attend_split(
         tl.store(peaks + at_split, peak, mask=is_row)
         tl.store(totals + at_split, total, mask=is_row)
         tl.store(sums + at_split[:, None] * DIM + d[None, :], acc, mask=is_query)
-
-
-@triton.jit
-def _add_chunk(
-    peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor, at: tl.tensor, is_there: tl.tensor, first: tl.tensor, num_splits: tl.tensor,
-    level: tl.tensor, total: tl.tensor, result: tl.tensor, DIM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Add CHUNK splits in order. No load waits for another: what an empty split never wrote is loaded too, and dropped."""
-    d = tl.arange(0, PADDED)
-    for step in tl.static_range(CHUNK):
-        is_split = is_there & (first + step < num_splits)  # [H]
-        part_at = (at + first + step)[:, None] * DIM + d[None, :]
-        peak = tl.load(peaks + at + first + step, mask=is_split, other=float("-inf"))
-        part_total = tl.load(totals + at + first + step, mask=is_split, other=0.0)
-        part = tl.load(sums + part_at, mask=is_split[:, None] & (d < DIM)[None, :], other=0.0)  # [H, D]
-        is_seen = peak > float("-inf")
-        factor = tl.where(is_seen, tl.exp2(peak - level), 0.0)
-        total = tl.fma(factor, tl.where(is_seen, part_total, 0.0), total)
-        result = tl.fma(factor[:, None], tl.where(is_seen[:, None], part, 0.0), result)
-    return total, result
-
-
-@triton.jit(do_not_specialize=["num_sums", "num_splits"])
-def add_splits(
-    peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor, out: tl.tensor, num_sums: tl.tensor, num_splits: tl.tensor,
-    DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr,
-) -> None:  # fmt: skip
-    """A few rows and heads. Splits are added one after another: those beyond a row's context add zeros, however many they are."""
-    let_next_start()
-    wait_for_previous()
-    flat, d = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, PADDED)
-    is_there = flat < num_sums
-    at = flat.to(tl.int64) * num_splits  # [H]
-    s = tl.arange(0, CHUNK)
-    num_chunks = 1 if IS_ONE_CHUNK else tl.cdiv(num_splits, CHUNK)
-    highest = tl.full((AT_ONCE, CHUNK), float("-inf"), tl.float32)
-    for chunk in tl.range(0, num_chunks):
-        is_split = is_there[:, None] & (chunk * CHUNK + s < num_splits)[None, :]
-        highest = tl.maximum(highest, tl.load(peaks + (at[:, None] + chunk * CHUNK + s[None, :]), mask=is_split, other=float("-inf")))
-    level = tl.where(is_there, tl.max(highest, 1), 0.0)  # a row sees itself, so only one that is not there has no peak
-    total, result = tl.zeros((AT_ONCE,), tl.float32), tl.zeros((AT_ONCE, PADDED), tl.float32)
-    for chunk in tl.range(0, num_chunks):
-        total, result = _add_chunk(
-            peaks, totals, sums, at, is_there, chunk * CHUNK, num_splits, level, total, result, DIM, PADDED, CHUNK
-        )  # fmt: skip
-    result /= tl.where(is_there, total, 1.0)[:, None]
-    tl.store(out + flat[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=is_there[:, None] & (d < DIM)[None, :])
+        if counters is not None:  # who has no places has returned, and is not waited for
+            add_if_last(
+                counters + tile * KV_HEADS + kv_head, peaks, totals, sums, out, first_row * (KV_HEADS * GROUP) + kv_head * GROUP,
+                tl.minimum(ROWS, end - first_row), num_splits,
+                _split_of(bottom, near_size, far_size), _split_of(top - 1, near_size, far_size) + 1,
+                KV_HEADS * GROUP, GROUP, COUNT, DIM, PADDED, CHUNK, IS_ONE_CHUNK,
+            )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A request's keys stand at places: its cached prefix at 0 .. prefix - 1, then the rows of this pass in order, so a chain's row stands at its
 position. Places are cut into splits, short ones near the start (few keys: as many programs as possible) and long ones after (many keys: few
-sums to add). A program sums each, and a second kernel adds them one after another in order.
+sums to add). A program sums each; a second kernel, or the last of these programs, adds them one after another in order.
 Invariant: splits and tiles are aligned to places and never to what else is in the launch, and what a row does not see adds an exact zero.
 So a row's bits depend on its own context, on where its ancestors stand, and on constants that the sizes of a launch choose (`launch_for`);
 in exact mode these are fixed.
@@ -15,13 +15,16 @@ from typing import NamedTuple, Protocol
 import torch
 import triton
 
-from paceline.cuda.attend_split import NEAR, PLACES, add_splits, attend_split
+from paceline.cuda.add_splits import add_splits
+from paceline.cuda.attend_split import NEAR, PLACES, attend_split
 from paceline.cuda.overlap import LAUNCH
 from paceline.cuda.rows import SCALE_BYTES
 
 LOG2_E = 1.4426950408889634
 FEW, MANY = 16, 512  # requests a program looks through to find its own: few sizes, since each is compiled for
 QUERY_BYTES = 32 * 1024  # of a tile of queries, at most
+MOST_FRESH = 8  # rows whose keys a program rotates at a time
+PLACED_ROWS = 0  # of a pass, at most, whose rows attention rotates and stores itself
 SHORT_BYTES = 128 * 128 * 2  # of keys that are all loaded before any is used, at most
 
 
@@ -53,6 +56,8 @@ class Plan(NamedTuple):
     num_loops: int  # 2: first tiles that all rows see in full, then those under a mask; 1: all under a mask, without a pause between
     together: int  # splits whose sums are loaded together, at most; this and the next change no bits
     at_once: int  # rows and heads of a program that adds splits
+    by_last: int = 0  # rows and heads at a time, if the last program that has a split of a tile adds them; 0: another kernel does
+    is_late: bool = False  # the next kernel may start when sums are there, and not at once: it takes no room before
 
 
 PLANS = (
@@ -84,6 +89,8 @@ class Launch(NamedTuple):
     num_splits: int
     together: int
     at_once: int
+    by_last: int
+    is_late: bool
 
 
 def _plan_for(num_rows: int, max_context: int) -> Plan:
@@ -108,7 +115,23 @@ def launch_for(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: 
     num_splits = NEAR.value + triton.cdiv(beyond, plan.far_size) if beyond else triton.cdiv(places, near)
     is_short = near == PLACES.value and not beyond and not is_exact and near * padded * q.element_size() <= SHORT_BYTES
     together = min(plan.together, triton.next_power_of_2(num_splits))
-    return Launch(block_m, num_warps, num_stages, plan.num_loops, is_short, near, plan.far_size, num_splits, together, plan.at_once)
+    by_last = min(plan.by_last, block_m, triton.next_power_of_2(group * max_rows))
+    sizes = (near, plan.far_size, num_splits, together, plan.at_once, by_last)
+    return Launch(block_m, num_warps, num_stages, plan.num_loops, is_short, *sizes, plan.is_late)
+
+
+class Fresh(NamedTuple):
+    """What `place` would read: attention can do its work for few rows."""
+
+    qkv: torch.Tensor  # [parts, T, (heads + 2 * kv_heads) * dim]: a product in parts
+    cos: torch.Tensor  # [context, dim / 2] float32
+    sin: torch.Tensor
+
+
+def can_place(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: int, is_exact: bool) -> bool:
+    """Whether `attend` takes `Fresh` rows: few, where every split is one tile, since each program then rotates its queries once."""
+    is_plain = keys.dtype == q.dtype and q.shape[2] == triton.next_power_of_2(q.shape[2])
+    return is_plain and len(q) <= PLACED_ROWS and launch_for(q, keys, max_context, max_rows, is_exact).is_short
 
 
 def attend(
@@ -124,6 +147,8 @@ def attend(
     out: torch.Tensor,  # [T, heads, dim]
     is_prefix_old: bool = True,  # its keys were there before the last product that let nothing start early; else they may be as new as q
     is_exact: bool = False,  # a row's bits depend on its own context alone, whatever the launch; trees are not such, chains are
+    counters: torch.Tensor | None = None,  # [any] int32, all zero before and after: who passes the same does so on one stream
+    fresh: Fresh | None = None,  # if `can_place`: q holds nothing, and keys and values of this pass are not there yet
 ) -> None:
     num_rows, heads, dim = q.shape
     kv_heads, num_requests = keys.shape[1], len(batch.prefix_lens)
@@ -137,24 +162,31 @@ def attend(
     assert scale > 0, "a maximum of scores is a maximum of scaled scores"
     assert window is None or window > 0, "a row sees itself"
     launch = launch_for(q, keys, max_context, max_rows, is_exact)
+    assert fresh is None or (launch.is_short and is_prefix_old), "one tile a split, whose cached keys may come early"
     count = 0 if launch.num_splits == 1 else num_rows * heads * launch.num_splits
     partials = torch.empty(count * (dim + 2), dtype=torch.float32, device=q.device)
     sums, peaks, totals = partials.split([count * dim, count, count])  # the first is aligned
     padded, group = triton.next_power_of_2(dim), heads // kv_heads
     looked_through = FEW if num_requests <= FEW else max(MANY, triton.next_power_of_2(num_requests))
     num_tiles = num_rows // (launch.block_m // group) + num_requests
+    is_one_chunk = launch.num_splits <= launch.together
+    chunk = launch.num_splits if is_one_chunk else launch.together
+    is_added = launch.num_splits > 1 and launch.by_last > 0 and counters is not None and num_tiles * kv_heads <= len(counters)
+    of_last = (launch.by_last, chunk, is_one_chunk) if is_added else (0, 0, False)  # what is of no use makes no other kernel
     attend_split[(num_tiles, kv_heads, launch.num_splits)](
         q, keys, values, out, peaks, totals, sums,
         batch.starts, batch.prefix_lens, batch.slots, batch.positions, batch.block_tables, batch.masks,
+        counters if is_added else None, *(fresh or (None, None, None)), num_rows * (heads + 2 * kv_heads) * dim if fresh else 0,
         scale * LOG2_E, num_requests, batch.block_tables.shape[1], batch.masks.shape[1],
         launch.num_splits, launch.near_size, launch.far_size,
         kv_heads, group, dim, padded, looked_through, launch.block_m, window or 0,
         launch.num_splits == 1, launch.num_loops, launch.is_short, launch.is_short and is_prefix_old,
+        *of_last, *((len(fresh.qkv), min(triton.next_power_of_2(max_rows), MOST_FRESH)) if fresh else (0, 0)), launch.is_late,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
     )  # fmt: skip
-    if launch.num_splits > 1:
+    if launch.num_splits > 1 and not is_added:
         num_sums, at_once = num_rows * heads, launch.at_once
         add_splits[(triton.cdiv(num_sums, at_once),)](
             peaks, totals, sums, out, num_sums, launch.num_splits,
-            dim, padded, at_once, launch.together, launch.num_splits <= launch.together, num_warps=at_once, **LAUNCH,
+            dim, padded, at_once, chunk, is_one_chunk, num_warps=at_once, **LAUNCH,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from paceline.cuda import rows
-from paceline.cuda.attention import attend
+from paceline.cuda.attention import Fresh, attend, can_place
 from paceline.cuda.batch import Bucket, DeviceBatch, Inputs, bucket_for
 from paceline.cuda.graphs import Capture, CudaCapture, Graphs
 from paceline.cuda.pick import pick
@@ -24,6 +24,7 @@ from paceline.models.attention import LayerCache
 from paceline.models.config import ModelConfig
 from paceline.types import Batch, Output
 
+COUNTERS = 8192  # tiles and KV heads of a launch of attention whose splits are added by whoever is last, at most
 MAX_GRAPH_ROWS = 256  # beyond, a pass is bound by arithmetic and launches hide behind it
 
 
@@ -72,6 +73,7 @@ class CudaDecoder:
         self._latest = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=device)  # what the last pass picked,
         self.latest: Sequence[int] | None = None  # and the same on its way to the host
         self.is_exact = is_exact
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # of attention: all passes are on one stream
 
     @classmethod
     def load(
@@ -178,10 +180,16 @@ class CudaDecoder:
         """[parts, T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""
         keys, values = cache
         q = torch.empty((bucket.rows, self.config.num_heads, self.config.head_dim), dtype=self.weights.dtype, device=self.device)
-        rows.place(
-            qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
-        )  # fmt: skip
-        out = torch.empty_like(q)
+        out, fresh = torch.empty_like(q), None
         scale, window, context, max_rows = self.config.scale, layer.window, bucket.context, bucket.max_rows
-        attend(q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out, is_exact=self.is_exact)
+        if layer.q_norm is None and can_place(q, keys, context, max_rows, self.is_exact):
+            fresh = Fresh(qkv, *layer.tables)
+        else:
+            rows.place(
+                qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
+            )  # fmt: skip
+        attend(
+            q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out, is_exact=self.is_exact,
+            counters=self._counters, fresh=fresh,
+        )  # fmt: skip
         return out.view(len(out), -1)

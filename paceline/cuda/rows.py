@@ -102,6 +102,12 @@ def add_norm(
 
 
 @triton.jit
+def turned(left: tl.tensor, right: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
+    """Both halves of a head, rotated. Fused by name: which product is rounded is not the compiler's choice, so all who rotate agree."""
+    return tl.fma(left, cos, -(right * sin)), tl.fma(right, cos, left * sin)
+
+
+@triton.jit
 def _place(
     qkv_ptr: tl.tensor,
     positions_ptr: tl.tensor,
@@ -147,8 +153,7 @@ def _place(
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / dim + eps)[:, None]
         normed_left = left * scale * _head_weight(q_norm_ptr, k_norm_ptr, is_query, at, is_dim)
         normed_right = right * scale * _head_weight(q_norm_ptr + half, k_norm_ptr + half, is_query, at, is_dim)
-    turned_left = normed_left * cos - normed_right * sin
-    turned_right = normed_right * cos + normed_left * sin
+    turned_left, turned_right = turned(normed_left, normed_right, cos, sin)
 
     q_out = q_out_ptr + row * num_q * dim + offsets
     tl.store(q_out, turned_left.to(q_out_ptr.dtype.element_ty), mask=is_query)

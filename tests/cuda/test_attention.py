@@ -42,6 +42,7 @@ class Case(NamedTuple):
     max_context: int
     max_rows: int
     is_exact: bool = False
+    counters: torch.Tensor | None = None
 
     @property
     def launch(self) -> Launch:
@@ -52,6 +53,7 @@ class Case(NamedTuple):
         attend(
             self.q, self.keys, self.values, self.batch, scale=self.shape.dim**-0.5, window=self.shape.window,
             max_context=self.max_context, max_rows=self.max_rows, out=out, is_exact=self.is_exact,
+            counters=self.counters,
         )  # fmt: skip
         return out
 
@@ -244,6 +246,21 @@ def test_a_tile_at_once_has_the_bits_of_a_loop(
     monkeypatch.setattr(attention, "SHORT_BYTES", 0)
     assert not case.launch.is_short
     assert torch.equal(case.attend(), at_once)
+
+
+@pytest.mark.parametrize(("window", "together", "by_last"), [(None, 4, 2), (100, 32, 16)])
+def test_the_last_program_adds_splits_with_the_same_bits(
+    window: int | None, together: int, by_last: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests with near and far splits, with one, and with rows for several tiles; splits in several chunks and in one."""
+    case = make([Asked(1200, (-1,)), Asked(3, (-1, 0)), Asked(77, chain(11))], Shape(3, 1, 16, torch.bfloat16, window), device, padding=2)
+    counters, plan = torch.zeros(len(case.q) + 4, dtype=torch.int32, device=device), Plan(64, 128, 16, 4, 3, 1, together, 4)
+    monkeypatch.setattr(attention, "PLANS", ((1000, None, plan),))
+    apart = case.attend()
+    monkeypatch.setattr(attention, "PLANS", ((1000, None, plan._replace(by_last=by_last)),))
+    monkeypatch.setattr(attention, "add_splits", None)  # nobody else adds them
+    assert torch.equal(case._replace(counters=counters).attend(), apart)
+    assert not counters.any(), "ready for the next launch"
 
 
 def test_plans_are_whole_tiles_in_order_of_rows() -> None:
