@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from paceline.cuda.add_splits import add_if_last
-from paceline.cuda.fresh import place_fresh, turned_queries
 from paceline.cuda.overlap import let_next_start, wait_for_previous
 from paceline.cuda.rows import SCALE_BYTES
 
@@ -142,9 +141,7 @@ def _at_once(
     peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
     table: tl.tensor, fresh_slots: tl.tensor, fresh_positions: tl.tensor, keys: tl.tensor, values: tl.tensor, masks: tl.tensor,
     row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, kv_head: tl.tensor,
-    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, positions: tl.tensor, part_step: tl.tensor, head: tl.tensor,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, IS_EARLY: tl.constexpr,
-    PARTS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """One tile of places, all loaded before any is used; queries last, which the kernel before may still compute."""
     DTYPE: tl.constexpr = of_query.dtype.element_ty
@@ -153,12 +150,9 @@ def _at_once(
         lowest, table, fresh_slots, fresh_positions, keys, values, masks, row, is_row, position, num_words, prefix, highest, kv_head,
         DTYPE, KV_HEADS, DIM, PADDED, WINDOW, True,
     )  # fmt: skip
-    if PARTS:
-        query = turned_queries(qkv, cos, sin, positions, part_step, row, head, is_row, KV_HEADS * (GROUP + 2) * DIM, DIM, PARTS, DTYPE)
-    else:
-        if IS_EARLY:
-            wait_for_previous()
-        query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
+    if IS_EARLY:
+        wait_for_previous()
+    query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
     # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
     is_place = lowest + n < highest
     query, key, value = tl.where(is_query, query, 0.0), tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
@@ -200,17 +194,16 @@ def _split_of(place: tl.tensor, near_size: tl.tensor, far_size: tl.tensor) -> tl
 def attend_split(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor,
     starts: tl.tensor, prefix_lens: tl.tensor, slots: tl.tensor, positions: tl.tensor, tables: tl.tensor, masks: tl.tensor,
-    counters: tl.tensor, qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, part_step: tl.tensor, scale: tl.tensor,
-    num_requests: tl.tensor, table_width: tl.tensor, num_words: tl.tensor, num_splits: tl.tensor, near_size: tl.tensor, far_size: tl.tensor,
+    counters: tl.tensor, scale: tl.tensor, num_requests: tl.tensor, table_width: tl.tensor, num_words: tl.tensor,
+    num_splits: tl.tensor, near_size: tl.tensor, far_size: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     REQUESTS: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
     IS_WHOLE: tl.constexpr, NUM_LOOPS: tl.constexpr, IS_SHORT: tl.constexpr, IS_EARLY: tl.constexpr,
-    COUNT: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr, PARTS: tl.constexpr, FRESH: tl.constexpr, IS_LATE: tl.constexpr,
+    COUNT: tl.constexpr, CHUNK: tl.constexpr, IS_ONE_CHUNK: tl.constexpr, IS_LATE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two.
 
-    `counters`, if any: one a tile and KV head, by which the last program knows that it is to add the splits. `qkv`, if any: the product in
-    PARTS that `place` has not read, and nothing is in `q`.
+    `counters`, if any: one a tile and KV head, by which the last program knows that it is to add the splits.
     """
     if not IS_LATE:
         let_next_start()
@@ -236,13 +229,8 @@ def attend_split(
         bottom = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PLACES * PLACES
         lowest = tl.maximum(lowest, bottom)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if IS_EARLY and (lowest >= highest or (highest > prefix and not PARTS)):
+    if IS_EARLY and (lowest >= highest or highest > prefix):
         wait_for_previous()  # for keys of this pass; those of passes before are there, and come while queries are still computed
-    if PARTS and lowest < highest and highest > prefix:
-        place_fresh(
-            qkv, cos, sin, positions, slots, part_step, keys, values, start + tl.maximum(lowest - prefix, 0), start + highest - prefix,
-            kv_head, KV_HEADS, GROUP, DIM, PARTS, q.dtype.element_ty, FRESH,
-        )  # fmt: skip
     if lowest >= highest:
         if counters is None:
             tl.store(peaks + at_split, peak, mask=is_row)
@@ -254,7 +242,7 @@ def attend_split(
         peak, total, acc = _at_once(
             of_query, is_query, lowest, highest, scale, peak, total, acc,
             table, slots + start, positions + start, keys, values, masks, row, is_row, position, num_words, prefix, kv_head,
-            qkv, cos, sin, positions, part_step, kv_head * GROUP + m % GROUP, KV_HEADS, GROUP, DIM, PADDED, WINDOW, IS_EARLY, PARTS,
+            KV_HEADS, DIM, PADDED, WINDOW, IS_EARLY,
         )  # fmt: skip
     else:
         peak, total, acc = _in_turn(

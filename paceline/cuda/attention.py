@@ -23,8 +23,6 @@ from paceline.cuda.rows import SCALE_BYTES
 LOG2_E = 1.4426950408889634
 FEW, MANY = 16, 512  # requests a program looks through to find its own: few sizes, since each is compiled for
 QUERY_BYTES = 32 * 1024  # of a tile of queries, at most
-MOST_FRESH = 8  # rows whose keys a program rotates at a time
-PLACED_ROWS = 0  # of a pass, at most, whose rows attention rotates and stores itself
 SHORT_BYTES = 128 * 128 * 2  # of keys that are all loaded before any is used, at most
 
 
@@ -61,10 +59,11 @@ class Plan(NamedTuple):
 
 
 PLANS = (
-    (8, 512, Plan(64, 64, 16, 4, 2, 1, 16, 1)),
+    (8, 512, Plan(64, 64, 16, 4, 2, 1, 16, 1, by_last=4, is_late=True)),
     (8, 2048, Plan(128, 128, 16, 4, 2, 1, 16, 1)),
     (8, 16384, Plan(192, 192, 16, 4, 2, 1, 16, 1)),
     (8, None, Plan(512, 1024, 16, 4, 2, 1, 16, 1)),
+    (16, 512, Plan(64, 64, 16, 4, 2, 1, 16, 1)),
     (32, 2048, Plan(128, 128, 64, 8, 2, 2, 16, 1)),
     (32, 16384, Plan(384, 384, 64, 4, 3, 2, 8, 1)),
     (32, None, Plan(512, 2048, 64, 4, 3, 2, 8, 1)),
@@ -73,7 +72,7 @@ PLANS = (
     (256, None, Plan(1024, 1024, 128, 8, 5, 2, 8, 4)),
 )  # up to so many rows, up to so long a context (measured on an H200: scripts/gpu_attention.py); more rows fill a device without splits
 UNSPLIT = Plan(0, 0, 128, 8, 5, 2, 1, 1)
-EXACT = Plan(128, 1024, 64, 4, 3, 1, 8, 4)  # whatever the rows
+EXACT = Plan(128, 1024, 64, 4, 3, 1, 8, 1)  # whatever the rows
 
 
 class Launch(NamedTuple):
@@ -120,20 +119,6 @@ def launch_for(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: 
     return Launch(block_m, num_warps, num_stages, plan.num_loops, is_short, *sizes, plan.is_late)
 
 
-class Fresh(NamedTuple):
-    """What `place` would read: attention can do its work for few rows."""
-
-    qkv: torch.Tensor  # [parts, T, (heads + 2 * kv_heads) * dim]: a product in parts
-    cos: torch.Tensor  # [context, dim / 2] float32
-    sin: torch.Tensor
-
-
-def can_place(q: torch.Tensor, keys: torch.Tensor, max_context: int, max_rows: int, is_exact: bool) -> bool:
-    """Whether `attend` takes `Fresh` rows: few, where every split is one tile, since each program then rotates its queries once."""
-    is_plain = keys.dtype == q.dtype and q.shape[2] == triton.next_power_of_2(q.shape[2])
-    return is_plain and len(q) <= PLACED_ROWS and launch_for(q, keys, max_context, max_rows, is_exact).is_short
-
-
 def attend(
     q: torch.Tensor,  # [T, heads, dim]
     keys: torch.Tensor,  # [num_slots, kv_heads, dim], int8 with scales (cuda/rows.py); the rows of this pass are already there
@@ -148,7 +133,6 @@ def attend(
     is_prefix_old: bool = True,  # its keys were there before the last product that let nothing start early; else they may be as new as q
     is_exact: bool = False,  # a row's bits depend on its own context alone, whatever the launch; trees are not such, chains are
     counters: torch.Tensor | None = None,  # [any] int32, all zero before and after: who passes the same does so on one stream
-    fresh: Fresh | None = None,  # if `can_place`: q holds nothing, and keys and values of this pass are not there yet
 ) -> None:
     num_rows, heads, dim = q.shape
     kv_heads, num_requests = keys.shape[1], len(batch.prefix_lens)
@@ -162,7 +146,6 @@ def attend(
     assert scale > 0, "a maximum of scores is a maximum of scaled scores"
     assert window is None or window > 0, "a row sees itself"
     launch = launch_for(q, keys, max_context, max_rows, is_exact)
-    assert fresh is None or (launch.is_short and is_prefix_old), "one tile a split, whose cached keys may come early"
     count = 0 if launch.num_splits == 1 else num_rows * heads * launch.num_splits
     partials = torch.empty(count * (dim + 2), dtype=torch.float32, device=q.device)
     sums, peaks, totals = partials.split([count * dim, count, count])  # the first is aligned
@@ -176,13 +159,11 @@ def attend(
     attend_split[(num_tiles, kv_heads, launch.num_splits)](
         q, keys, values, out, peaks, totals, sums,
         batch.starts, batch.prefix_lens, batch.slots, batch.positions, batch.block_tables, batch.masks,
-        counters if is_added else None, *(fresh or (None, None, None)), num_rows * (heads + 2 * kv_heads) * dim if fresh else 0,
-        scale * LOG2_E, num_requests, batch.block_tables.shape[1], batch.masks.shape[1],
+        counters if is_added else None, scale * LOG2_E, num_requests, batch.block_tables.shape[1], batch.masks.shape[1],
         launch.num_splits, launch.near_size, launch.far_size,
         kv_heads, group, dim, padded, looked_through, launch.block_m, window or 0,
         launch.num_splits == 1, launch.num_loops, launch.is_short, launch.is_short and is_prefix_old,
-        *of_last, *((len(fresh.qkv), min(triton.next_power_of_2(max_rows), MOST_FRESH)) if fresh else (0, 0)), launch.is_late,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
+        *of_last, launch.is_late, num_warps=launch.num_warps, num_stages=launch.num_stages, **LAUNCH,
     )  # fmt: skip
     if launch.num_splits > 1 and not is_added:
         num_sums, at_once = num_rows * heads, launch.at_once

@@ -35,6 +35,7 @@ from paceline.cuda.head_inputs import (
     warm_contexts,
 )
 from paceline.cuda.head_weights import HeadReader
+from paceline.cuda.overlap import PLAIN_ROWS
 from paceline.cuda.weights import Layer
 from paceline.models.head_config import DflashConfig
 from paceline.models.head_rows import BlockFeed, Guesses, Speaker
@@ -195,7 +196,17 @@ class CudaBlockHead:
         config, (keys, values) = self.config, self._cache.layer(i)
         q = torch.empty((len(x), config.num_heads, config.head_dim), dtype=self._dtype, device=self.device)
         where = at["positions"], at["slots"]
-        rows.place(layer.qkv.parts(x, is_early=True), *where, *layer.tables, keys, values, layer.q_norm, layer.k_norm, config.rms_eps, q)
+        rows.place(
+            layer.qkv.parts(x, is_early=len(x) <= PLAIN_ROWS),
+            *where,
+            *layer.tables,
+            keys,
+            values,
+            layer.q_norm,
+            layer.k_norm,
+            config.rms_eps,
+            q,
+        )
         return q
 
     def _block(self, bucket: Bucket, at: dict[str, torch.Tensor]) -> torch.Tensor:

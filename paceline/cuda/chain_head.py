@@ -39,6 +39,7 @@ from paceline.cuda.head_inputs import (
     warm_contexts,
 )
 from paceline.cuda.head_weights import HeadReader
+from paceline.cuda.overlap import PLAIN_ROWS
 from paceline.cuda.weights import Layer
 from paceline.models.head_config import DraftConfig, EagleConfig, LayeredConfig
 from paceline.models.head_rows import Feed, Guesses, Node, Said, Speaker
@@ -300,7 +301,7 @@ class CudaChainHead:
         config, (keys, values) = self.config, self._cache.layer(i)
         q = torch.empty((len(x), config.num_heads, config.head_dim), dtype=self._dtype, device=self.device)
         rows.place(
-            layer.qkv.parts(x, is_early=True),
+            layer.qkv.parts(x, is_early=len(x) <= PLAIN_ROWS),
             sight.positions,
             slots,
             *layer.tables,

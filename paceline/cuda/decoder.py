@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from paceline.cuda import rows
-from paceline.cuda.attention import Fresh, attend, can_place
+from paceline.cuda.attention import attend
 from paceline.cuda.batch import Bucket, DeviceBatch, Inputs, bucket_for
 from paceline.cuda.graphs import Capture, CudaCapture, Graphs
+from paceline.cuda.overlap import CHECKED_ROWS, PLAIN_ROWS
 from paceline.cuda.pick import pick
 from paceline.cuda.weights import Layer, Weights, load_weights
 from paceline.models.attention import LayerCache
@@ -154,12 +155,14 @@ class CudaDecoder:
         x = torch.empty((task.bucket.rows, self.config.hidden_size), dtype=weights.dtype, device=self.device)
         normed, added, after, wished = torch.empty_like(x), None, None, task.hidden_layers
         hidden = torch.empty((len(wished), *x.shape), dtype=x.dtype, device=x.device) if wished else None
+        is_plain, is_checking = task.bucket.rows <= PLAIN_ROWS, task.bucket.rows <= CHECKED_ROWS
         rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, x, self._latest)
         for i, layer in enumerate(weights.layers[: task.depth]):
             rows.add_norm(x, added, after, layer.attention_norm, eps, normed)
             if hidden is not None and i in wished:
                 hidden[wished.index(i)] = x
-            attended = layer.out.parts(self._attend(layer, layer.qkv.parts(normed, is_early=True), batch, task.bucket, kv[i]))
+            attended = self._attend(layer, layer.qkv.parts(normed, is_early=is_checking), batch, task.bucket, kv[i])
+            attended = layer.out.parts(attended, is_early=is_checking and not is_plain)
             rows.add_norm(x, attended, layer.after_attention, layer.mlp_norm, eps, normed)
             added, after = layer.down.parts(layer.gate_up(normed, self.config.activation)), layer.after_mlp
         rows.add_norm(x, added, after, weights.norm, eps, normed)
@@ -180,16 +183,13 @@ class CudaDecoder:
         """[parts, T, (heads + 2 * kv_heads) * dim] -> [T, heads * dim]."""
         keys, values = cache
         q = torch.empty((bucket.rows, self.config.num_heads, self.config.head_dim), dtype=self.weights.dtype, device=self.device)
-        out, fresh = torch.empty_like(q), None
+        rows.place(
+            qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
+        )  # fmt: skip
+        out = torch.empty_like(q)
         scale, window, context, max_rows = self.config.scale, layer.window, bucket.context, bucket.max_rows
-        if layer.q_norm is None and can_place(q, keys, context, max_rows, self.is_exact):
-            fresh = Fresh(qkv, *layer.tables)
-        else:
-            rows.place(
-                qkv, batch.positions, batch.slots, *layer.tables, keys, values, layer.q_norm, layer.k_norm, self.config.rms_eps, q
-            )  # fmt: skip
         attend(
             q, keys, values, batch, scale=scale, window=window, max_context=context, max_rows=max_rows, out=out, is_exact=self.is_exact,
-            counters=self._counters, fresh=fresh,
+            counters=self._counters,
         )  # fmt: skip
         return out.view(len(out), -1)

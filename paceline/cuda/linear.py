@@ -25,7 +25,6 @@ FUSED_ROWS = 256  # with more rows of x a product is bound by arithmetic: whole 
 _ENOUGH = 200  # programs that fill a device, three for every two multiprocessors
 _FEW = 100  # three for every four
 _SHORTEST = 512  # inputs of a part of K, at least
-_ALONE = 8  # rows of x, at most, where a product leaves room for the kernels after it
 _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembly
 
 
@@ -51,13 +50,14 @@ def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: b
         return Tile(min(block_t, 64), 128, 4, 4 if block_t == 16 else 3)
     if _rows_of_tile(weight) == 128:
         if 8 < num_rows <= 16:
-            return Tile(16, 64, 4, 8)
+            return Tile(16, 64, 4, 5)
         return Tile(block_t, 128, 8, 3) if block_t == 128 else Tile(block_t, 128, 4, 4)
     # Where a multiprocessor has one or two programs, each has more on its way.
     if block_t == 64 and _num_programs(weight, 128) >= _FEW:
         return Tile(64, 128, 4, 6 if 2 * _num_programs(weight, 128) < 3 * _FEW else 4)
     if block_t == 16:
-        return Tile(16, 64, 4, 8 if _num_programs(weight, 64) < 3 * _FEW else 4)
+        is_wide, is_sparse = weight.shape[1] > weight.shape[0], _num_programs(weight, 64) < 3 * _FEW
+        return Tile(16, 64, 4, 4 if not is_sparse else 5 if is_wide and num_rows > 8 else 8)
     return Tile(block_t, 64, 4, 4)
 
 
@@ -117,15 +117,15 @@ def parts(
 ) -> torch.Tensor:
     """x [T, K] -> [S, T, N]: x @ W.T + bias is their sum; float32 if there are several, else of x's dtype.
 
-    `is_early`: of few rows, the next kernel may start when this one has, and wait. It helps where many small ones follow; a large one
-    takes the room that these programs need. Somewhere in each layer one must not be let: see `attend`.
+    `is_early`: the next kernel may start when this one has, and wait. It helps where many small ones follow; a large one takes the room
+    that these programs need. Somewhere in each layer one must not be let: see `attend`.
     """
     tile, splits = way_of(len(x), weight, x.dtype, is_exact)
     if splits == 1 or len(x) > FUSED_ROWS:
         return product(x, weight, bias, is_exact=is_exact)[None]
     _check(x, weight, None)
     sums = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
-    _multiply(x, weight, bias, sums, tile, splits, None, is_early=is_early and len(x) <= _ALONE)
+    _multiply(x, weight, bias, sums, tile, splits, None, is_early=is_early)
     return sums
 
 

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _CAN_OVERLAP = not triton.knobs.runtime.interpret and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 OVERLAPS = tl.constexpr(_CAN_OVERLAP)
+PLAIN_ROWS, CHECKED_ROWS = 8, 64  # up to so many rows: which products let the next kernel start at their own start (measured on an H200)
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _CAN_OVERLAP else {}  # options of every launch
 
 

@@ -261,7 +261,7 @@ def test_heads_survive_the_disk(kind: str, changes: dict[str, Any], target: Targ
     sizes = [(tmp_path / str(bits) / "model.safetensors").stat().st_size for bits in (8, 16)]
     assert sizes[0] < 0.65 * sizes[1]
     (tmp_path / "16" / "config.json").write_text(json.dumps(write_head_config(head.config) | {"hidden_size": 96}))
-    with pytest.raises(ModelFileError, match="where the config asks for|the trunk's hidden_size is 64, the head's 96"):
+    with pytest.raises(ModelFileError, match=r"where the config asks for|the trunk's hidden_size is 64, the head's 96"):
         read_head(tmp_path / "16")
 
 
