@@ -162,7 +162,7 @@ class CudaDecoder:
             if hidden is not None and i in wished:
                 hidden[wished.index(i)] = x
             attended = self._attend(layer, layer.qkv.parts(normed, is_early=is_checking), batch, task.bucket, kv[i])
-            attended = layer.out.parts(attended, is_early=is_checking and not is_plain)
+            attended = layer.out.parts(attended, is_early=is_checking and not is_plain and layer.out.weight.is_whole)
             rows.add_norm(x, attended, layer.after_attention, layer.mlp_norm, eps, normed)
             added, after = layer.down.parts(layer.gate_up(normed, self.config.activation)), layer.after_mlp
         rows.add_norm(x, added, after, weights.norm, eps, normed)

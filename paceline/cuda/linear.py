@@ -36,13 +36,13 @@ class Tile(NamedTuple):
     unroll: int = 1  # groups of K in a turn of the loop
 
 
-_QUICK, _QUICK_IN_PARTS = Tile(8, 64, 2, 3, unroll=2), Tile(8, 32, 1, 3, unroll=2)
+_QUICK = Tile(8, 64, 2, 3, unroll=2)
 
 
 def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool = True) -> Tile:
     """Measured on an H200 (scripts/gpu_linear.py). is_exact: of tiles that all give a row the same bits."""
     if _is_quick(num_rows, weight, dtype, is_exact):
-        return _QUICK if splits_of(weight) == 1 else _QUICK_IN_PARTS
+        return _QUICK
     if dtype == torch.float32:  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
         return Tile(16, 128, 4, 2)
     block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)

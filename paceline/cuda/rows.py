@@ -18,8 +18,7 @@ from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 SCALE_BYTES = tl.constexpr(16)  # as runtime/kv_cache.py has it
 MAX_HIDDEN = 16384  # a row of the residual stream is one tile
 TILE = 1024  # elements a program where a row need not be one tile
-HEADS = 2  # heads a program places, at most: a warp has enough to do
-FEW = 16  # rows that spread over more multiprocessors with one head a program
+HEADS = 2  # heads a program places, at most: a warp has enough to do, and one token still spreads over several multiprocessors
 
 
 def _warps(block: int) -> int:
@@ -214,7 +213,7 @@ def place(
     assert cos.dtype == sin.dtype == torch.float32, "rotary tables are float32"
     assert (q_norm is None) == (k_norm is None), "queries and keys are both normed, or neither"
     assert _are_dense(qkv, cos, sin, keys, values, q_out), "rows follow each other"
-    group = HEADS if len(qkv) <= 4 and num_rows > FEW else 1  # of many parts, less of each
+    group = HEADS if len(qkv) <= 4 else 1  # of many parts, less of each
     grid = (num_rows, triton.cdiv(num_heads, group))
     half_block = triton.next_power_of_2(dim // 2)
     sizes = (num_q, num_kv, dim, len(qkv), half_block, group)
