@@ -48,6 +48,8 @@ def train(
     seed: Annotated[int, typer.Option(help="Of the text and the training.")] = 0,
     draft_vocab: Annotated[int | None, typer.Option(min=16, help="Tokens that can be drafted, the most frequent ones.")] = None,
     bits: Annotated[int, typer.Option(help="Of a weight in the file: 16, or 8 for half the size.")] = 16,
+    trunk: Annotated[bool, typer.Option("--trunk", help="Medusa: a layer reads the text before the heads. Better; ours alone.")] = False,
+    start: Annotated[Path | None, typer.Option(help="A head to learn on from; with --trunk an EAGLE head, too.")] = None,
 ) -> None:
     """Train a drafter for a model, without a data set.
 
@@ -62,6 +64,8 @@ def train(
 
       paceline train medusa --target ./my-model --prompts prompts.jsonl --hours 2 -o my-medusa
 
+      paceline train medusa --trunk --start my-eagle --tokens 5000000 -o my-medusa
+
       paceline generate --speculative-config '{"method": "eagle", "model": "my-eagle"}' "Hello"
     """
     from paceline.config import require
@@ -69,12 +73,14 @@ def train(
 
     require(tokens is None or hours is None, "--hours", hours, "give --tokens or --hours, not both")
     require(bits in (8, 16), "--bits", bits, "use 16 or 8")
-    recipe = recipe_for(kind.value, **({"draft_vocab_size": draft_vocab} if draft_vocab else {}))
+    require(not trunk or kind is Kind.medusa, "--trunk", kind.value, "only medusa has heads that read one")
+    require(start is None or (start / "config.json").is_file(), "--start", start, "name the folder of a head that paceline trained")
+    recipe = recipe_for(kind.value, has_trunk=trunk, **({"draft_vocab_size": draft_vocab} if draft_vocab else {}))
     with _progress() as bar:
         begun = out / "text" if resume and (out / "state").is_dir() and text is None else text
         texts = _texts(target, prompts, out, begun, tokens, hours, device, seed, bar)
         recipe, limit = _plan(recipe, texts, rounds, hours)
-        found = _train(target, texts, recipe, limit, out, device, seed, resume, bits, bar)
+        found = _train(target, texts, recipe, limit, out, device, seed, resume, bits, start, bar)
     console.write(console.stdout(), f"{out}: {found.tau:.2f} tokens a step on held-out answers, drafts of {recipe.num_steps}\n")
 
 
@@ -121,8 +127,9 @@ def _plan(recipe: Recipe, texts: Texts, rounds: float, hours: float | None) -> t
 
 
 def _train(
-    target: str, texts: Texts, recipe: Recipe, limit: Limit, out: Path, device: str, seed: int, resume: bool, bits: int, bar: _Bar
-) -> Acceptance:
+    target: str, texts: Texts, recipe: Recipe, limit: Limit, out: Path, device: str, seed: int, resume: bool, bits: int,
+    start: Path | None, bar: _Bar,
+) -> Acceptance:  # fmt: skip
     from paceline.loaders.checkpoint import open_checkpoint
     from paceline.runtime.device import resolve
     from paceline.train.session import train as run
@@ -131,7 +138,7 @@ def _train(
     checkpoint = open_checkpoint(target, progress=False)
     (found,) = run(
         checkpoint, texts, [recipe], limit, [out], device=resolve(device), seed=seed, command=sys.argv, report=bar.report,
-        is_resumed=resume, bits=bits, num_measures=10,
+        is_resumed=resume, bits=bits, start=start, num_measures=10,
     )  # fmt: skip
     return found
 

@@ -307,6 +307,14 @@ def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> Non
     again = CliRunner().invoke(app, [*common, "--text", str(out / "text")])
     assert again.exit_code == 2
     assert "--resume" in again.stderr
+    medusa = ["train", "medusa", "--trunk", "--start", str(out), "--target", str(tiny_folder), "--device", "cpu", "--draft-vocab", "256"]
+    done = CliRunner().invoke(app, [*medusa, "-o", str(tmp_path / "medusa"), "--text", str(out / "text"), "--rounds", "0.05"])
+    assert done.exit_code == 0, done.output
+    started = json.loads((tmp_path / "medusa" / "provenance.json").read_text())["curve"][0]
+    assert started["by_position"][0] > 0.9 * notes["curve"][-1]["by_position"][0], "it begins as good as EAGLE's first step"
+    wrong = CliRunner().invoke(app, [*common, "--trunk"])
+    assert wrong.exit_code == 2
+    assert "only medusa" in wrong.stderr
     both = CliRunner().invoke(app, [*common, "--tokens", "5000", "--hours", "1"])
     assert both.exit_code == 2
     assert "not both" in both.stderr
