@@ -103,7 +103,7 @@ def add_norm(
 
 @triton.jit
 def turned(left: tl.tensor, right: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
-    """Both halves of a head, rotated. Fused by name: which product is rounded is not the compiler's choice, so all who rotate agree."""
+    """Both halves of a head, rotated. Fused by name: which product is rounded is not the compiler's choice."""
     return tl.fma(left, cos, -(right * sin)), tl.fma(right, cos, left * sin)
 
 

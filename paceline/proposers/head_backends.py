@@ -13,12 +13,16 @@ from paceline.proposers.base import Surroundings
 from paceline.runtime.runner import Decoder
 
 if TYPE_CHECKING:
+    import torch
+
+    from paceline.cpu.chain_head import ChainHead
     from paceline.cpu.decoder import CpuDecoder
     from paceline.cuda.block_head import CudaBlockHead
     from paceline.cuda.chain_head import CudaChainHead
     from paceline.cuda.decoder import CudaDecoder
     from paceline.cuda.rounds import CudaRounds
     from paceline.cuda.side_heads import CudaMedusaHead
+    from paceline.models.chain_head import TorchChainHead
 
 
 def refuse_stage(name: str, surroundings: Surroundings) -> None:
@@ -29,26 +33,44 @@ def refuse_stage(name: str, surroundings: Surroundings) -> None:
 
 def chain_backend(head: Head, surroundings: Surroundings, steps: int) -> ChainBackend:
     """steps: tokens of the longest chain that will be asked for; 0: only trees."""
-    config, decoder = head.config, surroundings.runner.decoder
+    config = head.config
     if isinstance(config, MlpSpeculatorConfig):
         from paceline.models.mlp_head import TorchMlpHead
 
         return TorchMlpHead(config, head.tensors, surroundings.checkpoint.tensor("norm.weight"), surroundings.runner.kv.device)
     assert isinstance(config, LayeredConfig)
     norm = surroundings.checkpoint.tensor("norm.weight") if isinstance(config, Eagle1Config) else None
+    backend = _layer_backend(config, head.tensors, surroundings, norm)
+    if _is_recorded(backend):
+        _warm_up(backend, steps)
+    return backend
+
+
+def trunk_backend(trunk: EagleConfig, head: Head, surroundings: Surroundings) -> TrunkBackend:
+    """What the heads of `head` read; nobody speaks there."""
+    own = {name.removeprefix(TRUNK): tensor for name, tensor in head.tensors.items() if name.startswith(TRUNK)}
+    backend = _layer_backend(trunk, {**own, "lm_head.weight": head.tensors["lm_head.weight"]}, surroundings)
+    if _is_recorded(backend) and backend.device.type == "cuda":
+        backend.warm_up(0)
+    return backend
+
+
+def _layer_backend(
+    config: LayeredConfig, tensors: dict[str, torch.Tensor], surroundings: Surroundings, norm: torch.Tensor | None = None
+) -> ChainHead | CudaChainHead | TorchChainHead:
+    """A head whose layers read token by token. norm: the target's last, for heads that read what comes out of it."""
+    decoder = surroundings.runner.decoder
     if is_compiled(decoder):
         from paceline.cpu.chain_head import ChainHead
 
-        return ChainHead(config, head.tensors, decoder, norm)
+        return ChainHead(config, tensors, decoder, norm)
     if is_on_gpu(decoder):
         from paceline.cuda.chain_head import CudaChainHead
 
-        recorded = CudaChainHead(config, head.tensors, decoder, surroundings.runner.kv.pool.num_blocks, norm)
-        _warm_up(recorded, steps)
-        return recorded
+        return CudaChainHead(config, tensors, decoder, surroundings.runner.kv.pool.num_blocks, norm)
     from paceline.models.chain_head import TorchChainHead
 
-    return TorchChainHead(config, head.tensors, decoder, norm, surroundings.runner.kv.device)
+    return TorchChainHead(config, tensors, decoder, norm, surroundings.runner.kv.device)
 
 
 def matching_backend(surroundings: Surroundings | None, steps: int) -> RoundsBackend | None:
@@ -100,26 +122,6 @@ def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBack
     return TorchMedusaHead(config, head.tensors, norm, surroundings.runner.kv.device)
 
 
-def trunk_backend(trunk: EagleConfig, head: Head, surroundings: Surroundings) -> TrunkBackend:
-    """What the heads of `head` read; nobody speaks there."""
-    own = {name.removeprefix(TRUNK): tensor for name, tensor in head.tensors.items() if name.startswith(TRUNK)}
-    decoder, tensors = surroundings.runner.decoder, {**own, "lm_head.weight": head.tensors["lm_head.weight"]}
-    if is_compiled(decoder):
-        from paceline.cpu.chain_head import ChainHead
-
-        return ChainHead(trunk, tensors, decoder)
-    if is_on_gpu(decoder):
-        from paceline.cuda.chain_head import CudaChainHead
-
-        recorded = CudaChainHead(trunk, tensors, decoder, surroundings.runner.kv.pool.num_blocks)
-        if recorded.device.type == "cuda":
-            recorded.warm_up(0)
-        return recorded
-    from paceline.models.chain_head import TorchChainHead
-
-    return TorchChainHead(trunk, tensors, decoder, None, surroundings.runner.kv.device)
-
-
 def block_backend(head: Head, surroundings: Surroundings, steps: int) -> BlockBackend:
     config, decoder = head.config, surroundings.runner.decoder
     assert isinstance(config, DflashConfig)
@@ -152,3 +154,8 @@ def is_compiled(decoder: Decoder) -> TypeGuard[CpuDecoder]:
 def is_on_gpu(decoder: Decoder) -> TypeGuard[CudaDecoder]:
     """Told by its name, too: its module needs Triton."""
     return type(decoder).__module__ == "paceline.cuda.decoder"
+
+
+def _is_recorded(backend: object) -> TypeGuard[CudaChainHead]:
+    """Told by its name, as well."""
+    return type(backend).__module__ == "paceline.cuda.chain_head"
