@@ -72,7 +72,7 @@ def copies_of(weight: PackedWeight) -> list[PackedWeight]:
 
 def candidates(num_rows: int, weight: PackedWeight) -> list[tuple[Tile, int]]:
     """The table's choice first."""
-    tile, cut = linear.tile_of(num_rows, weight, torch.bfloat16), linear.splits_of(weight)
+    tile, cut = linear.way_of(num_rows, weight, torch.bfloat16, is_exact=True)
     block = next(size for size in TILES if num_rows <= size)
     others = [Tile(*sizes) for sizes in TILES[block]]
     cuts = [cut, *(size for size in (cut // 2,) if size)]

@@ -2,7 +2,7 @@
 
 K is split over programs where W has too few rows to fill the device. The parts are added in order by whatever reads them next (`parts`:
 cuda/rows.py), or by a second kernel (`product`). Invariant: how K is cut depends on W alone and each output is a sum over its own row of
-x, so the bits of a row depend neither on other rows nor on how many there are. Kernels: cuda/multiply.py.
+x, so the bits of a row depend neither on other rows nor, in exact mode, on how many there are. Kernels: cuda/multiply.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.cuda.multiply import add_parts, expand, multiply
 from paceline.cuda.overlap import LAUNCH
 from paceline.cuda.pack import PackedWeight, pack
 
-__all__ = ["PackedWeight", "Tile", "dequantized", "launch", "pack", "parts", "product", "splits_of", "tile_of"]
+__all__ = ["PackedWeight", "Tile", "dequantized", "launch", "pack", "parts", "product", "splits_of", "way_of"]
 
 Activation = Literal["silu", "gelu_tanh"]
 
 FUSED_ROWS = 256  # with more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies
-_ENOUGH = 200  # programs that fill a device, three for every two multiprocessors
-_FEW = 100  # three for every four
+_ENOUGH, _MIDDLING, _FEW = 200, 150, 100  # programs that fill a device: three for every two multiprocessors, or for every four
+_SOME_ROWS = 16  # with more, sums are many: to write and add parts of them costs more than further programs gain
 _SHORTEST = 512  # inputs of a part of K, at least
 _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembly
 
@@ -39,26 +39,34 @@ class Tile(NamedTuple):
 _QUICK = Tile(8, 64, 2, 3, unroll=2)
 
 
-def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool = True) -> Tile:
-    """Measured on an H200 (scripts/gpu_linear.py). is_exact: of tiles that all give a row the same bits."""
-    if _is_quick(num_rows, weight, dtype, is_exact):
-        return _QUICK
+def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int) -> Tile:
+    """Measured on an H200, whole steps in turns: of tiles that all give a row the same bits."""
     if dtype == torch.float32:  # no tensor cores: correct, not quick, and larger tiles outgrow shared memory
         return Tile(16, 128, 4, 2)
     block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)
     if not weight.is_whole:
         return Tile(min(block_t, 64), 128, 4, 4 if block_t == 16 else 3)
     if _rows_of_tile(weight) == 128:
-        if 8 < num_rows <= 16:
-            return Tile(16, 64, 4, 5)
-        return Tile(block_t, 128, 8, 3) if block_t == 128 else Tile(block_t, 128, 4, 4)
+        return _tile_without_parts(num_rows, block_t, weight.shape[0])
     # Where a multiprocessor has one or two programs, each has more on its way.
-    if block_t == 64 and _num_programs(weight, 128) >= _FEW:
-        return Tile(64, 128, 4, 6 if 2 * _num_programs(weight, 128) < 3 * _FEW else 4)
+    high, low = (triton.cdiv(weight.shape[0], block_n) * splits for block_n in (128, 64))
+    if block_t == 64 and high >= _FEW:
+        return Tile(64, 128, 4, 6 if high < _MIDDLING else 4)
+    if block_t == 128 or low >= 3 * _FEW:
+        return Tile(block_t, 64, 4, 4)
     if block_t == 16:
-        is_wide, is_sparse = weight.shape[1] > weight.shape[0], _num_programs(weight, 64) < 3 * _FEW
-        return Tile(16, 64, 4, 4 if not is_sparse else 5 if is_wide and num_rows > 8 else 8)
-    return Tile(block_t, 64, 4, 4)
+        is_long = weight.shape[1] > weight.shape[0] and num_rows > 8
+        return Tile(16, 64, 4, 5 if is_long or _MIDDLING <= low < _ENOUGH else 8)
+    return Tile(block_t, 64, 4, 5 if low >= _MIDDLING else 8)
+
+
+def _tile_without_parts(num_rows: int, block_t: int, num_outputs: int) -> Tile:
+    """For W of many rows. High tiles read x less often: with 64 rows a device is bound by its power as well."""
+    if 8 < num_rows <= 16:
+        return Tile(16, 64, 4, 5)
+    if block_t == 64 and triton.cdiv(num_outputs, 256) >= _FEW:
+        return Tile(64, 256, 8, 4)
+    return Tile(block_t, 128, 8, 3) if block_t == 128 else Tile(block_t, 128, 4, 4)
 
 
 def _rows_of_tile(weight: PackedWeight) -> int:
@@ -66,14 +74,11 @@ def _rows_of_tile(weight: PackedWeight) -> int:
     return 64 if weight.is_whole and triton.cdiv(weight.shape[0], 128) < _ENOUGH else 128
 
 
-def _num_programs(weight: PackedWeight, block_n: int) -> int:
-    return triton.cdiv(weight.shape[0], block_n) * splits_of(weight)
-
-
-def splits_of(weight: PackedWeight, shortest: int = _SHORTEST) -> int:
-    """Parts K is cut into: a power of two."""
+def splits_of(weight: PackedWeight, shortest: int = _SHORTEST, enough: int = 0) -> int:
+    """Parts K is cut into, for `enough` programs: a power of two."""
     (num_outputs, width), splits = weight.shape, 1
-    while triton.cdiv(num_outputs, _rows_of_tile(weight)) * splits < _ENOUGH and 2 * splits * shortest <= width:
+    enough = enough or (_MIDDLING if weight.is_whole else _ENOUGH)
+    while triton.cdiv(num_outputs, _rows_of_tile(weight)) * splits < enough and 2 * splits * shortest <= width:
         splits *= 2
     return splits
 
@@ -84,9 +89,12 @@ def _is_quick(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact:
 
 
 def way_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool) -> tuple[Tile, int]:
-    """The tile, and how many parts K is cut into."""
-    shortest = 2 * _SHORTEST if _is_quick(num_rows, weight, dtype, is_exact) else _SHORTEST
-    return tile_of(num_rows, weight, dtype, is_exact), splits_of(weight, shortest)
+    """The tile, and how many parts K is cut into: in exact mode as many for any number of rows."""
+    if _is_quick(num_rows, weight, dtype, is_exact):
+        return _QUICK, splits_of(weight, 2 * _SHORTEST)
+    has_many_sums = num_rows > _SOME_ROWS and weight.bits == 16 and not is_exact
+    splits = splits_of(weight, enough=_FEW if has_many_sums else 0)
+    return tile_of(num_rows, weight, dtype, splits), splits
 
 
 def ahead_of(weight: PackedWeight) -> int:

@@ -163,13 +163,16 @@ def test_weights_of_16_bits_are_not_copied(device: torch.device) -> None:
         pack(weight.int(), 16)
 
 
-@pytest.mark.parametrize("shape", [(6144, 4096, 4, 8), (4096, 4096, 4, 8), (28672, 4096, 1, 1), (4096, 14336, 4, 8), (128256, 4096, 1, 1)])
+@pytest.mark.parametrize("shape", [(6144, 4096, 2, 8), (4096, 4096, 4, 8), (28672, 4096, 1, 1), (4096, 14336, 4, 8), (128256, 4096, 1, 1)])
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_large_products_fill_a_device(shape: tuple[int, int, int, int], bits: int) -> None:
     num_outputs, width, *splits = shape
     weight = PackedWeight(torch.empty(0), torch.empty(0), bits, 64 if bits == 16 else 128, (num_outputs, width))
     assert splits_of(weight) == splits[bits < 16]
-    assert {linear.tile_of(count, weight, torch.bfloat16).warps % 4 for count in (1, 16, 17, 64, 65, 256)} == {0}
+    exact = [linear.way_of(count, weight, torch.bfloat16, is_exact=True) for count in (1, 16, 17, 64, 65, 256)]
+    assert {(tile.warps % 4, cut) for tile, cut in exact} == {(0, splits[bits < 16])}
+    if bits == 16:  # many rows have many sums: fewer parts of them
+        assert {linear.way_of(count, weight, torch.bfloat16, is_exact=False)[1] for count in (17, 64, 256)} == {min(splits[0], 2)}
     if bits == 4:  # alone, and where bits may differ, parts are no shorter than 1024
         assert linear.way_of(1, weight, torch.bfloat16, is_exact=False)[1] == {6144: 4, 28672: 1, 128256: 1}.get(
             num_outputs, 4 if width == 4096 else 8
