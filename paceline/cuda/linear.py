@@ -52,7 +52,9 @@ def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int
     high, low = (triton.cdiv(weight.shape[0], block_n) * splits for block_n in (128, 64))
     if block_t == 64 and high >= _FEW:
         return Tile(64, 128, 4, 6 if high < _MIDDLING else 4)
-    if block_t == 128 or low >= 3 * _FEW:
+    if block_t == 128:
+        return Tile(128, 64, 4, 6 if low * triton.cdiv(num_rows, 128) < _MIDDLING else 4)
+    if low >= 3 * _FEW:
         return Tile(block_t, 64, 4, 4)
     if block_t == 16:
         is_long = weight.shape[1] > weight.shape[0] and num_rows > 8
