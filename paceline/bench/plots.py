@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.bench.measure import Result
 
 SIZE, DPI = (8.0, 4.5), 120
+LEGEND_COLUMNS = 4
 CROWDED = 7  # more names than this overlap unless they are turned
 
 
@@ -46,8 +47,8 @@ def _save(result: Result, picture: Any, path: Path) -> bool:
     if not picture(result, axes):
         return False
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize="small")
+    if axes.get_legend_handles_labels()[0]:  # above, where it covers nothing
+        figure.legend(loc="outside upper center", ncols=LEGEND_COLUMNS, frameon=False, fontsize="small")
     figure.savefig(path)
     return True
 
@@ -64,7 +65,6 @@ def _speedup(result: Result, axes: Axes) -> bool:
     axes.axhline(1, color="black", linewidth=0.8)
     is_crowded = len(tasks) > CROWDED
     axes.set_xticks(range(len(tasks)), tasks, rotation=40 if is_crowded else 0, ha="right" if is_crowded else "center")
-    axes.set_ylim(0, 1.2 * max((row["speedup"] for row in drafted), default=1.0))  # room for the legend
     axes.set_ylabel("speedup over plain decoding")
     return bool(names)
 
@@ -74,7 +74,7 @@ def _verify_cost(result: Result, axes: Axes) -> bool:
         return False
     axes.plot(result.verify_cost["tokens"], result.verify_cost["relative"], marker="o", label=result.verify_cost["engine"])
     axes.plot(result.verify_cost["tokens"], result.verify_cost["tokens"], color="gray", linestyle=":", label="one pass a token")
-    axes.set_ylim(0, 1.2 * max(result.verify_cost["relative"]))
+    axes.set_ylim(0, 1.2 * max(result.verify_cost["relative"]))  # one pass a token would be far above
     axes.set_xlabel("tokens checked in one pass")
     axes.set_ylabel("time relative to one token")
     return True
