@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from paceline.cpu.features import VARIANT
-from paceline.cpu.lanes import FLOAT, INT32, Emitter, bytes_, floats
+from paceline.cpu.lanes import INT32, Emitter, bytes_, floats
 
 ROWS = 8  # outputs of a tile
 GROUP = {8: 64, 4: 32}  # values of k that share a scale
@@ -106,6 +106,12 @@ def _halves(emit: Emitter, address: Any) -> list[Any]:
     return [emit.builder.bitcast(emit.builder.shl(emit.builder.zext(each, _ints(WIDTH)), shift), floats(WIDTH)) for each in raw]
 
 
+def _offsets(emit: Emitter, sums: Any, scales: Any) -> Any:
+    """What the minima of a group are multiplied by, for each of up to four tokens: minus the scaled sum of the token's integers."""
+    totals = emit.builder.sitofp(emit.load(sums, _ints(scales.type.count)), scales.type)
+    return emit.builder.fneg(emit.builder.fmul(totals, scales))
+
+
 def _tile(emit: Emitter, bits: int, tokens: int, sources: Sources, groups: Any, y: Any, y_stride: Any) -> None:
     builder = emit.builder
     parts = range(ROWS // WIDTH)
@@ -117,17 +123,16 @@ def _tile(emit: Emitter, bits: int, tokens: int, sources: Sources, groups: Any, 
         minima = _halves(emit, emit.offset(block, BLOCK[bits] - 2 * ROWS)) if bits == 4 else []
         first = emit.times(group, sources.group_stride)
         fours = [emit.load(emit.offset(sources.scales, first, 4 * t), floats(min(4, tokens - t))) for t in range(0, tokens, 4)]
+        offsets = [_offsets(emit, emit.offset(sources.sums, first, 16 * i), four) for i, four in enumerate(fours)] if bits == 4 else []
+        # A number of a token is a lane of a register: multiplying by it is one instruction, a scalar would be spread before it.
         for t in range(tokens):
-            spread = emit.splat(fours[t // 4], t % 4, WIDTH)  # multiplying by a lane is one instruction, a scalar would be spread before it
+            spread = emit.splat(fours[t // 4], t % 4, WIDTH)
             for p in parts:
                 whole = builder.sitofp(totals[t][p], floats(WIDTH))
                 emit.accumulate(sums[t][p], whole, builder.fmul(scales[p], spread))
             if bits == 4:
-                scale = builder.extract_element(fours[t // 4], ir.Constant(INT32, t % 4))
-                total = builder.sitofp(emit.load(emit.offset(sources.sums, first, 4 * t), INT32), FLOAT)
-                offset = emit.broadcast(builder.fneg(builder.fmul(total, scale)), WIDTH)
                 for p in parts:
-                    emit.accumulate(sums[t][p], minima[p], offset)
+                    emit.accumulate(sums[t][p], minima[p], emit.splat(offsets[t // 4], t % 4, WIDTH))
     for t in range(tokens):
         for p in parts:
             emit.store(builder.load(sums[t][p]), emit.offset(y, emit.times(y_stride, t), 4 * WIDTH * p))
