@@ -1,8 +1,8 @@
-"""Products with weights of 4, 8, 16 or 32 bits that give a row the same bits whatever else is in the pass, up to FUSED_ROWS rows.
+"""Products with weights of 4, 8, 16 or 32 bits that give a row the same bits whatever the other rows hold, up to FUSED_ROWS rows.
 
 K is split over programs where W has too few rows to fill the device. The parts are added in order by whatever reads them next (`parts`:
-cuda/rows.py), or by a second kernel (`product`). Invariant: how K is cut depends on W alone and each output is a sum over its own row of
-x, so the bits of a row depend neither on other rows nor, in exact mode, on how many there are. Kernels: cuda/multiply.py.
+cuda/rows.py), or by a second kernel (`product`). Invariant: each output is a sum over its own row of x, and in exact mode how K is cut
+depends on W alone, so there the bits of a row do not depend on how many rows there are either. Kernels: cuda/multiply.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["PackedWeight", "Tile", "dequantized", "launch", "pack", "parts", "pr
 Activation = Literal["silu", "gelu_tanh"]
 
 FUSED_ROWS = 256  # with more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies
-_ENOUGH, _MIDDLING, _FEW = 200, 150, 100  # programs that fill a device: three for every two multiprocessors, or for every four
+_ENOUGH, _MIDDLING, _FEW = 200, 150, 100  # programs that fill a device, well or just: of 132 multiprocessors, measured
 _SOME_ROWS = 16  # with more, sums are many: to write and add parts of them costs more than further programs gain
 _SHORTEST = 512  # inputs of a part of K, at least
 _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembly
