@@ -1,4 +1,5 @@
-"""Paceline: lossless speculative decoding. A drafter rides ahead, the target checks, the text is the target's own.
+"""Paceline: lossless speculative decoding. A drafter rides ahead, the target checks, the text is the target's
+own.
 
 Heavy modules load on first use, so `import paceline` is quick.
 """
@@ -7,11 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError, GrammarError, ModelError, ModelFileError, ModelNotFound, PacelineError, RequestError
-from paceline.params import SamplingParams, StructuredOutputs
+from paceline.core.errors import (
+    ConfigError,
+    GrammarError,
+    ModelError,
+    ModelFileError,
+    ModelNotFound,
+    PacelineError,
+    RequestError,
+)
+from paceline.core.params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM
+    from paceline.api.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +39,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from paceline.llm import LLM
+        from paceline.api.llm import LLM
 
         return LLM
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -1,10 +1,13 @@
-"""Finds the two constants of the suffix drafter: how much a match is doubted, in a request's own text and in past answers.
+"""Finds the two constants of the suffix drafter: how much a match is doubted, in a request's own text and in
+past answers.
 
-    python scripts/fit_suffix.py PROMPTS.jsonl        one {"turns": [prompt, ...]} a line; the first turn is asked, greedily
+    python scripts/fit_suffix.py PROMPTS.jsonl        one {"turns": [prompt, ...]} a line; the first turn is
+    asked, greedily
 
-For each doubt on a grid: at every position of every answer take the best vote count / (total + doubt / length) over all match lengths, and
-score it as a forecast that the next token is the one voted for. The least mean log loss wins; then a table of forecast against outcome.
-Strings are counted here one by one, without the drafter's own trees.
+For each doubt on a grid: at every position of every answer take the best vote count / (total + doubt /
+length) over all match lengths, and score it as a forecast that the next token is the one voted for. The least
+mean log loss wins; then a table of forecast against outcome. Strings are counted here one by one, without the
+drafter's own trees.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ def answers(path: Path, max_tokens: int = 128) -> list[tuple[list[int], list[int
     with LLM(max_num_seqs=8) as llm:
         prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": turn}]) for turn in turns]
         results = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
-    return [(prompt, list(result.outputs[0].token_ids)) for prompt, result in zip(prompts, results, strict=True)]
+    return [
+        (prompt, list(result.outputs[0].token_ids)) for prompt, result in zip(prompts, results, strict=True)
+    ]
 
 
 def collect(texts: Sequence[tuple[list[int], list[int]]]) -> tuple[list[list[Vote]], list[list[Vote]]]:
@@ -79,7 +84,11 @@ def collect(texts: Sequence[tuple[list[int], list[int]]]) -> tuple[list[list[Vot
 
 def forecasts(positions: Sequence[list[Vote]], doubt: float) -> tuple[np.ndarray, np.ndarray]:
     """The best vote of each position that has one, and whether it was right."""
-    best = [max((v.count / (v.total + doubt / v.length), v.is_right) for v in votes) for votes in positions if votes]
+    best = [
+        max((v.count / (v.total + doubt / v.length), v.is_right) for v in votes)
+        for votes in positions
+        if votes
+    ]
     chances, outcomes = np.array(best).T
     return chances, outcomes
 
@@ -89,7 +98,9 @@ def log_loss(chances: np.ndarray, outcomes: np.ndarray) -> float:
 
 
 def main() -> None:
-    for name, positions in zip(("own text", "past answers"), collect(answers(Path(sys.argv[1]))), strict=True):
+    for name, positions in zip(
+        ("own text", "past answers"), collect(answers(Path(sys.argv[1]))), strict=True
+    ):
         losses = {doubt: log_loss(*forecasts(positions, doubt)) for doubt in GRID}
         doubt = min(losses, key=losses.__getitem__)
         print(name, *(f"{d:g}: {loss:.4f}" for d, loss in losses.items()), f"-> doubt {doubt:g}", sep="  ")
@@ -97,7 +108,9 @@ def main() -> None:
         for low in np.arange(0.0, 1.0, 0.1):
             inside = (chances >= low) & (chances < low + 0.1)
             if inside.any():
-                print(f"  forecast {chances[inside].mean():.2f}  right {outcomes[inside].mean():.2f}  positions {inside.sum():,}")
+                print(
+                    f"  forecast {chances[inside].mean():.2f}  right {outcomes[inside].mean():.2f}  positions {inside.sum():,}"
+                )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Tokens a second of many requests at once on a GPU, beside what memory and arithmetic would allow, and what exact mode costs.
+"""Tokens a second of many requests at once on a GPU, beside what memory and arithmetic would allow, and what
+exact mode costs.
 
     python scripts/gpu_batch.py --model llama-8b --load-format dummy
     python scripts/gpu_batch.py --model default --methods off,auto,ngram,early_exit --exact
 
-Every request has a prompt of its own and writes as many tokens as the others; the prompt's reading is not counted. Bandwidth and arithmetic
-are measured in the same run: a copy of 4 GB and a product of two large matrices. Invariant: each row was warmed up with its own shape.
+Every request has a prompt of its own and writes as many tokens as the others; the prompt's reading is not
+counted. Bandwidth and arithmetic are measured in the same run: a copy of 4 GB and a product of two large
+matrices. Invariant: each row was warmed up with its own shape.
 """
 
 from __future__ import annotations
@@ -44,10 +46,16 @@ def limits_of_device() -> tuple[float, float]:
 
 
 def floors_ms(llm: LLM, batch: int, bandwidth: float, flops: float) -> tuple[float, float]:
-    """Of a plain step at the middle of the answers: bytes of weights and cache, and operations of the products."""
+    """Of a plain step at the middle of the answers: bytes of weights and cache, and operations of the
+    products.
+    """
     runner = llm.engine.runner
     kept = batch * (PROMPT + ANSWER / 2) * bytes_per_token(runner.config, runner.kv.kept)
-    weights = sum(torch.Size(shape).numel() for name, shape in runner.config.weight_names().items() if "embed" not in name)
+    weights = sum(
+        torch.Size(shape).numel()
+        for name, shape in runner.config.weight_names().items()
+        if "embed" not in name
+    )
     weights += runner.config.vocab_size * runner.config.hidden_size * runner.config.tie_embeddings
     return 1000 * (runner.decoder.num_bytes + kept) / bandwidth, 1000 * 2 * weights * batch / flops
 
@@ -79,11 +87,15 @@ def measure(llm: LLM, batch: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="default")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--methods", default="off", help="drafters, separated by commas; off is plain decoding")
+    parser.add_argument(
+        "--methods", default="off", help="drafters, separated by commas; off is plain decoding"
+    )
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--exact", action="store_true", help="also in exact mode")
     asked = parser.parse_args()
@@ -99,8 +111,20 @@ def main() -> None:
             ) as llm:  # fmt: skip
                 for batch in batches:
                     bytes_ms, flops_ms = floors_ms(llm, batch, bandwidth, flops)
-                    record = {"model": asked.model, "dtype": asked.dtype, "exact": exact, "method": method, **measure(llm, batch)}
-                    print(json.dumps(record | {"bytes_floor_ms": round(bytes_ms, 3), "flops_floor_ms": round(flops_ms, 3)}), flush=True)
+                    record = {
+                        "model": asked.model,
+                        "dtype": asked.dtype,
+                        "exact": exact,
+                        "method": method,
+                        **measure(llm, batch),
+                    }
+                    print(
+                        json.dumps(
+                            record
+                            | {"bytes_floor_ms": round(bytes_ms, 3), "flops_floor_ms": round(flops_ms, 3)}
+                        ),
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Time the products of an 8-billion-parameter model on a GPU: torch's against weights of 16, 8 and 4 bits, by the table and by other tiles.
+"""Time the products of an 8-billion-parameter model on a GPU: torch's against weights of 16, 8 and 4 bits, by
+the table and by other tiles.
 
     python scripts/gpu_linear.py                 the table, and which other tile is quickest for each shape
-    python scripts/gpu_linear.py --dry           tiny shapes, no timing: does every launch run and agree with the dequantized weights
+    python scripts/gpu_linear.py --dry           tiny shapes, no timing: does every launch run and agree with
+    the dequantized weights
 
-Each product is replayed from a CUDA graph over as many copies of its weights as make 400 MB, so they come from memory and not from a cache.
+Each product is replayed from a CUDA graph over as many copies of its weights as make 400 MB, so they come
+from memory and not from a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +28,13 @@ if not torch.cuda.is_available():  # the tests' way to run kernels without a dev
 from paceline.cuda import linear
 from paceline.cuda.linear import PackedWeight, Tile
 
-SHAPES = {(6144, 4096): 32, (4096, 4096): 32, (28672, 4096): 32, (4096, 14336): 32, (128256, 4096): 1}  # [N, K]: times a pass
+SHAPES = {
+    (6144, 4096): 32,
+    (4096, 4096): 32,
+    (28672, 4096): 32,
+    (4096, 14336): 32,
+    (128256, 4096): 1,
+}  # [N, K]: times a pass
 COPIES_BYTES, REPLAYS = 400_000_000, 5
 TILES = {
     16: [
@@ -39,7 +48,15 @@ TILES = {
         (16, 256, 8, 4),
     ],
     32: [(32, 128, 4, 3), (32, 128, 4, 4)],
-    64: [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 8, 4), (64, 64, 4, 4), (64, 256, 8, 2), (64, 256, 8, 3), (64, 256, 8, 4)],
+    64: [
+        (64, 128, 4, 3),
+        (64, 128, 4, 4),
+        (64, 128, 8, 4),
+        (64, 64, 4, 4),
+        (64, 256, 8, 2),
+        (64, 256, 8, 3),
+        (64, 256, 8, 4),
+    ],
     256: [(64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3)],
 }  # up to so many rows of x: tiles, to be compared with the table's
 BITS = (16, 8, 4)
@@ -84,7 +101,12 @@ def measure(x: torch.Tensor, copies: list[PackedWeight], tile: Tile, splits: int
     return microseconds([lambda w=w: linear.launch(x, w, None, out, tile, splits) for w in copies])
 
 
-def time_torch(shape: tuple[int, int], weight: torch.Tensor, inputs: dict[int, torch.Tensor], totals: dict[tuple[str, int], float]) -> None:
+def time_torch(
+    shape: tuple[int, int],
+    weight: torch.Tensor,
+    inputs: dict[int, torch.Tensor],
+    totals: dict[tuple[str, int], float],
+) -> None:
     whole = [weight.clone() for _ in range(max(2, COPIES_BYTES // weight.nbytes))]
     for count, x in inputs.items():
         us = microseconds([lambda w=w, x=x: x @ w.T for w in whole])
@@ -92,7 +114,9 @@ def time_torch(shape: tuple[int, int], weight: torch.Tensor, inputs: dict[int, t
         print(f"{shape!s:15} T {count:3} torch   {us:8.1f} us {weight.nbytes * 1e-3 / us:6.0f} GB/s")
 
 
-def time_tiles(shape: tuple[int, int], copies: list[PackedWeight], x: torch.Tensor, totals: dict[tuple[str, int], float]) -> None:
+def time_tiles(
+    shape: tuple[int, int], copies: list[PackedWeight], x: torch.Tensor, totals: dict[tuple[str, int], float]
+) -> None:
     bits, count, size = copies[0].bits, len(x), copies[0].packed.nbytes + copies[0].scales.nbytes
     choices = candidates(count, copies[0])
     spent = {}
@@ -100,11 +124,19 @@ def time_tiles(shape: tuple[int, int], copies: list[PackedWeight], x: torch.Tens
         with contextlib.suppress(triton.OutOfResources):
             spent[choice] = measure(x, copies, *choice)
     order = sorted(spent, key=lambda choice: spent[choice])
-    for name, choice in [("table", choices[0]), *(("other", choice) for choice in order[:4] if choice != choices[0])]:
+    for name, choice in [
+        ("table", choices[0]),
+        *(("other", choice) for choice in order[:4] if choice != choices[0]),
+    ]:
         figures = f"{spent[choice]:8.1f} us {size * 1e-3 / spent[choice]:6.0f} GB/s"
-        print(f"{shape!s:15} T {count:3} {bits:2} bits {figures} {name} {tuple(choice[0])} splits {choice[1]}", flush=True)
+        print(
+            f"{shape!s:15} T {count:3} {bits:2} bits {figures} {name} {tuple(choice[0])} splits {choice[1]}",
+            flush=True,
+        )
     for name, choice in (("table", choices[0]), ("best", order[0])):
-        totals[f"{bits} {name}", count] = totals.get((f"{bits} {name}", count), 0) + SHAPES[shape] * spent[choice]
+        totals[f"{bits} {name}", count] = (
+            totals.get((f"{bits} {name}", count), 0) + SHAPES[shape] * spent[choice]
+        )
 
 
 def time_shape(shape: tuple[int, int], counts: list[int], totals: dict[tuple[str, int], float]) -> None:
@@ -126,11 +158,15 @@ def dry() -> None:
         out = torch.empty((count, 256), dtype=x.dtype, device=device)
         for tile, splits in candidates(count, weight):
             linear.launch(x, weight, None, out, tile, splits)
-            print(f"{bits} bits T {count} {tuple(tile)} splits {splits}: largest difference {(out.float() - wanted).abs().max():.3f}")
+            print(
+                f"{bits} bits T {count} {tuple(tile)} splits {splits}: largest difference {(out.float() - wanted).abs().max():.3f}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--bits", default="16,8,4")
     parser.add_argument("--rows", default="1,16,64,256", help="numbers of rows of x, at most 256")
@@ -143,7 +179,9 @@ def main() -> None:
     for shape in SHAPES:
         time_shape(shape, [int(count) for count in options.rows.split(",")], totals)
     for (name, count), us in totals.items():
-        print(f"whole pass T {count:3} {name:10} {us / 1000:6.2f} ms, {us / totals['torch', count]:.2f} of torch")
+        print(
+            f"whole pass T {count:3} {name:10} {us / 1000:6.2f} ms, {us / totals['torch', count]:.2f} of torch"
+        )
 
 
 if __name__ == "__main__":

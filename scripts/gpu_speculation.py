@@ -1,10 +1,12 @@
-"""What speculation gains on a GPU for an acceptance rate, K and a batch, with a model of random weights: nothing needs a download.
+"""What speculation gains on a GPU for an acceptance rate, K and a batch, with a model of random weights:
+nothing needs a download.
 
     python scripts/gpu_speculation.py --model llama-8b --rates 0.6,0.8,0.9 --lengths 2,4,8,16 --batches 1,8
 
-The drafter is a fake that belongs to this script: plain decoding wrote the answers first, and it drafts them with a wrong token wherever a
-coin, thrown once for each position, says so. All else is the engine as it is: passes, acceptance, caches. Beside each speedup stands what
-the formula says, (1 - a^(K+1)) / (1 - a) tokens a pass over the measured cost of a pass with K more rows.
+The drafter is a fake that belongs to this script: plain decoding wrote the answers first, and it drafts them
+with a wrong token wherever a coin, thrown once for each position, says so. All else is the engine as it is:
+passes, acceptance, caches. Beside each speedup stands what the formula says, (1 - a^(K+1)) / (1 - a) tokens a
+pass over the measured cost of a pass with K more rows.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ import numpy as np
 from waves import wave
 
 from paceline import LLM, SamplingParams
+from paceline.core.types import Draft, Needs, Request, Seen
+from paceline.drafters.base import chain
 from paceline.engine.costs import expected_tokens
 from paceline.engine.engine import Engine
 from paceline.engine.plan import FixedPolicy
-from paceline.proposers.base import chain
-from paceline.types import Draft, Needs, Request, Seen
 
 PROMPT, ANSWER = 256, 128
 
@@ -41,7 +43,10 @@ class Coin:
     def _draft(self, request: Request, count: int) -> Draft:
         answer, first = self.answers[tuple(request.tokens[: request.num_prompt])], request.num_output
         coins = np.random.default_rng(request.tokens[0]).random(len(answer))
-        known = [t if coins[first + i] < self.rate else (t + 1) % self.vocab_size for i, t in enumerate(answer[first : first + count])]
+        known = [
+            t if coins[first + i] < self.rate else (t + 1) % self.vocab_size
+            for i, t in enumerate(answer[first : first + count])
+        ]
         return chain(request, known, self.name)
 
     def observe(self, seen: Sequence[Seen]) -> None: ...
@@ -56,12 +61,19 @@ def run(llm: LLM, engine: Engine, prompts: list[list[int]]) -> tuple[float, list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True, help="random weights make many near ties")
+    parser.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="random weights make many near ties",
+    )
     parser.add_argument("--rates", default="0.6,0.8,0.9")
     parser.add_argument("--lengths", default="2,4,8,16")
     parser.add_argument("--batches", default="1")
@@ -72,7 +84,9 @@ def main() -> None:
     ) as llm:  # fmt: skip
         plain, size = llm.engine, llm.checkpoint.config.vocab_size
         for batch in (int(count) for count in asked.batches.split(",")):
-            prompts = [[(i * 977 + j * 31) % min(size, 30_000) for j in range(PROMPT)] for i in range(1, batch + 1)]
+            prompts = [
+                [(i * 977 + j * 31) % min(size, 30_000) for j in range(PROMPT)] for i in range(1, batch + 1)
+            ]
             base, texts = run(llm, plain, prompts)
             answers = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
             print(json.dumps({"batch": batch, "plain_tokens_per_s": round(base, 1)}), flush=True)
@@ -82,11 +96,24 @@ def main() -> None:
                     config = replace(plain.config, num_speculative_tokens=length)
                     engine = Engine(plain.runner, coin, config, FixedPolicy(coin, length))
                     speed, said = run(llm, engine, prompts)
-                    record = {"batch": batch, "rate": rate, "K": length, "tokens_per_s": round(speed, 1), "speedup": round(speed / base, 2)}
+                    record = {
+                        "batch": batch,
+                        "rate": rate,
+                        "K": length,
+                        "tokens_per_s": round(speed, 1),
+                        "speedup": round(speed / base, 2),
+                    }
                     tau = engine.totals.num_tokens / engine.totals.num_steps
                     same = sum(a == b for a, b in zip(said, texts, strict=True))
                     print(
-                        json.dumps(record | {"tau": round(tau, 2), "formula": round(expected_tokens(rate, length), 2), "same": same}),
+                        json.dumps(
+                            record
+                            | {
+                                "tau": round(tau, 2),
+                                "formula": round(expected_tokens(rate, length), 2),
+                                "same": same,
+                            }
+                        ),
                         flush=True,
                     )
 

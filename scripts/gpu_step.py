@@ -1,8 +1,8 @@
 """How close a step on a GPU comes to its linear layers alone: `python scripts/gpu_step.py --shape llama-8b`.
 
-Random weights of the model's shape. Timed with events on the device, whole graphs: the linear layers alone; plain decoding; trees of
-drafted nodes. The wall clock of a forward call, host work included, is printed beside. Invariant: everything compared is timed in one run,
-in turns, and medians are reported.
+Random weights of the model's shape. Timed with events on the device, whole graphs: the linear layers alone;
+plain decoding; trees of drafted nodes. The wall clock of a forward call, host work included, is printed
+beside. Invariant: everything compared is timed in one run, in turns, and medians are reported.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.types import Cached, Pick, Segment
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import CudaCapture, Recording
 from paceline.cuda.weights import Matrix
@@ -23,7 +24,6 @@ from paceline.loaders.dummy import SHAPES, DummyCheckpoint
 from paceline.models.config import ModelConfig
 from paceline.runtime.kv_cache import BLOCK_SIZE, Kept, KvCache
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Pick, Segment
 
 UNTIMED, TIMED = 12, 6  # replays of a turn: clocks follow the load within tens of milliseconds
 TREE_BRANCHES = 4  # children of the root; further nodes hang in chains below
@@ -38,15 +38,24 @@ def torchs(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.linear(x, matrix.weight.packed, matrix.bias)
 
 
-def linears_alone(decoder: CudaDecoder, rows: int, multiply: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> Recording:
+def linears_alone(
+    decoder: CudaDecoder, rows: int, multiply: Callable[[Matrix, torch.Tensor], torch.Tensor]
+) -> Recording:
     """The products of a pass and nothing else, in one graph."""
     config, weights = decoder.config, decoder.weights
     widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
-    narrow, heads, wide = (torch.randn((rows, width), dtype=weights.dtype, device=decoder.device) for width in widths)
+    narrow, heads, wide = (
+        torch.randn((rows, width), dtype=weights.dtype, device=decoder.device) for width in widths
+    )
 
     def run() -> torch.Tensor:
         for layer in weights.layers:
-            for matrix, x in ((layer.qkv, narrow), (layer.out, heads), (layer.gate_up, narrow), (layer.down, wide)):
+            for matrix, x in (
+                (layer.qkv, narrow),
+                (layer.out, heads),
+                (layer.gate_up, narrow),
+                (layer.down, wide),
+            ):
                 multiply(matrix, x)
         return multiply(weights.head, narrow)
 
@@ -54,8 +63,8 @@ def linears_alone(decoder: CudaDecoder, rows: int, multiply: Callable[[Matrix, t
 
 
 def in_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """Median ms of each. A device that grows warm is a percent or two slower, so all are timed cold and warm alike; and what ran before
-    matters as much, so each runs a few times by itself before its turn counts."""
+    """Median ms of each. A device that grows warm is a percent or two slower, so all are timed cold and warm
+    alike; and what ran before matters as much, so each runs a few times by itself before its turn counts."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(-(-repeats // TIMED)):
@@ -73,7 +82,9 @@ def in_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
 class Steps:
     """Passes over a cached context of one request or several, the same again and again."""
 
-    def __init__(self, config: ModelConfig, dtype: str, context: int, requests: int, exact: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: str, context: int, requests: int, exact: bool = False
+    ) -> None:
         self.decoder = CudaDecoder.load(DummyCheckpoint(config, "cuda"), dtype=dtype, exact=exact)
         blocks = requests * -(-(context + 300) // BLOCK_SIZE)
         kept = Kept(self.decoder.weights.dtype, self.decoder.weights.dtype)
@@ -89,7 +100,9 @@ class Steps:
     def forward(self, nodes: int, requests: int) -> Any:
         parents = tree_parents(nodes)
         tokens = [(7 * i) % self.decoder.config.vocab_size for i in range(nodes + 1)]
-        segments = [Segment(tokens, cache, parents, nodes + 1, Pick(0.0, 0)) for cache in self.caches[:requests]]
+        segments = [
+            Segment(tokens, cache, parents, nodes + 1, Pick(0.0, 0)) for cache in self.caches[:requests]
+        ]
         return self.runner.forward(segments)
 
     def recording(self, nodes: int, requests: int) -> Recording:
@@ -125,7 +138,13 @@ def transformers_ms(config: ModelConfig, context: int, tokens: int) -> float:
     for count in (1, 1, 1 + tokens, 1, 1 + tokens):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids))
+        model.generate(
+            ids,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            attention_mask=torch.ones_like(ids),
+        )
         torch.cuda.synchronize()
         times[count] = time.perf_counter() - started
     del model
@@ -145,11 +164,20 @@ def report_ratios(records: Sequence[dict[str, Any]]) -> None:
     for record in records:
         own = next(each for each in records if each["dtype"] == record["dtype"])
         ratios = (record["step_ms"] / other["step_ms"] for other in (own, records[0]))
-        print("context {context} {dtype:8} {nodes:3} nodes: ".format(**record), *(f"{ratio:.3f}" for ratio in ratios), flush=True)
+        print(
+            "context {context} {dtype:8} {nodes:3} nodes: ".format(**record),
+            *(f"{ratio:.3f}" for ratio in ratios),
+            flush=True,
+        )
 
 
 def measure(
-    shape: str, dtypes: Sequence[str], contexts: Sequence[int], nodes: Sequence[int], repeats: int, exact: bool
+    shape: str,
+    dtypes: Sequence[str],
+    contexts: Sequence[int],
+    nodes: Sequence[int],
+    repeats: int,
+    exact: bool,
 ) -> list[dict[str, Any]]:
     every = {dtype: Steps(SHAPES[shape], dtype, max(contexts), 1, exact) for dtype in dtypes}
     cases = [(dtype, n) for dtype in dtypes for n in nodes]
@@ -157,10 +185,18 @@ def measure(
     for context in contexts:
         for steps in every.values():
             steps.set_context(context)
-        graphs = {(dtype, n): {"step_ms": every[dtype].recording(n, 1), **linears[dtype, n]} for dtype, n in cases}
+        graphs = {
+            (dtype, n): {"step_ms": every[dtype].recording(n, 1), **linears[dtype, n]} for dtype, n in cases
+        }
         spent = iter(in_turns([each.replay for parts in graphs.values() for each in parts.values()], repeats))
         for (dtype, n), parts in graphs.items():
-            record: dict[str, Any] = {"shape": shape, "dtype": dtype, "exact": exact, "context": context, "nodes": n}
+            record: dict[str, Any] = {
+                "shape": shape,
+                "dtype": dtype,
+                "exact": exact,
+                "context": context,
+                "nodes": n,
+            }
             record |= {name: round(next(spent), 4) for name in parts}
             record |= {
                 "wall_ms": round(every[dtype].wall_ms(n, 1, repeats), 4),
@@ -186,7 +222,11 @@ def main() -> None:
     contexts, nodes = ([int(number) for number in text.split(",")] for text in (asked.contexts, asked.nodes))
     records = measure(asked.shape, asked.dtypes.split(","), contexts, nodes, asked.repeats, asked.exact)
     if asked.transformers:
-        record = {"shape": asked.shape, "engine": "transformers", "wall_ms": transformers_ms(SHAPES[asked.shape], contexts[0], 64)}
+        record = {
+            "shape": asked.shape,
+            "engine": "transformers",
+            "wall_ms": transformers_ms(SHAPES[asked.shape], contexts[0], 64),
+        }
         records.append(record)
         print(json.dumps(record), flush=True)
     if asked.json:

@@ -1,8 +1,11 @@
-"""Acceptance of the shipped heads, task by task: chains of five, joined with suffix matching, trees; greedy and with a temperature.
+"""Acceptance of the shipped heads, task by task: chains of five, joined with suffix matching, trees; greedy
+and with a temperature.
 
-    python scripts/heads_table.py --prompts spec_bench_dev.jsonl --device cuda --batch 16 --trees --json heads.json
+    python scripts/heads_table.py --prompts spec_bench_dev.jsonl --device cuda --batch 16 --trees --json
+    heads.json
 
-Prints tokens a target pass (τ) for each task and over all: the target's own token included, the pass that reads the prompt left out.
+Prints tokens a target pass (τ) for each task and over all: the target's own token included, the pass that
+reads the prompt left out.
 """
 
 from __future__ import annotations
@@ -17,11 +20,20 @@ from typing import Any
 
 import paceline
 from paceline import LLM, SamplingParams
-from paceline.prompts import Prompt, load
+from paceline.measure.prompts import Prompt, load
 
 HEADS = Path(paceline.__file__).parent / "data" / "heads"
 KINDS = ("eagle", "dflash", "draft", "medusa")
-CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")  # of MT-bench
+CHAT = (
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+)  # of MT-bench
 
 
 def task_of(prompt: Prompt) -> str:
@@ -29,20 +41,36 @@ def task_of(prompt: Prompt) -> str:
 
 
 def methods(kinds: list[str], length: int, with_trees: bool) -> dict[str, dict[str, Any]]:
-    """Name -> speculative_config. Lengths are pinned, and nothing is cut for want of confidence: τ is what a head can do."""
+    """Name -> speculative_config. Lengths are pinned, and nothing is cut for want of confidence: τ is what a
+    head can do.
+    """
 
     def head(kind: str, **more: Any) -> dict[str, Any]:
-        return {"method": kind, "model": str(HEADS / kind), "num_speculative_tokens": length, "confidence_threshold": 0.0, **more}
+        return {
+            "method": kind,
+            "model": str(HEADS / kind),
+            "num_speculative_tokens": length,
+            "confidence_threshold": 0.0,
+            **more,
+        }
 
     found = {kind: head(kind) for kind in kinds}
     if "eagle" in kinds:
         suffix = {"method": "suffix", "num_speculative_tokens": length}
-        found["eagle + suffix"] = {"method": "hybrid", "drafters": [suffix, head("eagle")], "num_speculative_tokens": 2 * length}
+        found["eagle + suffix"] = {
+            "method": "hybrid",
+            "drafters": [suffix, head("eagle")],
+            "num_speculative_tokens": 2 * length,
+        }
         if with_trees:
             found["eagle tree 63"] = head("eagle", num_speculative_tokens=63, tree_width=8, tree_depth=8)
             tree = head("eagle", num_speculative_tokens=48, tree_width=8, tree_depth=8)
             suffix_tree = {"method": "suffix", "num_speculative_tokens": 15}
-            found["eagle tree + suffix 63"] = {"method": "hybrid", "drafters": [suffix_tree, tree], "num_speculative_tokens": 63}
+            found["eagle tree + suffix 63"] = {
+                "method": "hybrid",
+                "drafters": [suffix_tree, tree],
+                "num_speculative_tokens": 63,
+            }
     return found
 
 
@@ -60,7 +88,9 @@ def rates(llm: LLM, prompts: list[Prompt], params: SamplingParams, batch: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=Path, default=None, help="default: those that ship")
     parser.add_argument("--every", type=int, default=1, help="take each so many-th prompt")
     parser.add_argument("--model", default="default")
@@ -80,16 +110,27 @@ def main() -> None:
     for name, config in methods(asked.kinds.split(","), asked.length, asked.trees).items():
         if asked.only and asked.only not in name:
             continue
-        for temperature in asked.temperatures:  # an engine each: what the suffix drafter has read must not flatter it
-            started, params = time.perf_counter(), SamplingParams(temperature=temperature, max_tokens=asked.tokens, seed=1)
+        for (
+            temperature
+        ) in asked.temperatures:  # an engine each: what the suffix drafter has read must not flatter it
+            started, params = (
+                time.perf_counter(),
+                SamplingParams(temperature=temperature, max_tokens=asked.tokens, seed=1),
+            )
             with LLM(
                 asked.model, device=asked.device, speculative_config=config, max_num_seqs=asked.batch, progress=False,
-                max_num_batched_tokens=512 + 64 * asked.batch,  # so that nobody's draft is cut for want of room
+                # so that nobody's draft is cut for want of room
+                max_num_batched_tokens=512 + 64 * asked.batch,
             ) as llm:  # fmt: skip
                 sums = rates(llm, prompts, params, asked.batch)
             taus = {task: round(sums[task][0] / max(sums[task][1], 1), 3) for task in tasks}
             table[f"{name} T={temperature}"] = taus
-            print(f"| {name} | {temperature} |", " | ".join(f"{taus[task]:.2f}" for task in tasks), "|", flush=True)
+            print(
+                f"| {name} | {temperature} |",
+                " | ".join(f"{taus[task]:.2f}" for task in tasks),
+                "|",
+                flush=True,
+            )
             print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(table, indent=1) + "\n")

@@ -1,12 +1,14 @@
-"""Keeps a server busy and hurts it: many clients, clients that leave, an engine that is killed, a SIGTERM under load.
+"""Keeps a server busy and hurts it: many clients, clients that leave, an engine that is killed, a SIGTERM
+under load.
 
     python scripts/serve_soak.py load --clients 64 --seconds 600
     python scripts/serve_soak.py disconnects --count 1000
     python scripts/serve_soak.py kills --count 20 --clients 16
     python scripts/serve_soak.py sigterm --clients 16
 
-Each starts its own server (other options go to `paceline serve`), prints one JSON object, and exits 1 if a request neither ended nor
-failed clearly, a block is still held at the end, memory kept growing, or the event loop was late by 50 ms.
+Each starts its own server (other options go to `paceline serve`), prints one JSON object, and exits 1 if a
+request neither ended nor failed clearly, a block is still held at the end, memory kept growing, or the event
+loop was late by 50 ms.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class Tally:
     hung: int = 0
 
 
-async def request(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def request(
+    port: int, path: str, body: dict[str, Any] | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -102,7 +106,11 @@ async def metrics(port: int) -> dict[str, float]:
     for line in (await get(port, "/metrics")).splitlines():
         if line.startswith(("paceline:", "process_")):
             name, _, value = line.rpartition(" ")
-            found[re.sub(r'model_name="[^"]*",?|\{model_name="[^"]*"\}|,?model_name="[^"]*"', "", name).replace("{}", "")] = float(value)
+            found[
+                re.sub(r'model_name="[^"]*",?|\{model_name="[^"]*"\}|,?model_name="[^"]*"', "", name).replace(
+                    "{}", ""
+                )
+            ] = float(value)
     return found
 
 
@@ -142,7 +150,13 @@ async def one(port: int, body: dict[str, Any], tally: Tally) -> None:
     error = re.search(rb'"error":\{.*?"code":"(\w+)"', text)
     found = re.findall(rb'"completion_tokens":(\d+)', text)
     tally.num_tokens += int(found[-1]) if found else 0
-    tally.outcomes["ok" if status == 200 and is_complete and not error else error[1].decode() if error else f"broken {status}"] += 1
+    tally.outcomes[
+        "ok"
+        if status == 200 and is_complete and not error
+        else error[1].decode()
+        if error
+        else f"broken {status}"
+    ] += 1
 
 
 async def clients(port: int, count: int, until: asyncio.Event, tally: Tally, **more: Any) -> None:
@@ -169,7 +183,11 @@ async def settled(port: int, seconds: float = 60.0) -> dict[str, float]:
     end = time.monotonic() + seconds
     while True:
         now = await metrics(port)
-        busy = now["paceline:num_requests_running"] + now["paceline:num_requests_waiting"] + now["paceline:kv_cache_blocks_used"]
+        busy = (
+            now["paceline:num_requests_running"]
+            + now["paceline:num_requests_waiting"]
+            + now["paceline:kv_cache_blocks_used"]
+        )
         if not busy or time.monotonic() > end:
             return now
         await asyncio.sleep(0.1)
@@ -189,7 +207,11 @@ def lag(figures: dict[str, float]) -> dict[str, Any]:
     """How late the event loop was over the server's whole life; the worst is known as a bound only."""
     prefix = "paceline:event_loop_lag_seconds"
     total = figures[f"{prefix}_count"]
-    below = {float(found[1]): value for name, value in figures.items() if (found := re.match(rf'{prefix}_bucket.*le="([^"]+)"', name))}
+    below = {
+        float(found[1]): value
+        for name, value in figures.items()
+        if (found := re.match(rf'{prefix}_bucket.*le="([^"]+)"', name))
+    }
     return {
         "samples": int(total),
         "late_50ms": int(total - below[0.05]),
@@ -236,7 +258,11 @@ async def disconnects(server: Server, args: argparse.Namespace, tally: Tally) ->
     await asyncio.gather(*(leave(number) for number in range(args.count)))
     left = time.monotonic()
     now = await settled(server.port)
-    return {"settled_after_s": round(time.monotonic() - left, 2), "counted": now["paceline:client_disconnects_total"], "is_ok": True}
+    return {
+        "settled_after_s": round(time.monotonic() - left, 2),
+        "counted": now["paceline:client_disconnects_total"],
+        "is_ok": True,
+    }
 
 
 async def kills(server: Server, args: argparse.Namespace, tally: Tally) -> dict[str, Any]:
@@ -258,7 +284,10 @@ async def kills(server: Server, args: argparse.Namespace, tally: Tally) -> dict[
     await work
     now = await settled(server.port)
     is_clear = set(tally.outcomes) <= {"ok", "engine_lost", "engine_unavailable"} and tally.outcomes["ok"] > 0
-    return {"restarts": now["paceline:engine_restarts_total"], "is_ok": is_clear and now["paceline:engine_restarts_total"] == args.count}
+    return {
+        "restarts": now["paceline:engine_restarts_total"],
+        "is_ok": is_clear and now["paceline:engine_restarts_total"] == args.count,
+    }
 
 
 async def sigterm(server: Server, args: argparse.Namespace, tally: Tally) -> dict[str, Any]:
@@ -279,7 +308,10 @@ async def run(args: argparse.Namespace, options: list[str]) -> bool:
         report = await globals()[args.what](server, args, tally)
         if args.what != "sigterm":
             figures = await settled(server.port)
-            report |= {"blocks_used": figures["paceline:kv_cache_blocks_used"], "blocks": figures["paceline:kv_cache_blocks_total"]}
+            report |= {
+                "blocks_used": figures["paceline:kv_cache_blocks_used"],
+                "blocks": figures["paceline:kv_cache_blocks_total"],
+            }
             report["event_loop_lag"] = lag(figures)
             is_prompt = report["event_loop_lag"]["late_50ms"] == 0 or args.may_lag
             report["is_ok"] &= report["blocks_used"] == 0 and tally.hung == 0 and is_prompt
@@ -288,19 +320,28 @@ async def run(args: argparse.Namespace, options: list[str]) -> bool:
         if server.process.poll() is None:
             server.process.kill()
     first = sorted(tally.first)
-    report |= {"outcomes": dict(tally.outcomes), "first_token_p50_s": round(first[len(first) // 2], 3) if first else None}
+    report |= {
+        "outcomes": dict(tally.outcomes),
+        "first_token_p50_s": round(first[len(first) // 2], 3) if first else None,
+    }
     print(json.dumps({"what": args.what, **report}))
     return bool(report["is_ok"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("load", "disconnects", "kills", "sigterm"))
     parser.add_argument("--model", default="default")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--may-lag", action="store_true", help="do not fail for a late event loop: others use this machine, too")
+    parser.add_argument(
+        "--may-lag",
+        action="store_true",
+        help="do not fail for a late event loop: others use this machine, too",
+    )
     args, options = parser.parse_known_args()
     return 0 if asyncio.run(run(args, options)) else 1
 

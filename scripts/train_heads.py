@@ -1,12 +1,16 @@
-"""Trains drafters of the default model from written text, within a time: what the shipped heads were made with.
+"""Trains drafters of the default model from written text, within a time: what the shipped heads were made
+with.
 
-    python scripts/train_heads.py eagle,dflash,medusa,draft --text text --out heads --state state --seconds 560
-    python scripts/train_heads.py eagle --text text --out heads --state state --seconds 560 --schedule-seconds 1120 --resume
+    python scripts/train_heads.py eagle,dflash,medusa,draft --text text --out heads --state state --seconds
+    560 python scripts/train_heads.py eagle --text text --out heads --state state --seconds 560
+    --schedule-seconds 1120 --resume
 
-Several kinds learn from the same passes of the target, which are half of the work. Options of the recipe hold for all of them.
+Several kinds learn from the same passes of the target, which are half of the work. Options of the recipe hold
+for all of them.
 
-The text comes from scripts/write_text.py. `--evaluate a.npz b.npz` also measures acceptance on those, each by its name. Prints losses and
-held-out tokens a step as it goes; writes the head with 8 bits a weight (or 16), its provenance and curves.
+The text comes from scripts/write_text.py. `--evaluate a.npz b.npz` also measures acceptance on those, each by
+its name. Prints losses and held-out tokens a step as it goes; writes the head with 8 bits a weight (or 16),
+its provenance and curves.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ class Lines:
 
     def __init__(self) -> None:
         self.started = time.time()
-        self.last: dict[str, tuple[float, int]] = {}  # of each kind: when it was last printed, and its tokens then
+        self.last: dict[
+            str, tuple[float, int]
+        ] = {}  # of each kind: when it was last printed, and its tokens then
 
     def __call__(self, what: str, numbers: dict[str, Any]) -> None:
         now, kind = time.time(), numbers["kind"]
@@ -55,7 +61,11 @@ class Lines:
                 values = f"loss {float(numbers['loss']):.3f} right {float(numbers['right']):.3f} rate {numbers['rate']:.1e}"
                 print(label, place, values, flush=True)
         elif what == "measured":
-            print(label, f"held out: tau {numbers['tau']:.3f}  [{_chances(numbers)}]  share {numbers['share']:.2f}", flush=True)
+            print(
+                label,
+                f"held out: tau {numbers['tau']:.3f}  [{_chances(numbers)}]  share {numbers['share']:.2f}",
+                flush=True,
+            )
         elif what == "saved":
             for name, found in numbers["acceptance"].items():
                 print(f"{kind:6} tau {found['tau']:.3f}  {name}  [{_chances(found)}]", flush=True)
@@ -66,7 +76,9 @@ def _chances(numbers: dict[str, Any]) -> str:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kinds", help=f"one or several of {', '.join(sorted(RECIPES))}, separated by commas")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="folders or files of shards")
     parser.add_argument("--out", type=Path, required=True)
@@ -74,17 +86,31 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", default="default")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seconds", type=float, default=560, help="of this call")
-    parser.add_argument("--schedule-seconds", type=float, help="of the whole training, where it is resumed (default: --seconds)")
+    parser.add_argument(
+        "--schedule-seconds",
+        type=float,
+        help="of the whole training, where it is resumed (default: --seconds)",
+    )
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--start", type=Path, help="a head to start from, or a folder with one for each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bits", type=int, default=8, choices=(8, 16))
-    parser.add_argument("--evaluate", type=Path, nargs="*", default=[], help="shards that acceptance is measured on at the end")
+    parser.add_argument(
+        "--evaluate",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="shards that acceptance is measured on at the end",
+    )
     parser.add_argument("--pack", action="store_true", help="leave one KIND.tar in OUT instead of a folder")
     parser.add_argument("--mix", help="soft,hard,variation: weights of the losses")
     parser.add_argument("--no-lm-head", action="store_true", help="use the target's output layer")
     parser.add_argument("--own-lm-head", action="store_true", help="train an output layer")
-    parser.add_argument("--trunk", action="store_true", help="Medusa's heads read the output of a layer that reads the text first")
+    parser.add_argument(
+        "--trunk",
+        action="store_true",
+        help="Medusa's heads read the output of a layer that reads the text first",
+    )
     for name, kind in CHANGES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     asked = parser.parse_args()
@@ -121,7 +147,10 @@ def main() -> None:
         is_over=lambda: time.time() - started > asked.seconds,
     )  # fmt: skip
     for folder in folders:
-        print(f"{folder}: {(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB, {time.time() - started:.0f} s", flush=True)
+        print(
+            f"{folder}: {(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB, {time.time() - started:.0f} s",
+            flush=True,
+        )
         if asked.pack:
             shutil.make_archive(str(folder), "tar", folder.parent, folder.name)
             shutil.rmtree(folder)

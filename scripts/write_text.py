@@ -1,11 +1,14 @@
-"""The default model writes the text that its drafters learn from: many engines on one GPU, for a bounded time.
+"""The default model writes the text that its drafters learn from: many engines on one GPU, for a bounded
+time.
 
-    python scripts/write_text.py --prompts train_prompts.jsonl.gz --out text --processes 10 --seconds 420 --seed 1
+    python scripts/write_text.py --prompts train_prompts.jsonl.gz --out text --processes 10 --seconds 420
+    --seed 1
 
-Prompts come from a .jsonl or .jsonl.gz file with {"prompt": ...} lines; they are asked as they are, with follow-ups, as texts to
-summarize, to ask questions about, to translate or rewrite, with other numbers; and the model invents some. Half the answers are greedy.
-Run it again with another seed for more. Output: shards (.npz, see paceline/train/shards.py). Invariant: a process that dies costs its own
-text since it last saved, and nobody else's.
+Prompts come from a .jsonl or .jsonl.gz file with {"prompt": ...} lines; they are asked as they are, with
+follow-ups, as texts to summarize, to ask questions about, to translate or rewrite, with other numbers; and
+the model invents some. Half the answers are greedy. Run it again with another seed for more. Output: shards
+(.npz, see paceline/train/shards.py). Invariant: a process that dies costs its own text since it last saved,
+and nobody else's.
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.train.shards import SHARD_TOKENS, Written, from_written, joined, load_shard, save_shard, save_shards
+from paceline.train.shards import (
+    SHARD_TOKENS,
+    Written,
+    from_written,
+    joined,
+    load_shard,
+    save_shard,
+    save_shards,
+)
 from paceline.train.talk import FOLLOW_UPS, Voice, about, chat, invented, questions_in, raw
 from paceline.train.writing import Conversation, Writer
 
@@ -43,7 +54,13 @@ REWRITES = (
     "Extract all names of people and places from this text:", "List the most important facts of the following text:",
     "Continue the following text:", "Give this text a title and say what it is about:", "Repeat the following text:",
 )  # fmt: skip
-SUMMARIES = ("Summarize: {}", "Summarize the following article: {}", "{}\n\nTL;DR:", "Write a summary of this text.\n\n{}", "Summarize: {}")
+SUMMARIES = (
+    "Summarize: {}",
+    "Summarize the following article: {}",
+    "{}\n\nTL;DR:",
+    "Write a summary of this text.\n\n{}",
+    "Summarize: {}",
+)
 LISTS = (
     "List ten {}.", "Give me five tips about {}.", "What are the advantages and disadvantages of {}?", "Write a guide about {}.",
     "Write a short story about {}.", "Write an email about {}.", "Write a Python function about {}.", "Explain {} to a child.",
@@ -62,12 +79,18 @@ class Material:
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.prompts = [p for p in prompts if len(p) < 5000]
-        self.math = [p for p in prompts if len(re.findall(r"\d+", p)) >= 2 and p.rstrip().endswith("?") and len(p) < 700]
+        self.math = [
+            p
+            for p in prompts
+            if len(re.findall(r"\d+", p)) >= 2 and p.rstrip().endswith("?") and len(p) < 700
+        ]
         is_math = set(self.math)
         self.questions = questions_in([p for p in prompts if p not in is_math])
         passages = [part.strip() for p in prompts for part in p.split("\n") if len(part) >= 200]
         self.passages = list(dict.fromkeys(passages))
-        self.articles = [text for p in prompts if len(text := "\n".join(x for x in p.split("\n") if len(x) >= 60)) >= 700]
+        self.articles = [
+            text for p in prompts if len(text := "\n".join(x for x in p.split("\n") if len(x) >= 60)) >= 700
+        ]
 
     def article(self, draw: random.Random) -> str:
         text, wanted = draw.choice(self.articles), draw.choice((700, 1500, 3000, 4500))
@@ -76,7 +99,9 @@ class Material:
         return text
 
     def context(self, draw: random.Random) -> str:
-        return "\n\n".join(draw.sample(self.passages, draw.choice((1, 2, 3, 4, 5))))[: draw.choice((1500, 2500, 3500, 4200))]
+        return "\n\n".join(draw.sample(self.passages, draw.choice((1, 2, 3, 4, 5))))[
+            : draw.choice((1500, 2500, 3500, 4200))
+        ]
 
 
 def other_numbers(text: str, draw: random.Random) -> str:
@@ -105,8 +130,16 @@ def translation(voice: Voice, _: Material) -> Conversation:
         chosen = _first_sentence(text, draw)
         return shape.format(a=language, b=into, t=chosen) if chosen else None
 
-    kind = draw.choice(("a news article", "three sentences", "a short news report", "a paragraph", "a press release"))
-    return about(voice, f"Write {kind} in {language} about {draw.choice(TOPICS)}. Answer only in {language}.", use, 3, 0.6)
+    kind = draw.choice(
+        ("a news article", "three sentences", "a short news report", "a paragraph", "a press release")
+    )
+    return about(
+        voice,
+        f"Write {kind} in {language} about {draw.choice(TOPICS)}. Answer only in {language}.",
+        use,
+        3,
+        0.6,
+    )
 
 
 def of_passage(voice: Voice, material: Material) -> Conversation:
@@ -123,7 +156,11 @@ def retrieval(voice: Voice, material: Material) -> Conversation:
 
     def use(text: str) -> str | None:
         found = questions_in([text]) or [text.split("\n")[0][:200]]
-        return f"{context}\n{found[0]}" if draw.random() < 0.7 else f"Context:\n{context}\n\nQuestion: {found[0]}\nAnswer:"
+        return (
+            f"{context}\n{found[0]}"
+            if draw.random() < 0.7
+            else f"Context:\n{context}\n\nQuestion: {found[0]}\nAnswer:"
+        )
 
     part = draw.choice(context.split("\n\n"))
     return about(voice, f"{part[:1200]}\n\nWrite one question that this text answers.", use)
@@ -145,7 +182,17 @@ KINDS: tuple[tuple[float, Callable[[Voice, Material], Conversation]], ...] = (
     (0.20, lambda v, m: invented(v, v.draw.choice((1, 1, 1, 2, 3)))),
     (0.04, dialogue),
     (0.14, question),
-    (0.06, lambda v, m: chat(v, [v.draw.choice(m.math) if v.draw.random() < 0.3 else other_numbers(v.draw.choice(m.math), v.draw)])),
+    (
+        0.06,
+        lambda v, m: chat(
+            v,
+            [
+                v.draw.choice(m.math)
+                if v.draw.random() < 0.3
+                else other_numbers(v.draw.choice(m.math), v.draw)
+            ],
+        ),
+    ),
     (0.16, lambda v, m: chat(v, [v.draw.choice(SUMMARIES).format(m.article(v.draw))])),
     (0.10, retrieval),
     (0.05, translation),
@@ -197,10 +244,15 @@ def work(number: int, asked: argparse.Namespace, deadline: float) -> None:
             if time.time() - saved > SAVE_EVERY:
                 saved = time.time()
                 save()
-                print(f"[{number:2d}] {writer.num_tokens:,} tokens, {writer.num_tokens / (saved - started):,.0f} a second", flush=True)
+                print(
+                    f"[{number:2d}] {writer.num_tokens:,} tokens, {writer.num_tokens / (saved - started):,.0f} a second",
+                    flush=True,
+                )
         if made:
             save()
-        print(f"[{number:2d}] done: {writer.num_tokens:,} tokens in {time.time() - started:.0f} s", flush=True)
+        print(
+            f"[{number:2d}] done: {writer.num_tokens:,} tokens in {time.time() - started:.0f} s", flush=True
+        )
 
 
 def start_sharing() -> bool:
@@ -240,7 +292,9 @@ def gather(asked: argparse.Namespace, seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="default")

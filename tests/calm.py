@@ -1,5 +1,6 @@
-"""A target whose text repeats itself for a while and changes then, and a head that drafts what its features say: some drafts are right to
-the end, some to the middle, some from the start not. For whoever lets both go on by themselves."""
+"""A target whose text repeats itself for a while and changes then, and a head that drafts what its features
+say: some drafts are right to the end, some to the middle, some from the start not. For whoever lets both go
+on by themselves."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import EngineConfig
+from paceline.core.options import EngineConfig
+from paceline.core.types import Request
+from paceline.drafters import registry
+from paceline.drafters.base import Surroundings
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
-from paceline.models.head_config import target_hash, write_head_config
-from paceline.proposers import registry
-from paceline.proposers.base import Surroundings
+from paceline.heads.config import target_hash, write_head_config
 from paceline.runtime.runner import Runner
-from paceline.types import Request
 from tests.heads import config_of, random_tensors, write_head
 from tests.laws.harness import CONFIG, RandomCheckpoint
 
@@ -59,7 +60,10 @@ def config_with(steps: int, limit: int) -> EngineConfig:
 def agree(ours: Sequence[Emission], theirs: Sequence[Emission], one: Request, other: Request) -> None:
     """Draft for draft, but the last: a round does not know how many tokens are still wanted."""
     assert (one.output, one.finish_reason) == (other.output, other.finish_reason)
-    mine, other_s = ([(e.tokens, e.num_accepted) for e in said if e.request is r] for said, r in ((ours, one), (theirs, other)))
+    mine, other_s = (
+        [(e.tokens, e.num_accepted) for e in said if e.request is r]
+        for said, r in ((ours, one), (theirs, other))
+    )
     assert mine[:-1] == other_s[:-1]
     assert len(mine) == len(other_s)
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from paceline import waiting
-from paceline.llm import LLM
+from paceline.api.llm import LLM
+from paceline.core import waiting
 from tests.make_models import tiny_hf, tiny_tokenizer
 
-# In CI the same examples every time; at the desk new ones, so that someone finds what is left. How long one takes is the machine's affair.
+# In CI the same examples every time; at the desk new ones, so that someone finds what is left. How long one
+# takes is the machine's affair.
 settings.register_profile("desk", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("desk"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
@@ -21,7 +22,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_said_of_waiting() -> Iterator[None]:
-    """What takes more than a second says so on stderr, and on a busy machine anything may: tests read there what else is said."""
+    """What takes more than a second says so on stderr, and on a busy machine anything may: tests read there
+    what else is said.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "PATIENCE_S", 3600.0)
         yield

@@ -1,4 +1,6 @@
-"""Random heads for a target, and what each kind computes, in plain torch without any cache: the oracle of the compiled kernels."""
+"""Random heads for a target, and what each kind computes, in plain torch without any cache: the oracle of the
+compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from paceline.models.attention import rms_norm
-from paceline.models.config import ModelConfig
-from paceline.models.head_config import (
+from paceline.heads.config import (
     TRUNK,
     DflashConfig,
     DraftConfig,
@@ -27,17 +27,25 @@ from paceline.models.head_config import (
     target_hash,
     write_head_config,
 )
+from paceline.heads.others import Eagle1Config, MlpSpeculatorConfig
+from paceline.models.attention import rms_norm
+from paceline.models.config import ModelConfig
 from paceline.models.linear import Linear
-from paceline.models.other_heads import Eagle1Config, MlpSpeculatorConfig
 from paceline.models.rope import rotary_tables, rotate
 
 Tensors = dict[str, torch.Tensor]
 
 
-def config_of(kind: str, target: ModelConfig, digest: str = "", draft_vocab: int | None = None, **fields: Any) -> HeadConfig:
+def config_of(
+    kind: str, target: ModelConfig, digest: str = "", draft_vocab: int | None = None, **fields: Any
+) -> HeadConfig:
     shared = shared_fields(target, "random", digest, draft_vocab or target.vocab_size)
     if kind == "medusa":
-        trunk = config_of("eagle", target, digest, draft_vocab, has_lm_head=False) if fields.pop("has_trunk", False) else None
+        trunk = (
+            config_of("eagle", target, digest, draft_vocab, has_lm_head=False)
+            if fields.pop("has_trunk", False)
+            else None
+        )
         return MedusaConfig(**shared, **{"num_heads_ahead": 4, "trunk": trunk, **fields})
     layer = {
         "num_heads": target.num_heads, "num_kv_heads": target.num_kv_heads, "head_dim": target.head_dim,
@@ -48,11 +56,17 @@ def config_of(kind: str, target: ModelConfig, digest: str = "", draft_vocab: int
         return EagleConfig(**{**shared, **layer, "taps": taps, **fields})
     if kind == "draft":
         return DraftConfig(**{**shared, **layer, "num_layers": 2, **fields})
-    return DflashConfig(**{**shared, **layer, "taps": taps, "num_layers": 2, "block_size": 4, "mask_token_id": 0, **fields})
+    return DflashConfig(
+        **{**shared, **layer, "taps": taps, "num_layers": 2, "block_size": 4, "mask_token_id": 0, **fields}
+    )
 
 
 def eagle_1(target: ModelConfig, **fields: Any) -> Eagle1Config:
-    shared = {**shared_fields(target, "random", "", target.vocab_size), "has_lm_head": False, "rope": target.rope}
+    shared = {
+        **shared_fields(target, "random", "", target.vocab_size),
+        "has_lm_head": False,
+        "rope": target.rope,
+    }
     layer = {"num_heads": target.num_heads, "num_kv_heads": target.num_kv_heads, "head_dim": target.head_dim}
     return Eagle1Config(**{**shared, **layer, "intermediate_size": target.intermediate_size, **fields})
 
@@ -67,11 +81,19 @@ def random_tensors(config: HeadConfig, seed: int = 0) -> Tensors:
     tensors: Tensors = {}
     for name, shape in config.tensor_shapes().items():
         if name == "draft_ids":
-            tensors[name] = torch.randperm(config.vocab_size, generator=generator)[: shape[0]].sort().values.to(torch.int32)
+            tensors[name] = (
+                torch.randperm(config.vocab_size, generator=generator)[: shape[0]]
+                .sort()
+                .values.to(torch.int32)
+            )
         elif name.endswith("norm.weight"):
             tensors[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
         else:
-            tensors[name] = torch.randn(shape, generator=generator) * (2.0 if "lm_head" in name else 1.0) * shape[-1] ** -0.5
+            tensors[name] = (
+                torch.randn(shape, generator=generator)
+                * (2.0 if "lm_head" in name else 1.0)
+                * shape[-1] ** -0.5
+            )
     return tensors
 
 
@@ -99,16 +121,25 @@ def random_head(kind: str, target: Any, seed: int = 0, draft_vocab: int | None =
     """The folder of a head that nobody trained, for this checkpoint."""
     config = config_of(kind, target.config, target_hash(target), draft_vocab, **fields)
     name = f"{kind}-{len(list(Path(_folders.name).iterdir()))}"
-    return str(write_head(Path(_folders.name) / name, write_head_config(config), random_tensors(config, seed)))
+    return str(
+        write_head(Path(_folders.name) / name, write_head_config(config), random_tensors(config, seed))
+    )
 
 
 @functools.cache
 def random_mlp(target: Any) -> str:
     """The folder of an MLP speculator, as other projects write it."""
     config = mlp_speculator(target.config)
-    values = {"model_type": "mlp_speculator", "vocab_size": config.vocab_size, "emb_dim": config.hidden_size, "inner_dim": 32}
+    values = {
+        "model_type": "mlp_speculator",
+        "vocab_size": config.vocab_size,
+        "emb_dim": config.hidden_size,
+        "inner_dim": 32,
+    }
     tensors = {f"speculator.{name}": tensor for name, tensor in random_tensors(config).items()}
-    return str(write_head(Path(_folders.name) / "mlp", {**values, "n_predict": 3, "scale_input": True}, tensors))
+    return str(
+        write_head(Path(_folders.name) / "mlp", {**values, "n_predict": 3, "scale_input": True}, tensors)
+    )
 
 
 @dataclass
@@ -123,7 +154,9 @@ class Oracle:
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if name == "fc" and self.bits == 8:  # its columns are made equally long before they are rounded
             lengths = self.tensors["fc.weight"].norm(dim=0)
-            return Linear(self.tensors["fc.weight"] / lengths, self.tensors.get("fc.bias"), bits=8)(x * lengths)
+            return Linear(self.tensors["fc.weight"] / lengths, self.tensors.get("fc.bias"), bits=8)(
+                x * lengths
+            )
         return Linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"), bits=self.bits)(x)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -139,10 +172,16 @@ class Oracle:
         dim = config.head_dim
         tables = rotary_tables(config.rope, dim, int(max(places.max(), context.max())) + 1)
         inputs = {"q": q_in, "k": kv_in, "v": kv_in}
-        q, k, v = (self.product(f"{prefix}self_attn.{name}_proj", x).unflatten(-1, (-1, dim)) for name, x in inputs.items())
+        q, k, v = (
+            self.product(f"{prefix}self_attn.{name}_proj", x).unflatten(-1, (-1, dim))
+            for name, x in inputs.items()
+        )
         if f"{prefix}self_attn.q_norm.weight" in self.tensors:
             q, k = self.norm(q, f"{prefix}self_attn.q_norm"), self.norm(k, f"{prefix}self_attn.k_norm")
-        q, k = rotate(q, tables.cos[places], tables.sin[places]), rotate(k, tables.cos[context], tables.sin[context])
+        q, k = (
+            rotate(q, tables.cos[places], tables.sin[places]),
+            rotate(k, tables.cos[context], tables.sin[context]),
+        )
         group = config.num_heads // config.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("nhd,mhd->hnm", q, k) * dim**-0.5
@@ -154,8 +193,8 @@ class Oracle:
         return self.product(f"{prefix}mlp.down_proj", functional.silu(gate) * up)
 
     def eagle(self, features: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """features [n, 3 * hidden] of positions 0..n-1, tokens of positions 1.. (n true pairs, then guesses): logits and outputs of the
-        last row, as a chain drafts them."""
+        """features [n, 3 * hidden] of positions 0..n-1, tokens of positions 1.. (n true pairs, then guesses):
+        logits and outputs of the last row, as a chain drafts them."""
         n, total = len(features), len(tokens)
         g = self.product("fc", features)
         e = self.norm(self.embedding[list(tokens)], "midlayer.input_layernorm")
@@ -163,9 +202,14 @@ class Oracle:
         for length in range(n, total + 1):
             rows = torch.stack(known)
             normed = self.norm(rows, "midlayer.hidden_norm")
-            x, residual = torch.cat([e[:length], normed], 1), normed if self.config.norm_before_residual else rows
+            x, residual = (
+                torch.cat([e[:length], normed], 1),
+                normed if self.config.norm_before_residual else rows,
+            )
             places = torch.arange(length)
-            h = residual + self.attend("midlayer.", x, x, places, places, torch.ones(length, length).tril().bool())
+            h = residual + self.attend(
+                "midlayer.", x, x, places, places, torch.ones(length, length).tril().bool()
+            )
             outputs = h + self.mlp("midlayer.", self.norm(h, "midlayer.post_attention_layernorm"))
             known.append(self.norm(outputs[-1:], "norm")[0] if self.config.norm_output else outputs[-1])
         return self.logits(self.norm(outputs[-1:], "norm"))[0], known[-1]
@@ -177,7 +221,9 @@ class Oracle:
             y = h
             for block in range(self.config.num_blocks):
                 y = y + functional.silu(self.product(f"blocks.{head}.layers.{block}", y))
-            found.append(self.logits(y) if "lm_head.weight" in self.tensors else self.product(f"lm_heads.{head}", y))
+            found.append(
+                self.logits(y) if "lm_head.weight" in self.tensors else self.product(f"lm_heads.{head}", y)
+            )
         return torch.cat(found)
 
     def dflash(self, features: torch.Tensor, root: int) -> torch.Tensor:
@@ -199,7 +245,9 @@ class Oracle:
         return self.product("markov_w2", self.tensors["markov_w1.weight"][word : word + 1])[0]
 
     def eagle_1(self, features: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits after the last of the tokens; features [n, hidden] after the target's last norm, the head's own output where they end."""
+        """Logits after the last of the tokens; features [n, hidden] after the target's last norm, the head's
+        own output where they end.
+        """
         known = [*features]
         for length in range(len(features), len(tokens) + 1):
             x = self.product("fc", torch.cat([self.embedding[list(tokens[:length])], torch.stack(known)], 1))
@@ -213,6 +261,8 @@ class Oracle:
         h, places = self.embedding[list(tokens)], torch.arange(len(tokens))
         for i in range(self.config.num_layers):
             x = self.norm(h, f"layers.{i}.input_layernorm")
-            h = h + self.attend(f"layers.{i}.", x, x, places, places, torch.ones(len(tokens), len(tokens)).tril().bool())
+            h = h + self.attend(
+                f"layers.{i}.", x, x, places, places, torch.ones(len(tokens), len(tokens)).tril().bool()
+            )
             h = h + self.mlp(f"layers.{i}.", self.norm(h, f"layers.{i}.post_attention_layernorm"))
         return self.logits(self.norm(h[-1:], "norm"))[0]

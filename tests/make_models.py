@@ -1,7 +1,9 @@
-"""Real tiny models on disk, for every test that needs one: written by transformers and by gguf's own writer, never by Paceline.
+"""Real tiny models on disk, for every test that needs one: written by transformers and by gguf's own writer,
+never by Paceline.
 
-`tiny_hf` writes a Hugging Face folder, `tiny_tokenizer` trains a tokenizer into it, `tiny_gguf` writes the same weights as GGUF.
-Widths are multiples of 32 so that block quantizations fit. The first three token ids are <|endoftext|>, <|im_start|>, <|im_end|>.
+`tiny_hf` writes a Hugging Face folder, `tiny_tokenizer` trains a tokenizer into it, `tiny_gguf` writes the
+same weights as GGUF. Widths are multiples of 32 so that block quantizations fit. The first three token ids
+are <|endoftext|>, <|im_start|>, <|im_end|>.
 """
 
 from __future__ import annotations
@@ -53,11 +55,25 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24, "head_dim": 32},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
-    "gemma3": {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 16, "query_pre_attn_scalar": 32, "sliding_window_pattern": 3},
+    "gemma3": {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 32,
+        "sliding_window_pattern": 3,
+    },
 }
 
 
-def tiny_hf(folder: Path, family: str, *, seed: int = 0, is_sharded: bool = False, dtype: str = "float32", **overrides: Any) -> Path:
+def tiny_hf(
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    is_sharded: bool = False,
+    dtype: str = "float32",
+    **overrides: Any,
+) -> Path:
     """Write config.json and safetensors of a random model; `overrides` are keys of its config.json."""
     import torch
 
@@ -86,7 +102,9 @@ def _tiny_model(family: str, overrides: dict[str, Any]) -> Any:
 
 
 def _random_weight(name: str, weight: Any, family: str, generator: Any) -> Any:
-    """Scaled so that activations keep their size and logits spread over a few units: a next token is clear but not certain."""
+    """Scaled so that activations keep their size and logits spread over a few units: a next token is clear
+    but not certain.
+    """
     import torch
 
     noise = torch.randn(weight.shape, generator=generator)
@@ -98,14 +116,18 @@ def _random_weight(name: str, weight: Any, family: str, generator: Any) -> Any:
 
 
 def tiny_tokenizer(folder: Path, vocab_size: int = VOCAB) -> Path:
-    """Train a byte-level BPE on a few lines and write tokenizer.json and tokenizer_config.json; at most `vocab_size` tokens."""
+    """Train a byte-level BPE on a few lines and write tokenizer.json and tokenizer_config.json; at most
+    `vocab_size` tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(TRAINING_TEXT.splitlines(), trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -115,7 +137,9 @@ def tiny_tokenizer(folder: Path, vocab_size: int = VOCAB) -> Path:
         "pad_token": "<|endoftext|>",
         "add_bos_token": False,
         "chat_template": CHAT_TEMPLATE,
-        "added_tokens_decoder": {str(i): {"content": text, "special": True} for i, text in enumerate(SPECIALS)},
+        "added_tokens_decoder": {
+            str(i): {"content": text, "special": True} for i, text in enumerate(SPECIALS)
+        },
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -123,7 +147,9 @@ def tiny_tokenizer(folder: Path, vocab_size: int = VOCAB) -> Path:
 
 
 def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32") -> Path:
-    """The model of a folder as GGUF. Vectors stay F32. Types gguf cannot quantize to (the K-quants) get random blocks instead."""
+    """The model of a folder as GGUF. Vectors stay F32. Types gguf cannot quantize to (the K-quants) get
+    random blocks instead.
+    """
     import gguf
 
     config = json.loads((from_folder / "config.json").read_text())
@@ -131,7 +157,9 @@ def tiny_gguf(path: Path, from_folder: Path, quant: str = "F32") -> Path:
     writer = gguf.GGUFWriter(path, arch)
     _add_config(writer, config, arch)
     _add_tokenizer(writer, from_folder, config)
-    names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(
+        next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), config["num_hidden_layers"]
+    )
     for name, values in folder_weights(from_folder).items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
@@ -212,12 +240,17 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     by_id = {index: token for token, index in model["vocab"].items()}
     size = config["vocab_size"]
     types = gguf.TokenType
-    kinds = [types.UNUSED if i not in by_id else types.CONTROL if by_id[i] in SPECIALS else types.NORMAL for i in range(size)]
+    kinds = [
+        types.UNUSED if i not in by_id else types.CONTROL if by_id[i] in SPECIALS else types.NORMAL
+        for i in range(size)
+    ]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([by_id.get(i, f"[PAD{i}]") for i in range(size)])
     writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]])
+    writer.add_token_merges(
+        [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]
+    )
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT_TEMPLATE)
 
@@ -228,7 +261,9 @@ def _add_rope_divisors(writer: Any, config: dict[str, Any]) -> None:
     if rope.get("rope_type") != "llama3":
         return
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    factor, low, high, context = (rope[k] for k in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    factor, low, high, context = (
+        rope[k] for k in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
     divisors = []
     for i in range(0, head_dim, 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)

@@ -1,6 +1,7 @@
 """Random models of awkward sizes, passes over them and the bits that come out, in this process or in another.
 
-`python -m tests.odd_models int8 1 2` prints the instruction set, then one line for each number of threads: the logits as a hash.
+`python -m tests.odd_models int8 1 2` prints the instruction set, then one line for each number of threads:
+the logits as a hash.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ DTYPES = ("float32", "int8", "int4")
 
 
 def config_of(
-    hidden: int, inner: int, heads: tuple[int, int, int], vocab: int, window: int | None = None, is_gemma: bool = False, tied: bool = True
+    hidden: int,
+    inner: int,
+    heads: tuple[int, int, int],
+    vocab: int,
+    window: int | None = None,
+    is_gemma: bool = False,
+    tied: bool = True,
 ) -> ModelConfig:
-    """`heads`: query heads, KV heads, their width. With a window, the first of two layers has it. gemma has every extra there is."""
+    """`heads`: query heads, KV heads, their width. With a window, the first of two layers has it. gemma has
+    every extra there is.
+    """
     return ModelConfig(
         family="gemma3" if is_gemma else "llama",
         vocab_size=vocab,
@@ -47,7 +56,9 @@ def config_of(
     )
 
 
-ODD = config_of(80, 112, (6, 2, 16), 203, window=70, tied=False)  # no width is a whole number of groups, the window cuts a chunk
+ODD = config_of(
+    80, 112, (6, 2, 16), 203, window=70, tied=False
+)  # no width is a whole number of groups, the window cuts a chunk
 ALL = (ODD, config_of(48, 208, (7, 1, 16), 61, window=3, is_gemma=True), config_of(96, 64, (2, 1, 48), 17))
 
 
@@ -66,13 +77,17 @@ def logits_of(model: CpuDecoder) -> torch.Tensor:
         start += size
     tree = Rows(tokens[start : start + 9], blocks, start, random_parents([0, 0, 1, 2, 2, 5, 0, 7]))
     parts.append(model.forward(batch_of([tree, Rows(tokens[5:11], others)]), kv).logits)
-    parts.append(model.forward(batch_of([Rows(tokens[:2], others, 6), Rows(tokens[:1], blocks, start)]), kv).logits)
+    parts.append(
+        model.forward(batch_of([Rows(tokens[:2], others, 6), Rows(tokens[:1], blocks, start)]), kv).logits
+    )
     return torch.cat(parts)
 
 
 def digest(dtype: str) -> str:
     """A hash of the logits of all these models."""
-    return hashlib.sha256(b"".join(logits_of(odd_model(dtype, config)).numpy().tobytes() for config in ALL)).hexdigest()
+    return hashlib.sha256(
+        b"".join(logits_of(odd_model(dtype, config)).numpy().tobytes() for config in ALL)
+    ).hexdigest()
 
 
 def main(dtype: str, *threads: str) -> None:

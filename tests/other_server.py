@@ -1,7 +1,9 @@
-"""A small server of another kind that speaks OpenAI's protocol, with known delays: what a load generator measures can be checked on it.
+"""A small server of another kind that speaks OpenAI's protocol, with known delays: what a load generator
+measures can be checked on it.
 
-The prompt says how it behaves: "plain" writes five words; "long" a hundred; "uncounted" sends no usage; "refused" is answered with 400;
-"cut" breaks off in the middle; "silent" never ends; "late" says an error inside the stream.
+The prompt says how it behaves: "plain" writes five words; "long" a hundred; "uncounted" sends no usage;
+"refused" is answered with 400; "cut" breaks off in the middle; "silent" never ends; "late" says an error
+inside the stream.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"choices": [{"delta": {"content": "word "}, "finish_reason": None}]})
         self._event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
         if prompt != "uncounted":
-            self._event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2 * num_words}})  # two tokens a piece
+            self._event(
+                {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2 * num_words}}
+            )  # two tokens a piece
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
 

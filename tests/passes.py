@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.core.types import Batch, Columns
 from paceline.cpu.decoder import CpuDecoder
 from paceline.models.config import ModelConfig
 from paceline.runtime.device import cache_dtype
 from paceline.runtime.kv_cache import FLOATS, row_widths
 from paceline.runtime.runner import Decoder
-from paceline.types import Batch, Columns
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 128
@@ -29,16 +29,24 @@ class Rows(NamedTuple):
 
 
 def new_kv(model: Decoder, config: ModelConfig | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """As `model` keeps it, filled with large values: reading a slot that was never written is seen at once."""
+    """As `model` keeps it, filled with large values: reading a slot that was never written is seen at
+    once.
+    """
     config = config or model.config
     has_integers = isinstance(model, CpuDecoder) and model.bits < 32
     kept = cache_dtype(torch.device("cpu"), "int8") if has_integers else FLOATS
     shape = (NUM_BLOCKS * BLOCK_SIZE, config.num_kv_heads)
     # as int8 127, and where scales are 3e38
     value = 127 if has_integers else 1e3
-    sizes = [(width, value, dtype) for width, dtype in zip(row_widths(config, kept), (kept.keys, kept.values), strict=True)]
+    sizes = [
+        (width, value, dtype)
+        for width, dtype in zip(row_widths(config, kept), (kept.keys, kept.values), strict=True)
+    ]
     layers = range(config.num_layers)
-    return [tuple(torch.full((*shape, width), value, dtype=dtype) for width, value, dtype in sizes) for _ in layers]  # type: ignore[misc]
+    return [
+        tuple(torch.full((*shape, width), value, dtype=dtype) for width, value, dtype in sizes)
+        for _ in layers
+    ]  # type: ignore[misc]
 
 
 def shuffled_blocks(num_requests: int, seed: int = 0) -> list[list[int]]:
@@ -67,8 +75,13 @@ def batch_of(requests: Sequence[Rows], rows: Sequence[int] | None = None) -> Bat
         positions += [prefix + depth for depth in depths]
         starts.append(len(ids))
     tables = [block for request in requests for block in request.blocks]
-    prefixes, wanted = [request.prefix for request in requests], list(range(len(ids)) if rows is None else rows)
-    return Batch(Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, wanted), BLOCK_SIZE)
+    prefixes, wanted = (
+        [request.prefix for request in requests],
+        list(range(len(ids)) if rows is None else rows),
+    )
+    return Batch(
+        Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, wanted), BLOCK_SIZE
+    )
 
 
 def random_parents(draws: Sequence[int]) -> list[int]:

@@ -1,6 +1,8 @@
-"""An engine without a model: texts that are known, drafters of known skill, and a clock that is only added up.
+"""An engine without a model: texts that are known, drafters of known skill, and a clock that is only added
+up.
 
-What a pass takes is a table; what a drafter takes is said by the drafter. So the policy's promises can be checked exactly and at once.
+What a pass takes is a table; what a drafter takes is said by the drafter. So the policy's promises can be
+checked exactly and at once.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.params import SamplingParams
+from paceline.core.tree import Tree
+from paceline.core.types import Cached, Draft, Needs, Request, Seen, Verdict
 from paceline.engine.costs import CostModel
 from paceline.engine.plan import Policy
 from paceline.engine.policy import AutoPolicy
 from paceline.engine.scheduler import Turn
-from paceline.params import SamplingParams
-from paceline.types import Cached, Draft, Needs, Request, Seen, Verdict
-from paceline.verify.tree import Tree
 
-# Relative seconds of passes over 1, 2, ... rows as measured on two cores, a GPU where rows are free, and one where none is.
+# Relative seconds of passes over 1, 2, ... rows as measured on two cores, a GPU where rows are free, and one
+# where none is.
 CPU = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 12: 20.5, 16: 27.0}
 FLAT = {1: 5.0, 64: 5.3, 128: 6.0}
 STEEP = {1: 1.0, 2: 2.0}
@@ -30,7 +33,9 @@ def truth(request: Request, position: int) -> int:
 
 @dataclass
 class Skilled:
-    """Drafts `length` tokens; whether the one at a position is right is up to `is_right(request, position)`."""
+    """Drafts `length` tokens; whether the one at a position is right is up to `is_right(request,
+    position)`.
+    """
 
     is_right: Callable[[Request, int], bool]
     claim: float | None = None
@@ -71,7 +76,8 @@ class World:
     num_rounds: int = 0  # of a drafter that runs a model, where it may run them by itself
     share: float = 0.5  # of its time, that it takes then
     num_flights: int = 0
-    # Of its own: a text, and where a drafter is right in it, follows from the number, and must not from what other tests have run before.
+    # Of its own: a text, and where a drafter is right in it, follows from the number, and must not from what
+    # other tests have run before.
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self, num_requests: int, num_steps: int, num_prompt: int = 4) -> None:
@@ -83,7 +89,14 @@ class World:
 
     def new_request(self, num_prompt: int = 4) -> Request:
         name = str(next(self.numbers))
-        request = Request(name, SamplingParams(temperature=0.0), [0] * num_prompt, num_prompt, 0, cache=Cached([], num_prompt - 1))
+        request = Request(
+            name,
+            SamplingParams(temperature=0.0),
+            [0] * num_prompt,
+            num_prompt,
+            0,
+            cache=Cached([], num_prompt - 1),
+        )
         return request
 
     def step(self, requests: Sequence[Request]) -> None:
@@ -94,7 +107,12 @@ class World:
         proposed: dict[int, list[tuple[int, Draft]]] = {}
         for number in self.policy.order if plan.asks else ():
             asks = self.policy.reconsider(number, plan.asks[number], turns) if proposed else plan.asks[number]
-            if asks and self.num_rounds and not self.policy.drafters[number].is_free and self.policy.may_fly(number, asks):
+            if (
+                asks
+                and self.num_rounds
+                and not self.policy.drafters[number].is_free
+                and self.policy.may_fly(number, asks)
+            ):
                 return self._fly(number, turns)
             if asks:
                 drafter = self.policy.drafters[number]
@@ -113,9 +131,13 @@ class World:
         self.num_checked += rows - len(requests)
 
     def _fly(self, number: int, turns: Sequence[Turn]) -> None:
-        """Rounds without anybody in between: drafting takes its share of what it takes otherwise. Whoever promises more meanwhile ends
-        them, after the one that is under way."""
-        requests, drafter, num_left = [turn.request for turn in turns], self.policy.drafters[number], self.num_rounds
+        """Rounds without anybody in between: drafting takes its share of what it takes otherwise. Whoever
+        promises more meanwhile ends them, after the one that is under way."""
+        requests, drafter, num_left = (
+            [turn.request for turn in turns],
+            self.policy.drafters[number],
+            self.num_rounds,
+        )
         while num_left:
             num_left -= 1
             drafts = dict(enumerate(drafter.propose(requests, [8] * len(requests))))
@@ -127,10 +149,18 @@ class World:
             self.num_tokens += sum(len(v.tokens) for v in verdicts.values())
             self.num_checked += rows - len(requests)
             for other, asks in self.policy.lookouts(number, turns) if num_left > 1 else ():
-                drafts = dict(enumerate(self.policy.drafters[other].propose([requests[i] for i, _ in asks], [count for _, count in asks])))
+                drafts = dict(
+                    enumerate(
+                        self.policy.drafters[other].propose(
+                            [requests[i] for i, _ in asks], [count for _, count in asks]
+                        )
+                    )
+                )
                 self.policy.heard(other, asks, list(drafts.values()), self.policy.drafters[other].spent)  # type: ignore[attr-defined]
             rounds = [(i, 8) for i in range(len(turns))]
-            if num_left > 1 and len(self.policy.reconsider(number, rounds, turns, is_flying=True)) < len(rounds):
+            if num_left > 1 and len(self.policy.reconsider(number, rounds, turns, is_flying=True)) < len(
+                rounds
+            ):
                 num_left = 1
         self.num_flights += 1
 

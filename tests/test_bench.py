@@ -1,4 +1,6 @@
-"""`paceline bench` for real, on a small model: the report, its consistency, pictures, and what a dead or hanging worker leads to."""
+"""`paceline bench` for real, on a small model: the report, its consistency, pictures, and what a dead or
+hanging worker leads to.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,34 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline.bench.measure import MODULES
-from paceline.bench.plan import FOLDERS, OURS, peer_python
-from paceline.bench.processes import Worker, WorkerError
 from paceline.cli.main import app
 from paceline.loaders import hub
+from paceline.measure.measure import MODULES
+from paceline.measure.plan import FOLDERS, OURS, peer_python
+from paceline.measure.processes import Worker, WorkerError
 
 ROOT = Path(__file__).parent.parent
-KEYS = {"engine", "method", "task", "prompts", "tokens_per_second", "speedup", "tau", "alpha", "identical", "ttft_ms", "tpot_ms", "peak_mb"}
+KEYS = {
+    "engine",
+    "method",
+    "task",
+    "prompts",
+    "tokens_per_second",
+    "speedup",
+    "tau",
+    "alpha",
+    "identical",
+    "ttft_ms",
+    "tpot_ms",
+    "peak_mb",
+}
 PNG = b"\x89PNG\r\n\x1a\n"
 PROMPTS = [
-    {"question_id": 1, "category": "copy", "turns": ["the line the line the line the line", "and a second turn"]},
+    {
+        "question_id": 1,
+        "category": "copy",
+        "turns": ["the line the line the line the line", "and a second turn"],
+    },
     {"question_id": 2, "category": "copy", "turns": ["who rides in front? who rides"]},
     {"question_id": 3, "category": "code", "turns": ["def ride(line): return def ride(line): return"]},
 ]
@@ -52,7 +71,18 @@ def report_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
     pictures = tmp_path / "plots"
-    options = ("--model", str(tiny_folder), "--prompts", prompts, "--dtypes", "float32", "--repeats", "2", "--plot", str(pictures))
+    options = (
+        "--model",
+        str(tiny_folder),
+        "--prompts",
+        prompts,
+        "--dtypes",
+        "float32",
+        "--repeats",
+        "2",
+        "--plot",
+        str(pictures),
+    )
     report = report_of(tmp_path, *options, "--methods", "none,ngram,early_exit")
     assert report["machine"]["cores"] >= 1
     rows = report["rows"]
@@ -74,9 +104,24 @@ def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) ->
 
 
 def test_requests_in_flight_together(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
-    options = ("--model", str(tiny_folder), "--prompts", prompts, "--dtypes", "float32", "--repeats", "1", "--concurrency", "2")
+    options = (
+        "--model",
+        str(tiny_folder),
+        "--prompts",
+        prompts,
+        "--dtypes",
+        "float32",
+        "--repeats",
+        "1",
+        "--concurrency",
+        "2",
+    )
     rows = report_of(tmp_path, *options)["rows"]
-    assert [(r["method"], r["identical"]) for r in rows if r["task"] == "overall"] == [("plain", 3), ("auto", 3), ("ngram", 3)]
+    assert [(r["method"], r["identical"]) for r in rows if r["task"] == "overall"] == [
+        ("plain", 3),
+        ("auto", 3),
+        ("ngram", 3),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +151,23 @@ def test_a_missing_peer_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
 
 def our_worker(folder: Path, log: Path) -> Worker:
     worker = Worker("paceline", sys.executable, MODULES[OURS], log, 1)
-    worker.load({"model": str(folder), "dtype": "float32", "speculative_config": None, "in_flight": 1, "method": "plain", "threads": 1})
+    worker.load(
+        {
+            "model": str(folder),
+            "dtype": "float32",
+            "speculative_config": None,
+            "in_flight": 1,
+            "method": "plain",
+            "threads": 1,
+        }
+    )
     return worker
 
 
 def ask_for(worker: Worker, num_tokens: int, seconds: float) -> dict[str, Any]:
-    return worker.ask("generate", seconds=seconds, prompts=[{"ids": [5, 6, 7], "num_tokens": num_tokens}], in_flight=1)
+    return worker.ask(
+        "generate", seconds=seconds, prompts=[{"ids": [5, 6, 7], "num_tokens": num_tokens}], in_flight=1
+    )
 
 
 def test_a_killed_worker_is_an_error_with_its_log(tiny_folder: Path, tmp_path: Path) -> None:
@@ -155,8 +211,20 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_ctrl_c_leaves_no_worker_behind(tiny_folder: Path, prompts: str) -> None:
     code = "from paceline.cli.entry import main; raise SystemExit(main())"
-    options = ["bench", "--model", str(tiny_folder), "--prompts", prompts, "--dtypes", "float32", "--repeats", "100000"]
-    process = subprocess.Popen([sys.executable, "-c", code, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    options = [
+        "bench",
+        "--model",
+        str(tiny_folder),
+        "--prompts",
+        prompts,
+        "--dtypes",
+        "float32",
+        "--repeats",
+        "100000",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("paceline float32, "):  # the timed turns have begun: all workers are there
@@ -184,10 +252,18 @@ def test_peers_answer(peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     hub.fetch_default(progress=False)
     prompts = tmp_path / "one.jsonl"
     prompts.write_text(
-        json.dumps({"question_id": 1, "category": "copy", "turns": ["Say three times: the line goes on. The line goes on."]})
+        json.dumps(
+            {
+                "question_id": 1,
+                "category": "copy",
+                "turns": ["Say three times: the line goes on. The line goes on."],
+            }
+        )
     )
     chosen = "llama.cpp:Q8_0" if peer == "llama.cpp" else peer
-    rows = report_of(tmp_path, "--prompts", str(prompts), "--dtypes", "none", "--peers", chosen, "--repeats", "1")["rows"]
+    rows = report_of(
+        tmp_path, "--prompts", str(prompts), "--dtypes", "none", "--peers", chosen, "--repeats", "1"
+    )["rows"]
     plain, drafted = (row for row in rows if row["task"] == "overall")
     assert plain["engine"].startswith(peer)
     assert (plain["method"], plain["identical"], plain["tau"]) == ("plain", 1, 1.0)

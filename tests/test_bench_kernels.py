@@ -1,4 +1,6 @@
-"""`paceline bench kernels` and `paceline bench quality`: the arithmetic of floors, perplexity against torch, and both verbs for real."""
+"""`paceline bench kernels` and `paceline bench quality`: the arithmetic of floors, perplexity against torch,
+and both verbs for real.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from paceline.bench.floors import Work, figures, floor_ms
-from paceline.bench.limits import Limits
-from paceline.bench.plan import FOLDERS
-from paceline.bench.quality import BASELINE, SHIPPED, compared, contexts_of, surprise
 from paceline.cli.main import app
+from paceline.core.types import Cached, Segment
 from paceline.loaders.checkpoint import open_checkpoint
+from paceline.measure.floors import Work, figures, floor_ms
+from paceline.measure.limits import Limits
+from paceline.measure.plan import FOLDERS
+from paceline.measure.quality import BASELINE, SHIPPED, compared, contexts_of, surprise
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner, load_decoder
-from paceline.types import Cached, Segment
 
 LIMITS = Limits(threads=2, read_gb_s=10.0, int8_gmac_s=100.0, float32_gmac_s=20.0)
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
@@ -53,7 +55,18 @@ def test_a_difference_that_came_out_as_nothing_has_no_rates() -> None:
 @pytest.fixture(scope="module")
 def report(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("kernels") / "k.json"
-    options = ("--model", str(tiny_folder), "--peers", "none", "--context", "40", "--repeats", "2", "--json", str(path))
+    options = (
+        "--model",
+        str(tiny_folder),
+        "--peers",
+        "none",
+        "--context",
+        "40",
+        "--repeats",
+        "2",
+        "--json",
+        str(path),
+    )
     status, out, err = bench("kernels", *options)
     assert status == 0, err
     assert "limits of" in out
@@ -65,7 +78,11 @@ def report(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_every_number_of_tokens_is_timed(report: dict[str, Any]) -> None:
     assert min(report["limits"].values()) > 0
     for dtype in ("int8", "float32", "int4"):
-        rows = [row for row in report["forward"] if (row["engine"], row["dtype"], row["context"]) == ("paceline", dtype, 40)]
+        rows = [
+            row
+            for row in report["forward"]
+            if (row["engine"], row["dtype"], row["context"]) == ("paceline", dtype, 40)
+        ]
         assert [row["tokens"] for row in rows] == list(range(1, 33))
         assert min(row["ms"] for row in rows) > 0
         assert rows[0]["ratio"] == 1
@@ -75,15 +92,23 @@ def test_every_number_of_tokens_is_timed(report: dict[str, Any]) -> None:
             rows = [row for row in report["kernels"] if (row["kernel"], row["dtype"]) == (name, dtype)]
             assert [row["tokens"] for row in rows] == list(range(1, 33))
             assert min(row["ms"] for row in rows) > 0
-            assert max(row["gb_s"] for row in rows) > 0  # of a tiny product that was interrupted nothing is left after rounding
+            assert (
+                max(row["gb_s"] for row in rows) > 0
+            )  # of a tiny product that was interrupted nothing is left after rounding
     assert [row["tokens"] for row in report["kernels"] if row["kernel"] == "attention"] == list(range(1, 33))
 
 
 def test_a_pass_must_do_at_least_what_its_products_do(report: dict[str, Any]) -> None:
     for dtype in ("int8", "float32", "int4"):
         for tokens in (1, 8, 32):
-            parts = [r["floor_ms"] for r in report["kernels"] if (r["dtype"], r["tokens"]) == (dtype, tokens) and r["kernel"] in PRODUCTS]
-            (whole,) = [r for r in report["forward"] if (r["dtype"], r["tokens"], r["context"]) == (dtype, tokens, 40)]
+            parts = [
+                r["floor_ms"]
+                for r in report["kernels"]
+                if (r["dtype"], r["tokens"]) == (dtype, tokens) and r["kernel"] in PRODUCTS
+            ]
+            (whole,) = [
+                r for r in report["forward"] if (r["dtype"], r["tokens"], r["context"]) == (dtype, tokens, 40)
+            ]
             rounding = 0.0005  # a tiny model's floors are as small as the digits they are given with
             assert whole["floor_ms"] + rounding >= max(parts)
 
@@ -99,7 +124,9 @@ def test_a_pass_must_do_at_least_what_its_products_do(report: dict[str, Any]) ->
         (("--limit", "2", "quality"), "--limit stands before quality"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_one_line(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in FOLDERS.values():  # so that a peer is refused for what it is, wherever the test runs
         (tmp_path / folder / "bin").mkdir(parents=True)
         (tmp_path / folder / "bin" / "python").touch()
@@ -129,7 +156,10 @@ def test_surprise_is_torchs_cross_entropy_whatever_the_chunks(tiny_folder: Path)
     total, count = surprise(ours, tokens)
     assert count == 299
     assert ours.kv.pool.num_used == 0
-    oracle, cache = Runner(load_decoder(checkpoint, kernels="torch", dtype="float32"), KvCache(checkpoint.config, 32)), Cached()
+    oracle, cache = (
+        Runner(load_decoder(checkpoint, kernels="torch", dtype="float32"), KvCache(checkpoint.config, 32)),
+        Cached(),
+    )
     assert oracle.kv.reserve(cache, len(tokens))
     logits = oracle.forward([Segment(tokens, cache, None, len(tokens))]).logits
     expected = -sum(float(torch.log_softmax(logits[i], -1)[tokens[i + 1]]) for i in range(299))

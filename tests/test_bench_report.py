@@ -1,4 +1,6 @@
-"""The arithmetic of the benchmark: plans, medians, speedups, identity, with known inputs. Nothing is started here."""
+"""The arithmetic of the benchmark: plans, medians, speedups, identity, with known inputs. Nothing is started
+here.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,25 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import plan as planning
-from paceline.bench.plan import OURS, PLAIN, Row, Task
-from paceline.bench.report import OVERALL, Sample, acceptance_by_position, decoding, end_to_end, num_identical, rates_of, report_rows
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.measure import plan as planning
+from paceline.measure.plan import OURS, PLAIN, Row, Task
+from paceline.measure.report import (
+    OVERALL,
+    Sample,
+    acceptance_by_position,
+    decoding,
+    end_to_end,
+    num_identical,
+    rates_of,
+    report_rows,
+)
 
-SLOW, FAST, ALONE = Row(OURS, "float32", PLAIN), Row(OURS, "float32", "ngram"), Row("vllm", "float32", "ngram")
+SLOW, FAST, ALONE = (
+    Row(OURS, "float32", PLAIN),
+    Row(OURS, "float32", "ngram"),
+    Row("vllm", "float32", "ngram"),
+)
 CODE, CHAT = Task("1", "code", (5, 6), 4), Task("2", "chat", (7,), 4)
 
 
@@ -27,7 +42,9 @@ def sample(row: Row, repeat: int, task: Task, wall_s: float, ids: list[int], **c
 
 
 def all_samples() -> list[Sample]:
-    """Plain needs 1, 2, 4 s for 4 tokens of code; with drafts half of it. Chat takes both 1 s; once, the drafted text differs."""
+    """Plain needs 1, 2, 4 s for 4 tokens of code; with drafts half of it. Chat takes both 1 s; once, the
+    drafted text differs.
+    """
     samples = []
     for repeat, seconds in enumerate((1.0, 2.0, 4.0)):
         for row, factor in ((SLOW, 1.0), (FAST, 0.5)):
@@ -56,7 +73,9 @@ def test_answers_of_one_token_have_no_decoding_to_compare() -> None:
 
 def test_report_has_medians_speedups_and_counts() -> None:
     records = report_rows([SLOW, FAST], all_samples(), {SLOW: 100.0, FAST: None})
-    assert [(r["method"], r["task"]) for r in records] == [(m, t) for m in (PLAIN, "ngram") for t in ("code", "chat", OVERALL)]
+    assert [(r["method"], r["task"]) for r in records] == [
+        (m, t) for m in (PLAIN, "ngram") for t in ("code", "chat", OVERALL)
+    ]
     by_name = {(r["method"], r["task"]): r for r in records}
     code = by_name["ngram", "code"]
     assert code["tokens_per_second"] == 4.0
@@ -81,7 +100,9 @@ def test_without_a_plain_row_there_is_no_speedup() -> None:
 
 
 def test_a_unit_of_several_requests_counts_its_wall_time_once() -> None:
-    both = Sample(SLOW, 0, (CODE, CODE._replace(id="3")), 2.0, [answer([1] * 4, 0.3, 1.5), answer([2] * 4, 0.25, 2.0)])
+    both = Sample(
+        SLOW, 0, (CODE, CODE._replace(id="3")), 2.0, [answer([1] * 4, 0.3, 1.5), answer([2] * 4, 0.25, 2.0)]
+    )
     (record, _) = report_rows([SLOW], [both], {SLOW: None})
     assert (record["end_to_end_tokens_per_second"], record["prompts"], record["identical"]) == (4.0, 2, 2)
     assert record["tokens_per_second"] == 7 / 1.75
@@ -89,14 +110,20 @@ def test_a_unit_of_several_requests_counts_its_wall_time_once() -> None:
 
 def test_texts_are_compared_where_there_are_no_ids() -> None:
     def said(row: Row, text: str) -> Sample:
-        return Sample(row, 0, (CODE,), 1.0, [{**{k: v for k, v in answer([1]).items() if k != "ids"}, "text": text}])
+        return Sample(
+            row, 0, (CODE,), 1.0, [{**{k: v for k, v in answer([1]).items() if k != "ids"}, "text": text}]
+        )
 
     assert num_identical([said(FAST, "a")], [said(SLOW, "a")]) == 1
     assert num_identical([said(FAST, "b")], [said(SLOW, "a")]) == 0
 
 
 def test_acceptance_by_position_adds_up_over_answers() -> None:
-    answers = [answer([1], drafted_at=[4, 2], accepted_at=[2, 1]), answer([1], drafted_at=[6], accepted_at=[3]), answer([1])]
+    answers = [
+        answer([1], drafted_at=[4, 2], accepted_at=[2, 1]),
+        answer([1], drafted_at=[6], accepted_at=[3]),
+        answer([1]),
+    ]
     assert acceptance_by_position(answers) == [0.5, 0.5]
     assert acceptance_by_position([answer([1])]) is None
 
@@ -106,7 +133,9 @@ def test_every_row_runs_every_unit_once_in_each_repeat() -> None:
     taken = list(planning.turns(rows, units, 4))
     assert Counter(taken) == Counter({(r, u, row): 1 for r in range(4) for u in range(2) for row in rows})
     assert taken == list(planning.turns(rows, units, 4))
-    assert len({tuple(row for _, _, row in taken[i : i + 3]) for i in range(0, len(taken), 3)}) > 1  # not always the same one begins
+    assert (
+        len({tuple(row for _, _, row in taken[i : i + 3]) for i in range(0, len(taken), 3)}) > 1
+    )  # not always the same one begins
 
 
 def test_with_concurrency_the_prompts_of_a_task_are_one_unit() -> None:
@@ -122,7 +151,12 @@ def test_rows_of_methods_precisions_and_peers() -> None:
     assert planning.our_rows("none", methods) == []
     assert planning.peer_rows("none", methods, 1) == []
     names = [str(row) for row in planning.peer_rows("llama.cpp:Q8_0,transformers", methods, 1)]
-    assert names == ["llama.cpp Q8_0, plain", "llama.cpp Q8_0, ngram", "transformers float32, plain", "transformers float32, ngram"]
+    assert names == [
+        "llama.cpp Q8_0, plain",
+        "llama.cpp Q8_0, ngram",
+        "transformers float32, plain",
+        "transformers float32, ngram",
+    ]
     assert {row.peer for row in planning.peer_rows("all", methods, 1)} == set(planning.VARIANTS)
 
 

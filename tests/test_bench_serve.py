@@ -1,4 +1,6 @@
-"""`paceline bench serve` on a real Paceline server and on one of another kind whose delays are known; and its arithmetic."""
+"""`paceline bench serve` on a real Paceline server and on one of another kind whose delays are known; and its
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from paceline.bench.counters import difference
-from paceline.bench.load import Level, Record, due_times
-from paceline.bench.load_report import goals_of, level_report, peak_in_flight, percentile
 from paceline.cli.main import app
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.measure.counters import difference
+from paceline.measure.load import Level, Record, due_times
+from paceline.measure.load_report import goals_of, level_report, peak_in_flight, percentile
 from tests.make_models import tiny_hf, tiny_tokenizer
 from tests.other_server import FIRST_S, WORD_S, other_server
 from tests.server.harness import CODE, WAIT_S, Server, start_server
@@ -72,7 +74,9 @@ def test_a_sweep_of_rates_on_our_server(server: Server, tmp_path: Path) -> None:
         "--max-new-tokens",
         "16",
     )
-    report = report_of(tmp_path, *options, "--ignore-eos", "--plot", str(pictures), "--metric-percentiles", "50,99.9")
+    report = report_of(
+        tmp_path, *options, "--ignore-eos", "--plot", str(pictures), "--metric-percentiles", "50,99.9"
+    )
     assert (report["model"], report["is_interrupted"]) == ("tiny", False)
     assert [level["request_rate"] for level in report["levels"]] == [20, 40]
     for level in report["levels"]:
@@ -82,8 +86,13 @@ def test_a_sweep_of_rates_on_our_server(server: Server, tmp_path: Path) -> None:
         assert level["output_throughput"] == pytest.approx(12 * 16 / level["duration_s"], rel=1e-3)
         assert set(level["ttft_ms"]) == {"mean", "p50", "p99.9"}
         assert 0 < level["ttft_ms"]["p50"] <= level["e2el_ms"]["p50"]
-        assert level["speculative_decoding"]["num_draft_tokens"] >= level["speculative_decoding"]["num_accepted_tokens"]
-        assert [request["due_s"] for request in level["requests"]] == pytest.approx(due_times(12, level["request_rate"], 1.0, 0), abs=1e-5)
+        assert (
+            level["speculative_decoding"]["num_draft_tokens"]
+            >= level["speculative_decoding"]["num_accepted_tokens"]
+        )
+        assert [request["due_s"] for request in level["requests"]] == pytest.approx(
+            due_times(12, level["request_rate"], 1.0, 0), abs=1e-5
+        )
         assert len({request["prompt"] for request in level["requests"]}) == 12
     for name in ("latency.png", "throughput.png", "ttft.png"):
         assert (pictures / name).read_bytes().startswith(PNG)
@@ -91,8 +100,21 @@ def test_a_sweep_of_rates_on_our_server(server: Server, tmp_path: Path) -> None:
 
 
 def test_the_server_can_be_told_not_to_draft(server: Server, tmp_path: Path) -> None:
-    options = ("--base-url", server.url, "--api-key", KEY, "--max-concurrency", "2", "--num-prompts", "4", "--max-new-tokens", "24")
-    level = report_of(tmp_path, *options, "--endpoint", "/v1/completions", "--extra-body", '{"speculative": "off"}')["levels"][0]
+    options = (
+        "--base-url",
+        server.url,
+        "--api-key",
+        KEY,
+        "--max-concurrency",
+        "2",
+        "--num-prompts",
+        "4",
+        "--max-new-tokens",
+        "24",
+    )
+    level = report_of(
+        tmp_path, *options, "--endpoint", "/v1/completions", "--extra-body", '{"speculative": "off"}'
+    )["levels"][0]
     assert (level["completed"], level["speculative_decoding"]["num_draft_tokens"]) == (4, 0)
     assert level["peak_in_flight"] == 2
 
@@ -107,19 +129,45 @@ def test_without_its_key_nothing_is_measured(server: Server) -> None:
 @pytest.mark.serial
 def test_delays_of_another_kind_of_server_are_measured_as_they_are(tmp_path: Path) -> None:
     with other_server() as (url, asked):
-        options = ("--base-url", url, "--max-concurrency", "1", "--num-prompts", "5", "--num-warmups", "2", "--goodput", "ttft:5000,tpot:1")
-        report = report_of(tmp_path, *options, "--temperature", "0.5", "--max-new-tokens", "9", prompt="plain")
+        options = (
+            "--base-url",
+            url,
+            "--max-concurrency",
+            "1",
+            "--num-prompts",
+            "5",
+            "--num-warmups",
+            "2",
+            "--goodput",
+            "ttft:5000,tpot:1",
+        )
+        report = report_of(
+            tmp_path, *options, "--temperature", "0.5", "--max-new-tokens", "9", prompt="plain"
+        )
     level = report["levels"][0]
     assert level["output_tokens"] == 5 * 10
-    # Nothing is quicker than the server is; what a machine does beside may delay a piece, and the next seems early by as much.
-    quickest = {name: min(request[name] for request in level["requests"]) for name in ("ttft_ms", "tpot_ms", "e2el_ms")}
+    # Nothing is quicker than the server is; what a machine does beside may delay a piece, and the next seems
+    # early by as much.
+    quickest = {
+        name: min(request[name] for request in level["requests"])
+        for name in ("ttft_ms", "tpot_ms", "e2el_ms")
+    }
     assert 1000 * FIRST_S <= quickest["ttft_ms"] < 1000 * (FIRST_S + 3 * WORD_S)
     assert 1000 * (FIRST_S + 4 * WORD_S) <= quickest["e2el_ms"] < 1000 * (FIRST_S + 8 * WORD_S)
-    assert 0.8 * 4000 * WORD_S / 9 < level["tpot_ms"]["p50"] < 2 * 4000 * WORD_S / 9  # ten tokens in five pieces
+    assert (
+        0.8 * 4000 * WORD_S / 9 < level["tpot_ms"]["p50"] < 2 * 4000 * WORD_S / 9
+    )  # ten tokens in five pieces
     assert 0.8 * 1000 * WORD_S < level["itl_ms"]["p50"] < 2 * 1000 * WORD_S
-    assert (level["request_goodput"], level["good_share"]) == (0, 0)  # a millisecond a token is asked too much
+    assert (level["request_goodput"], level["good_share"]) == (
+        0,
+        0,
+    )  # a millisecond a token is asked too much
     speculation = level["speculative_decoding"]
-    assert (speculation["num_drafts"], speculation["acceptance_length"], speculation["acceptance_rate"]) == (50, 2.5, 0.5)
+    assert (speculation["num_drafts"], speculation["acceptance_length"], speculation["acceptance_rate"]) == (
+        50,
+        2.5,
+        0.5,
+    )
     assert speculation["per_position_acceptance_rates"] == [1.5]
     assert len(asked) == 7
     body = asked[0]
@@ -132,7 +180,9 @@ def test_load_is_open_and_waiting_counts_from_when_a_request_was_due(tmp_path: P
     options = ("--num-prompts", "10", "--request-rate", "50", "--num-warmups", "0")
     with other_server() as (url, _):
         free = report_of(tmp_path, "--base-url", url, *options, prompt="plain")["levels"][0]
-        capped = report_of(tmp_path, "--base-url", url, *options, "--max-concurrency", "1", prompt="plain")["levels"][0]
+        capped = report_of(tmp_path, "--base-url", url, *options, "--max-concurrency", "1", prompt="plain")[
+            "levels"
+        ][0]
     one = FIRST_S + 4 * WORD_S
     assert free["peak_in_flight"] > 3
     assert free["duration_s"] < 0.7 * capped["duration_s"]  # nobody waited for anybody
@@ -154,16 +204,33 @@ def test_a_server_without_counts_and_metrics_is_measured_all_the_same(tmp_path: 
             '{"stream_options": null, "top_k": 3}',
         )
         level = report_of(tmp_path, *options, prompt="uncounted")["levels"][0]
-    assert (level["output_tokens"], level["tokens_counted_by"], level["speculative_decoding"]) == (20, "pieces of text", None)
+    assert (level["output_tokens"], level["tokens_counted_by"], level["speculative_decoding"]) == (
+        20,
+        "pieces of text",
+        None,
+    )
     assert "stream_options" not in asked[0]
     assert asked[0]["top_k"] == 3
 
 
 def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
     with other_server() as (url, _):
-        options = ("--base-url", url, "--max-concurrency", "5", "--num-prompts", "5", "--num-warmups", "0", "--timeout", "8")
+        options = (
+            "--base-url",
+            url,
+            "--max-concurrency",
+            "5",
+            "--num-prompts",
+            "5",
+            "--num-warmups",
+            "0",
+            "--timeout",
+            "8",
+        )
         patient = ("--goodput", "ttft:8000,tpot:8000")  # whoever answers at all is good
-        level = report_of(tmp_path, *options, *patient, prompt="plain\nrefused\ncut\nsilent\nlate")["levels"][0]
+        level = report_of(tmp_path, *options, *patient, prompt="plain\nrefused\ncut\nsilent\nlate")["levels"][
+            0
+        ]
     assert (level["completed"], level["failed"]) == (1, 4)
     assert level["errors"] == {
         "HTTP 400: such prompts are refused": 1,
@@ -188,7 +255,9 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         load = ["--request-rate", "10,20", "--max-concurrency", "2", "--num-prompts", "200"]
         options = ["--base-url", url, *load, "--prompts", str(tmp_path / "prompts.txt")]
         command = [sys.executable, "-c", CODE, "bench", "serve", *options, "--json", str(tmp_path / "r.json")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+        ) as process:
             end = time.monotonic() + WAIT_S
             while len(asked) < 10:  # one warms up, two are in flight: the other seven have been answered
                 assert time.monotonic() < end, "no requests came"
@@ -255,14 +324,30 @@ def test_percentiles_are_those_of_numpy() -> None:
 
 
 def test_the_report_of_known_records() -> None:
-    quick = Record("1", 0.0, 0.0, [0.1, 0.2, 0.3], 0.3, num_tokens=5, num_prompt=10, num_cached=4, finish="stop")
+    quick = Record(
+        "1", 0.0, 0.0, [0.1, 0.2, 0.3], 0.3, num_tokens=5, num_prompt=10, num_cached=4, finish="stop"
+    )
     slow = Record("2", 1.0, 1.5, [2.0, 3.0], 3.0, num_tokens=5, num_prompt=10, finish="length")
     failed = Record("3", 1.0, 1.0, [], 2.0, error="HTTP 500")
     level = level_report(Level(2.0, None), [quick, slow, failed], 4, (50,), goals_of("ttft:500, e2el:1000"))
-    assert (level["load"], level["completed"], level["failed"], level["given_up"], level["errors"]) == ("2 req/s", 2, 1, 1, {"HTTP 500": 1})
-    assert (level["duration_s"], level["request_throughput"], level["request_goodput"]) == (3.0, 0.6667, 0.3333)
+    assert (level["load"], level["completed"], level["failed"], level["given_up"], level["errors"]) == (
+        "2 req/s",
+        2,
+        1,
+        1,
+        {"HTTP 500": 1},
+    )
+    assert (level["duration_s"], level["request_throughput"], level["request_goodput"]) == (
+        3.0,
+        0.6667,
+        0.3333,
+    )
     assert level["good_share"] == 0.3333
-    assert (level["output_throughput"], level["total_token_throughput"], level["cached_prompt_tokens"]) == (3.3333, 10.0, 4)
+    assert (level["output_throughput"], level["total_token_throughput"], level["cached_prompt_tokens"]) == (
+        3.3333,
+        10.0,
+        4,
+    )
     assert level["ttft_ms"] == {"mean": 550.0, "p50": 550.0}  # 100 and 1000, from when it was due
     assert level["tpot_ms"] == {"mean": 150.0, "p50": 150.0}  # 50 and 250
     assert level["e2el_ms"] == {"mean": 1150.0, "p50": 1150.0}
@@ -272,7 +357,12 @@ def test_the_report_of_known_records() -> None:
 
 def test_a_level_without_answers_has_no_latencies() -> None:
     level = level_report(Level(math.inf, 4), [Record("1", 0.0, 0.0, [], 1.0, error="x")], 1, (50,), {})
-    assert (level["load"], level["request_rate"], level["ttft_ms"], level["request_goodput"]) == ("4 in flight", None, None, None)
+    assert (level["load"], level["request_rate"], level["ttft_ms"], level["request_goodput"]) == (
+        "4 in flight",
+        None,
+        None,
+        None,
+    )
 
 
 def test_goals_and_counters() -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from paceline.errors import ModelFileError, PacelineError, RequestError
+from paceline.core.errors import ModelFileError, PacelineError, RequestError
 from paceline.loaders.chat_template import render
 
 SMOLLM2 = (
@@ -151,10 +151,16 @@ CHATS: list[list[dict[str, Any]]] = [
     ],
     [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}],
 ]
-PARTS: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": " look "}, {"type": "image"}]}]
+PARTS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": " look "}, {"type": "image"}]}
+]
 CALL: list[dict[str, Any]] = [
     {"role": "user", "content": "x"},
-    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}],
+    },
 ]
 
 
@@ -164,7 +170,9 @@ def theirs() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
-def _same(theirs: PreTrainedTokenizerFast, template: str, messages: list[dict[str, Any]], **options: Any) -> None:
+def _same(
+    theirs: PreTrainedTokenizerFast, template: str, messages: list[dict[str, Any]], **options: Any
+) -> None:
     expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
     assert render(template, messages, bos_token="<s>", eos_token="</s>", **options) == expected
 
@@ -188,14 +196,24 @@ def test_same_with_parts_calls_and_extra_variables(theirs: PreTrainedTokenizerFa
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(sorted(TEMPLATES)), words=st.lists(st.text(st.characters(codec="utf-8"), max_size=20), min_size=1, max_size=5))
+@given(
+    name=st.sampled_from(sorted(TEMPLATES)),
+    words=st.lists(st.text(st.characters(codec="utf-8"), max_size=20), min_size=1, max_size=5),
+)
 def test_same_for_any_words(theirs: PreTrainedTokenizerFast, name: str, words: list[str]) -> None:
     roles = ("user", "assistant")
-    _same(theirs, TEMPLATES[name], [{"role": roles[i % 2], "content": w} for i, w in enumerate(words)], add_generation_prompt=True)
+    _same(
+        theirs,
+        TEMPLATES[name],
+        [{"role": roles[i % 2], "content": w} for i, w in enumerate(words)],
+        add_generation_prompt=True,
+    )
 
 
 def test_a_long_chat_is_within_bounds(theirs: PreTrainedTokenizerFast) -> None:
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " + "word " * 200} for i in range(601)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": f"{i} " + "word " * 200} for i in range(601)
+    ]
     for template in TEMPLATES.values():
         _same(theirs, template, messages, add_generation_prompt=True)
 
@@ -205,13 +223,17 @@ def test_a_template_that_refuses_blames_the_messages() -> None:
         render(GEMMA3, [{"role": "assistant", "content": "me first"}], bos_token="<s>")
 
 
-@pytest.mark.parametrize("messages", ["hi", {"role": "user"}, [1], [{"content": "x"}], [{"role": "user", "content": object()}]])
+@pytest.mark.parametrize(
+    "messages", ["hi", {"role": "user"}, [1], [{"content": "x"}], [{"role": "user", "content": object()}]]
+)
 def test_bad_messages_are_named(messages: Any) -> None:
     with pytest.raises(RequestError, match="message"):
         render(SMOLLM2, messages)
 
 
-DOUBLING = "{% set ns = namespace(v=VALUE) %}{% for i in range(64) %}{% set ns.v = STEP %}{% endfor %}{{ ns.v }}"
+DOUBLING = (
+    "{% set ns = namespace(v=VALUE) %}{% for i in range(64) %}{% set ns.v = STEP %}{% endfor %}{{ ns.v }}"
+)
 HOSTILE = {
     "nested loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
     "huge range": "{% for i in range(99999999) %}{% endfor %}",

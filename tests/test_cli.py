@@ -20,7 +20,9 @@ VERBS = ("demo", "generate", "chat", "models", "verify")
 
 @pytest.fixture(scope="module")
 def tiny(tiny: LLM, tiny_folder: Path) -> str:
-    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says so."""
+    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says
+    so.
+    """
     return str(tiny_folder)
 
 
@@ -46,7 +48,10 @@ def test_version() -> None:
     assert (done.exit_code, done.stdout) == (0, "paceline 0.1.0\n")
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["generate", "hi", "--nonsense"], ["generate"], ["demo", "--max-tokens", "many"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["generate", "hi", "--nonsense"], ["generate"], ["demo", "--max-tokens", "many"]],
+)
 def test_unknown_words_exit_2(arguments: list[str]) -> None:
     done = invoke(*arguments)
     assert done.exit_code == 2
@@ -138,7 +143,9 @@ def test_json_has_everything_about_the_answer(tiny: str) -> None:
 )
 def test_drafts_do_not_change_a_seeded_answer(tiny: str, config: str) -> None:
     flags = ("the line the line the line", "--seed", "11", "--temperature", "0.6", "--max-tokens", "24")
-    plain, auto, drafted = (generate(tiny, *flags, *more) for more in (["--method", "none"], [], ["--speculative-config", config]))
+    plain, auto, drafted = (
+        generate(tiny, *flags, *more) for more in (["--method", "none"], [], ["--speculative-config", config])
+    )
     assert drafted["token_ids"] == plain["token_ids"] == auto["token_ids"]
     assert plain["stats"]["num_drafted"] == 0
     assert drafted["stats"]["num_drafted"] > 0
@@ -153,11 +160,18 @@ def test_many_answers(tiny: str) -> None:
 
 
 def test_structured_answers(tiny: str, tmp_path: Path) -> None:
-    assert generate(tiny, "pick", "--choice", "left", "--choice", "right", "--seed", "1")["text"] in ("left", "right")
+    assert generate(tiny, "pick", "--choice", "left", "--choice", "right", "--seed", "1")["text"] in (
+        "left",
+        "right",
+    )
     schema = tmp_path / "schema.json"
-    schema.write_text('{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}')
+    schema.write_text(
+        '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}'
+    )
     for given in (str(schema), schema.read_text()):
-        assert isinstance(json.loads(generate(tiny, "pick", "--json-schema", given, "--seed", "1")["text"])["ok"], bool)
+        assert isinstance(
+            json.loads(generate(tiny, "pick", "--json-schema", given, "--seed", "1")["text"])["ok"], bool
+        )
 
 
 def test_chat_over_a_pipe_keeps_and_forgets_history(tiny: str) -> None:
@@ -172,7 +186,9 @@ def test_chat_over_a_pipe_keeps_and_forgets_history(tiny: str) -> None:
 
 
 def test_chat_goes_on_after_a_question_that_does_not_fit(tiny: str) -> None:
-    done = invoke("chat", "--model", tiny, "--max-tokens", "4", "--json", stdin="riders " * 2000 + "\nhello\n")
+    done = invoke(
+        "chat", "--model", tiny, "--max-tokens", "4", "--json", stdin="riders " * 2000 + "\nhello\n"
+    )
     assert done.exit_code == 0
     assert len(done.stdout.splitlines()) == 1
     assert "/reset" in done.stderr
@@ -203,7 +219,10 @@ def test_pipes_get_no_colours_and_errors_go_to_stderr(tiny: str) -> None:
         "8",
     ]
     done = subprocess.run(
-        [*command, "--prompt", "the line the line"], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*command, "--prompt", "the line the line"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b[" not in done.stdout
@@ -212,7 +231,9 @@ def test_pipes_get_no_colours_and_errors_go_to_stderr(tiny: str) -> None:
     assert "Traceback" not in wrong.stderr
 
 
-@pytest.mark.parametrize("arguments", [["generate", ""], ["generate", "-"], ["generate", " \n", "--raw"], ["demo", "--prompt", ""]])
+@pytest.mark.parametrize(
+    "arguments", [["generate", ""], ["generate", "-"], ["generate", " \n", "--raw"], ["demo", "--prompt", ""]]
+)
 def test_an_empty_prompt_is_refused_before_a_model_is_read(arguments: list[str]) -> None:
     done = invoke(*arguments, "--model", "no-such-model", stdin="")
     assert (done.exit_code, done.stdout) == (2, "")
@@ -270,7 +291,19 @@ def test_demo_of_one_token_says_there_is_nothing_to_time(tiny: str) -> None:
 
 
 def test_demo_explains_colours_only_where_there_are_some(tiny: str, tmp_path: Path) -> None:
-    flags = ("demo", "--model", tiny, "--method", "quantized", "-k", "4", "--prompt", "the line the line the line", "--max-tokens", "24")
+    flags = (
+        "demo",
+        "--model",
+        tiny,
+        "--method",
+        "quantized",
+        "-k",
+        "4",
+        "--prompt",
+        "the line the line the line",
+        "--max-tokens",
+        "24",
+    )
     assert "■" not in invoke(*flags).stdout
     assert "■" in invoke(*flags, "--svg", str(tmp_path / "demo.svg")).stdout
     assert "<svg" in (tmp_path / "demo.svg").read_text()
@@ -317,13 +350,24 @@ def test_sampling_options_reach_the_engine(tiny: str) -> None:
     assert len(plain) == 8
     assert plain[0] not in generate(tiny, *flags, "--logit-bias", f"{plain[0]}=-inf")["token_ids"]
     assert generate(tiny, *flags, "--stop-token-id", str(plain[0]))["token_ids"] == plain[:1]
-    assert len(generate(tiny, *flags, "--stop-token-id", str(plain[0]), "--min-tokens", "3")["token_ids"]) >= 3
+    assert (
+        len(generate(tiny, *flags, "--stop-token-id", str(plain[0]), "--min-tokens", "3")["token_ids"]) >= 3
+    )
     assert generate(tiny, *flags, "--system", "Be brief.")["token_ids"] != plain
     penalties = ("--repetition-penalty", "5", "--presence-penalty", "2", "--frequency-penalty", "2")
     assert len(set(generate(tiny, *flags, *penalties)["token_ids"])) == 8
     word = generate(tiny, *flags, "--max-tokens", "1")["text"].strip()
     assert generate(tiny, *flags, "--max-tokens", "1", "--bad-word", word)["token_ids"] != plain[:1]
-    done = invoke("generate", "who rides in front? " * 10, "--model", tiny, "--max-model-len", "16", "--kv-cache-memory", "0.01")
+    done = invoke(
+        "generate",
+        "who rides in front? " * 10,
+        "--model",
+        tiny,
+        "--max-model-len",
+        "16",
+        "--kv-cache-memory",
+        "0.01",
+    )
     assert "the context holds 16" in done.stderr
 
 
@@ -343,11 +387,20 @@ def test_the_terminal_samples_by_its_own_defaults(verb: str) -> None:
 
 def test_default_sampling_is_what_help_says(tiny: str) -> None:
     flags = ("hello", "--seed", "3", "--max-tokens", "24", "--ignore-eos")
-    assert generate(tiny, *flags)["token_ids"] == generate(tiny, *flags, "--temperature", "0.7", "--top-p", "0.95")["token_ids"]
-    assert generate(tiny, *flags)["token_ids"] != generate(tiny, *flags, "--temperature", "1", "--top-p", "1")["token_ids"]
+    assert (
+        generate(tiny, *flags)["token_ids"]
+        == generate(tiny, *flags, "--temperature", "0.7", "--top-p", "0.95")["token_ids"]
+    )
+    assert (
+        generate(tiny, *flags)["token_ids"]
+        != generate(tiny, *flags, "--temperature", "1", "--top-p", "1")["token_ids"]
+    )
 
 
-@pytest.mark.parametrize(("device", "said"), [("gpu", "choose auto, cpu, cuda or"), ("cuda:x", "choose auto"), ("cuda:99", "cuda:99")])
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("gpu", "choose auto, cpu, cuda or"), ("cuda:x", "choose auto"), ("cuda:99", "cuda:99")],
+)
 def test_a_device_that_is_not_there_is_named(tiny: str, device: str, said: str) -> None:
     result = invoke("generate", "hello", "--model", tiny, "--device", device)
     assert result.exit_code == 2
@@ -356,4 +409,9 @@ def test_a_device_that_is_not_there_is_named(tiny: str, device: str, said: str) 
 
 
 def test_the_cpu_can_be_asked_for(tiny: str) -> None:
-    assert invoke("generate", "hello", "--model", tiny, "--device", "cpu", "--exact", "--max-tokens", "2").exit_code == 0
+    assert (
+        invoke(
+            "generate", "hello", "--model", tiny, "--device", "cpu", "--exact", "--max-tokens", "2"
+        ).exit_code
+        == 0
+    )

@@ -74,10 +74,21 @@ class Terminal:
 def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
     hub.fetch_default(progress=False)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from paceline.cli.entry import main; raise SystemExit(main())", *request.param]
+    command = [
+        sys.executable,
+        "-c",
+        "from paceline.cli.entry import main; raise SystemExit(main())",
+        *request.param,
+    ]
     environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, preexec_fn=_own_terminal
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_own_terminal,
     )
     os.close(theirs)
     yield Terminal(process, ours)
@@ -88,7 +99,9 @@ def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
 
 
 def _own_terminal() -> None:
-    """Make the terminal the child's controlling one, so that typing Ctrl-C signals it as it would a user's shell job."""
+    """Make the terminal the child's controlling one, so that typing Ctrl-C signals it as it would a user's
+    shell job.
+    """
     import fcntl
     import termios
 
@@ -129,7 +142,9 @@ def test_interrupted_chat_goes_on_with_the_session(terminal: Terminal) -> None:
 def test_an_interrupt_during_the_first_imports_leaves_no_traceback(seconds: float) -> None:
     code = "from paceline.cli.entry import main; print(flush=True); raise SystemExit(main())"
     command = [sys.executable, "-c", code, "generate", QUESTION, *LONG]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()  # from here on the interrupt is ours to handle
         time.sleep(seconds + 0.02)

@@ -1,4 +1,6 @@
-"""What goes through stdin and stdout: text unaltered, any encoding, and one line where a stream cannot be used."""
+"""What goes through stdin and stdout: text unaltered, any encoding, and one line where a stream cannot be
+used.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ from paceline.cli import console
 
 @pytest.fixture(scope="module")
 def tiny(tiny: LLM, tiny_folder: Path) -> str:
-    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says so."""
+    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says
+    so.
+    """
     return str(tiny_folder)
 
 
 def run_script(*arguments: str, shell: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
     """A real process, with the redirections a shell can make."""
-    command = shlex.join([sys.executable, "-c", "from paceline.cli.entry import main; raise SystemExit(main())", *arguments])
+    command = shlex.join(
+        [sys.executable, "-c", "from paceline.cli.entry import main; raise SystemExit(main())", *arguments]
+    )
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(["sh", "-c", f"{command} {shell}"], capture_output=True, env=settings)
 
@@ -59,8 +65,12 @@ def test_streams_that_are_closed_or_full_or_not_utf8() -> None:
     assert is_one_line_error(run_script("generate", "-", *flags, shell="<&-"), "stdin is closed")
     assert is_one_line_error(run_script("chat", *flags, shell="<&-"), "stdin is closed")
     latin = "'" + os.fsdecode(b"caf\xe9") + "'"
-    assert is_one_line_error(run_script("generate", os.fsdecode(b"caf\xe9"), *flags), "the prompt is not UTF-8 text")
-    piped = run_script("generate", "-", *flags, shell=f"<<EOF\n{latin}\nEOF", LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert is_one_line_error(
+        run_script("generate", os.fsdecode(b"caf\xe9"), *flags), "the prompt is not UTF-8 text"
+    )
+    piped = run_script(
+        "generate", "-", *flags, shell=f"<<EOF\n{latin}\nEOF", LC_ALL="C", PYTHONIOENCODING="ascii"
+    )
     assert is_one_line_error(piped, "the prompt is not UTF-8 text")
     assert is_one_line_error(run_script("models", shell=">/dev/full"), "No space left")
 
@@ -73,7 +83,10 @@ def test_utf8_goes_in_whatever_the_locale_and_ascii_comes_out(tiny: str) -> None
     assert json.loads(run_script(*flags, "--json", PYTHONIOENCODING="ascii").stdout)["prompt"] == "café ☃"
     same = ("--raw", "--json", "--temperature", "0", "--max-tokens", "4", "--model", tiny)
     piped = run_script("generate", "-", *same, shell="<<EOF\ncafé ☃\nEOF", PYTHONIOENCODING="latin-1")
-    assert json.loads(piped.stdout)["token_ids"] == json.loads(run_script("generate", "café ☃\n", *same).stdout)["token_ids"]
+    assert (
+        json.loads(piped.stdout)["token_ids"]
+        == json.loads(run_script("generate", "café ☃\n", *same).stdout)["token_ids"]
+    )
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

@@ -1,4 +1,6 @@
-"""The formulas against sums written out and simulated draws; the cost model against passes it was not told about."""
+"""The formulas against sums written out and simulated draws; the cost model against passes it was not told
+about.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.costs import REBUILD, CostModel, Line, Median, best_k, break_even_alpha, expected_tokens, speedup
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.engine.costs import (
+    REBUILD,
+    CostModel,
+    Line,
+    Median,
+    best_k,
+    break_even_alpha,
+    expected_tokens,
+    speedup,
+)
 
 MEASURED = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 16: 27.0}
 
@@ -99,7 +110,9 @@ def test_a_wrong_shape_is_corrected_where_it_was_seen() -> None:
 
 
 def test_a_row_count_not_seen_for_long_follows_the_others() -> None:
-    """A busy hour: passes over 4 rows were slow then. Later only single rows are seen, and they are quick again."""
+    """A busy hour: passes over 4 rows were slow then. Later only single rows are seen, and they are quick
+    again.
+    """
     costs = CostModel(MEASURED)
     for i in range(10 * REBUILD):
         costs.observe((1, 4)[i % 2], 0, 0, 3 * MEASURED[(1, 4)[i % 2]])
@@ -111,14 +124,24 @@ def test_a_row_count_not_seen_for_long_follows_the_others() -> None:
 def test_a_profile_survives_json() -> None:
     costs = CostModel(MEASURED, 0.002, 0.001)
     again = CostModel.from_json(json.loads(json.dumps(costs.to_json())))
-    assert [again.pass_seconds(n, 50, 70) for n in range(1, 40)] == [costs.pass_seconds(n, 50, 70) for n in range(1, 40)]
+    assert [again.pass_seconds(n, 50, 70) for n in range(1, 40)] == [
+        costs.pass_seconds(n, 50, 70) for n in range(1, 40)
+    ]
 
 
 SLOPES = {"per_request_token": 0, "per_row_token": 0}
 
 
 @pytest.mark.parametrize(
-    "data", [{}, SLOPES, *({"seconds": s, **SLOPES} for s in ({}, [1], {"1": "x"}, {"0": 1.0}, {"1": -1}, {"1": float("nan")}))]
+    "data",
+    [
+        {},
+        SLOPES,
+        *(
+            {"seconds": s, **SLOPES}
+            for s in ({}, [1], {"1": "x"}, {"0": 1.0}, {"1": -1}, {"1": float("nan")})
+        ),
+    ],
 )
 def test_a_spoilt_profile_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="profile"):

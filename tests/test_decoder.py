@@ -1,4 +1,6 @@
-"""The decoders: compiled and in torch they say what transformers says, and a compiled row's bits never depend on its company."""
+"""The decoders: compiled and in torch they say what transformers says, and a compiled row's bits never depend
+on its company.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import ConfigError
 from paceline.cpu.decoder import CpuDecoder
-from paceline.errors import ConfigError
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
@@ -77,13 +79,17 @@ def test_agrees_with_transformers(family: str, kernels: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_any_vocabulary_tied_or_not(vocab: int, tied: bool) -> None:
     loaded, expected = tiny("llama", vocab_size=vocab, tie_word_embeddings=tied)
-    assert (whole(CpuDecoder.load(loaded, dtype="float32", use_cache=False), TOKENS[:20]).logits - expected[:20]).abs().max() < 1e-4
+    assert (
+        whole(CpuDecoder.load(loaded, dtype="float32", use_cache=False), TOKENS[:20]).logits - expected[:20]
+    ).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized_agrees_with_its_reference(family: str, dtype: str) -> None:
-    """Weights and activations rounded the same way; an activation on the border between two integers may fall on either side."""
+    """Weights and activations rounded the same way; an activation on the border between two integers may fall
+    on either side.
+    """
     exact, reference, floats = (
         whole(decoder(family, kernels, its_dtype), TOKENS).logits
         for kernels, its_dtype in (("exact", dtype), ("torch", dtype), ("exact", "float32"))
@@ -113,8 +119,13 @@ def test_bits_do_not_depend_on_how_a_prompt_is_chunked(family: str, dtype: str, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @settings(deadline=None, max_examples=10)
-@given(trees=st.lists(st.lists(st.integers(0, 99), max_size=8), min_size=1, max_size=4), prefix=st.integers(1, 30))
-def test_bits_of_a_tree_node_are_those_of_its_path_alone(family: str, dtype: str, trees: list[list[int]], prefix: int) -> None:
+@given(
+    trees=st.lists(st.lists(st.integers(0, 99), max_size=8), min_size=1, max_size=4),
+    prefix=st.integers(1, 30),
+)
+def test_bits_of_a_tree_node_are_those_of_its_path_alone(
+    family: str, dtype: str, trees: list[list[int]], prefix: int
+) -> None:
     model, tables = decoder(family, dtype=dtype), shuffled_blocks(len(trees), seed=prefix)
     kv = new_kv(model)
     prefixes = [(prefix * (r + 1)) % 31 for r in range(len(trees))]
@@ -122,7 +133,8 @@ def test_bits_of_a_tree_node_are_those_of_its_path_alone(family: str, dtype: str
         if length:
             model.forward(batch_of([Rows(TOKENS[r : r + length], tables[r])], rows=[]), kv)
     requests = [
-        Rows([(7 * n + r) % 384 for n in range(len(d) + 1)], tables[r], prefixes[r], random_parents(d)) for r, d in enumerate(trees)
+        Rows([(7 * n + r) % 384 for n in range(len(d) + 1)], tables[r], prefixes[r], random_parents(d))
+        for r, d in enumerate(trees)
     ]
     logits = iter(model.forward(batch_of(requests), kv).logits)
     for r, request in enumerate(requests):
@@ -131,12 +143,16 @@ def test_bits_of_a_tree_node_are_those_of_its_path_alone(family: str, dtype: str
             while above >= 0:
                 path.append(request.tokens[above])
                 above = request.parents[above]  # type: ignore[index]
-            assert torch.equal(next(logits), whole(model, TOKENS[r : r + prefixes[r]] + path[::-1]).logits[-1])
+            assert torch.equal(
+                next(logits), whole(model, TOKENS[r : r + prefixes[r]] + path[::-1]).logits[-1]
+            )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize(("hidden", "inner"), [(48, 112), (80, 160), (96, 112)])
-def test_widths_that_are_no_multiple_of_the_group_are_quantized_too(dtype: str, hidden: int, inner: int) -> None:
+def test_widths_that_are_no_multiple_of_the_group_are_quantized_too(
+    dtype: str, hidden: int, inner: int
+) -> None:
     checkpoint = tiny("llama", hidden_size=hidden, intermediate_size=inner, head_dim=16)[0]
     exact = whole(CpuDecoder.load(checkpoint, dtype=dtype, use_cache=False), TOKENS).logits
     reference = whole(Decoder.load(checkpoint, dtype=dtype), TOKENS).logits
@@ -155,7 +171,9 @@ def test_early_stop_and_hidden_states(kernels: str, dtype: str) -> None:
     assert torch.equal(early.hidden[2], full.hidden[2])
     assert not torch.equal(early.logits, full.logits)
     for logits, hidden in ((early.logits, full.hidden[2]), (full.logits, full.hidden[4])):
-        torch.testing.assert_close(logits, reference.logits(hidden), rtol=1e-3, atol=1e-4 if dtype == "float32" else 0.1)
+        torch.testing.assert_close(
+            logits, reference.logits(hidden), rtol=1e-3, atol=1e-4 if dtype == "float32" else 0.1
+        )
 
 
 def test_an_early_stop_writes_the_layers_it_ran_and_no_others() -> None:
@@ -210,7 +228,9 @@ def test_rotary_frequencies_agree_with_transformers(rope: RopeConfig, scaling: d
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": rope.theta}
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=parameters)
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=parameters
+    )
     oracle = LlamaRotaryEmbedding(config)
     inverse, factor = frequencies(rope, 128)
     torch.testing.assert_close(inverse, oracle.inv_freq, atol=0, rtol=3e-7)
@@ -226,7 +246,12 @@ def test_rotary_divisors_stand_for_a_scaling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "named"), [({"kernels": "quick"}, "quick"), ({"dtype": "bfloat16"}, "bfloat16"), ({"kernels": "torch", "dtype": "q4"}, "q4")]
+    ("option", "named"),
+    [
+        ({"kernels": "quick"}, "quick"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"kernels": "torch", "dtype": "q4"}, "q4"),
+    ],
 )
 def test_impossible_options_are_named(option: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -235,7 +260,9 @@ def test_impossible_options_are_named(option: dict[str, Any], named: str) -> Non
 
 def test_the_dtype_of_weights_is_chosen_by_the_kernels_when_nothing_is_said() -> None:
     logits = {
-        options: whole(load_decoder(tiny("llama")[0], kernels=options[0], dtype=options[1], **extra), TOKENS[:9]).logits
+        options: whole(
+            load_decoder(tiny("llama")[0], kernels=options[0], dtype=options[1], **extra), TOKENS[:9]
+        ).logits
         for options, extra in {
             ("exact", "auto"): {"use_cache": False},
             ("exact", "int8"): {"use_cache": False},
@@ -252,7 +279,9 @@ def test_loading_reports_progress() -> None:
     Decoder.load(tiny("llama")[0], progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)]
     seen.clear()
-    CpuDecoder.load(tiny("llama")[0], use_cache=False, progress=lambda done, total: seen.append((done, total)))
+    CpuDecoder.load(
+        tiny("llama")[0], use_cache=False, progress=lambda done, total: seen.append((done, total))
+    )
     assert seen == [(i, 10) for i in range(1, 11)]  # four products a layer, embedding and head
 
 
@@ -286,15 +315,21 @@ def test_default_model_agrees_with_transformers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_the_default_model_do_not_depend_on_company(dtype: str) -> None:
-    """One by one, in chunks over the borders of the kernels, beside another request, as a tree: the logits of one long pass."""
+    """One by one, in chunks over the borders of the kernels, beside another request, as a tree: the logits of
+    one long pass.
+    """
     from paceline.loaders import hub
 
-    model = CpuDecoder.load(open_checkpoint(str(hub.fetch_default(progress=False)), progress=False), dtype=dtype, context=256)
+    model = CpuDecoder.load(
+        open_checkpoint(str(hub.fetch_default(progress=False)), progress=False), dtype=dtype, context=256
+    )
     config, (blocks, others) = model.config, shuffled_blocks(2)
     tokens = [(7919 * i + 13) % config.vocab_size for i in range(100)]
     expected = whole(model, tokens).logits
     kv = new_kv(model)
-    steps = [model.forward(batch_of([Rows([token], blocks, i)]), kv).logits for i, token in enumerate(tokens[:20])]
+    steps = [
+        model.forward(batch_of([Rows([token], blocks, i)]), kv).logits for i, token in enumerate(tokens[:20])
+    ]
     assert torch.equal(torch.cat(steps), expected[:20])
     start = 20
     for size in (1, 16, 17, 30, 9):
@@ -303,4 +338,6 @@ def test_bits_of_the_default_model_do_not_depend_on_company(dtype: str) -> None:
         assert torch.equal(found, torch.cat([expected[:size], expected[start : start + size]]))
         start += size
     tree = Rows([5, tokens[start], 6, *tokens[start + 1 : start + 3], 7], blocks, start, [-1, -1, 1, 1, 3, 3])
-    assert torch.equal(model.forward(batch_of([tree], rows=[1, 3, 4]), kv).logits, expected[start : start + 3])
+    assert torch.equal(
+        model.forward(batch_of([tree], rows=[1, 3, 4]), kv).logits, expected[start : start + 3]
+    )

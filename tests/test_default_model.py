@@ -1,4 +1,6 @@
-"""The default model for real: as fast as transformers, the same text with every drafter, and their τ as it is."""
+"""The default model for real: as fast as transformers, the same text with every drafter, and their τ as it
+is.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
-from paceline.prompts import load
+from paceline.measure.prompts import load
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
@@ -48,10 +50,14 @@ def oracle(llm: LLM) -> Any:
 
 @pytest.mark.serial
 def test_plain_decoding_is_at_least_as_fast_as_transformers(default_model: LLM) -> None:
-    """Side by side, interleaved, the median of three; the same prompt, the same number of tokens, the same text."""
+    """Side by side, interleaved, the median of three; the same prompt, the same number of tokens, the same
+    text.
+    """
     theirs, num_tokens = oracle(default_model), 48
     precise = LLM(dtype="float32", speculative_config=None, progress=False)  # the oracle's own precision
-    ids = default_model.tokenizer.encode_chat([{"role": "user", "content": "Explain in a few sentences why the sky is blue."}])
+    ids = default_model.tokenizer.encode_chat(
+        [{"role": "user", "content": "Explain in a few sentences why the sky is blue."}]
+    )
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
     def int8() -> list[int]:
@@ -63,7 +69,11 @@ def test_plain_decoding_is_at_least_as_fast_as_transformers(default_model: LLM) 
     def transformers() -> list[int]:
         with torch.inference_mode():
             out = theirs.generate(
-                torch.tensor([ids]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, pad_token_id=2
+                torch.tensor([ids]),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=2,
             )
         return out[0, len(ids) :].tolist()
 
@@ -81,14 +91,18 @@ def test_plain_decoding_is_at_least_as_fast_as_transformers(default_model: LLM) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_drafters_report_their_real_tau_and_change_nothing(default_model: LLM, method: str) -> None:
-    chats = [[{"role": "user", "content": p.turns[0]}] for p in load() if p.category in ("chat", "summarization")][::4]
+    chats = [
+        [{"role": "user", "content": p.turns[0]}] for p in load() if p.category in ("chat", "summarization")
+    ][::4]
     params = [SamplingParams(temperature=t, seed=7, max_tokens=24) for t in (0.0, 0.7)]
     with LLM(speculative_config=METHODS[method], progress=False) as llm:
         for setting in params:
             plain, fast = default_model.chat(chats, setting), llm.chat(chats, setting)
             assert [r.token_ids for r in fast] == [r.token_ids for r in plain]
         totals = llm.engine.totals
-        print(f"\n{method}: τ {totals.tau:.2f}, α {totals.alpha:.2f}, {totals.num_drafted} drafted, {totals.num_accepted} accepted")
+        print(
+            f"\n{method}: τ {totals.tau:.2f}, α {totals.alpha:.2f}, {totals.num_drafted} drafted, {totals.num_accepted} accepted"
+        )
         assert totals.num_accepted > 0
         assert totals.num_tokens == totals.num_accepted + totals.num_own
         assert totals.tau > 1

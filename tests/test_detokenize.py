@@ -9,14 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.detokenize import Detokenizer
 from paceline.loaders.tokenizer import Tokenizer
 
 BYTES = range(17, 273)  # of the default model: one token a byte, so that broken UTF-8 is common
 ids = st.lists(
-    st.one_of(st.integers(0, 49_151), st.integers(BYTES.start, BYTES.stop - 1), st.sampled_from([0, 1, 2, 49_152, 10**6])), max_size=40
+    st.one_of(
+        st.integers(0, 49_151),
+        st.integers(BYTES.start, BYTES.stop - 1),
+        st.sampled_from([0, 1, 2, 49_152, 10**6]),
+    ),
+    max_size=40,
 )
 
 
@@ -55,15 +60,22 @@ def test_equals_decoding_at_once(tokenizer: Tokenizer, tokens: list[int], skip_s
 
 @settings(max_examples=200, deadline=None)
 @given(tokens=ids, stop=st.lists(st.text("ab e\n�", min_size=1, max_size=3), min_size=1, max_size=3))
-def test_stop_cuts_like_a_search_of_the_whole_text(tokenizer: Tokenizer, tokens: list[int], stop: list[str]) -> None:
-    """One byte a token, so that the first complete stop string is the one whose end comes first in the text."""
-    spelled = [i for token in tokens for i in tokenizer.encode(tokenizer.token_text(token), add_special=False)[:1]]
+def test_stop_cuts_like_a_search_of_the_whole_text(
+    tokenizer: Tokenizer, tokens: list[int], stop: list[str]
+) -> None:
+    """One byte a token, so that the first complete stop string is the one whose end comes first in the
+    text.
+    """
+    spelled = [
+        i for token in tokens for i in tokenizer.encode(tokenizer.token_text(token), add_special=False)[:1]
+    ]
     whole = tokenizer.decode(spelled)
     found = min(((whole.find(s) + len(s), whole.find(s)) for s in stop if s in whole), default=None)
     detokenizer = Detokenizer(tokenizer, stop)
     text = _taken(detokenizer, spelled)
     if "�" in whole:
-        return  # broken characters are settled by the token after them, so a stop of them may be seen one token late
+        # broken characters are settled by the token after them, so a stop of them may be seen one token late
+        return
     assert text == (whole if found is None else whole[: found[1]])
     assert detokenizer.is_stopped == (found is not None)
 
@@ -121,7 +133,9 @@ def test_cost_does_not_grow_with_the_text(tokenizer: Tokenizer) -> None:
         return time.thread_time() - start
 
     seconds(chosen[:2_000])
-    assert seconds(chosen) < 40 * max(seconds(chosen[:2_000]), 1e-3)  # 20 times the tokens; quadratic would be 400 times
+    assert seconds(chosen) < 40 * max(
+        seconds(chosen[:2_000]), 1e-3
+    )  # 20 times the tokens; quadratic would be 400 times
 
 
 @pytest.mark.parametrize("stop", ["plain", [""], [1]])

@@ -1,4 +1,6 @@
-"""`paceline explain`: a watched verdict is the same verdict, the numbers shown are the rule's own, the command as a user meets it."""
+"""`paceline explain`: a watched verdict is the same verdict, the numbers shown are the rule's own, the
+command as a user meets it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,19 @@ from paceline.cli.explain_html import page
 from paceline.cli.explain_steps import EXPLAINED, Recorder, Step
 from paceline.cli.explain_text import print_step, shown
 from paceline.cli.main import app
-from paceline.types import Draft, Request, Verdict
-from paceline.verify.accept import accept, rule_of
-from paceline.verify.noise import Noise
-from paceline.verify.sampling import probabilities, processed
-from paceline.verify.tree import Tree
-from tests.laws.test_accept_exact import OPTIONS, VOCAB, request_with, sampled_chain, sampled_tree, target_logits
+from paceline.core.accept import accept, rule_of
+from paceline.core.noise import Noise
+from paceline.core.sampling import probabilities, processed
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Request, Verdict
+from tests.laws.test_accept_exact import (
+    OPTIONS,
+    VOCAB,
+    request_with,
+    sampled_chain,
+    sampled_tree,
+    target_logits,
+)
 
 SEEDS = range(60)
 
@@ -40,7 +49,9 @@ class Words:
         return f"<{token}>"
 
 
-def judged(request: Request, draft: Draft, noise: Noise, logits: torch.Tensor | None = None) -> tuple[Step, Verdict]:
+def judged(
+    request: Request, draft: Draft, noise: Noise, logits: torch.Tensor | None = None
+) -> tuple[Step, Verdict]:
     """A recorded step, after checking that it is the one an unwatched engine takes."""
     logits = target_logits(request, draft.tree) if logits is None else logits
     recorder = Recorder(Words())  # type: ignore[arg-type]
@@ -73,7 +84,13 @@ def test_coins_are_the_rules_own(kind: str, options: str) -> None:
         for node in step.nodes:
             assert (node.fate == "accepted") == (node.index in verdict.path)
             fates.add(node.fate)
-            if kind == "tree" and node.coin is not None and node.chance is not None and node.p is not None and node.q is not None:
+            if (
+                kind == "tree"
+                and node.coin is not None
+                and node.chance is not None
+                and node.p is not None
+                and node.q is not None
+            ):
                 assert node.chance == pytest.approx(min(1.0, node.p / node.q))
                 assert (node.fate == "accepted") == (node.coin < node.chance)
     assert fates >= {"accepted", "rejected"}
@@ -84,7 +101,11 @@ def test_of_a_block_the_longest_prefix_under_its_chance_stays() -> None:
     for seed in SEEDS:
         request, noise = request_with({}), Noise(seed)
         step, verdict = judged(request, sampled_chain(request, noise, 3), noise)
-        under = [node.index for node in step.nodes if node.coin is not None and node.chance is not None and node.coin < node.chance]
+        under = [
+            node.index
+            for node in step.nodes
+            if node.coin is not None and node.chance is not None and node.coin < node.chance
+        ]
         assert verdict.num_accepted == max(under, default=0)
         assert step.nodes[-1].weight == pytest.approx(step.nodes[-1].chance)
         lengths.add(verdict.num_accepted)
@@ -104,7 +125,9 @@ def test_choices_are_the_targets_own(options: dict[str, Any], rule: str) -> None
     kinds = set()
     for seed in SEEDS:
         request = request_with(options)
-        step, verdict = judged(request, deterministic_tree(request), Noise(seed), torch.randn(5, VOCAB, generator=_dice(seed)))
+        step, verdict = judged(
+            request, deterministic_tree(request), Noise(seed), torch.randn(5, VOCAB, generator=_dice(seed))
+        )
         assert step.rule == rule
         assert step.own is not None
         assert (step.own.token, step.own.text) == (verdict.tokens[-1], f"<{verdict.tokens[-1]}>")
@@ -191,11 +214,15 @@ def test_the_steps_of_a_real_engine_fit_together(tiny_model: str, arguments: lis
         assert following["root"] == step["emitted"][-1]
     for step in steps:
         assert step["num_rows"] == step["root_slot"] + 1 - step["num_cached"] + len(step["nodes"])
-        assert sorted([*step["kv"]["kept"], *step["kv"]["dropped"]]) == [step["root_slot"] + i for i in range(len(step["nodes"]) + 1)]
+        assert sorted([*step["kv"]["kept"], *step["kv"]["dropped"]]) == [
+            step["root_slot"] + i for i in range(len(step["nodes"]) + 1)
+        ]
         assert step["explanation"] == EXPLAINED[step["rule"]]
 
 
-@pytest.mark.parametrize("arguments", [["--temperature", "0"], ["--temperature", "0.9", "--top-p", "0.9", "--seed", "5"]])
+@pytest.mark.parametrize(
+    "arguments", [["--temperature", "0"], ["--temperature", "0.9", "--top-p", "0.9", "--seed", "5"]]
+)
 def test_being_watched_changes_nothing(tiny_model: str, arguments: list[str]) -> None:
     shared = [PROMPT, "--raw", "--max-tokens", "16", *DRAFTING, "--model", tiny_model, "--json", *arguments]
     if "--top-p" not in arguments:
@@ -208,7 +235,9 @@ def test_being_watched_changes_nothing(tiny_model: str, arguments: list[str]) ->
 
 
 def test_the_terminal_shows_rule_numbers_and_slots(tiny_model: str) -> None:
-    done = CliRunner().invoke(app, ["explain", PROMPT, "--raw", "--model", tiny_model, "--steps", "6", *DRAFTING])
+    done = CliRunner().invoke(
+        app, ["explain", PROMPT, "--raw", "--model", tiny_model, "--steps", "6", *DRAFTING]
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.count(EXPLAINED["greedy"]) == 1
     assert done.stdout.count("step ") == 6
@@ -240,7 +269,18 @@ class Page(HTMLParser):
 def test_the_html_is_whole_escaped_and_alone(tiny_model: str, tmp_path: Path) -> None:
     evil = "<script>alert('the rider')</script> & the rider in front, the rider in"
     file = tmp_path / "steps.html"
-    arguments = ["explain", evil, "--raw", "--model", tiny_model, "--html", str(file), "--steps", "4", *DRAFTING]
+    arguments = [
+        "explain",
+        evil,
+        "--raw",
+        "--model",
+        tiny_model,
+        "--html",
+        str(file),
+        "--steps",
+        "4",
+        *DRAFTING,
+    ]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     text = file.read_text(encoding="utf-8")
@@ -257,7 +297,9 @@ def test_the_html_is_whole_escaped_and_alone(tiny_model: str, tmp_path: Path) ->
 
 def test_the_html_draws_trees() -> None:
     request = request_with({"temperature": 0.0})
-    step, _ = judged(request, deterministic_tree(request), Noise(0), torch.randn(5, VOCAB, generator=_dice(2)))
+    step, _ = judged(
+        request, deterministic_tree(request), Noise(0), torch.randn(5, VOCAB, generator=_dice(2))
+    )
     text = page("a prompt", "a model", [step])
     assert Page(text).open == []
     tree = Page(text[text.index("<ul>") : text.rindex("</ul>") + 5])

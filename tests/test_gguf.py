@@ -1,4 +1,6 @@
-"""GGUF: the weights are those of the model that was written, and no damage to a file is more than a ModelFileError."""
+"""GGUF: the weights are those of the model that was written, and no damage to a file is more than a
+ModelFileError.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.gguf import GgufCheckpoint
@@ -26,8 +28,27 @@ from paceline.models.config import ModelConfig, RopeConfig
 from tests.make_models import GGUF_FAMILIES, folder_weights, tiny_gguf, tiny_hf, tiny_tokenizer
 
 KINDS = gguf.GGMLQuantizationType
-TOLERANCE = {"F16": 1e-3, "BF16": 1e-2, "Q8_0": 1e-2, "Q5_0": 0.08, "Q4_1": 0.12, "Q4_0": 0.15}  # of the weights' own size
-RANDOM_BLOCKS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ3_S", "TQ1_0", "Q5_1"]
+TOLERANCE = {
+    "F16": 1e-3,
+    "BF16": 1e-2,
+    "Q8_0": 1e-2,
+    "Q5_0": 0.08,
+    "Q4_1": 0.12,
+    "Q4_0": 0.15,
+}  # of the weights' own size
+RANDOM_BLOCKS = [
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "IQ2_XXS",
+    "IQ3_S",
+    "TQ1_0",
+    "Q5_1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +105,9 @@ def test_quantized_weights_are_what_gguf_says(quant: str, llama: Path, tmp_path:
     weights = read_all(tiny_gguf(tmp_path / "q.gguf", llama, quant))
     for name, original in folder_weights(llama).items():
         kind = KINDS[quant] if original.ndim > 1 else KINDS.F32
-        expected = gguf.quants.dequantize(gguf.quants.quantize(original, kind), kind)  # rows are quantized alone: permuting them commutes
+        expected = gguf.quants.dequantize(
+            gguf.quants.quantize(original, kind), kind
+        )  # rows are quantized alone: permuting them commutes
         found = weights[name.removeprefix("model.")].numpy()
         np.testing.assert_array_equal(found, expected, err_msg=name)
         assert np.abs(found - original).mean() <= TOLERANCE[quant] * np.abs(original).mean(), name
@@ -92,14 +115,22 @@ def test_quantized_weights_are_what_gguf_says(quant: str, llama: Path, tmp_path:
 
 @pytest.mark.parametrize("quant", RANDOM_BLOCKS)
 def test_random_blocks_of_every_kind_agree_with_gguf(quant: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
     path = tiny_gguf(tmp_path / "k.gguf", tiny_hf(tmp_path / "hf", "llama", **sizes), quant)
     weights, reader = read_all(path), gguf.GGUFReader(path)
     with np.errstate(all="ignore"):
         stored = {t.name: gguf.quants.dequantize(np.array(t.data), t.tensor_type) for t in reader.tensors}
     np.testing.assert_array_equal(weights["layers.0.mlp.down_proj.weight"], stored["blk.0.ffn_down.weight"])
     order = [head * 128 + half + 2 * i for head in range(2) for half in (0, 1) for i in range(64)]
-    np.testing.assert_array_equal(weights["layers.0.self_attn.q_proj.weight"], stored["blk.0.attn_q.weight"][order])
+    np.testing.assert_array_equal(
+        weights["layers.0.self_attn.q_proj.weight"], stored["blk.0.attn_q.weight"][order]
+    )
     assert reader.tensors[0].tensor_type == KINDS[quant]
 
 
@@ -126,7 +157,11 @@ def test_default_model_opens_fast_and_is_what_it_says() -> None:
     assert (checkpoint.bos_id, checkpoint.eos_ids) == (1, (2,))
     source = checkpoint.tokenizer_source()
     assert source.gguf_metadata is not None
-    assert source.gguf_metadata["tokenizer.ggml.tokens"][:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert source.gguf_metadata["tokenizer.ggml.tokens"][:3] == [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
     assert len(source.gguf_metadata["tokenizer.ggml.merges"]) == 48_900
     assert source.chat_template is not None
     assert "<|im_start|>" in source.chat_template
@@ -134,9 +169,16 @@ def test_default_model_opens_fast_and_is_what_it_says() -> None:
 
 
 def config_of(arch: str, **keys: Any) -> ModelConfig:
-    sizes = {"embedding_length": 64, "block_count": 8, "feed_forward_length": 128, "context_length": 512, "attention.head_count": 4}
+    sizes = {
+        "embedding_length": 64,
+        "block_count": 8,
+        "feed_forward_length": 128,
+        "context_length": 512,
+        "attention.head_count": 4,
+    }
     metadata = {
-        f"{arch}.{key}": value for key, value in (sizes | {"attention.layer_norm_rms_epsilon": 1e-6, "vocab_size": 9} | keys).items()
+        f"{arch}.{key}": value
+        for key, value in (sizes | {"attention.layer_norm_rms_epsilon": 1e-6, "vocab_size": 9} | keys).items()
     }
     header = GgufHeader({"general.architecture": arch, **metadata}, {}, 0, 0)
     return read_config(Path("m.gguf"), header, lambda: ())
@@ -146,12 +188,19 @@ def test_rotary_scaling_and_windows_of_the_metadata() -> None:
     scaled = {"rope.freq_base": 5e4, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
     yarn = RopeConfig(theta=5e4, kind="yarn", factor=4.0, original_context=128)
     assert config_of("qwen2", **scaled, **{"rope.scaling.type": "yarn"}).rope == yarn
-    boosted = config_of("qwen2", **scaled, **{"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}).rope
+    boosted = config_of(
+        "qwen2", **scaled, **{"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}
+    ).rope
     assert boosted.attention_factor == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
     gemma = config_of("gemma3", **scaled, **{"rope.scaling.type": "linear", "attention.sliding_window": 16})
     assert (gemma.rope.kind, gemma.rope.factor, gemma.rope_local) == ("linear", 4.0, RopeConfig(theta=1e4))
     assert gemma.local_layers == (True, True, True, True, True, False, True, True)
-    assert config_of("gemma3", **{"attention.sliding_window": 16, "attention.sliding_window_pattern": 2}).local_layers == (True, False) * 4
+    assert (
+        config_of(
+            "gemma3", **{"attention.sliding_window": 16, "attention.sliding_window_pattern": 2}
+        ).local_layers
+        == (True, False) * 4
+    )
     assert config_of("gemma3").local_layers == ()
     assert config_of("gemma3", block_count=62).scale == (64 / 4) ** -0.5
     with pytest.raises(ModelFileError, match=r"rope\.scaling\.type = 'longrope' is not supported"):
@@ -191,17 +240,38 @@ DAMAGE: dict[str, tuple[tuple[bytes, bytes], str]] = {
     "magic": ((b"GGUF", b"GGML"), "is not a GGUF file"),
     "version": ((b"GGUF" + struct.pack("<I", 3), b"GGUF" + struct.pack("<I", 9)), "version 9"),
     "big endian": ((b"GGUF" + struct.pack("<I", 3), b"GGUF" + struct.pack(">I", 3)), "big-endian"),
-    "architecture": ((struct.pack("<Q", 5) + b"llama", struct.pack("<Q", 5) + b"lamma"), "architecture 'lamma'"),
+    "architecture": (
+        (struct.pack("<Q", 5) + b"llama", struct.pack("<Q", 5) + b"lamma"),
+        "architecture 'lamma'",
+    ),
     "missing key": ((b"llama.block_count", b"llama.block_kount"), "missing key block_count"),
-    "missing tensor": ((b"blk.1.attn_v.weight", b"blq.1.attn_v.weight"), "missing tensor blk.1.attn_v.weight"),
-    "wrong shape": (_scalar(b"llama.embedding_length", 64, 96), r"shape \[384, 64\] where its config asks for \[384, 96\]"),
+    "missing tensor": (
+        (b"blk.1.attn_v.weight", b"blq.1.attn_v.weight"),
+        "missing tensor blk.1.attn_v.weight",
+    ),
+    "wrong shape": (
+        _scalar(b"llama.embedding_length", 64, 96),
+        r"shape \[384, 64\] where its config asks for \[384, 96\]",
+    ),
     "too many layers": (_scalar(b"llama.block_count", 2, 4_000_000_000), "4000000000 layers"),
     "no heads": (_scalar(b"llama.attention.head_count", 4, 0), "attention.head_count = 0"),
     "odd heads": (_scalar(b"llama.attention.head_count_kv", 2, 3), "not a multiple of 3 KV heads"),
-    "key type": ((b"llama.block_count" + struct.pack("<I", 4), b"llama.block_count" + struct.pack("<I", 6)), "block_count"),
-    "unknown value type": ((b"llama.block_count" + struct.pack("<I", 4), b"llama.block_count" + struct.pack("<I", 77)), "value type 77"),
-    "unknown quantization": ((_tensor(b"token_embd.weight", (64, 384), 0), _tensor(b"token_embd.weight", (64, 384), 99)), "type 99"),
-    "absurd dimension": ((_tensor(b"token_embd.weight", (64, 384), 0), _tensor(b"token_embd.weight", (64, 2**62), 0)), "truncated"),
+    "key type": (
+        (b"llama.block_count" + struct.pack("<I", 4), b"llama.block_count" + struct.pack("<I", 6)),
+        "block_count",
+    ),
+    "unknown value type": (
+        (b"llama.block_count" + struct.pack("<I", 4), b"llama.block_count" + struct.pack("<I", 77)),
+        "value type 77",
+    ),
+    "unknown quantization": (
+        (_tensor(b"token_embd.weight", (64, 384), 0), _tensor(b"token_embd.weight", (64, 384), 99)),
+        "type 99",
+    ),
+    "absurd dimension": (
+        (_tensor(b"token_embd.weight", (64, 384), 0), _tensor(b"token_embd.weight", (64, 2**62), 0)),
+        "truncated",
+    ),
     "twice": ((b"blk.1.attn_v.weight", b"blk.0.attn_v.weight"), "is there twice"),
 }
 
@@ -235,7 +305,19 @@ def test_absurd_counts_allocate_nothing(offset: int, message: str, llama_gguf: P
 
 def test_truncation_anywhere_is_named(llama_gguf: Path, tmp_path: Path) -> None:
     data, header = llama_gguf.read_bytes(), read_header(llama_gguf)
-    lengths = [0, 3, 4, 7, 20, 30, 100, header.data_start // 2, header.data_start - 40, header.data_start, header.data_start + 100]
+    lengths = [
+        0,
+        3,
+        4,
+        7,
+        20,
+        30,
+        100,
+        header.data_start // 2,
+        header.data_start - 40,
+        header.data_start,
+        header.data_start + 100,
+    ]
     for length in [*lengths, len(data) - 4096, len(data) - 33]:
         (tmp_path / "t.gguf").write_bytes(data[:length])
         with pytest.raises(ModelFileError, match=r"truncated|bytes long"):
@@ -247,8 +329,13 @@ def test_a_type_that_cannot_be_read_is_named(llama: Path, tmp_path: Path) -> Non
         open_file(tiny_gguf(tmp_path / "q.gguf", llama, "Q8_1"))
 
 
-@pytest.mark.parametrize(("key", "value", "message"), [("llama.expert_count", 8, "expert_count = 8"), ("split.count", 3, "one of 3 parts")])
-def test_unsupported_features_are_refused_by_name(key: str, value: int, message: str, llama_gguf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("llama.expert_count", 8, "expert_count = 8"), ("split.count", 3, "one of 3 parts")],
+)
+def test_unsupported_features_are_refused_by_name(
+    key: str, value: int, message: str, llama_gguf: Path, tmp_path: Path
+) -> None:
     data = bytearray(llama_gguf.read_bytes())
     entry = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<II", 4, value)
     struct.pack_into("<Q", data, 16, struct.unpack_from("<Q", data, 16)[0] + 1)
@@ -264,7 +351,9 @@ def test_a_folder_or_unreadable_path_is_an_error(tmp_path: Path) -> None:
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_fuzzed_headers_raise_nothing_else_and_stay_small(data: st.DataObject, llama_gguf: Path, tmp_path: Path) -> None:
+def test_fuzzed_headers_raise_nothing_else_and_stay_small(
+    data: st.DataObject, llama_gguf: Path, tmp_path: Path
+) -> None:
     content = bytearray(llama_gguf.read_bytes())
     end = read_header(llama_gguf).data_start
     for _ in range(data.draw(st.integers(1, 4))):

@@ -1,4 +1,6 @@
-"""Walks through grammars with the default model's tokenizer: what comes out is valid, and rolling back undoes exactly."""
+"""Walks through grammars with the default model's tokenizer: what comes out is valid, and rolling back undoes
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import GrammarError
+from paceline.core.errors import GrammarError
+from paceline.core.grammar import GrammarCompiler, GrammarConstraint
+from paceline.core.params import StructuredOutputs
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
-from paceline.params import StructuredOutputs
-from paceline.verify.grammar import GrammarCompiler, GrammarConstraint
 
 VOCAB = 49_280  # the model's, padded beyond the tokenizer's 49,152
 SCHEMA = {
@@ -45,7 +47,9 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, VOCAB)
 
 
-def _walk(constraint: GrammarConstraint, rng: random.Random, eos_ids: frozenset[int], limit: int = 2_000) -> list[int]:
+def _walk(
+    constraint: GrammarConstraint, rng: random.Random, eos_ids: frozenset[int], limit: int = 2_000
+) -> list[int]:
     """Random allowed tokens until an end token."""
     tokens: list[int] = []
     while len(tokens) < limit:
@@ -76,7 +80,10 @@ CASES = [
     (StructuredOutputs(json=json.dumps(SCHEMA)), _is_person),
     (StructuredOutputs(regex=REGEX), lambda text: re.fullmatch(REGEX, text) is not None),
     (StructuredOutputs(choice=CHOICES), lambda text: text in CHOICES),
-    (StructuredOutputs(grammar=LARK), lambda text: re.fullmatch(r"\d{1,3}(\+\d{1,3}){1,3}", text) is not None),
+    (
+        StructuredOutputs(grammar=LARK),
+        lambda text: re.fullmatch(r"\d{1,3}(\+\d{1,3}){1,3}", text) is not None,
+    ),
     (StructuredOutputs(grammar=GBNF), lambda text: re.fullmatch("(ab|cd)(ab|cd)", text) is not None),
 ]
 
@@ -84,7 +91,11 @@ CASES = [
 @pytest.mark.parametrize(("spec", "is_valid"), CASES)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_walks_give_valid_text(
-    tokenizer: Tokenizer, compiler: GrammarCompiler, spec: StructuredOutputs, is_valid: Callable[[str], bool], seed: int
+    tokenizer: Tokenizer,
+    compiler: GrammarCompiler,
+    spec: StructuredOutputs,
+    is_valid: Callable[[str], bool],
+    seed: int,
 ) -> None:
     constraint = compiler.compile(spec)
     text = tokenizer.decode(_walk(constraint, random.Random(seed), tokenizer.eos_ids))
@@ -102,7 +113,9 @@ def test_blanks_between_json_values_are_bounded(tokenizer: Tokenizer, compiler: 
 
 
 @pytest.mark.parametrize("schema", ["true", "{}"])
-def test_a_schema_that_allows_all_allows_any_value(tokenizer: Tokenizer, compiler: GrammarCompiler, schema: str) -> None:
+def test_a_schema_that_allows_all_allows_any_value(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, schema: str
+) -> None:
     constraint = compiler.compile(StructuredOutputs(json=schema))
     for token in tokenizer.encode("[1, null]", add_special=False):
         constraint.advance(token)
@@ -118,7 +131,9 @@ def test_json_object_is_an_object(tokenizer: Tokenizer, compiler: GrammarCompile
     assert not fresh.allowed()[tokenizer.encode("[", add_special=False)[0]]
 
 
-def test_end_tokens_exactly_where_the_grammar_may_end(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_end_tokens_exactly_where_the_grammar_may_end(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
     constraint = compiler.compile(StructuredOutputs(regex="ab?"))
     (eos,) = tokenizer.eos_ids
     a, b = (tokenizer.encode(c, add_special=False)[0] for c in "ab")
@@ -132,7 +147,9 @@ def test_end_tokens_exactly_where_the_grammar_may_end(tokenizer: Tokenizer, comp
     assert constraint.is_finished
 
 
-def test_padding_and_special_tokens_are_never_allowed(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_padding_and_special_tokens_are_never_allowed(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
     allowed = compiler.compile(StructuredOutputs(regex="(?s:.*)")).allowed()
     assert allowed.shape == (VOCAB,)
     assert allowed.dtype == torch.bool
@@ -150,11 +167,15 @@ def _replayed(compiler: GrammarCompiler, spec: StructuredOutputs, tokens: Sequen
 
 @settings(max_examples=60, deadline=None)
 @given(case=st.integers(0, len(CASES) - 1), seed=st.integers(0, 2**32), data=st.data())
-def test_rollback_equals_a_fresh_replay(tokenizer: Tokenizer, compiler: GrammarCompiler, case: int, seed: int, data: st.DataObject) -> None:
+def test_rollback_equals_a_fresh_replay(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, case: int, seed: int, data: st.DataObject
+) -> None:
     """Steps forward (also past the end) and back, in any order."""
     spec, rng, held = CASES[case][0], random.Random(seed), []
     constraint = compiler.compile(spec)
-    for forward, back in data.draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4)):
+    for forward, back in data.draw(
+        st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4)
+    ):
         for _ in range(forward):
             held.append(rng.choice(torch.nonzero(constraint.allowed()).flatten().tolist()))
             constraint.advance(held[-1])
@@ -180,7 +201,10 @@ def test_rollback_past_end_tokens(tokenizer: Tokenizer, compiler: GrammarCompile
         (StructuredOutputs(regex="("), "structured_outputs.regex does not compile.*unclosed group"),
         (StructuredOutputs(regex="a(?=b)"), "look-around"),
         (StructuredOutputs(regex=r"[^\x00-\U0010ffff]"), "allows no text at all"),
-        (StructuredOutputs(json={"type": "nope"}), "structured_outputs.json does not compile: Invalid type: nope"),
+        (
+            StructuredOutputs(json={"type": "nope"}),
+            "structured_outputs.json does not compile: Invalid type: nope",
+        ),
         (StructuredOutputs(json={"const": 1, "enum": [2]}), "Unsatisfiable"),
         (StructuredOutputs(json=False), "allows no text at all"),  # type: ignore[arg-type]
         (StructuredOutputs(json="false"), "allows no text at all"),

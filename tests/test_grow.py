@@ -1,4 +1,6 @@
-"""Trees grown with a model: the best nodes of all, read with as few rows as a chain allows, from a cache that follows the text."""
+"""Trees grown with a model: the best nodes of all, read with as few rows as a chain allows, from a cache that
+follows the text.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import ConfigError
-from paceline.params import SamplingParams
-from paceline.proposers import registry
-from paceline.proposers.draft_model import DraftModel
+from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose, noise_of
+from paceline.core.types import Draft, Request
+from paceline.drafters import registry
+from paceline.drafters.draft_model import DraftModel
 from paceline.runtime.runner import Runner
-from paceline.types import Draft, Request
-from paceline.verify.sampling import choose, noise_of
 from tests.laws.grammar import NoEqualRests
 from tests.laws.tables import Table, TableDecoder, ready, table_drafter, table_runner
 from tests.laws.test_accept_exact import table
@@ -31,7 +33,9 @@ def request_of(tokens: list[int], params: SamplingParams = GREEDY, **fields: Any
 
 
 def drafter_of(runner: Runner, **options: Any) -> DraftModel:
-    made = table_drafter({"method": "draft_model", "model": "m", **options}, table_runner(table(1), VOCAB), {"m": runner})
+    made = table_drafter(
+        {"method": "draft_model", "model": "m", **options}, table_runner(table(1), VOCAB), {"m": runner}
+    )
     assert isinstance(made, DraftModel)
     return made
 
@@ -39,15 +43,22 @@ def drafter_of(runner: Runner, **options: Any) -> DraftModel:
 def paths_of(draft: Draft) -> dict[tuple[int, ...], float]:
     assert draft.chances is not None
     tree = draft.tree
-    return {tuple(tree.tokens[a] for a in tree.ancestors(n)[1:]): draft.chances[n] for n in range(1, len(tree.tokens))}
+    return {
+        tuple(tree.tokens[a] for a in tree.ancestors(n)[1:]): draft.chances[n]
+        for n in range(1, len(tree.tokens))
+    }
 
 
 def best_paths(logits_of: Table, text: list[int], count: int, depth: int) -> dict[tuple[int, ...], float]:
     """All paths up to a depth by their probability, the best `count` of them."""
     chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for path in itertools.chain.from_iterable(itertools.product(range(VOCAB), repeat=d) for d in range(1, depth + 1)):
+    for path in itertools.chain.from_iterable(
+        itertools.product(range(VOCAB), repeat=d) for d in range(1, depth + 1)
+    ):
         row = logits_of([*text, *path[:-1]]).astype(np.float64)
-        chances[path] = chances[path[:-1]] * float(np.exp(row - row.max())[path[-1]] / np.exp(row - row.max()).sum())
+        chances[path] = chances[path[:-1]] * float(
+            np.exp(row - row.max())[path[-1]] / np.exp(row - row.max()).sum()
+        )
     del chances[()]
     return dict(sorted(chances.items(), key=lambda item: -item[1])[:count])
 
@@ -69,7 +80,10 @@ def test_a_chain_reads_one_row_a_token_and_nothing_twice() -> None:
     assert draft.tree.is_chain
     assert draft.num_drafted == 4
     assert decoder_of(runner).num_rows == [3, 1, 1, 1]
-    request.tokens += [*draft.tree.tokens[1:4], (draft.tree.tokens[4] + 1) % VOCAB]  # three accepted, another in place of the fourth
+    request.tokens += [
+        *draft.tree.tokens[1:4],
+        (draft.tree.tokens[4] + 1) % VOCAB,
+    ]  # three accepted, another in place of the fourth
     decoder_of(runner).num_rows.clear()
     drafter.propose([request], [2])
     assert decoder_of(runner).num_rows == [1, 1]
@@ -82,8 +96,12 @@ def decoder_of(runner: Runner) -> TableDecoder:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 6), st.data())
-def test_the_cache_follows_the_text_through_trees(salt: int, width: int, nodes: int, data: st.DataObject) -> None:
-    """Round after round the text goes down some branch and then its own way; a drafter that starts afresh there says the same."""
+def test_the_cache_follows_the_text_through_trees(
+    salt: int, width: int, nodes: int, data: st.DataObject
+) -> None:
+    """Round after round the text goes down some branch and then its own way; a drafter that starts afresh
+    there says the same.
+    """
     model = table(salt)
     runner, request = table_runner(model, VOCAB), request_of([3, 1, 2])
     drafter = drafter_of(runner, tree_width=width)
@@ -92,7 +110,10 @@ def test_the_cache_follows_the_text_through_trees(salt: int, width: int, nodes: 
         (fresh,) = drafter_of(table_runner(model, VOCAB), tree_width=width).propose([request], [nodes])
         assert draft == fresh
         node = data.draw(st.integers(0, draft.num_drafted))
-        request.tokens += [*(draft.tree.tokens[a] for a in draft.tree.ancestors(node)[1:]), data.draw(st.integers(0, VOCAB - 1))]
+        request.tokens += [
+            *(draft.tree.tokens[a] for a in draft.tree.ancestors(node)[1:]),
+            data.draw(st.integers(0, VOCAB - 1)),
+        ]
     drafter.release(request)
     assert runner.kv.pool.num_used == 0
 
@@ -122,7 +143,9 @@ def test_a_seed_is_used_to_guess_what_the_target_will_draw() -> None:
     assert list(chain.tree.tokens[1:]) == drawn == list(tree.tree.tokens[1:4])
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=99), SamplingParams(seed=1, max_tokens=99)], ids=str)
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(max_tokens=99), SamplingParams(seed=1, max_tokens=99)], ids=str
+)
 def test_paths_end_where_the_text_would_and_chances_only_fall(params: SamplingParams) -> None:
     for salt in range(20):
         request = request_of([3, 1, 2], params, stop_ids=frozenset({END}))
@@ -164,7 +187,9 @@ def test_sampled_trees_branch_at_the_root_or_nowhere() -> None:
     assert len(shapes) > 2, "the shape follows the model"
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=99), SamplingParams(seed=1, max_tokens=99)], ids=str)
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(max_tokens=99), SamplingParams(seed=1, max_tokens=99)], ids=str
+)
 def test_a_grammar_holds_along_every_branch_and_is_left_where_it_was(params: SamplingParams) -> None:
     grammar = NoEqualRests(VOCAB)
     grammar.advance(2)
@@ -172,24 +197,41 @@ def test_a_grammar_holds_along_every_branch_and_is_left_where_it_was(params: Sam
     (draft,) = drafter_of(table_runner(table(3), VOCAB), tree_width=2).propose([request], [6])
     assert grammar.output == [2]
     assert draft.num_drafted >= 4
-    assert all(draft.tree.tokens[n] % 3 != draft.tree.tokens[p] % 3 for n, p in enumerate(draft.tree.parents) if n)
+    assert all(
+        draft.tree.tokens[n] % 3 != draft.tree.tokens[p] % 3 for n, p in enumerate(draft.tree.parents) if n
+    )
 
 
 def test_early_exit_writes_only_where_the_target_will_write_again() -> None:
     target = table_runner(table(1), VOCAB, {1: table(3)})
-    drafter = table_drafter({"method": "early_exit", "num_layers": 1, "tree_width": 2, "num_speculative_tokens": 4}, target, {})
+    drafter = table_drafter(
+        {"method": "early_exit", "num_layers": 1, "tree_width": 2, "num_speculative_tokens": 4}, target, {}
+    )
     request = request_of([3, 1, 2])
     ready(target, request, 4)
-    before, blocks = [data[:, :2].clone() for data in (target.kv.keys, target.kv.values)], list(request.cache.blocks)
+    before, blocks = (
+        [data[:, :2].clone() for data in (target.kv.keys, target.kv.values)],
+        list(request.cache.blocks),
+    )
     (draft,) = drafter.propose([request], [4])
     assert draft.num_drafted == 4
     assert request.cache.num_cached == 2
     assert request.cache.blocks == blocks
-    assert all((data[:, :2] == old).all() for data, old in zip((target.kv.keys, target.kv.values), before, strict=True))
+    assert all(
+        (data[:, :2] == old).all()
+        for data, old in zip((target.kv.keys, target.kv.values), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"tree_width": 0}, {"tree_width": True}, {"tree_depth": 0}, {"confidence_threshold": 1.0}, {"confidence_threshold": "x"}]
+    "options",
+    [
+        {"tree_width": 0},
+        {"tree_width": True},
+        {"tree_depth": 0},
+        {"confidence_threshold": 1.0},
+        {"confidence_threshold": "x"},
+    ],
 )
 def test_bad_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.errors import ConfigError, ModelFileError
 from paceline.cpu.medusa import MedusaHead
-from paceline.errors import ConfigError, ModelFileError
+from paceline.drafters import registry
+from paceline.drafters.base import Surroundings
+from paceline.heads.config import target_hash, write_head_config
+from paceline.heads.mlp import TorchMlpHead
+from paceline.heads.rows import Feed, Row, Speaker
+from paceline.heads.side import TorchMedusaHead
 from paceline.loaders.export_heads import export_head
 from paceline.loaders.heads import open_head
-from paceline.loaders.quantize import STORED, quantize
 from paceline.models.attention import rms_norm
-from paceline.models.head_config import target_hash, write_head_config
-from paceline.models.head_rows import Feed, Row, Speaker
 from paceline.models.linear import Linear
-from paceline.models.mlp_head import TorchMlpHead
-from paceline.models.side_heads import TorchMedusaHead
-from paceline.proposers import registry
-from paceline.proposers.base import Surroundings
+from paceline.models.quantize import STORED, quantize
 from paceline.train.save import save_head
 from tests.heads import Oracle, Tensors, config_of, eagle_1, mlp_speculator, random_tensors, write_head
 from tests.laws.harness import CONFIG, RandomCheckpoint, runner
@@ -30,7 +30,9 @@ from tests.laws.harness import CONFIG, RandomCheckpoint, runner
 TARGET = RandomCheckpoint()
 NORM = TARGET.tensor("norm.weight")
 CPU = torch.device("cpu")
-LAST = {CONFIG.num_layers: torch.randn(9, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3))}  # hidden states
+LAST = {
+    CONFIG.num_layers: torch.randn(9, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3))
+}  # hidden states
 ROW = Row(8, LAST, 8)
 
 
@@ -49,7 +51,9 @@ def test_int8_and_half_precision_files_are_read_as_written(tmp_path: Path) -> No
             stored |= {name: values, name.removesuffix(".weight") + ".scales": (scales * STORED).half()}
         else:
             stored[name] = tensor if name == "draft_ids" else tensor.half()
-    head = open_head(str(write_head(tmp_path / "small", write_head_config(config), stored)), TARGET, ("eagle",))
+    head = open_head(
+        str(write_head(tmp_path / "small", write_head_config(config), stored)), TARGET, ("eagle",)
+    )
     for name, tensor in tensors.items():
         assert head.tensors[name].shape == tensor.shape
         assert torch.allclose(head.tensors[name].float(), tensor.float(), atol=0.02)
@@ -68,7 +72,11 @@ def test_a_medusa_head_may_have_a_trunk(tmp_path: Path) -> None:
     save_head(tmp_path / "small", config, tensors, {}, bits=8)
     again = open_head(str(tmp_path / "small"), TARGET, ("medusa",)).tensors["trunk.fc.weight"]
     assert torch.allclose(again, tensors["trunk.fc.weight"], atol=0.02)
-    write_head(folder, write_head_config(config), {name: t for name, t in tensors.items() if name != "trunk.norm.weight"})
+    write_head(
+        folder,
+        write_head_config(config),
+        {name: t for name, t in tensors.items() if name != "trunk.norm.weight"},
+    )
     with pytest.raises(ModelFileError, match=r"missing tensor trunk\.norm\.weight"):
         open_head(str(folder), TARGET, ("medusa",))
 
@@ -86,7 +94,11 @@ def test_a_medusa_head_may_have_a_trunk(tmp_path: Path) -> None:
 def test_a_damaged_trunk_is_one_clear_error(change: Any, message: str, tmp_path: Path) -> None:
     folder, config, tensors = save(tmp_path / "head", "medusa", has_trunk=True)
     values = write_head_config(config)
-    write_head(folder, {**values, "trunk": change if isinstance(change, str) else {**values["trunk"], **change}}, tensors)
+    write_head(
+        folder,
+        {**values, "trunk": change if isinstance(change, str) else {**values["trunk"], **change}},
+        tensors,
+    )
     with pytest.raises(ModelFileError, match=message):
         open_head(str(folder), TARGET, ("medusa",))
 
@@ -168,15 +180,25 @@ FORMATS = [
 
 @pytest.mark.parametrize(("kind", "form"), FORMATS, ids=map(" as ".join, FORMATS))
 def test_what_is_exported_is_read_back_the_same(kind: str, form: str, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"has_lm_head": False, "sample_from_anchor": False} if (kind, form) == ("dflash", "vllm") else {}
-    config = config_of(kind, CONFIG, target_hash(TARGET), None if fields or kind == "medusa" else 40, **fields)
-    tensors = {name: t if name == "draft_ids" else t.half().float() for name, t in random_tensors(config).items()}
+    fields: dict[str, Any] = (
+        {"has_lm_head": False, "sample_from_anchor": False} if (kind, form) == ("dflash", "vllm") else {}
+    )
+    config = config_of(
+        kind, CONFIG, target_hash(TARGET), None if fields or kind == "medusa" else 40, **fields
+    )
+    tensors = {
+        name: t if name == "draft_ids" else t.half().float() for name, t in random_tensors(config).items()
+    }
     head = open_head(str(write_head(tmp_path / "ours", write_head_config(config), tensors)), TARGET, (kind,))
     export_head(head, TARGET, form, tmp_path / "theirs", "org/model")
     again = open_head(str(tmp_path / "theirs"), TARGET, (kind,))
     assert again.config.hidden_layers == config.hidden_layers
     assert {n: t.shape for n, t in again.tensors.items()} == {n: t.shape for n, t in head.tensors.items()}
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in head.tensors.items() if name != "lm_head.weight")
+    assert all(
+        torch.equal(again.tensors[name], tensor)
+        for name, tensor in head.tensors.items()
+        if name != "lm_head.weight"
+    )
     assert torch.allclose(again.tensors["lm_head.weight"], head.tensors["lm_head.weight"], atol=1e-3)
 
 
@@ -188,7 +210,9 @@ def test_an_exported_medusa_head_never_prefers_what_it_cannot_draft(tmp_path: Pa
     assert again.config.draft_vocab_size == CONFIG.vocab_size
     states = torch.randn(500, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
     best = (states @ tensors["lm_head.weight"].half().float().T).argmax(1)
-    assert torch.equal((states @ again.tensors["lm_head.weight"].T).argmax(1), tensors["draft_ids"].long()[best])
+    assert torch.equal(
+        (states @ again.tensors["lm_head.weight"].T).argmax(1), tensors["draft_ids"].long()[best]
+    )
 
 
 def test_a_markov_head_is_exported_as_dspark(tmp_path: Path) -> None:
@@ -200,7 +224,11 @@ def test_a_markov_head_is_exported_as_dspark(tmp_path: Path) -> None:
     read: Any = again.config
     assert (read.markov_rank, read.sample_from_anchor, read.taps) == (8, True, config.taps)
     assert again.tensors.keys() == head.tensors.keys()
-    assert all(torch.equal(tensor, head.tensors[name].half().float()) for name, tensor in again.tensors.items() if name != "draft_ids")
+    assert all(
+        torch.equal(tensor, head.tensors[name].half().float())
+        for name, tensor in again.tensors.items()
+        if name != "draft_ids"
+    )
     with pytest.raises(ConfigError, match="use format speculators"):
         export_head(head, TARGET, "vllm", tmp_path / "plain", "org/model")
 
@@ -213,12 +241,24 @@ def test_a_format_that_cannot_hold_a_head_says_so(tmp_path: Path) -> None:
 
 
 LAYER_IDS = {
-    "speculators": ({"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, (0, 1, 3)),
+    "speculators": (
+        {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
+        (0, 1, 3),
+    ),
     "specforge": (
-        {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        },
         (1, 2, 3),
     ),
-    "vllm": ({"architectures": ["Eagle3LlamaForCausalLM"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, (0, 1, 2)),
+    "vllm": (
+        {
+            "architectures": ["Eagle3LlamaForCausalLM"],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        },
+        (0, 1, 2),
+    ),
     "published": ({"architectures": ["LlamaForCausalLM"]}, (0, 2, 3)),
 }
 
@@ -242,12 +282,17 @@ def test_layer_numbers_mean_what_their_format_says(
 
 def test_lossy_proposals_and_unknown_variants_are_refused(tmp_path: Path) -> None:
     folder, _, _ = save(tmp_path / "ours", "eagle")
-    export_head(open_head(str(folder), TARGET, ("eagle",)), TARGET, "speculators", tmp_path / "theirs", "org/model")
+    export_head(
+        open_head(str(folder), TARGET, ("eagle",)), TARGET, "speculators", tmp_path / "theirs", "org/model"
+    )
     path = tmp_path / "theirs" / "config.json"
     good = json.loads(path.read_text())
     bad = json.loads(path.read_text())
     bad["speculators_config"]["proposal_methods"][0]["accept_tolerance"] = 0.1
-    for values, message in ((bad, "accepts what the target would not say"), ({**good, "norm_before_fc": True}, "norm_before_fc")):
+    for values, message in (
+        (bad, "accepts what the target would not say"),
+        ({**good, "norm_before_fc": True}, "norm_before_fc"),
+    ):
         path.write_text(json.dumps(values))
         with pytest.raises(ModelFileError, match=message):
             open_head(str(tmp_path / "theirs"), TARGET, ("eagle",))
@@ -264,7 +309,9 @@ def test_eagle_1_files_are_read(tmp_path: Path) -> None:
         "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "vocab_size": CONFIG.vocab_size, "num_hidden_layers": 1,
         "bias": True,
     }  # fmt: skip
-    folder = write_head(tmp_path, values, {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()})
+    folder = write_head(
+        tmp_path, values, {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
+    )
     head = open_head(str(folder), TARGET, ("eagle",))
     assert head.config == eagle_1(CONFIG, has_fc_bias=True, target_name=head.config.target_name)
     assert torch.equal(head.tensors["lm_head.weight"], TARGET.tensor("embed_tokens.weight"))
@@ -300,16 +347,27 @@ def test_mlp_speculators_are_read_and_run(is_tied: bool, tmp_path: Path) -> None
         "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": CONFIG.vocab_size, "emb_dim": 64,
         "inner_dim": 32, "n_predict": 3, "tie_weights": is_tied, "scale_input": True,
     }  # fmt: skip
-    head = open_head(str(write_head(tmp_path, values, {f"speculator.{n}": t for n, t in tensors.items()})), TARGET, ("mlp_speculator",))
+    head = open_head(
+        str(write_head(tmp_path, values, {f"speculator.{n}": t for n, t in tensors.items()})),
+        TARGET,
+        ("mlp_speculator",),
+    )
     run_by = TorchMlpHead(config, head.tensors, NORM, CPU)
     tokens, _ = run_by.guess([Feed(None, 0, [21], [ROW])], [Speaker(0.0, 0, 0)], 5, 0.0)
-    state, token, steps = rms_norm(LAST[CONFIG.num_layers][8], NORM, config.rms_eps), 21, []  # type: torch.Tensor, int, list[int]
+    # type: torch.Tensor, int, list[int]
+    state, token, steps = rms_norm(LAST[CONFIG.num_layers][8], NORM, config.rms_eps), 21, []
     state = state / state.square().mean().sqrt() / 2**0.5
     for step in range(3):
         emb, proj, out = 0 if is_tied else step, min(step, 1) if is_tied else step, 0 if is_tied else step
         keep = 0.5 ** (0.5 / 3)
-        x = tensors[f"proj.{proj}.weight"] @ state * keep + tensors[f"emb.{emb}.weight"][token] * ((1 - keep**2) * 32 / 2) ** 0.5
-        x = x / (x.square().mean() + config.rms_eps).sqrt() * tensors[f"ln.{out}.weight"] + tensors[f"ln.{out}.bias"]
+        x = (
+            tensors[f"proj.{proj}.weight"] @ state * keep
+            + tensors[f"emb.{emb}.weight"][token] * ((1 - keep**2) * 32 / 2) ** 0.5
+        )
+        x = (
+            x / (x.square().mean() + config.rms_eps).sqrt() * tensors[f"ln.{out}.weight"]
+            + tensors[f"ln.{out}.bias"]
+        )
         state = torch.nn.functional.gelu(x)
         token = int((tensors[f"head.{out}.weight"] @ state).argmax())
         steps.append(token)

@@ -9,32 +9,41 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import EngineConfig
+from paceline.core.options import EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.core.tree import Tree
+from paceline.core.types import Cached, Draft, Request, Segment
 from paceline.cpu.block_head import BlockHead
 from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.medusa import MedusaHead
+from paceline.drafters import registry
+from paceline.drafters.base import Surroundings
+from paceline.drafters.candidates import likeliest
 from paceline.engine.engine import Engine
 from paceline.engine.plan import FixedPolicy
+from paceline.heads.block import TorchBlockHead
+from paceline.heads.chain import TorchChainHead
+from paceline.heads.rows import BlockFeed, Feed, Node, Row, Speaker
+from paceline.heads.side import TorchMedusaHead
 from paceline.models.attention import rms_norm
-from paceline.models.block_head import TorchBlockHead
-from paceline.models.chain_head import TorchChainHead
 from paceline.models.decoder import Decoder
-from paceline.models.head_rows import BlockFeed, Feed, Node, Row, Speaker
 from paceline.models.linear import Linear
-from paceline.models.side_heads import TorchMedusaHead
-from paceline.params import SamplingParams
-from paceline.proposers import registry
-from paceline.proposers.base import Surroundings
-from paceline.proposers.candidates import likeliest
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
 from paceline.train.modules import build_head
 from paceline.train.stream import Batch
 from paceline.train.target import Target
-from paceline.types import Cached, Draft, Request, Segment
-from paceline.verify.tree import Tree
 from tests.heads import Oracle, Tensors, config_of, eagle_1, random_head, random_tensors, trunk_of
-from tests.laws.harness import CONFIG, RandomCheckpoint, decoder, engine_with, prompts, request_of, run, runner
+from tests.laws.harness import (
+    CONFIG,
+    RandomCheckpoint,
+    decoder,
+    engine_with,
+    prompts,
+    request_of,
+    run,
+    runner,
+)
 
 TARGET = RandomCheckpoint()
 NORM = TARGET.tensor("norm.weight")
@@ -46,7 +55,10 @@ GREEDY = Speaker(0.0, 0, 0)
 @pytest.fixture(scope="module")
 def hidden() -> dict[int, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {layer: torch.randn(N, CONFIG.hidden_size, generator=generator) for layer in range(CONFIG.num_layers + 1)}
+    return {
+        layer: torch.randn(N, CONFIG.hidden_size, generator=generator)
+        for layer in range(CONFIG.num_layers + 1)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +92,35 @@ def torch_target() -> Decoder:
     return Decoder.load(TARGET)
 
 
-CHAINS = {"eagle": ({}, 8), "eagle normed": ({"norm_before_residual": True, "norm_output": True}, 8), "eagle in torch": ({}, 32)}
+CHAINS = {
+    "eagle": ({}, 8),
+    "eagle normed": ({"norm_before_residual": True, "norm_output": True}, 8),
+    "eagle in torch": ({}, 32),
+}
 
 
 @pytest.mark.parametrize(("fields", "bits"), CHAINS.values(), ids=CHAINS)
 def test_eagle_computes_what_the_oracle_does(
     fields: dict[str, Any], bits: int, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
 ) -> None:
-    """Rows in two pieces, a chain guessed from them, and a tree's nodes: siblings, and a child of the second."""
+    """Rows in two pieces, a chain guessed from them, and a tree's nodes: siblings, and a child of the
+    second.
+    """
     config = config_of("eagle", CONFIG, draft_vocab=40, **fields)
     tensors = random_tensors(config)
-    head: Any = ChainHead(config, tensors, decoder(dtype="int8")) if bits == 8 else TorchChainHead(config, tensors, torch_target, None, CPU)
+    head: Any = (
+        ChainHead(config, tensors, decoder(dtype="int8"))
+        if bits == 8
+        else TorchChainHead(config, tensors, torch_target, None, CPU)
+    )
     true, shown, place = oracle(config, tensors, bits), features(hidden, config.taps), head.place()
     head.read([Feed(place, 0, TOKENS[:20], rows[:20])])
     said = head.begin([Feed(place, 20, TOKENS[20:], rows[20:])])
     assert torch.allclose(said.logits[0], true.eagle(shown, TOKENS)[0], atol=1e-4)
     outputs = list(said.outputs)
-    level = head.level([Node(place, N + i, N, token, outputs[0], N, [N + i]) for i, token in enumerate((3, 9))])
+    level = head.level(
+        [Node(place, N + i, N, token, outputs[0], N, [N + i]) for i, token in enumerate((3, 9))]
+    )
     for i, token in enumerate((3, 9)):
         assert torch.allclose(level.logits[i], true.eagle(shown, [*TOKENS, token])[0], atol=1e-4)
     deeper = head.level([Node(place, N + 2, N + 1, 5, level.outputs[1], N, [N + 1, N + 2])])
@@ -117,10 +141,17 @@ def test_a_seeded_guess_knows_the_targets_noise(hidden: dict[int, torch.Tensor],
     head, true = ChainHead(config, tensors, decoder(dtype="int8")), oracle(config, tensors, 8)
     for seed in range(6):
         request = request_of([1, *TOKENS], SamplingParams(temperature=0.8, seed=seed))
-        tokens, chances = head.guess([Feed(head.place(), 0, TOKENS, rows)], [Speaker(0.8, request.seed, N + 1)], 3, 0.0)
+        tokens, chances = head.guess(
+            [Feed(head.place(), 0, TOKENS, rows)], [Speaker(0.8, request.seed, N + 1)], 3, 0.0
+        )
         path: list[int] = []
         for (token,), (chance,) in zip(tokens, chances, strict=True):
-            best = likeliest(request, path, spread(true.eagle(features(hidden, config.taps), [*TOKENS, *path])[0], tensors), 1)[0]
+            best = likeliest(
+                request,
+                path,
+                spread(true.eagle(features(hidden, config.taps), [*TOKENS, *path])[0], tensors),
+                1,
+            )[0]
             assert token == best.token
             assert 0 < chance <= 1
             path.append(token)
@@ -151,7 +182,11 @@ def test_requests_in_one_call_are_drafted_as_alone(rows: list[Row]) -> None:
 def test_a_distilled_model_reads_tokens_alone(bits: int, rows: list[Row], torch_target: Decoder) -> None:
     config = config_of("draft", CONFIG, draft_vocab=40)
     tensors = random_tensors(config)
-    head: Any = ChainHead(config, tensors, decoder(dtype="int8")) if bits == 8 else TorchChainHead(config, tensors, torch_target, None, CPU)
+    head: Any = (
+        ChainHead(config, tensors, decoder(dtype="int8"))
+        if bits == 8
+        else TorchChainHead(config, tensors, torch_target, None, CPU)
+    )
     said = head.begin([Feed(head.place(), 0, TOKENS, rows)])
     assert torch.allclose(said.logits[0], oracle(config, tensors, bits).draft(TOKENS), atol=1e-4)
 
@@ -176,24 +211,36 @@ def test_eagle_1_fuses_the_token_with_the_last_hidden_state(
 
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("bits", [8, 32])
-def test_medusa_computes_what_the_oracle_does(bits: int, blocks: int, hidden: dict[int, torch.Tensor], rows: list[Row]) -> None:
+def test_medusa_computes_what_the_oracle_does(
+    bits: int, blocks: int, hidden: dict[int, torch.Tensor], rows: list[Row]
+) -> None:
     config: Any = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=blocks)
     tensors, picked = random_tensors(config), [5, 9]
-    head: Any = MedusaHead(config, tensors, NORM) if bits == 8 else TorchMedusaHead(config, tensors, NORM, CPU)
+    head: Any = (
+        MedusaHead(config, tensors, NORM) if bits == 8 else TorchMedusaHead(config, tensors, NORM, CPU)
+    )
     said, last = oracle(config, tensors, bits), hidden[CONFIG.num_layers]
     true = torch.stack([said.medusa(last[i], NORM) for i in picked], 1)
     assert torch.allclose(head.logits([rows[i] for i in picked]), true, atol=1e-4)
     tokens, chances = head.guess([rows[i] for i in picked], [GREEDY] * 2)
     assert tokens == tensors["draft_ids"][true.argmax(-1)].tolist()
-    assert torch.allclose(torch.tensor(chances, dtype=torch.float32), true.softmax(-1).amax(-1).cumprod(0), atol=1e-4)
+    assert torch.allclose(
+        torch.tensor(chances, dtype=torch.float32), true.softmax(-1).amax(-1).cumprod(0), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 32])
-def test_a_trunk_puts_out_what_the_oracle_does(bits: int, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder) -> None:
+def test_a_trunk_puts_out_what_the_oracle_does(
+    bits: int, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
+) -> None:
     """One text or two at once, read whole or in parts: nobody speaks, and the output layer is not asked."""
     medusa: Any = config_of("medusa", CONFIG, draft_vocab=40, has_trunk=True)
     config, tensors = trunk_of(medusa, random_tensors(medusa))
-    head: Any = ChainHead(config, tensors, decoder(dtype="int8")) if bits == 8 else TorchChainHead(config, tensors, torch_target, None, CPU)
+    head: Any = (
+        ChainHead(config, tensors, decoder(dtype="int8"))
+        if bits == 8
+        else TorchChainHead(config, tensors, torch_target, None, CPU)
+    )
     true = oracle(config, tensors, bits).eagle(features(hidden, config.taps), TOKENS)[1]
     alone = head.place()
     head.read([Feed(alone, 0, TOKENS[:-3], rows[:-3])])
@@ -201,7 +248,9 @@ def test_a_trunk_puts_out_what_the_oracle_does(bits: int, hidden: dict[int, torc
     both = head.outputs([Feed(head.place(), 0, TOKENS[:5], rows[:5]), Feed(head.place(), 0, TOKENS, rows)])
     assert torch.allclose(both[1], true, atol=1e-4)
     logits = head.begin([Feed(head.place(), 0, TOKENS, rows)]).logits
-    assert torch.allclose(logits[0], oracle(config, tensors, bits).eagle(features(hidden, config.taps), TOKENS)[0], atol=1e-4)
+    assert torch.allclose(
+        logits[0], oracle(config, tensors, bits).eagle(features(hidden, config.taps), TOKENS)[0], atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("from_anchor", [True, False])
@@ -209,13 +258,21 @@ def test_a_trunk_puts_out_what_the_oracle_does(bits: int, hidden: dict[int, torc
 def test_dflash_computes_what_the_oracle_does(
     bits: int, from_anchor: bool, hidden: dict[int, torch.Tensor], rows: list[Row], torch_target: Decoder
 ) -> None:
-    config: Any = config_of("dflash", CONFIG, draft_vocab=40, markov_rank=16, sample_from_anchor=from_anchor, block_size=4)
+    config: Any = config_of(
+        "dflash", CONFIG, draft_vocab=40, markov_rank=16, sample_from_anchor=from_anchor, block_size=4
+    )
     tensors, steps, root = random_tensors(config, seed=1), config.num_drafts, 11
-    head: Any = BlockHead(config, tensors, decoder(dtype="int8")) if bits == 8 else TorchBlockHead(config, tensors, torch_target, CPU)
+    head: Any = (
+        BlockHead(config, tensors, decoder(dtype="int8"))
+        if bits == 8
+        else TorchBlockHead(config, tensors, torch_target, CPU)
+    )
     true, place = oracle(config, tensors, bits), head.place()
     head.read(BlockFeed(place, 0, rows[:20], 0))
     expected = true.dflash(features(hidden, config.taps), root)[config.block_size - steps :]
-    assert torch.allclose(head.logits([BlockFeed(place, 20, rows[20:], root)], steps)[:, 0], expected, atol=1e-3)
+    assert torch.allclose(
+        head.logits([BlockFeed(place, 20, rows[20:], root)], steps)[:, 0], expected, atol=1e-3
+    )
     tokens, _ = head.guess([BlockFeed(place, 36, rows[36:], root)], [GREEDY], steps)
     ids = tensors["draft_ids"].tolist()
     word = ids.index(root) if root in ids else len(ids)
@@ -225,8 +282,9 @@ def test_dflash_computes_what_the_oracle_does(
 
 
 class Recorder:
-    """Remembers what a drafter proposed for which text, and proposes the truth instead, now and then with a wrong end: heads that nobody
-    trained are hardly ever right, and what they read after a draft was accepted is to be tested."""
+    """Remembers what a drafter proposed for which text, and proposes the truth instead, now and then with a
+    wrong end: heads that nobody trained are hardly ever right, and what they read after a draft was accepted
+    is to be tested."""
 
     def __init__(self, inner: Any, truth: dict[tuple[int, ...], list[int]]) -> None:
         self.inner, self.truth = inner, truth  # truth: prompt -> the target's whole text
@@ -259,9 +317,13 @@ def hidden_of(tokens: Sequence[int]) -> dict[int, torch.Tensor]:
     return fresh.forward([Segment(tokens, cached)], hidden_layers=range(CONFIG.num_layers + 1)).hidden
 
 
-def recorded(kind: str, fields: dict[str, Any], requests: Sequence[Request], **limits: Any) -> tuple[Recorder, Any]:
+def recorded(
+    kind: str, fields: dict[str, Any], requests: Sequence[Request], **limits: Any
+) -> tuple[Recorder, Any]:
     model = random_head(kind, TARGET, draft_vocab=40, **fields)
-    drafter = registry.create(*registry.parse({"method": kind, "model": model, "num_speculative_tokens": 3}), _surroundings())
+    drafter = registry.create(
+        *registry.parse({"method": kind, "model": model, "num_speculative_tokens": 3}), _surroundings()
+    )
     plain = [request_of(r.tokens, r.params) for r in requests]
     run(engine_with(None, target_dtype="int8"), plain)
     recorder = Recorder(drafter, {tuple(r.tokens[: r.num_prompt]): r.tokens for r in plain})
@@ -284,10 +346,14 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("kind", "fields"), READERS.values(), ids=READERS)
 def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str, fields: dict[str, Any]) -> None:
-    """In a batch, with chunked prompts, accepted tokens and preemption: each draft is the one that the text alone leads to."""
+    """In a batch, with chunked prompts, accepted tokens and preemption: each draft is the one that the text
+    alone leads to.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     requests = [request_of(p, params) for p in prompts(6, low=10, high=40, seed=21)]
-    recorder, engine = recorded(kind, fields, requests, num_blocks=14, max_num_batched_tokens=23, max_model_len=120)
+    recorder, engine = recorded(
+        kind, fields, requests, num_blocks=14, max_num_batched_tokens=23, max_model_len=120
+    )
     assert engine.scheduler.num_preemptions > 0
     config, tensors = recorder.inner.head.config, recorder.inner.head.tensors
     true, ids, right = oracle(config, tensors, 8), tensors["draft_ids"].tolist(), 0
@@ -297,7 +363,9 @@ def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str, fields: dict[s
         hidden = hidden_of(tokens[:-1])
         if kind == "medusa" and config.trunk is not None:
             trunk = oracle(*trunk_of(config, tensors), 8)
-            logits = true.medusa(trunk.eagle(features(hidden, config.trunk.taps), tokens[1:])[1], trunk.tensors["norm.weight"])[0]
+            logits = true.medusa(
+                trunk.eagle(features(hidden, config.trunk.taps), tokens[1:])[1], trunk.tensors["norm.weight"]
+            )[0]
         elif kind == "medusa":
             logits = true.medusa(hidden[CONFIG.num_layers][-1], NORM)[0]
         elif kind == "eagle":
@@ -311,9 +379,17 @@ def test_a_drafter_reads_every_text_as_the_oracle_does(kind: str, fields: dict[s
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash", "medusa"])
 def test_a_text_found_in_the_cache_starts_with_what_was_read_of_another(kind: str) -> None:
-    """The target computes only the tail of a known prompt, so the head sees no features of the rest: it takes over the first text's."""
-    shared, params = prompts(1, low=60, high=60, seed=9)[0], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    first, second = request_of([*shared, 1, 2], params), request_of([*shared, 3], replace(params, max_tokens=40))
+    """The target computes only the tail of a known prompt, so the head sees no features of the rest: it takes
+    over the first text's.
+    """
+    shared, params = (
+        prompts(1, low=60, high=60, seed=9)[0],
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    )
+    first, second = (
+        request_of([*shared, 1, 2], params),
+        request_of([*shared, 3], replace(params, max_tokens=40)),
+    )
     fields = {"has_trunk": True} if kind == "medusa" else {}
     head = random_head(kind, TARGET, draft_vocab=40, **fields)
     drafter: Any = registry.create(*registry.parse({"method": kind, "model": head}), _surroundings())
@@ -330,9 +406,18 @@ def test_a_text_found_in_the_cache_starts_with_what_was_read_of_another(kind: st
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])
 def test_two_texts_that_are_first_asked_about_together_may_begin_with_each_others_rows(kind: str) -> None:
-    """The second's prompt is in the cache, and nothing has been read of the first yet when both are asked about in one call."""
-    shared, params = prompts(1, low=60, high=60, seed=9)[0], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    options = {"method": kind, "model": random_head(kind, TARGET, draft_vocab=40), "num_speculative_tokens": 3}
+    """The second's prompt is in the cache, and nothing has been read of the first yet when both are asked
+    about in one call.
+    """
+    shared, params = (
+        prompts(1, low=60, high=60, seed=9)[0],
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    )
+    options = {
+        "method": kind,
+        "model": random_head(kind, TARGET, draft_vocab=40),
+        "num_speculative_tokens": 3,
+    }
 
     def first_draft(is_asked_at_once: bool) -> Any:
         drafter = registry.create(*registry.parse(options), _surroundings())
@@ -356,8 +441,14 @@ def test_heads_run_beside_a_target_in_torch(torch_target: Decoder) -> None:
     def text_with(options: dict[str, Any] | None) -> tuple[list[list[int]], int]:
         target = Runner(torch_target, KvCache(CONFIG, 64))
         around = Surroundings(target, TARGET, None, lambda *_: None)
-        drafter = registry.create(*registry.parse({"num_speculative_tokens": 3, **options}), around) if options else None
-        engine = Engine(target, drafter, EngineConfig(max_model_len=200, num_speculative_tokens=3 if drafter else 0))
+        drafter = (
+            registry.create(*registry.parse({"num_speculative_tokens": 3, **options}), around)
+            if options
+            else None
+        )
+        engine = Engine(
+            target, drafter, EngineConfig(max_model_len=200, num_speculative_tokens=3 if drafter else 0)
+        )
         requests = [request_of(p, params) for p in prompts(3, seed=2)]
         run(engine, requests)
         return [r.output for r in requests], engine.totals.num_drafted
@@ -374,12 +465,21 @@ def test_heads_run_beside_a_target_in_torch(torch_target: Decoder) -> None:
 @pytest.mark.parametrize(("kind", "fields"), [*READERS.values(), ("draft", {})], ids=[*READERS, "draft"])
 def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> None:
     """The modules that are trained and the oracle of the drafters compute the same, three steps ahead."""
-    config: Any = config_of(kind, CONFIG, draft_vocab=40, **({"markov_rank": 16} if kind == "dflash" else fields))
+    config: Any = config_of(
+        kind, CONFIG, draft_vocab=40, **({"markov_rank": 16} if kind == "dflash" else fields)
+    )
     tensors, target = random_tensors(config), Target.load(TARGET, CPU, torch.float32, 64)
     module = build_head(config, target, tensors["draft_ids"].long(), 64)
-    module.load_state_dict({name: tensor for name, tensor in tensors.items() if name != "draft_ids"}, strict=True)
+    module.load_state_dict(
+        {name: tensor for name, tensor in tensors.items() if name != "draft_ids"}, strict=True
+    )
     batch = Batch(
-        torch.tensor([TOKENS]), torch.arange(20, 30), torch.zeros(10, dtype=torch.int64), torch.tensor([0]), torch.tensor([10]), N
+        torch.tensor([TOKENS]),
+        torch.arange(20, 30),
+        torch.zeros(10, dtype=torch.int64),
+        torch.tensor([0]),
+        torch.tensor([10]),
+        N,
     )
     seen, true, row = target.read(batch.ids, config.hidden_layers), oracle(config, tensors, 32), 21
     shown, ids = seen.taps[0, : row + 1], tensors["draft_ids"].tolist()
@@ -391,7 +491,9 @@ def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> No
             expected = true.eagle(shown, before[1:])[0]
         elif kind == "medusa" and config.trunk is not None:
             trunk = oracle(*trunk_of(config, tensors), 32)
-            expected = true.medusa(trunk.eagle(shown, TOKENS[1 : row + 2])[1], trunk.tensors["norm.weight"])[step]
+            expected = true.medusa(trunk.eagle(shown, TOKENS[1 : row + 2])[1], trunk.tensors["norm.weight"])[
+                step
+            ]
         elif kind == "medusa":
             expected = true.medusa(seen.last[0, row], NORM)[step]
         elif kind == "dflash":

@@ -1,6 +1,8 @@
-"""Finding and fetching models: resumable, checked by hash, safe for two processes, and one clear line when it cannot be done.
+"""Finding and fetching models: resumable, checked by hash, safe for two processes, and one clear line when it
+cannot be done.
 
-pip and the download talk to a small server on this machine that can drop connections, ignore ranges and serve wrong bytes.
+pip and the download talk to a small server on this machine that can drop connections, ignore ranges and serve
+wrong bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.errors import ModelFileError, ModelNotFound
+from paceline.core.errors import ModelFileError, ModelNotFound
 from paceline.loaders import fetch, hub
 from paceline.loaders.fetch import WheelModel
 from tests.make_models import tiny_gguf, tiny_hf
@@ -30,7 +32,9 @@ from tests.make_models import tiny_gguf, tiny_hf
 CONTENT = np.random.default_rng(0).bytes(300_000)  # does not compress: the wheel is as long
 WAIT_S = 300.0  # for what takes seconds on a machine that nobody else uses
 WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
-MODEL = WheelModel("tiny-model==1.0", "tiny_model/tiny.gguf", "tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+MODEL = WheelModel(
+    "tiny-model==1.0", "tiny_model/tiny.gguf", "tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest()
+)
 
 
 @dataclass
@@ -51,7 +55,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/":
             digest = hashlib.sha256(self.site.wheel).hexdigest()
-            self._send(200, f"<html><body><a href='/{WHEEL_NAME}#sha256={digest}'>{WHEEL_NAME}</a></body></html>".encode(), "text/html")
+            self._send(
+                200,
+                f"<html><body><a href='/{WHEEL_NAME}#sha256={digest}'>{WHEEL_NAME}</a></body></html>".encode(),
+                "text/html",
+            )
         elif "pip/" in self.headers["User-Agent"]:
             self._send(200, self.site.wheel)
         else:
@@ -65,9 +73,21 @@ class Handler(BaseHTTPRequestHandler):
             self._send(416, b"", content_range=f"bytes */{total}")
         else:
             content_range = f"bytes {start}-{total - 1}/{total}" if match else ""
-            self._send(206 if match else 200, self.site.wheel[start:], content_range=content_range, length=self.site.drop_after)
+            self._send(
+                206 if match else 200,
+                self.site.wheel[start:],
+                content_range=content_range,
+                length=self.site.drop_after,
+            )
 
-    def _send(self, status: int, body: bytes, kind: str = "application/zip", content_range: str = "", length: int | None = None) -> None:
+    def _send(
+        self,
+        status: int,
+        body: bytes,
+        kind: str = "application/zip",
+        content_range: str = "",
+        length: int | None = None,
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -85,8 +105,12 @@ class Handler(BaseHTTPRequestHandler):
 def build_wheel(path: Path, member: str = MODEL.member) -> bytes:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(member, CONTENT)
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
     return path.read_bytes()
 
@@ -107,7 +131,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def only_from(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": place, "PIP_NO_CACHE_DIR": "1", "NO_PROXY": "127.0.0.1"}.items():
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": place,
+        "PIP_NO_CACHE_DIR": "1",
+        "NO_PROXY": "127.0.0.1",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -182,7 +211,9 @@ def test_a_wheel_without_the_model_is_an_error(site: Site, cache: Path, tmp_path
         get(cache)
 
 
-def test_a_folder_of_wheels_works_without_a_server(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_wheels_works_without_a_server(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build_wheel(tmp_path / WHEEL_NAME)
     only_from(monkeypatch, str(tmp_path))
     assert get(cache).read_bytes() == CONTENT
@@ -192,8 +223,12 @@ def start_fetching(cache: Path) -> subprocess.Popen[bytes]:
     fields = (MODEL.requirement, MODEL.member, MODEL.file_name, MODEL.num_bytes, MODEL.sha256)
     # Whoever started the tests may have told them to ignore interrupts, and children do as their parents.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from pathlib import Path"
-    code += f"; from paceline.loaders.fetch import *; fetch(WheelModel(*{fields!r}), Path({str(cache)!r}), False)"
-    return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
+    code += (
+        f"; from paceline.loaders.fetch import *; fetch(WheelModel(*{fields!r}), Path({str(cache)!r}), False)"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL
+    )
 
 
 def test_two_processes_fetch_it_once(site: Site, cache: Path) -> None:
@@ -220,9 +255,15 @@ def test_an_interrupt_leaves_a_part_to_continue(site: Site, cache: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "settings", [{"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_FIND_LINKS": ""}, {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}]
+    "settings",
+    [
+        {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_FIND_LINKS": ""},
+        {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""},
+    ],
 )
-def test_offline_is_one_line_with_every_remedy(settings: dict[str, str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_is_one_line_with_every_remedy(
+    settings: dict[str, str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ModelNotFound) as caught:
@@ -252,7 +293,11 @@ def test_paths_resolve_to_a_file_or_a_folder(tmp_path: Path, cache: Path) -> Non
     (tmp_path / "one").mkdir()
     file = tiny_gguf(tmp_path / "one" / "a.gguf", folder)
     assert hub.resolve(str(file)) == hub.resolve(str(file.parent)) == file
-    assert (hub.display_name(str(file)), hub.display_name(str(folder)), hub.display_name("Default")) == ("a", "hf", hub.DEFAULT_MODEL)
+    assert (hub.display_name(str(file)), hub.display_name(str(folder)), hub.display_name("Default")) == (
+        "a",
+        "hf",
+        hub.DEFAULT_MODEL,
+    )
     (tmp_path / "one" / "b.gguf").touch()
     with pytest.raises(ModelNotFound, match=r"2 GGUF files; name one of them: .*a\.gguf, .*b\.gguf"):
         hub.resolve(str(file.parent))
@@ -274,7 +319,9 @@ def test_paths_resolve_to_a_file_or_a_folder(tmp_path: Path, cache: Path) -> Non
         ("~nobody-of-this-name/model", "no model '~nobody-of-this-name/model' here"),
     ],
 )
-def test_unknown_names_say_what_is_valid(name: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_say_what_is_valid(
+    name: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(ModelNotFound, match=message) as caught:
         hub.resolve(name)
@@ -293,11 +340,19 @@ def test_a_cache_that_cannot_be_made_says_so(tmp_path: Path) -> None:
 
 def test_models_in_the_cache_are_listed_and_found(cache: Path, tmp_path: Path) -> None:
     first = hub.local_models()[0]
-    assert (first.name, first.is_here, first.bytes, first.kind) == (hub.DEFAULT_MODEL, False, 98_362_432, "gguf")
+    assert (first.name, first.is_here, first.bytes, first.kind) == (
+        hub.DEFAULT_MODEL,
+        False,
+        98_362_432,
+        "gguf",
+    )
     folder = tiny_hf(cache / "models" / "mine", "llama")
     file = tiny_gguf(cache / "models" / "other.gguf", folder)
     found = {model.name: model for model in hub.local_models()[1:] if cache in model.path.parents}
-    assert {name: (model.kind, model.path) for name, model in found.items()} == {"mine": ("safetensors", folder), "other": ("gguf", file)}
+    assert {name: (model.kind, model.path) for name, model in found.items()} == {
+        "mine": ("safetensors", folder),
+        "other": ("gguf", file),
+    }
     assert found["other"].bytes == file.stat().st_size
     assert (hub.resolve("mine"), hub.resolve("other")) == (folder, file)
 
@@ -311,7 +366,7 @@ def test_hugging_face_names_offline(cache: Path, tmp_path: Path) -> None:
     (repo / "refs" / "main").write_text("a" * 40)
     (repo / "blobs").mkdir()
     code = """
-from paceline.errors import ModelNotFound
+from paceline.core.errors import ModelNotFound
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import open_checkpoint
 opened = open_checkpoint("org/tiny", progress=False)
@@ -325,7 +380,11 @@ for name in ("org/absent", "org/tiny:absent.gguf", "org/-bad-"):
 """
     settings = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hf")}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], env=os.environ | settings, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
     )
     assert run.stdout.splitlines() == [
         "org/tiny aaa tiny.gguf",

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.errors import ConfigError
-from paceline.params import SamplingParams
-from paceline.proposers import registry
-from paceline.proposers.hybrid import Hybrid
-from paceline.types import Draft, Needs, Proposer, Request, Seen, Verdict
-from paceline.verify.tree import Tree
+from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Needs, Proposer, Request, Seen, Verdict
+from paceline.drafters import registry
+from paceline.drafters.hybrid import Hybrid
 from tests.laws.tables import ready, table_drafter, table_runner
 from tests.laws.test_accept_exact import table
 
@@ -25,17 +25,29 @@ class Says:
     """A drafter that always says the same."""
 
     def __init__(
-        self, name: str, parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float] | None, is_free: bool = True
+        self,
+        name: str,
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        chances: Sequence[float] | None,
+        is_free: bool = True,
     ) -> None:
         self.name, self.is_free, self.needs = name, is_free, Needs(top_tokens=len(name))
-        self.parents, self.tokens, self.chances = (-1, *parents), tuple(tokens), None if chances is None else (1.0, *chances)
+        self.parents, self.tokens, self.chances = (
+            (-1, *parents),
+            tuple(tokens),
+            None if chances is None else (1.0, *chances),
+        )
         self.asked: list[int] = []
         self.seen: list[Seen] = []
         self.released: list[Request] = []
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         self.asked += budgets
-        return [Draft(Tree((r.tokens[-1], *self.tokens), self.parents), self.name, chances=self.chances) for r in requests]
+        return [
+            Draft(Tree((r.tokens[-1], *self.tokens), self.parents), self.name, chances=self.chances)
+            for r in requests
+        ]
 
     def observe(self, seen: Sequence[Seen]) -> None:
         self.seen += seen
@@ -67,14 +79,21 @@ def test_the_best_nodes_of_all_are_joined_and_named() -> None:
     assert set(paths) == {(10,), (10, 11), (10, 21), (30,)}
     assert draft.sources is not None
     assert draft.chances is not None
-    assert [draft.source_of(paths[p]) for p in [(10,), (10, 11), (10, 21), (30,)]] == ["one", "one", "two", "two"]
+    assert [draft.source_of(paths[p]) for p in [(10,), (10, 11), (10, 21), (30,)]] == [
+        "one",
+        "one",
+        "two",
+        "two",
+    ]
     assert draft.chances[paths[10,]] == 0.9
     assert draft.chances[paths[10, 21]] == 0.4
     assert draft.q is None
 
 
 def test_a_drafter_that_names_no_chances_can_be_joined() -> None:
-    (draft,) = hybrid_of(Says("one", (0,), (10,), None), Says("two", (0,), (20,), (0.2,))).propose([request_of()], [1])
+    (draft,) = hybrid_of(Says("one", (0,), (10,), None), Says("two", (0,), (20,), (0.2,))).propose(
+        [request_of()], [1]
+    )
     assert draft.tree.tokens == (1, 10)
 
 
@@ -129,13 +148,23 @@ def test_a_list_of_methods_is_a_hybrid() -> None:
     kind, config = registry.parse({"method": ["ngram", {"method": "early_exit", "num_layers": 3}]})
     assert kind is Hybrid
     assert config.num_speculative_tokens == 3
-    parsed = registry.parse({"method": ["ngram", {"method": "early_exit", "num_speculative_tokens": 2}], "num_speculative_tokens": 5})[1]
+    parsed = registry.parse(
+        {
+            "method": ["ngram", {"method": "early_exit", "num_speculative_tokens": 2}],
+            "num_speculative_tokens": 5,
+        }
+    )[1]
     assert [c.num_speculative_tokens for _, c in parsed.parsed()] == [5, 2]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"method": []}, {"method": ["ngram", "ngramm"]}, {"method": ["ngram", ["ngram"]]}, {"method": "hybrid", "drafters": "ngram"}],
+    [
+        {"method": []},
+        {"method": ["ngram", "ngramm"]},
+        {"method": ["ngram", ["ngram"]]},
+        {"method": "hybrid", "drafters": "ngram"},
+    ],
 )
 def test_bad_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"drafters|method"):

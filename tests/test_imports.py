@@ -1,4 +1,6 @@
-"""Imports: quick, and downward only. The order of the layers is the architecture; a module that is in none of them fails here."""
+"""Imports: quick, and downward only. The order of the layers is the architecture; a module that is in none of
+them fails here.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "paceline"
 LAYERS: list[set[str]] = [
-    {"errors", "waiting"},
-    {"params", "config", "prompts"},
-    {"types"},
-    {"verify"},
-    {"models", "cpu", "cuda", "loaders"},
+    {"core"},
+    {"models", "heads"},
+    {"loaders"},
+    {"cpu", "cuda"},
     {"runtime"},
-    {"proposers"},
+    {"drafters"},
     {"engine"},
-    {"results", "intake", "build"},
-    {"llm"},
-    {"bench"},
-    {"server", "train", "tune", "scale", "cli"},
+    {"api"},
+    {"measure"},
+    {"server", "train", "scale", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = (
@@ -50,7 +50,9 @@ def part_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Dotted names that the file imports when it runs, inside functions too; type-checking blocks do not run."""
+    """Dotted names that the file imports when it runs, inside functions too; type-checking blocks do not
+    run.
+    """
     stack: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while stack:
         node = stack.pop()
@@ -71,18 +73,20 @@ def test_imports_point_downward(path: Path) -> None:
     if part == "__init__":
         return  # the front door: it names everything, lazily
     assert part in LEVEL, f"{part} is in no layer; add it to LAYERS where it belongs"
-    is_worker = path.parent == ROOT / "bench" / "workers"  # runs in a peer's own environment
+    is_worker = path.parent == ROOT / "measure" / "workers"  # runs in a peer's own environment
     for name in imports_of(path):
         top, _, rest = name.partition(".")
         assert top != "transformers" or is_worker, f"{path}: transformers is a test oracle"
         assert top not in WEB or part == "server", f"{path} imports {name}: web names belong to server"
         if top == "paceline" and (target := rest.split(".")[0]) in LEVEL:
-            assert target == part or LEVEL[target] <= LEVEL[part], f"{path} imports {name}, which lies above it"
+            assert target == part or LEVEL[target] <= LEVEL[part], (
+                f"{path} imports {name}, which lies above it"
+            )
 
 
 def test_the_engine_sees_only_the_base_of_the_drafters() -> None:
     for path in (ROOT / "engine").rglob("*.py"):
-        seen = {name.split(".")[2] for name in imports_of(path) if name.startswith("paceline.proposers.")}
+        seen = {name.split(".")[2] for name in imports_of(path) if name.startswith("paceline.drafters.")}
         assert seen <= {"base"}, path
 
 
@@ -99,13 +103,25 @@ def test_the_walk_sees_lazy_imports_and_skips_type_checking(tmp_path: Path) -> N
 
 
 def test_import_is_quick_and_loads_nothing_heavy() -> None:
-    timing = "import sys, time; t = time.process_time(); import paceline; print(time.process_time() - t, end=' ')"
+    timing = (
+        "import sys, time; t = time.process_time(); import paceline; print(time.process_time() - t, end=' ')"
+    )
     code = f"{timing}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(3)
+    ]
     assert runs[0][1:] == []
     assert min(float(run[0]) for run in runs) < 0.3
 
 
 def test_help_needs_no_engine() -> None:
     code = "import sys; from paceline.cli.main import app; print(*[m for m in ('torch', 'numba', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+        == []
+    )

@@ -1,4 +1,6 @@
-"""The compiled pass: right, and for one row bitwise the same whatever the other rows are, for models of random sizes."""
+"""The compiled pass: right, and for one row bitwise the same whatever the other rows are, for models of
+random sizes.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +16,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from paceline.core.errors import ConfigError
+from paceline.core.types import Batch, Output
 from paceline.cpu.attend import FEW_ROWS
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.lanes import address
 from paceline.cpu.paged import CHUNK
 from paceline.cpu.rows import gate, normalize
-from paceline.errors import ConfigError
 from paceline.loaders.packed import pack_model
-from paceline.loaders.quantize import DOT_ROWS, bits_of
 from paceline.models.attention import rms_norm
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.quantize import DOT_ROWS, bits_of
 from paceline.runtime.kv_cache import SCALE_BYTES
-from paceline.types import Batch, Output
 from tests.laws.harness import RandomCheckpoint
 from tests.odd_models import DTYPES, ODD, config_of, odd_model
 from tests.passes import BLOCK_SIZE, NUM_BLOCKS, Rows, batch_of, new_kv, random_parents, shuffled_blocks
 
-TOLERANCE = {"float32": 2e-5, "int8": 0.015, "int4": 0.015}  # mean error, in units of the spread of the logits
-WORST = 12  # times that, for a single logit: a rounding of an activation, a query or a key may go the other way now and then
+TOLERANCE = {
+    "float32": 2e-5,
+    "int8": 0.015,
+    "int4": 0.015,
+}  # mean error, in units of the spread of the logits
+# times that, for a single logit: a rounding of an activation, a query or a key may go the other way now and
+# then
+WORST = 12
 
 configs = st.builds(
     config_of,
     hidden=st.sampled_from([16, 48, 80, 96, 128, 160]),
     inner=st.sampled_from([16, 64, 112, 208]),
-    heads=st.sampled_from([(9, 3, 16), (4, 4, 16), (8, 1, 32), (7, 1, 16), (2, 1, 64), (1, 1, 48), (5, 5, 16)]),
+    heads=st.sampled_from(
+        [(9, 3, 16), (4, 4, 16), (8, 1, 32), (7, 1, 16), (2, 1, 64), (1, 1, 48), (5, 5, 16)]
+    ),
     vocab=st.sampled_from([1, 7, 16, 61, 200]),
     window=st.sampled_from([None, 1, 3, 16, 64, 65, 100]),
     is_gemma=st.booleans(),
@@ -57,7 +67,8 @@ def both(config: ModelConfig, dtype: str) -> tuple[CpuDecoder, Decoder]:
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> bool:
-    # at least what logits of such models usually are: the only one of a tiny vocabulary may be next to nothing, its terms are not
+    # at least what logits of such models usually are: the only one of a tiny vocabulary may be next to
+    # nothing, its terms are not
     scale = max(float(expected.std(correction=0)), float(expected.abs().mean()), 0.5)
     error = (found - expected).abs() / scale
     # among few logits a rounding that goes the other way is not averaged out
@@ -78,19 +89,28 @@ def prefix_of(config: ModelConfig, request: Rows, r: int) -> list[int]:
 
 @st.composite
 def passes(draw: Any, max_rows: int = 14, max_prefix: int = 110) -> list[Rows]:
-    """One to four requests, each a chain or a tree of rows over a cached prefix; tokens are below 1, models have them all."""
+    """One to four requests, each a chain or a tree of rows over a cached prefix; tokens are below 1, models
+    have them all.
+    """
     count = draw(st.integers(1, 4))
     tables = shuffled_blocks(count, seed=draw(st.integers(0, 9)))
     requests = []
     for blocks in tables:
         size = draw(st.integers(1, max_rows))
-        parents = random_parents(draw(st.lists(st.integers(0, 99), min_size=size - 1, max_size=size - 1))) if draw(st.booleans()) else None
+        parents = (
+            random_parents(draw(st.lists(st.integers(0, 99), min_size=size - 1, max_size=size - 1)))
+            if draw(st.booleans())
+            else None
+        )
         requests.append(Rows([0] * size, blocks, draw(st.integers(0, max_prefix)), parents))
     return requests
 
 
 def with_tokens(requests: list[Rows], vocab: int) -> list[Rows]:
-    return [request._replace(tokens=random_tokens(len(request.tokens), vocab, seed=r)) for r, request in enumerate(requests)]
+    return [
+        request._replace(tokens=random_tokens(len(request.tokens), vocab, seed=r))
+        for r, request in enumerate(requests)
+    ]
 
 
 def path_to(request: Rows, node: int) -> list[int]:
@@ -102,7 +122,9 @@ def path_to(request: Rows, node: int) -> list[int]:
 
 
 def as_floats(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[2, slots, KV heads, dim] of keys and values as they are, or as integers with their scales; what was never written is 1e3."""
+    """[2, slots, KV heads, dim] of keys and values as they are, or as integers with their scales; what was
+    never written is 1e3.
+    """
     if keys.dtype != torch.int8:
         return torch.stack([keys, values])
     dim = keys.shape[-1] - SCALE_BYTES
@@ -116,7 +138,9 @@ def as_floats(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 @settings(deadline=None, max_examples=50)
 @given(config=configs, requests=passes())
 def test_agrees_with_torch(dtype: str, config: ModelConfig, requests: list[Rows]) -> None:
-    """Random models, requests, trees and contexts; the same rounding of weights and activations. The cache agrees as well."""
+    """Random models, requests, trees and contexts; the same rounding of weights and activations. The cache
+    agrees as well.
+    """
     requests = with_tokens(requests, config.vocab_size)
     results, caches = [], []
     for model in both(config, dtype):
@@ -130,7 +154,9 @@ def test_agrees_with_torch(dtype: str, config: ModelConfig, requests: list[Rows]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["layers.0.qkv", "layers.1.out", "layers.0.gate_up", "layers.1.down", "head"])
+@pytest.mark.parametrize(
+    "name", ["layers.0.qkv", "layers.1.out", "layers.0.gate_up", "layers.1.down", "head"]
+)
 def test_one_wrong_scale_would_be_seen(dtype: str, name: str) -> None:
     """What the tolerance above is worth: the scale of one row in one group of one matrix is lost."""
     tensors = pack_model(RandomCheckpoint(ODD), bits_of(dtype))
@@ -145,8 +171,12 @@ def test_one_wrong_scale_would_be_seen(dtype: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(deadline=None, max_examples=40)
 @given(config=configs, requests=passes())
-def test_bits_of_a_row_are_those_of_its_path_alone(dtype: str, config: ModelConfig, requests: list[Rows]) -> None:
-    """Rows of many requests and trees in one pass, against each row's own sequence as one chain in an empty cache."""
+def test_bits_of_a_row_are_those_of_its_path_alone(
+    dtype: str, config: ModelConfig, requests: list[Rows]
+) -> None:
+    """Rows of many requests and trees in one pass, against each row's own sequence as one chain in an empty
+    cache.
+    """
     model = both(config, dtype)[0]
     kv = new_kv(model)
     requests = with_tokens(requests, config.vocab_size)
@@ -155,7 +185,9 @@ def test_bits_of_a_row_are_those_of_its_path_alone(dtype: str, config: ModelConf
     for r, request in enumerate(requests):
         for node in range(len(request.tokens)):
             sequence = prefix_of(config, request, r) + path_to(request, node)
-            alone = model.forward(batch_of([Rows(sequence, shuffled_blocks(1)[0])], rows=[len(sequence) - 1]), new_kv(model)).logits[0]
+            alone = model.forward(
+                batch_of([Rows(sequence, shuffled_blocks(1)[0])], rows=[len(sequence) - 1]), new_kv(model)
+            ).logits[0]
             assert torch.equal(next(together), alone)
 
 
@@ -178,10 +210,15 @@ def in_chunks(model: CpuDecoder, tokens: list[int], sizes: list[int], seed: int 
 @given(
     config=configs,
     length=st.integers(1, 3 * CHUNK + 5),
-    sizes=st.lists(st.sampled_from([1, 2, 3, 5, FEW_ROWS - 1, FEW_ROWS, FEW_ROWS + 1, 40, CHUNK - 1, CHUNK, CHUNK + 1]), max_size=12),
+    sizes=st.lists(
+        st.sampled_from([1, 2, 3, 5, FEW_ROWS - 1, FEW_ROWS, FEW_ROWS + 1, 40, CHUNK - 1, CHUNK, CHUNK + 1]),
+        max_size=12,
+    ),
     seed=st.integers(0, 99),
 )
-def test_bits_do_not_depend_on_how_a_prompt_is_chunked(dtype: str, config: ModelConfig, length: int, sizes: list[int], seed: int) -> None:
+def test_bits_do_not_depend_on_how_a_prompt_is_chunked(
+    dtype: str, config: ModelConfig, length: int, sizes: list[int], seed: int
+) -> None:
     model, tokens = both(config, dtype)[0], random_tokens(length, config.vocab_size, seed)
     whole, parts = in_chunks(model, tokens, []), in_chunks(model, tokens, sizes, seed)
     assert torch.equal(whole.logits, parts.logits)
@@ -190,7 +227,9 @@ def test_bits_do_not_depend_on_how_a_prompt_is_chunked(dtype: str, config: Model
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_to_sixty_four_rows_at_the_borders_of_chunks(dtype: str) -> None:
-    """Every number of rows over a context that ends just before, at and after a border, one by one as the reference."""
+    """Every number of rows over a context that ends just before, at and after a border, one by one as the
+    reference.
+    """
     model, tokens = odd_model(dtype), random_tokens(2 * CHUNK + 66, ODD.vocab_size, 1)
     alone = in_chunks(model, tokens, [1] * len(tokens)).logits
     for start in (0, CHUNK - 1, CHUNK, 2 * CHUNK - 5):
@@ -221,7 +260,9 @@ def test_hidden_states_and_early_stop(dtype: str) -> None:
         assert is_close(full.hidden[depth], expected.hidden[depth], dtype)
         early = model.forward(batch, new_kv(model), num_layers=depth, hidden_layers=(depth,))
         assert torch.equal(early.hidden[depth], full.hidden[depth])
-        assert is_close(early.logits, reference.forward(batch, new_kv(reference), num_layers=depth).logits, dtype)
+        assert is_close(
+            early.logits, reference.forward(batch, new_kv(reference), num_layers=depth).logits, dtype
+        )
     assert torch.equal(early.logits, full.logits)
 
 
@@ -232,12 +273,20 @@ def test_quantized_models_are_smaller_and_differ_from_each_other() -> None:
     floats, bytes_, nibbles = (models[dtype].num_bytes for dtype in DTYPES)
     assert floats > 3.5 * bytes_ > 4.5 * nibbles
     logits = {dtype: model.forward(batch, new_kv(model)).logits for dtype, model in models.items()}
-    errors = [float((logits[dtype] - logits["float32"]).abs().mean() / logits["float32"].std()) for dtype in ("int8", "int4")]
+    errors = [
+        float((logits[dtype] - logits["float32"]).abs().mean() / logits["float32"].std())
+        for dtype in ("int8", "int4")
+    ]
     assert 1e-3 < errors[0] < 0.05 < errors[1] < 0.5
 
 
 @pytest.mark.parametrize(
-    ("config", "size"), [(replace(ODD, head_dim=24), 24), (replace(ODD, hidden_size=40), 40), (replace(ODD, intermediate_size=100), 100)]
+    ("config", "size"),
+    [
+        (replace(ODD, head_dim=24), 24),
+        (replace(ODD, hidden_size=40), 40),
+        (replace(ODD, intermediate_size=100), 100),
+    ],
 )
 def test_a_width_the_kernels_cannot_do_is_named(config: ModelConfig, size: int) -> None:
     with pytest.raises(ConfigError, match=rf"{size}; use kernels='torch'"):
@@ -267,7 +316,9 @@ def test_what_lies_outside_the_tables_is_refused() -> None:
     columns = batch_of([Rows([1], blocks[:1])]).columns._replace(prefix_lens=[BLOCK_SIZE + 1])
     with pytest.raises(AssertionError, match="longer than its blocks"):
         model.forward(Batch(columns, BLOCK_SIZE), kv)
-    last = short.forward(batch_of([Rows([1], blocks, 7)]), [(k.zero_(), v.zero_()) for k, v in kv])  # the last position there is
+    last = short.forward(
+        batch_of([Rows([1], blocks, 7)]), [(k.zero_(), v.zero_()) for k, v in kv]
+    )  # the last position there is
     assert last.logits.isfinite().all()
 
 
@@ -282,7 +333,9 @@ def normalized(x, weight, out):  # type: ignore[no-untyped-def]
 
 
 def test_gate_over_the_whole_range() -> None:
-    ends = torch.tensor([-1e4, -88.0, -87.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 88.0, 1e4, 0.5, -0.5, 3.0, -3.0, 7.0, -7.0])
+    ends = torch.tensor(
+        [-1e4, -88.0, -87.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 88.0, 1e4, 0.5, -0.5, 3.0, -3.0, 7.0, -7.0]
+    )
     gates = torch.cat([ends, torch.linspace(-30, 30, 16 * 99)])
     ups, out = torch.linspace(-2, 2, len(gates)), torch.empty_like(gates)
     expected = {False: functional.silu(gates), True: functional.gelu(gates, approximate="tanh")}
@@ -292,7 +345,9 @@ def test_gate_over_the_whole_range() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(width=st.sampled_from([16, 48, 80, 144]), seed=st.integers(0, 99), size=st.sampled_from([1e-6, 1.0, 1e6]))
+@given(
+    width=st.sampled_from([16, 48, 80, 144]), seed=st.integers(0, 99), size=st.sampled_from([1e-6, 1.0, 1e6])
+)
 def test_norm_agrees_with_torch(width: int, seed: int, size: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, weight = size * torch.randn(width, generator=generator), torch.randn(width, generator=generator)

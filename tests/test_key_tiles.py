@@ -1,4 +1,6 @@
-"""Attention scores from integers: rounded as they should be, exact from there on, and the same bits whatever the shape of a tile."""
+"""Attention scores from integers: rounded as they should be, exact from there on, and the same bits whatever
+the shape of a tile.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def scorer(queries: int, span: int, dim: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_a_head_is_rounded_half_by_half_as_the_reference_does(dim: int) -> None:
-    x = np.random.default_rng(dim).standard_normal((40, dim)).astype(np.float32) * np.logspace(-8, 8, 40, dtype=np.float32)[:, None]
+    x = (
+        np.random.default_rng(dim).standard_normal((40, dim)).astype(np.float32)
+        * np.logspace(-8, 8, 40, dtype=np.float32)[:, None]
+    )
     x[:, first_half(dim) :] *= 1000
     x[3], x[4, : first_half(dim)] = 0, 0
     whole, scales, sums = parts(rounded(x))
@@ -67,10 +72,15 @@ def test_a_head_is_rounded_half_by_half_as_the_reference_does(dim: int) -> None:
         np.testing.assert_array_equal(scales[:, i], top / np.float32(127))
         np.testing.assert_array_equal(sums[:, i], whole[:, half].sum(1))
         assert (np.abs(whole[:, half]).max(1, initial=0) == np.where(top > 0, 127, 0)).all()
-        assert (np.abs(whole[:, half] * scales[:, i : i + 1].astype(float) - x[:, half]) <= 0.501 * scales[:, i : i + 1]).all()
+        assert (
+            np.abs(whole[:, half] * scales[:, i : i + 1].astype(float) - x[:, half])
+            <= 0.501 * scales[:, i : i + 1]
+        ).all()
     seen = np.concatenate([whole[:, half] * scales[:, i : i + 1] for i, half in enumerate(halves)], 1)
     steps = np.repeat(scales, [first_half(dim), dim - first_half(dim)], 1)
-    difference = np.abs(round_halves(torch.from_numpy(x)).numpy() - seen)  # on a border between integers either may do
+    difference = np.abs(
+        round_halves(torch.from_numpy(x)).numpy() - seen
+    )  # on a border between integers either may do
     assert (difference <= 1.001 * steps).all()
     assert (difference > 0.5 * steps).mean() < 1e-3
 

@@ -41,7 +41,11 @@ METHODS: dict[str, dict[str, Any] | str | None] = {
 def llms(tiny_folder: Path) -> dict[str, LLM]:
     made = {}
     for name, config in METHODS.items():
-        options = {**config, "model": str(tiny_folder)} if name == "draft_model" and isinstance(config, dict) else config
+        options = (
+            {**config, "model": str(tiny_folder)}
+            if name == "draft_model" and isinstance(config, dict)
+            else config
+        )
         made[name] = LLM(str(tiny_folder), speculative_config=options, progress=False)
     return made
 
@@ -66,7 +70,9 @@ def only(results: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_all_methods_say_the_same(llms: dict[str, LLM], temperature: float) -> None:
-    results = all_texts(llms, SamplingParams(temperature=temperature, seed=4, max_tokens=40, logprobs=2, ignore_eos=True))
+    results = all_texts(
+        llms, SamplingParams(temperature=temperature, seed=4, max_tokens=40, logprobs=2, ignore_eos=True)
+    )
     answer = only(results)
     assert len(answer.token_ids) == 40
     assert answer.finish_reason == "length"
@@ -82,11 +88,15 @@ def test_n_completions_differ_and_the_first_is_that_of_n_1(llms: dict[str, LLM])
 
 
 def test_stop_strings_end_the_text_inside_an_accepted_draft(llms: dict[str, LLM]) -> None:
-    free = llms["plain"].generate(PROMPT, SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True))[0]
+    free = llms["plain"].generate(
+        PROMPT, SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True)
+    )[0]
     ends_inside_a_draft = 0
     for start in range(4, 40, 3):
         stop = free.text[start : start + 3]
-        results = all_texts(llms, SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True, stop=stop))
+        results = all_texts(
+            llms, SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True, stop=stop)
+        )
         answer = only(results)
         assert answer.finish_reason == "stop"
         assert answer.text == free.text[: free.text.index(stop)]
@@ -94,7 +104,15 @@ def test_stop_strings_end_the_text_inside_an_accepted_draft(llms: dict[str, LLM]
         stats = results["draft_model"].stats
         ends_inside_a_draft += stats.num_own < stats.num_steps
         kept = llms["ngram"].generate(
-            PROMPT, SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True, stop=stop, include_stop_str_in_output=True)
+            PROMPT,
+            SamplingParams(
+                temperature=0.8,
+                seed=1,
+                max_tokens=60,
+                ignore_eos=True,
+                stop=stop,
+                include_stop_str_in_output=True,
+            ),
         )
         assert kept[0].text == answer.text + stop
     assert ends_inside_a_draft > 0
@@ -104,17 +122,35 @@ def test_stop_ids_bad_words_and_min_tokens(llms: dict[str, LLM]) -> None:
     free = only(all_texts(llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True)))
     token = free.token_ids[7]
     first = free.token_ids.index(token)
-    stopped = only(all_texts(llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, stop_token_ids=[token])))
+    stopped = only(
+        all_texts(
+            llms,
+            SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, stop_token_ids=[token]),
+        )
+    )
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert stopped.finish_reason == "stop"
     later = only(
-        all_texts(llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, stop_token_ids=[token], min_tokens=12))
+        all_texts(
+            llms,
+            SamplingParams(
+                temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, stop_token_ids=[token], min_tokens=12
+            ),
+        )
     )
     assert len(later.token_ids) >= 12
     assert token not in later.token_ids[:12]
     tokenizer = llms["plain"].tokenizer
-    word = next(w for t in free.token_ids if (w := tokenizer.token_text(t)).isalpha() and tokenizer.encode(w, add_special=False) == [t])
-    clean = only(all_texts(llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, bad_words=[word])))
+    word = next(
+        w
+        for t in free.token_ids
+        if (w := tokenizer.token_text(t)).isalpha() and tokenizer.encode(w, add_special=False) == [t]
+    )
+    clean = only(
+        all_texts(
+            llms, SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True, bad_words=[word])
+        )
+    )
     assert tokenizer.encode(word, add_special=False)[0] in free.token_ids
     assert tokenizer.encode(word, add_special=False)[0] not in clean.token_ids
 
@@ -137,7 +173,9 @@ STRUCTURES = {
 @pytest.mark.parametrize("kind", STRUCTURES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_structured_output_with_every_method(llms: dict[str, LLM], kind: str, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=400, structured_outputs=STRUCTURES[kind])
+    params = SamplingParams(
+        temperature=temperature, seed=3, max_tokens=400, structured_outputs=STRUCTURES[kind]
+    )
     answer = only(all_texts(llms, params))
     assert answer.finish_reason == "stop"
     if kind == "json":
@@ -154,7 +192,9 @@ def test_structured_output_with_every_method(llms: dict[str, LLM], kind: str, te
 
 def test_thousands_of_choices(tiny: LLM) -> None:
     choices = [f"rider {i}" for i in range(3000)]
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, structured_outputs=StructuredOutputs(choice=choices))
+    params = SamplingParams(
+        temperature=1.0, seed=1, max_tokens=30, structured_outputs=StructuredOutputs(choice=choices)
+    )
     assert tiny.generate(PROMPT, params)[0].text in choices
 
 
@@ -193,8 +233,14 @@ def test_a_model_of_nan_is_an_error_and_not_a_text(tiny_folder: Path, tmp_path: 
     save_file(weights, tmp_path / "model.safetensors")
     for temperature in (0.0, 1.0):
         with pytest.raises(ModelError, match="not finite"):
-            LLM(str(tmp_path), progress=False).generate("a", SamplingParams(temperature=temperature, max_tokens=2))
-    spoilt_draft = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}  # asked whether it pays or not
+            LLM(str(tmp_path), progress=False).generate(
+                "a", SamplingParams(temperature=temperature, max_tokens=2)
+            )
+    spoilt_draft = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 2,
+    }  # asked whether it pays or not
     llm = LLM(str(tiny_folder), speculative_config=spoilt_draft, progress=False)
     with pytest.raises(ModelError, match="not finite"):  # said aloud, not hidden by drafting nothing
         llm.generate("a b", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
@@ -219,7 +265,10 @@ def test_a_stream_is_the_text_in_pieces(llms: dict[str, LLM]) -> None:
         assert chunks[-1].result.text == whole.text
         sources = {t.source for c in chunks for t in c.tokens}
         assert sources <= {None, *(drafter.name for drafter in llm.engine.policy.drafters)}, name
-        assert sum(t.source is not None for c in chunks for t in c.tokens) == chunks[-1].result.stats.num_accepted
+        assert (
+            sum(t.source is not None for c in chunks for t in c.tokens)
+            == chunks[-1].result.stats.num_accepted
+        )
 
 
 def test_streams_may_be_interleaved_and_dropped(tiny: LLM) -> None:
@@ -239,7 +288,9 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(llms: dict[str, LLM]) -> N
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=10 + i) for i in range(len(prompts))]
     for llm in llms.values():
         together = llm.generate(prompts, params)
-        assert [r.token_ids for r in together] == [llm.generate(p, s)[0].token_ids for p, s in zip(prompts, params, strict=True)]
+        assert [r.token_ids for r in together] == [
+            llm.generate(p, s)[0].token_ids for p, s in zip(prompts, params, strict=True)
+        ]
 
 
 def test_closing_ends_what_is_running(tiny_folder: Path) -> None:
@@ -263,12 +314,19 @@ def test_chat_uses_the_template(tiny: LLM) -> None:
     messages = [{"role": "user", "content": "faster together?"}]
     params = SamplingParams(temperature=0.0, max_tokens=8)
     answer = tiny.chat(messages, params)[0]
-    assert answer.token_ids == tiny.generate("<|im_start|>user\nfaster together?<|im_end|>\n<|im_start|>assistant\n", params)[0].token_ids
+    assert (
+        answer.token_ids
+        == tiny.generate("<|im_start|>user\nfaster together?<|im_end|>\n<|im_start|>assistant\n", params)[
+            0
+        ].token_ids
+    )
     assert [r.token_ids for r in tiny.chat([messages, messages], params)] == [answer.token_ids] * 2
 
 
 def test_one_impossible_request_does_not_take_the_others_with_it(tiny: LLM) -> None:
-    impossible = SamplingParams(max_tokens=5, allowed_token_ids=[40], bad_words=[tiny.tokenizer.token_text(40)])
+    impossible = SamplingParams(
+        max_tokens=5, allowed_token_ids=[40], bad_words=[tiny.tokenizer.token_text(40)]
+    )
     results = tiny.generate(["a b", "a b"], [impossible, SamplingParams(max_tokens=5, ignore_eos=True)])
     assert results[0].finish_reason == "error"
     assert "relax" in str(results[0].outputs[0].error)
@@ -360,7 +418,10 @@ def test_bad_prompts_are_named(tiny: LLM) -> None:
 
 def test_token_ids_may_come_from_numpy(tiny: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3)
-    assert tiny.generate(np.array([5, 6, 7]), params)[0].token_ids == tiny.generate([5, 6, 7], params)[0].token_ids
+    assert (
+        tiny.generate(np.array([5, 6, 7]), params)[0].token_ids
+        == tiny.generate([5, 6, 7], params)[0].token_ids
+    )
 
 
 BAD_GRAMMARS: list[tuple[dict[str, Any], type[PacelineError]]] = [
@@ -377,7 +438,9 @@ BAD_GRAMMARS: list[tuple[dict[str, Any], type[PacelineError]]] = [
 
 
 @pytest.mark.parametrize(("spec", "kind"), BAD_GRAMMARS, ids=[str(s) for s, _ in BAD_GRAMMARS])
-def test_grammars_that_cannot_be_are_refused(tiny: LLM, spec: dict[str, Any], kind: type[PacelineError]) -> None:
+def test_grammars_that_cannot_be_are_refused(
+    tiny: LLM, spec: dict[str, Any], kind: type[PacelineError]
+) -> None:
     with pytest.raises(kind):
         tiny.generate("a", SamplingParams(structured_outputs=StructuredOutputs(**spec)))
 
@@ -386,7 +449,10 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "ngrm"}}, "did you mean 'ngram'"),
     ({"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}}, "did you mean 'prompt_lookup_max'"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "num_speculative_tokens is 0"),
-    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 100}, "max_model_len": 64}, "num_speculative_tokens is 100"),
+    (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 100}, "max_model_len": 64},
+        "num_speculative_tokens is 100",
+    ),
     ({"speculative_config": {"method": "early_exit", "num_layers": 9}}, "num_layers is 9"),
     ({"speculative_config": {"method": "quantized", "bits": 3}}, "bits is 3"),
     ({"speculative_config": {"method": "draft_model"}}, "name the draft model"),
@@ -429,7 +495,9 @@ def test_random_weights_need_only_a_config(tiny_folder: Path, tmp_path: Path) ->
 
 def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match="another tokenizer"):
-        LLM(str(tiny_folder), speculative_config={"method": "draft_model", "model": "default"}, progress=False)
+        LLM(
+            str(tiny_folder), speculative_config={"method": "draft_model", "model": "default"}, progress=False
+        )
 
 
 def test_unknown_models_and_wrong_files_are_named(tmp_path: Path) -> None:

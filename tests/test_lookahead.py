@@ -1,4 +1,6 @@
-"""Lookahead: the window and the pool as one tree, refilled from the target's choices; the text is the laws' matter."""
+"""Lookahead: the window and the pool as one tree, refilled from the target's choices; the text is the laws'
+matter.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.errors import ConfigError
-from paceline.params import SamplingParams
-from paceline.proposers import registry
-from paceline.proposers.lookahead import MAX_KEYS, Lookahead, LookaheadConfig, Pool
-from paceline.types import Draft, Request, Seen, Verdict
-from paceline.verify.tree import Tree
+from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Request, Seen, Verdict
+from paceline.drafters import registry
+from paceline.drafters.lookahead import MAX_KEYS, Lookahead, LookaheadConfig, Pool
 from tests.laws.harness import engine_with, run
 from tests.laws.harness import request_of as engine_request
 
@@ -29,14 +31,30 @@ def paths_of(tree: Tree) -> list[tuple[int, ...]]:
 
 def drafter_of(window: int = 3, size: int = 3, count: int = 2, from_text: bool = False) -> Lookahead:
     return Lookahead(
-        LookaheadConfig(max_window_size=window, max_ngram_size=size, max_verification_set_size=count, pool_from_text=from_text)
+        LookaheadConfig(
+            max_window_size=window,
+            max_ngram_size=size,
+            max_verification_set_size=count,
+            pool_from_text=from_text,
+        )
     )
 
 
 def show(drafter: Lookahead, request: Request, draft: Draft, choices: list[int], emitted: list[int]) -> None:
     request.tokens += emitted
     path = tuple(range(len(emitted)))
-    drafter.observe([Seen(request, 1, draft, Verdict(path, tuple(emitted), draft.num_drafted), torch.tensor(choices)[:, None], {})])
+    drafter.observe(
+        [
+            Seen(
+                request,
+                1,
+                draft,
+                Verdict(path, tuple(emitted), draft.num_drafted),
+                torch.tensor(choices)[:, None],
+                {},
+            )
+        ]
+    )
 
 
 def test_the_window_is_a_trunk_with_a_branch_below_each_of_its_nodes() -> None:
@@ -46,7 +64,9 @@ def test_the_window_is_a_trunk_with_a_branch_below_each_of_its_nodes() -> None:
     trunk = (10, 11, 12)
     expected = {(*trunk[:j], *column[: level + 1]) for j, column in enumerate(columns) for level in range(3)}
     assert set(paths_of(draft.tree)) == expected
-    assert len(paths_of(draft.tree)) == len(expected) < 9, "column 0 is 10 11 12, and so is the trunk: equal siblings are one node"
+    assert len(paths_of(draft.tree)) == len(expected) < 9, (
+        "column 0 is 10 11 12, and so is the trunk: equal siblings are one node"
+    )
 
 
 def test_each_column_takes_the_targets_choice_and_fills_the_pool() -> None:
@@ -56,7 +76,9 @@ def test_each_column_takes_the_targets_choice_and_fills_the_pool() -> None:
     choices = [100 + n for n in range(len(paths))]
     after = dict(zip(paths, choices, strict=True))
     show(drafter, request, draft, choices, emitted=[after[()]])
-    first, second, third = (after[p] for p in [(10, 11), (10, 11, 12), (10, 11, 12, 13)])  # below trunk 10, 11, 12
+    first, second, third = (
+        after[p] for p in [(10, 11), (10, 11, 12), (10, 11, 12, 13)]
+    )  # below trunk 10, 11, 12
     (draft,) = drafter.propose([request], [99])
     assert set(paths_of(draft.tree)) >= {(11, first), (11, 12, second), (11, 12, 13, third)}
     request.tokens.append(11)  # the n-gram 11 12 -> second begins with the last token now
@@ -108,7 +130,10 @@ def test_drafts_from_a_window_are_accepted() -> None:
     engine = engine_with({"method": "lookahead", **WIDE, "pool_from_text": False}, num_speculative_tokens=10)
     rng = np.random.default_rng(0)
     requests = [
-        engine_request(rng.integers(8, 48, 12).tolist(), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)) for _ in range(4)
+        engine_request(
+            rng.integers(8, 48, 12).tolist(), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        )
+        for _ in range(4)
     ]
     run(engine, requests)
     assert engine.totals.num_accepted > 10
@@ -117,7 +142,17 @@ def test_drafts_from_a_window_are_accepted() -> None:
 
 def test_options_are_checked_and_nodes_follow_from_them() -> None:
     assert LookaheadConfig().num_speculative_tokens == 2
-    assert LookaheadConfig(max_window_size=15, max_ngram_size=5, max_verification_set_size=15).num_speculative_tokens == 120
-    for options in ({"max_window_size": 0}, {"max_ngram_size": 1}, {"max_verification_set_size": 99}, {"pool_from_text": 1}):
+    assert (
+        LookaheadConfig(
+            max_window_size=15, max_ngram_size=5, max_verification_set_size=15
+        ).num_speculative_tokens
+        == 120
+    )
+    for options in (
+        {"max_window_size": 0},
+        {"max_ngram_size": 1},
+        {"max_verification_set_size": 99},
+        {"pool_from_text": 1},
+    ):
         with pytest.raises(ConfigError, match=next(iter(options))):
             registry.parse({"method": "lookahead", **options})

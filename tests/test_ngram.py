@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paceline import SamplingParams
-from paceline.proposers.ngram import Ngram, NgramConfig
-from paceline.types import Request
+from paceline.core.types import Request
+from paceline.drafters.ngram import Ngram, NgramConfig
 
 
 def drafted(tokens: list[int], budget: int = 8, **options: Any) -> list[int]:
@@ -26,7 +26,10 @@ def drafted(tokens: list[int], budget: int = 8, **options: Any) -> list[int]:
         ([5, 6, 7, 8, 9, 1, 5, 6], [7]),
         ([5, 6, 7, 8, 9, 1, 5, 6, 7], [8, 9]),
         ([3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7], [8, 9, 1]),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]),  # seven match, three is the most that was asked for
+        (
+            [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5, 6, 7],
+            [8, 9, 10],
+        ),  # seven match, three is the most that was asked for
         ([4, 5, 6, 9, 4, 5, 6, 8, 4, 5, 6], [8, 4]),  # of equally long matches the most recent
         ([1, 2, 3], []),
     ],

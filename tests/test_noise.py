@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.verify.noise import Noise, Purpose, child_seed, gumbel, philox, uniform
+from paceline.core.noise import Noise, Purpose, child_seed, gumbel, philox, uniform
 
 
 def test_philox_gives_the_published_answers() -> None:

@@ -16,7 +16,16 @@ from safetensors.torch import load_file
 
 from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders.checkpoint import NUM_SAMPLES, SAMPLE_BYTES, Checkpoint, open_checkpoint
-from paceline.loaders.packed import ALIGNMENT, Tensors, cache_path, expected, load_packed, pack_model, read, write
+from paceline.loaders.packed import (
+    ALIGNMENT,
+    Tensors,
+    cache_path,
+    expected,
+    load_packed,
+    pack_model,
+    read,
+    write,
+)
 from tests.make_models import tiny_gguf, tiny_hf, tiny_tokenizer
 from tests.passes import Rows, batch_of, new_kv, shuffled_blocks
 
@@ -32,7 +41,14 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_hf(tmp_path_factory.mktemp("model"), "qwen2", hidden_size=80, num_attention_heads=5, num_key_value_heads=1, vocab_size=383)
+    return tiny_hf(
+        tmp_path_factory.mktemp("model"),
+        "qwen2",
+        hidden_size=80,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        vocab_size=383,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +58,8 @@ def opened(model_folder: Path) -> Checkpoint:
 
 def same(found: Tensors, wanted: Tensors) -> bool:
     return found.keys() == wanted.keys() and all(
-        torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype for name, tensor in wanted.items()
+        torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype
+        for name, tensor in wanted.items()
     )
 
 
@@ -79,7 +96,11 @@ def test_the_second_load_reads_the_file(cache_folder: Path, opened: Checkpoint, 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the kernel does not list mappings here")
 def test_the_file_is_mapped_and_not_copied(cache_folder: Path, opened: Checkpoint) -> None:
     tensors = load_packed(opened, 8)
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(cache_path(opened, 8)))]
+    lines = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(str(cache_path(opened, 8)))
+    ]
     spans = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in lines]
     assert spans
     assert all(any(first <= tensor.data_ptr() < last for first, last in spans) for tensor in tensors.values())
@@ -94,13 +115,18 @@ def test_any_reader_of_safetensors_understands_it(cache_folder: Path, opened: Ch
         header = json.loads(file.read(size))
     assert (8 + size) % ALIGNMENT == 0
     kinds = expected(opened.config, 4)
-    assert {name: tuple(entry["shape"]) for name, entry in header.items()} == {name: shape for name, (_, shape) in kinds.items()}
+    assert {name: tuple(entry["shape"]) for name, entry in header.items()} == {
+        name: shape for name, (_, shape) in kinds.items()
+    }
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_what_is_packed_is_what_is_expected(family: str, tied: bool, tmp_path: Path) -> None:
-    model = open_checkpoint(str(tiny_hf(tmp_path, family, hidden_size=96, vocab_size=390, tie_word_embeddings=tied)), progress=False)
+    model = open_checkpoint(
+        str(tiny_hf(tmp_path, family, hidden_size=96, vocab_size=390, tie_word_embeddings=tied)),
+        progress=False,
+    )
     for bits in (32, 8, 4):
         packed = pack_model(model, bits)
         assert {name: (t.dtype, tuple(t.shape)) for name, t in packed.items()} == expected(model.config, bits)
@@ -162,7 +188,9 @@ def test_a_file_that_is_not_what_it_should_be_is_packed_anew(
     assert files_in(cache_folder) == [path.name]
 
 
-def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("no folder can be made below a file")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file" / "cache"))
     assert same(load_packed(opened, 8), pack_model(opened, 8))
@@ -199,14 +227,21 @@ def test_a_few_changed_bytes_are_noticed(cache_folder: Path, tmp_path: Path) -> 
     assert same(load_packed(after, 8), pack_model(after, 8))
 
 
-def test_two_processes_at_once_leave_one_good_file(cache_folder: Path, model_folder: Path, opened: Checkpoint) -> None:
+def test_two_processes_at_once_leave_one_good_file(
+    cache_folder: Path, model_folder: Path, opened: Checkpoint
+) -> None:
     code = (
         "import sys; from paceline.loaders.checkpoint import open_checkpoint; from paceline.loaders.packed import load_packed;"
         "model = open_checkpoint(sys.argv[1], False); print('ready', flush=True); sys.stdin.readline();"
         "tensors = load_packed(model, 8); print(sum(float(t.double().sum()) for t in tensors.values()))"
     )
     both: list[Any] = [  # with pipes at both ends
-        subprocess.Popen([sys.executable, "-c", code, str(model_folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(model_folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     for process in both:
@@ -222,7 +257,9 @@ def test_two_processes_at_once_leave_one_good_file(cache_folder: Path, model_fol
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_a_decoder_from_the_file_gives_the_same_bits(cache_folder: Path, opened: Checkpoint, dtype: str) -> None:
+def test_a_decoder_from_the_file_gives_the_same_bits(
+    cache_folder: Path, opened: Checkpoint, dtype: str
+) -> None:
     batch = batch_of([Rows(list(range(30)), shuffled_blocks(1)[0])])
     models = [CpuDecoder.load(opened, dtype=dtype, use_cache=use_cache) for use_cache in (False, True, True)]
     logits = [model.forward(batch, new_kv(model)).logits for model in models]

@@ -1,4 +1,6 @@
-"""Greedy choices that the kernels make themselves, and the walk along them: the same as looking at the logits."""
+"""Greedy choices that the kernels make themselves, and the walk along them: the same as looking at the
+logits.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.accept import accept, follow
+from paceline.core.params import SamplingParams
+from paceline.core.tree import Tree, join
+from paceline.core.types import Cached, Draft, Pick, Request, Segment
 from paceline.cpu.compile import kernel
 from paceline.cpu.lanes import address
 from paceline.cpu.top import BLOCK, choose, first_largest
-from paceline.params import SamplingParams
-from paceline.types import Cached, Draft, Pick, Request, Segment
-from paceline.verify.accept import accept, follow
-from paceline.verify.tree import Tree, join
 from tests.laws.harness import VOCAB, prompts, runner
 
 
@@ -24,13 +26,17 @@ from tests.laws.harness import VOCAB, prompts, runner
 def _pick(row: Any, places: Any) -> Any:
     """As forward.py does, one part after the other."""
     for part in range(len(places)):
-        places[part] = first_largest(address(row), len(row) * part // len(places), len(row) * (part + 1) // len(places))
+        places[part] = first_largest(
+            address(row), len(row) * part // len(places), len(row) * (part + 1) // len(places)
+        )
     return choose(address(row), places)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 5 * BLOCK), st.integers(1, 5), st.integers(0, 2**31), st.sampled_from([2, 30, 10**6]))
-def test_the_first_largest_wins_and_what_is_not_finite_is_seen(width: int, parts: int, seed: int, levels: int) -> None:
+def test_the_first_largest_wins_and_what_is_not_finite_is_seen(
+    width: int, parts: int, seed: int, levels: int
+) -> None:
     rng = np.random.default_rng(seed)
     row = rng.integers(-levels, levels, width).astype(np.float32)
     for odd in (-np.inf, np.nan, np.inf):
@@ -68,7 +74,10 @@ def trees(draw: st.DrawFn) -> Tree:
 @given(trees(), st.integers(0, 2**31), st.sets(st.integers(0, 8)))
 def test_following_choices_is_the_rule(tree: Tree, seed: int, broken: set[int]) -> None:
     request = Request("r", SamplingParams(temperature=0.0), [5, 0], 2, 0)
-    draft, logits = Draft(tree, "x"), torch.randn(len(tree.tokens), 4, generator=torch.Generator().manual_seed(seed))
+    draft, logits = (
+        Draft(tree, "x"),
+        torch.randn(len(tree.tokens), 4, generator=torch.Generator().manual_seed(seed)),
+    )
     picked = [9, *logits.argmax(1).tolist()]  # another request's comes first
     expected = accept(request, draft, logits)
     assert follow(draft, picked, 1) == expected
@@ -86,5 +95,7 @@ def test_joined_trees_hold_every_path_once(some: list[Tree]) -> None:
         return tuple(tree.tokens[n] for n in tree.ancestors(node))
 
     for tree, where in zip(some, places, strict=True):
-        assert [path(tree, node) for node in range(len(tree.tokens))] == [path(joined, place) for place in where]
+        assert [path(tree, node) for node in range(len(tree.tokens))] == [
+            path(joined, place) for place in where
+        ]
     assert {place for where in places for place in where} == set(range(len(tokens)))

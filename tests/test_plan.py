@@ -1,4 +1,6 @@
-"""`paceline plan`: the formulas against their definitions, the roofline against the real engine's sizes, the command as a user meets it."""
+"""`paceline plan`: the formulas against their definitions, the roofline against the real engine's sizes, the
+command as a user meets it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
+from paceline.core.errors import ModelNotFound
 from paceline.engine import costs
-from paceline.errors import ModelNotFound
 from paceline.loaders.describe import describe
 from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M
+from paceline.measure.tuning.hardware import HARDWARE, THIS
+from paceline.measure.tuning.plan import Footing, Gains, training
 from paceline.models.config import ModelConfig
-from paceline.tune.hardware import HARDWARE, THIS
-from paceline.tune.plan import Footing, Gains, training
 from tests.make_models import tiny_gguf, tiny_hf
 
 CHANCES = st.floats(0, 1, allow_nan=False)
@@ -83,13 +85,20 @@ def test_the_sizes_are_those_of_the_real_engine(default_model: LLM) -> None:
     cpu = replace(HARDWARE["m2"], int8_flops=1e12)
     found = Footing(runner.config, cpu, "int8", "float32")
     assert found.weight_bytes == pytest.approx(runner.decoder.num_bytes, rel=0.01)
-    assert found.kv_bytes_per_token == (runner.kv.keys.nbytes + runner.kv.values.nbytes) // runner.kv.keys.shape[1]
+    assert (
+        found.kv_bytes_per_token
+        == (runner.kv.keys.nbytes + runner.kv.values.nbytes) // runner.kv.keys.shape[1]
+    )
     floats = Footing(runner.config, cpu, "float32", "float32")
-    assert floats.kv_bytes_per_token == 2 * 4 * runner.kv.values.nbytes // runner.kv.values.shape[1]  # values are a byte each here
+    assert (
+        floats.kv_bytes_per_token == 2 * 4 * runner.kv.values.nbytes // runner.kv.values.shape[1]
+    )  # values are a byte each here
 
 
 def test_a_pass_of_llama_8b_worked_out_by_hand() -> None:
-    """16.06 GB of weights less the embedding, which is looked up, and 128 KiB of K/V a token; two operations a parameter."""
+    """16.06 GB of weights less the embedding, which is looked up, and 128 KiB of K/V a token; two operations
+    a parameter.
+    """
     found = on(LLAMA_8B, context=999)
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14_336
     multiplied = 32 * layer + 128_256 * 4096
@@ -112,7 +121,9 @@ def test_tokens_are_free_until_arithmetic_takes_longer() -> None:
 
 
 def test_a_sliding_window_bounds_what_is_read() -> None:
-    window = ModelConfig(**{**_fields(SMOLLM2_135M), "sliding_window": 128, "local_layers": (True,) * 15 + (False,) * 15})
+    window = ModelConfig(
+        **{**_fields(SMOLLM2_135M), "sliding_window": 128, "local_layers": (True,) * 15 + (False,) * 15}
+    )
     narrow, wide = on(window, context=4095).work(1), on(SMOLLM2_135M, context=4095).work(1)
     assert wide.num_bytes - narrow.num_bytes == 15 * (4096 - 128) * 2 * 3 * 64 * 2
 
@@ -155,7 +166,10 @@ def test_no_weights_are_read(tmp_path: Path, tiny_folder: Path) -> None:
         tmp_path / "scaled", "llama", rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     )  # fmt: skip
-    assert describe(str(tiny_gguf(tmp_path / "scaled.gguf", scaled))).config.num_layers == whole.config.num_layers
+    assert (
+        describe(str(tiny_gguf(tmp_path / "scaled.gguf", scaled))).config.num_layers
+        == whole.config.num_layers
+    )
 
 
 def test_the_default_model_and_shapes_have_names() -> None:
@@ -166,7 +180,17 @@ def test_the_default_model_and_shapes_have_names() -> None:
 
 def test_a_plan_says_it_all(tmp_path: Path) -> None:
     picture = tmp_path / "speedup.png"
-    found = report("llama-8b", "--hardware", "h200", "--draft", "smollm2-135m", "--budget", "1e18", "--plot", str(picture))
+    found = report(
+        "llama-8b",
+        "--hardware",
+        "h200",
+        "--draft",
+        "smollm2-135m",
+        "--budget",
+        "1e18",
+        "--plot",
+        str(picture),
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert found["model"]["kv_bytes_per_token"] == 131_072
     assert found["hardware"]["ridge"] == pytest.approx(206, abs=0.1)
@@ -176,13 +200,29 @@ def test_a_plan_says_it_all(tmp_path: Path) -> None:
     assert row["by_k"]["4"]["tokens"] == pytest.approx(3.3616)
     assert row["best_speedup"] >= max(cell["speedup"] for cell in row["by_k"].values())
     held = found["memory"]
-    assert held["total"] == held["target_weights"] + held["target_kv"] + held["draft_weights"] + held["draft_kv"]
+    assert (
+        held["total"] == held["target_weights"] + held["target_kv"] + held["draft_weights"] + held["draft_kv"]
+    )
     assert held["fits"] is True
     assert math.isclose(found["training"]["parameters"], math.sqrt(1e18 / 120))
 
 
 def test_the_table_has_the_rows_and_columns_asked_for() -> None:
-    done = invoke("smollm2-135m", "--hardware", "l4", "--alpha", "0.7", "--alpha", "0.3", "-k", "2", "-k", "5", "--batch", "4")
+    done = invoke(
+        "smollm2-135m",
+        "--hardware",
+        "l4",
+        "--alpha",
+        "0.7",
+        "--alpha",
+        "0.3",
+        "-k",
+        "2",
+        "-k",
+        "5",
+        "--batch",
+        "4",
+    )
     assert done.exit_code == 0, done.output
     for word in ("K=2", "K=5", "0.7", "0.3", "pays from", "checked for free", "smollm2-135m", "l4"):
         assert word in done.stdout
@@ -191,7 +231,11 @@ def test_the_table_has_the_rows_and_columns_asked_for() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     found = report("llama-8b", "--bandwidth", "100", "--flops", "1", "--memory", "10")
-    assert (found["memory"]["fits"], found["memory"]["most_sequences"], found["hardware"]["name"]) == (False, 0, "given")
+    assert (found["memory"]["fits"], found["memory"]["most_sequences"], found["hardware"]["name"]) == (
+        False,
+        0,
+        "given",
+    )
     assert "does not fit" in invoke("llama-8b", "--hardware", "l4", "--memory", "10").stdout
 
 

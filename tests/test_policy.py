@@ -1,4 +1,5 @@
-"""The second promise in a world whose clock is only added up: never slower, near the best where drafters are good, quick to notice change.
+"""The second promise in a world whose clock is only added up: never slower, near the best where drafters are
+good, quick to notice change.
 
 The first promise is tested in tests/laws, where engines with this policy say what the reference says.
 """
@@ -13,6 +14,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from paceline.core.params import SamplingParams
+from paceline.core.tree import Tree
+from paceline.core.types import Cached, Draft, Request
 from paceline.engine.accounts import MOST_OWED, MOST_SAVED, Accounts
 from paceline.engine.calibrate import Calibration, Tally, cell_of
 from paceline.engine.costs import CostModel, speedup
@@ -23,9 +27,6 @@ from paceline.engine.plan import FixedPolicy
 from paceline.engine.policy import AutoPolicy
 from paceline.engine.scheduler import Turn
 from paceline.engine.stats import AFTER, SpecStats, Suspicion
-from paceline.params import SamplingParams
-from paceline.types import Cached, Draft, Request
-from paceline.verify.tree import Tree
 from tests.simulation import CPU, FLAT, STEEP, Skilled, World, auto, speed
 
 TABLES = {"cpu": CPU, "flat": FLAT, "steep": STEEP}
@@ -50,7 +51,9 @@ def bound(table: Mapping[int, float], most: int) -> float:
 @pytest.mark.parametrize("claim", [None, 0.2, 0.9])
 @pytest.mark.parametrize("is_free", [True, False])
 @pytest.mark.parametrize("table", TABLES)
-def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(table: str, is_free: bool, claim: float | None) -> None:
+def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(
+    table: str, is_free: bool, claim: float | None
+) -> None:
     world = auto(TABLES[table], Skilled(sometimes(0), claim, 0.02 if is_free else 0.5, is_free))
     for _ in range(3):
         world.run(1, 128)
@@ -68,7 +71,9 @@ def test_a_drafter_that_is_always_right_is_near_the_bound(table: str) -> None:
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.8])
 @pytest.mark.parametrize("is_free", [True, False])
 @pytest.mark.parametrize("table", TABLES)
-def test_what_is_between_is_never_slower_and_near_the_best_fixed_length(table: str, is_free: bool, share: float) -> None:
+def test_what_is_between_is_never_slower_and_near_the_best_fixed_length(
+    table: str, is_free: bool, share: float
+) -> None:
     cost = 0.02 if is_free else 0.5
     world = auto(TABLES[table], Skilled(sometimes(share), None, cost, is_free))
     for _ in range(5):
@@ -94,7 +99,9 @@ def test_never_slower_in_a_batch(table: str, share: float, num_requests: int) ->
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 0.9])
 def test_rounds_are_never_slower_and_gain_where_drafts_are_good(share: float) -> None:
-    """A pass over nine rows costs little more than one; a draft of eight half as much, and in rounds a quarter."""
+    """A pass over nine rows costs little more than one; a draft of eight half as much, and in rounds a
+    quarter.
+    """
     worlds = [auto(FLAT, Skilled(sometimes(share), 0.8, 0.3, is_free=False)) for _ in range(2)]
     worlds[1].num_rounds = 6
     for world in worlds:
@@ -108,7 +115,9 @@ def test_rounds_are_never_slower_and_gain_where_drafts_are_good(share: float) ->
 
 
 def test_what_rounds_take_is_what_is_expected_of_them() -> None:
-    """Drafting seems dear to whoever waits for it, and passes seem cheaper than they are; the sum of both is learned."""
+    """Drafting seems dear to whoever waits for it, and passes seem cheaper than they are; the sum of both is
+    learned.
+    """
     world = auto(FLAT, Skilled(sometimes(0.7), 0.8, 0.3, is_free=False), profile={1: 5.0, 64: 5.1})
     world.num_rounds, world.share = 4, 0.25
     world.run(1, 100)
@@ -145,7 +154,9 @@ def test_rounds_end_where_another_promises_more() -> None:
 
 
 def test_a_fixed_length_loses_where_the_policy_does_not() -> None:
-    """That the tests above can fail: four tokens always, from a drafter that is right one time in three, with eight requests."""
+    """That the tests above can fail: four tokens always, from a drafter that is right one time in three, with
+    eight requests.
+    """
     drafter = Skilled(sometimes(0.33), None, 0.02)
     world = World(FixedPolicy(drafter, 4), CPU)
     world.run(8, 100)
@@ -155,14 +166,19 @@ def test_a_fixed_length_loses_where_the_policy_does_not() -> None:
 @pytest.mark.parametrize("is_free", [True, False])
 def test_it_recovers_when_the_text_changes(is_free: bool) -> None:
     """Right up to 600 tokens, then wrong for 600, then right: the last part is as fast as the first."""
-    drafter = Skilled(lambda request, position: not 600 <= position < 1200, None, 0.02 if is_free else 0.3, is_free)
+    drafter = Skilled(
+        lambda request, position: not 600 <= position < 1200, None, 0.02 if is_free else 0.3, is_free
+    )
     world = auto(CPU, drafter)
     marks = []
     request = world.new_request()
     while request.num_tokens < 1800:
         world.step([request])
         marks.append((request.num_tokens, world.seconds))
-    took = [max(s for n, s in marks if n <= end) - min(s for n, s in marks if n > begin) for begin, end in pairwise((4, 600, 1200, 1800))]
+    took = [
+        max(s for n, s in marks if n <= end) - min(s for n, s in marks if n > begin)
+        for begin, end in pairwise((4, 600, 1200, 1800))
+    ]
     plain = CostModel(CPU).pass_seconds(1) * 600
     assert plain / took[0] > 1.8
     assert plain / took[1] > 0.94
@@ -190,7 +206,10 @@ def test_the_confident_request_gets_the_nodes() -> None:
 
 
 def test_of_two_drafters_the_better_is_followed_and_the_other_left_alone() -> None:
-    good, bad = Skilled(sometimes(0.8), None, 0.02, name="good"), Skilled(sometimes(0.0), 0.9, 0.2, name="bad")
+    good, bad = (
+        Skilled(sometimes(0.8), None, 0.02, name="good"),
+        Skilled(sometimes(0.0), 0.9, 0.2, name="bad"),
+    )
     world = auto(CPU, good, bad)
     world.run(1, 800)
     alone = auto(CPU, Skilled(sometimes(0.8), None, 0.02))
@@ -239,7 +258,9 @@ def test_a_look_that_asks_nobody_is_paid_for_before_the_next() -> None:
 
 
 def test_looks_are_due_when_they_are_paid_for_and_could_pay_for_something() -> None:
-    load = Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(10)], CostModel(FLAT))
+    load = Load(
+        [Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(10)], CostModel(FLAT)
+    )
     accounts = Accounts(5.0)
     looks = Looks(accounts, load, least_cost=0.1)
     assert not looks.are_over(10)
@@ -247,7 +268,9 @@ def test_looks_are_due_when_they_are_paid_for_and_could_pay_for_something() -> N
     looks.end(10, quiet=0)
     looks.is_vain = True
     looks.took(0.25)
-    assert looks.quiet == int(0.25 / (SHARE * 0.25 * load.seconds)), "a quarter as much is risked among four or more"
+    assert looks.quiet == int(0.25 / (SHARE * 0.25 * load.seconds)), (
+        "a quarter as much is risked among four or more"
+    )
     assert looks.are_over(9)
     assert not looks.are_over(8), "others may be worth asking about"
     looks.quiet, accounts.purse, accounts.probes = 0, -1.0, 0.0
@@ -265,7 +288,11 @@ def test_the_purse_is_settled_by_what_steps_take() -> None:
     accounts.settle(load, 0, 7.0, known=1.0)
     assert accounts.purse == -1.0, "nothing is known of steps without drafts"
     assert not accounts.is_settled
-    for whole in (6.5, 6.5, 7.0):  # one second of the host beside a pass of five, and half a second for looking around
+    for whole in (
+        6.5,
+        6.5,
+        7.0,
+    ):  # one second of the host beside a pass of five, and half a second for looking around
         accounts.note_plain(load, whole, 0.5)
     accounts.purse = 0.0
     accounts.settle(load, 2, 10.0, known=1.0)
@@ -280,7 +307,10 @@ def test_the_purse_is_settled_by_what_steps_take() -> None:
 
 def test_what_drafts_have_gained_may_be_risked_among_as_many_requests_only() -> None:
     four, sixteen = (
-        Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(number)], CostModel(FLAT)) for number in (4, 16)
+        Load(
+            [Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(number)], CostModel(FLAT)
+        )
+        for number in (4, 16)
     )
     accounts = Accounts(5.0)
     accounts.pay(-100 * four.seconds, four)
@@ -320,7 +350,9 @@ def test_rounds_of_several_are_tried_where_drafts_for_one_alone_would_not_pay() 
     world.run(4, 60)
     assert world.num_flights > 20
     assert world.num_tokens * CostModel(FLAT).pass_seconds(4) / 4 / world.seconds > 1.3
-    assert policy._records[0].rounds[4].value == pytest.approx(CostModel(FLAT).pass_seconds(36) + 0.25 * 32 * 0.2)
+    assert policy._records[0].rounds[4].value == pytest.approx(
+        CostModel(FLAT).pass_seconds(36) + 0.25 * 32 * 0.2
+    )
 
 
 def test_a_time_that_says_nothing_changes_no_record() -> None:
@@ -343,7 +375,9 @@ def test_a_request_that_refuses_drafts_gets_none() -> None:
 
 
 def _turn(draft_limit: int, temperature: float = 1.0) -> Turn:
-    request = Request(f"t{draft_limit}", SamplingParams(temperature=temperature), [1, 2], 2, 0, cache=Cached([], 1))
+    request = Request(
+        f"t{draft_limit}", SamplingParams(temperature=temperature), [1, 2], 2, 0, cache=Cached([], 1)
+    )
     return Turn(request, 1, draft_limit=draft_limit)
 
 
@@ -367,7 +401,9 @@ def test_a_sampled_tokens_own_chance_never_decides_whether_it_is_checked(own: fl
     """Non-anticipation: kept or cut, a node is so whatever its drafter thinks of the token it has drawn."""
     kept = set()
     for claim in (own, 0.5):
-        policy = AutoPolicy([Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0}))
+        policy = AutoPolicy(
+            [Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0})
+        )
         policy.accounts.purse = 1e9
         turn = _turn(4)
         plan = policy.plan([turn])
@@ -383,11 +419,18 @@ def test_what_comes_before_a_sampled_token_may_decide() -> None:
     """That the test above can fail: the parent's chance cuts the child."""
     lengths = []
     for first in (0.02, 0.98):
-        policy = AutoPolicy([Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0}))
+        policy = AutoPolicy(
+            [Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0})
+        )
         turn = _turn(4)
         policy.plan([turn])
         turn.num_lookahead_tokens = 4
-        draft = Draft(Tree.chain(2, (3, 4, 5)), "m", {n: torch.full((8,), 1 / 8) for n in range(3)}, (1.0, first, first * 0.9, first * 0.8))
+        draft = Draft(
+            Tree.chain(2, (3, 4, 5)),
+            "m",
+            {n: torch.full((8,), 1 / 8) for n in range(3)},
+            (1.0, first, first * 0.9, first * 0.8),
+        )
         checked = policy.trim([turn], {0: [(0, draft)]})[0]
         assert checked.q is not None
         assert set(checked.q) == set(range(checked.num_drafted))
@@ -425,7 +468,10 @@ def test_drafts_are_joined_and_each_token_keeps_its_source() -> None:
     a = Draft(Tree((2, 3, 4), (-1, 0, 1)), "a", chances=(1.0, 0.8, 0.6))
     b = Draft(Tree((2, 3, 5, 6), (-1, 0, 1, 0)), "b", chances=(1.0, 0.7, 0.4, 0.2))
     joined = policy.trim([turn], {0: [(0, a), (1, b)]})[0]
-    paths = {tuple(joined.tree.tokens[n] for n in joined.tree.ancestors(node)): joined.source_of(node) for node in range(1, 5)}
+    paths = {
+        tuple(joined.tree.tokens[n] for n in joined.tree.ancestors(node)): joined.source_of(node)
+        for node in range(1, 5)
+    }
     assert paths == {(2, 3): "a", (2, 3, 4): "a", (2, 3, 5): "b", (2, 6): "b"}
 
 
@@ -456,7 +502,9 @@ def test_both_together_are_not_slower_than_either() -> None:
     def made(*names: str) -> float:
         known = {
             "free": Skilled(sometimes(0.5), 0.5, 0.02, name="free"),
-            "model": Skilled(lambda r, p: sometimes(0.6)(r, p + 10**6), 0.6, 0.3, is_free=False, name="model"),
+            "model": Skilled(
+                lambda r, p: sometimes(0.6)(r, p + 10**6), 0.6, 0.3, is_free=False, name="model"
+            ),
         }
         world = auto(CPU, *(known[name] for name in names))
         for _ in range(20):  # of few requests some are luckier than others
@@ -467,7 +515,10 @@ def test_both_together_are_not_slower_than_either() -> None:
 
 
 def test_a_sampled_draft_stands_alone_and_nobody_is_asked_after_it() -> None:
-    drafters = [Skilled(sometimes(1), name="free"), *(Skilled(sometimes(1), is_free=False, name=name) for name in "ab")]
+    drafters = [
+        Skilled(sometimes(1), name="free"),
+        *(Skilled(sometimes(1), is_free=False, name=name) for name in "ab"),
+    ]
     policy, turn = AutoPolicy(drafters, CostModel(FLAT)), _turn(4)
     plan = policy.plan([turn])
     turn.num_lookahead_tokens = 4
@@ -507,7 +558,13 @@ def test_sums_by_source_and_depth() -> None:
     stats.record(tree, (2, 3), 3)
     stats.record(Draft(Tree.chain(1, (2, 3)), "a"), (1,), 2)
     stats.record_plain()
-    assert (stats.num_steps, stats.num_tokens, stats.num_drafted, stats.num_accepted, stats.num_own) == (3, 6, 5, 3, 3)
+    assert (stats.num_steps, stats.num_tokens, stats.num_drafted, stats.num_accepted, stats.num_own) == (
+        3,
+        6,
+        5,
+        3,
+        3,
+    )
     assert stats.drafted_by_source == {"a": 3, "b": 2}
     assert stats.accepted_by_source == {"a": 1, "b": 2}
     assert stats.lengths == {3: 1, 2: 1, 0: 1}
@@ -527,7 +584,9 @@ def test_a_drafter_that_is_never_right_is_reported_once() -> None:
 
 
 def test_a_model_that_does_not_pay_for_so_many_requests_sleeps_and_wakes_when_they_leave() -> None:
-    head = Skilled(lambda request, position: position % 8 < 5, claim=0.62, seconds=0.4, is_free=False, length=4)
+    head = Skilled(
+        lambda request, position: position % 8 < 5, claim=0.62, seconds=0.4, is_free=False, length=4
+    )
     world = auto(CPU, head)
     requests = [world.new_request() for _ in range(8)]
     for _ in range(100):
@@ -546,7 +605,9 @@ def test_a_model_that_does_not_pay_for_so_many_requests_sleeps_and_wakes_when_th
 
 
 def test_a_sleeping_model_is_woken_now_and_then() -> None:
-    """Wrong at first, so that it is put to sleep before it is ever asked; right since long when it is woken."""
+    """Wrong at first, so that it is put to sleep before it is ever asked; right since long when it is
+    woken.
+    """
     head = Skilled(lambda request, position: position > 300, None, seconds=0.4, is_free=False, length=4)
     world = auto(FLAT, head)
     requests = [world.new_request() for _ in range(8)]

@@ -1,4 +1,6 @@
-"""Profiles: measured on a real decoder, kept, used again while they hold, and measured anew when they are spoilt or do not."""
+"""Profiles: measured on a real decoder, kept, used again while they hold, and measured anew when they are
+spoilt or do not.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from paceline.core.errors import ConfigError
+from paceline.core.types import Batch, Output
 from paceline.engine.costs import CostModel
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_of, save_profile
-from paceline.errors import ConfigError
 from paceline.runtime.timing import measure
-from paceline.types import Batch, Output
 from tests.laws.harness import runner
 
 COSTS = CostModel({1: 1.0, 4: 1.5}, 0.25, 0.125)
@@ -29,7 +31,9 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     assert found.drafters == {"suffix": DrafterProfile(1e-4, (0.5, 0.25))}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "costs": {}, "drafters": {}}', "\xff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"version": 1, "costs": {}, "drafters": {}}', "\xff", "[" * 100_000]
+)
 def test_a_spoilt_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text, encoding="latin-1")
@@ -83,7 +87,9 @@ def test_a_small_cache_is_measured_as_far_as_it_goes() -> None:
 def test_a_saved_profile_that_cannot_be_true_is_measured_anew(tmp_path: Path) -> None:
     """It says that four rows cost a thousand times one."""
     path, target = tmp_path / "p.json", runner()
-    save_profile(path, Profile(CostModel({1: 1e-4, 2: 1e-4, 4: 0.1, 8: 0.2}), {"suffix": DrafterProfile(1e-4)}))
+    save_profile(
+        path, Profile(CostModel({1: 1e-4, 2: 1e-4, 4: 0.1, 8: 0.2}), {"suffix": DrafterProfile(1e-4)})
+    )
     found = profile_of(target, path)
     assert found.costs.pass_seconds(4) < 100 * found.costs.pass_seconds(1)
     assert found.drafters == {"suffix": DrafterProfile(1e-4)}, "what is known of drafters is kept"

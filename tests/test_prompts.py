@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline import ConfigError
-from paceline.prompts import CATEGORIES, Prompt, first_of_each, load
+from paceline.measure.prompts import CATEGORIES, Prompt, first_of_each, load
 
 
 def test_shipped_prompts_cover_every_category() -> None:
@@ -35,7 +35,9 @@ def test_first_of_each_keeps_order_and_limit() -> None:
 
 def test_reads_the_three_user_formats(tmp_path: Path) -> None:
     spec_bench = tmp_path / "bench.jsonl"
-    spec_bench.write_text(json.dumps({"question_id": 7, "category": "writing", "turns": ["a", "b"], "task": "x"}) + "\n\n")
+    spec_bench.write_text(
+        json.dumps({"question_id": 7, "category": "writing", "turns": ["a", "b"], "task": "x"}) + "\n\n"
+    )
     assert load(spec_bench) == [Prompt("7", "writing", ("a", "b"))]
     bare = tmp_path / "mine.jsonl"
     bare.write_text('{"prompt": "one"}\n{"prompt": "two\\u2028lines"}\n', encoding="utf-8")
@@ -53,7 +55,11 @@ def test_reads_the_three_user_formats(tmp_path: Path) -> None:
         ("a.jsonl", '{"turns": []}\n', "a.jsonl:1"),
         ("a.jsonl", '{"turns": ["ok", 3]}\n', "a.jsonl:1"),
         ("a.jsonl", '{"prompt": "  "}\n', "a.jsonl:1"),
-        ("a.jsonl", '{"question_id": 1, "prompt": "a"}\n{"question_id": 1, "prompt": "b"}\n', "question_id 1"),
+        (
+            "a.jsonl",
+            '{"question_id": 1, "prompt": "a"}\n{"question_id": 1, "prompt": "b"}\n',
+            "question_id 1",
+        ),
         ("a.txt", "\n\n", "holds no prompt"),
         ("a.csv", "x\n", ".jsonl"),
     ],

@@ -1,4 +1,6 @@
-"""Quantizing: the error is at most half a step, a file that is on such a grid loses nothing, and packing loses nothing."""
+"""Quantizing: the error is at most half a step, a file that is on such a grid loses nothing, and packing
+loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.errors import ConfigError, ModelFileError
 from paceline.cpu import dots
-from paceline.errors import ConfigError, ModelFileError
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import open_checkpoint
-from paceline.loaders.quantize import (
+from paceline.models.quantize import (
     BITS,
     DOT_ROWS,
     FLOAT_ROWS,
@@ -48,7 +50,9 @@ def per_group(values: torch.Tensor, bits: int) -> torch.Tensor:
     shift=st.sampled_from([0.0, 3.0, -3.0]),
 )
 def test_error_is_at_most_half_a_step(seed: int, num_rows: int, groups: int, bits: int, shift: float) -> None:
-    """Half a step, and what the half-precision scale is off: 2**-11 of it for each of up to 127 steps, and of the minimum."""
+    """Half a step, and what the half-precision scale is off: 2**-11 of it for each of up to 127 steps, and of
+    the minimum.
+    """
     weight = weights(seed, num_rows, groups * GROUP[bits], shift)
     quantized = quantize(weight, bits)
     error = per_group((dequantize(quantized, weight.shape[1]) - weight).abs(), bits)
@@ -61,7 +65,9 @@ def test_error_is_at_most_half_a_step(seed: int, num_rows: int, groups: int, bit
 
 @given(seed=st.integers(0, 1000), num_rows=st.integers(1, 40), bits=bits_drawn)
 def test_the_whole_range_is_used(seed: int, num_rows: int, bits: int) -> None:
-    """The largest weight of a group has the largest integer (give or take the rounding of its scale): no bit is wasted."""
+    """The largest weight of a group has the largest integer (give or take the rounding of its scale): no bit
+    is wasted.
+    """
     values = per_group(quantize(weights(seed, num_rows, 2 * GROUP[bits]), bits).values.int(), bits)
     if bits == 8:
         assert (values.abs().amax(-1) >= 126).all()
@@ -89,7 +95,11 @@ def test_int4_loses_nothing_of_a_file_in_q4_1(seed: int, num_rows: int, groups: 
 
 def test_int4_loses_nothing_of_the_default_model() -> None:
     opened = open_checkpoint(str(hub.fetch_default(progress=False)), progress=False)
-    for name in ("layers.0.self_attn.q_proj.weight", "layers.17.mlp.down_proj.weight", "layers.29.mlp.up_proj.weight"):
+    for name in (
+        "layers.0.self_attn.q_proj.weight",
+        "layers.17.mlp.down_proj.weight",
+        "layers.29.mlp.up_proj.weight",
+    ):
         weight = opened.tensor(name)
         assert torch.equal(dequantize(quantize(weight, 4), weight.shape[1]), weight), name
 
@@ -167,7 +177,9 @@ def test_dequantize_multiplies_each_group_by_its_scale_and_takes_its_minimum_off
 
 
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 5), width=st.integers(1, 200), bits=bits_drawn)
-def test_activations_are_rounded_to_127_steps_of_their_group(seed: int, rows: int, width: int, bits: int) -> None:
+def test_activations_are_rounded_to_127_steps_of_their_group(
+    seed: int, rows: int, width: int, bits: int
+) -> None:
     x = weights(seed, rows, width)
     rounded = round_activations(x, bits)
     assert rounded.shape == x.shape

@@ -1,6 +1,7 @@
 """Every command in the README's bash blocks runs as printed, and its Python example too.
 
-`make` and `git` lines are left out: they create the environment this test already runs in, and CI runs them itself.
+`make` and `git` lines are left out: they create the environment this test already runs in, and CI runs them
+itself.
 """
 
 from __future__ import annotations
@@ -19,17 +20,33 @@ SKIPPED = ("make", "git ", "cd ", "#")
 
 
 def blocks(language: str) -> list[str]:
-    return [body for kind, body in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8")) if kind == language]
+    return [
+        body
+        for kind, body in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+        if kind == language
+    ]
 
 
-COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip() and not line.startswith(SKIPPED)]
+COMMANDS = [
+    line
+    for block in blocks("bash")
+    for line in block.splitlines()
+    if line.strip() and not line.startswith(SKIPPED)
+]
 
 
 def run(command: list[str] | str, folder: Path) -> subprocess.CompletedProcess[str]:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": tools, "NO_COLOR": "1"}
     return subprocess.run(
-        command, shell=isinstance(command, str), cwd=folder, env=environment, input="", capture_output=True, text=True, timeout=1200
+        command,
+        shell=isinstance(command, str),
+        cwd=folder,
+        env=environment,
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
 
 

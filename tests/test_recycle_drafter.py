@@ -1,4 +1,6 @@
-"""Token recycling: the table holds what was likeliest after each token, and drafts grow from it, the best chance first."""
+"""Token recycling: the table holds what was likeliest after each token, and drafts grow from it, the best
+chance first.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import pytest
 import torch
 
 from paceline import SamplingParams
-from paceline.errors import ConfigError
-from paceline.proposers.base import Surroundings, empty
-from paceline.proposers.recycle import RANKS, Recycle
-from paceline.proposers.registry import create, parse
-from paceline.types import Draft, Request, Seen, Verdict
-from paceline.verify.tree import Tree
+from paceline.core.errors import ConfigError
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Request, Seen, Verdict
+from paceline.drafters.base import Surroundings, empty
+from paceline.drafters.recycle import RANKS, Recycle
+from paceline.drafters.registry import create, parse
 from tests.laws.harness import VOCAB, RandomCheckpoint, engine_with, prompts, request_of, run, runner
 
 
@@ -43,7 +45,9 @@ def show(recycle: Recycle, token: int, best: Sequence[int], chosen: int, times: 
     """A pass with an empty draft after `token`: `best` were likeliest, and `chosen` was said."""
     for _ in range(times):
         request = request_at(token)
-        recycle.observe([Seen(request, 1, empty(request), Verdict((0,), (chosen,)), torch.tensor([row(*best)]), {})])
+        recycle.observe(
+            [Seen(request, 1, empty(request), Verdict((0,), (chosen,)), torch.tensor([row(*best)]), {})]
+        )
 
 
 def draft_of(recycle: Recycle, token: int, budget: int = 8, **fields: Any) -> Draft:
@@ -89,7 +93,9 @@ def test_rejected_nodes_teach_too() -> None:
     request = request_at(10)
     draft = Draft(Tree.chain(10, [20, 21]))
     top = torch.tensor([row(30), row(31), row(32)])
-    recycle.observe([Seen(request, 1, draft, Verdict((0,), (30,), 2), top, {}), Seen(request, 5, None, None, None, {})])
+    recycle.observe(
+        [Seen(request, 1, draft, Verdict((0,), (30,), 2), top, {}), Seen(request, 5, None, None, None, {})]
+    )
     assert [draft_of(recycle, t).tree.tokens[1] for t in (10, 20, 21)] == [30, 31, 32]
 
 
@@ -117,7 +123,9 @@ def test_the_table_does_not_grow_and_serves_every_request() -> None:
     assert engine.totals.num_accepted > 0
 
 
-@pytest.mark.parametrize(("option", "value"), [("min_token_prob", 2), ("min_token_prob", "high"), ("tree", "yes")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("min_token_prob", 2), ("min_token_prob", "high"), ("tree", "yes")]
+)
 def test_a_wrong_option_is_named(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{option} is {value!r}"):
         parse({"method": "recycle", option: value})

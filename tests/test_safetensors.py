@@ -1,4 +1,6 @@
-"""Hugging Face folders: the weights and settings are those transformers would use, and what is not supported is refused by name."""
+"""Hugging Face folders: the weights and settings are those transformers would use, and what is not supported
+is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.hf_config import read_config
 from paceline.loaders.safetensors import SafetensorsCheckpoint
@@ -53,7 +55,9 @@ def assert_weights_of_transformers(checkpoint: Checkpoint, folder: Path, family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "is_sharded"), [("float32", False), ("bfloat16", True), ("float16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "is_sharded"), [("float32", False), ("bfloat16", True), ("float16", False)]
+)
 def test_weights_are_those_of_transformers(family: str, dtype: str, is_sharded: bool, tmp_path: Path) -> None:
     folder = tiny_hf(tmp_path / "hf", family, dtype=dtype, is_sharded=is_sharded)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == is_sharded
@@ -67,10 +71,14 @@ def test_multimodal_prefixes_and_text_config(prefix: str, tmp_path: Path) -> Non
     expected = {name: plain.tensor(name) for name in plain.config.weight_names()}
     head = "language_model.lm_head.weight" if prefix.startswith("language") else "lm_head.weight"
     weights = load_file(folder / "model.safetensors")
-    renamed = {head if n == "lm_head.weight" else prefix + n.removeprefix("model."): w for n, w in weights.items()}
+    renamed = {
+        head if n == "lm_head.weight" else prefix + n.removeprefix("model."): w for n, w in weights.items()
+    }
     save_file(renamed | {"vision_tower.patch.weight": torch.zeros(3)}, folder / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "eos_token_id": [2, 7]}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "eos_token_id": [2, 7]})
+    )
     checkpoint = opened(folder)
     assert (checkpoint.config, checkpoint.eos_ids) == (plain.config, (2, 7))
     assert all(torch.equal(checkpoint.tensor(name), weight) for name, weight in expected.items())
@@ -88,7 +96,9 @@ def test_settings_are_those_of_transformers(family: str, tmp_path: Path) -> None
     assert ours.rms_eps == theirs.rms_norm_eps
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     if family == "gemma3":
-        assert [ours.is_local(i) for i in range(4)] == [kind == "sliding_attention" for kind in theirs.layer_types]
+        assert [ours.is_local(i) for i in range(4)] == [
+            kind == "sliding_attention" for kind in theirs.layer_types
+        ]
         assert ours.rope_local is not None
         assert ours.rope_local.theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
         assert ours.scale == theirs.query_pre_attn_scalar**-0.5
@@ -105,9 +115,28 @@ ROPES: list[tuple[dict[str, Any], RopeConfig]] = [
     ({"rope_theta": 5e4, "rope_scaling": None}, RopeConfig(theta=5e4)),
     ({"rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 4.0}}, LINEAR),
     ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}}, LINEAR),
-    ({"rope_theta": 5e4, "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 128}}, YARN),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 5e4}}, YARN),
-    ({"rope_theta": 10_000.0, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}}, LLAMA3),
+    (
+        {
+            "rope_theta": 5e4,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 128},
+        },
+        YARN,
+    ),
+    (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "rope_theta": 5e4,
+            }
+        },
+        YARN,
+    ),
+    (
+        {"rope_theta": 10_000.0, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}},
+        LLAMA3,
+    ),
     ({"rope_parameters": LLAMA3_ROPE}, LLAMA3),
 ]
 
@@ -124,7 +153,13 @@ def test_both_spellings_of_rotary_settings(keys: dict[str, Any], expected: RopeC
 
 
 def test_released_gemma3_config_leaves_most_keys_out() -> None:
-    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     config = read_config("config.json", {"model_type": "gemma3", "text_config": text})
     assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262_208, 8, 4, 256)
@@ -136,7 +171,13 @@ def test_released_gemma3_config_leaves_most_keys_out() -> None:
 
 
 def test_window_settings_of_qwen_and_mistral() -> None:
-    qwen = {"model_type": "qwen2", **BASE, "num_hidden_layers": 4, "sliding_window": 32, "max_window_layers": 2}
+    qwen = {
+        "model_type": "qwen2",
+        **BASE,
+        "num_hidden_layers": 4,
+        "sliding_window": 32,
+        "max_window_layers": 2,
+    }
     assert read_config("c", qwen).local_layers == ()
     assert read_config("c", qwen | {"use_sliding_window": True}).local_layers == (False, False, True, True)
     mistral = {"model_type": "mistral", **BASE, "head_dim": None}
@@ -184,7 +225,10 @@ def test_tokens_and_template(folder: Path) -> None:
     assert checkpoint.bos_id == source.bos_id == 1
     assert source.json_path == folder / "tokenizer.json"
     assert source.chat_template == source.config["chat_template"]
-    edit_json(folder / "tokenizer_config.json", chat_template=[{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}])
+    edit_json(
+        folder / "tokenizer_config.json",
+        chat_template=[{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}],
+    )
     assert opened(folder).tokenizer_source().chat_template == "D"
     (folder / "chat_template.jinja").write_text("J")
     assert opened(folder).tokenizer_source().chat_template == "J"
@@ -201,10 +245,17 @@ def test_name_and_fingerprint(folder: Path, tmp_path: Path) -> None:
 
 def test_rotary_buffers_are_ignored_and_other_extras_refused(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
+    save_file(
+        weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        folder / "model.safetensors",
+    )
     assert opened(folder).config.num_layers == 2
-    save_file(weights | {"model.layers.0.self_attn.o_proj.bias": torch.ones(64)}, folder / "model.safetensors")
-    with pytest.raises(ModelFileError, match=r"model\.layers\.0\.self_attn\.o_proj\.bias is not part of a llama decoder"):
+    save_file(
+        weights | {"model.layers.0.self_attn.o_proj.bias": torch.ones(64)}, folder / "model.safetensors"
+    )
+    with pytest.raises(
+        ModelFileError, match=r"model\.layers\.0\.self_attn\.o_proj\.bias is not part of a llama decoder"
+    ):
         opened(folder)
 
 
@@ -213,7 +264,10 @@ def test_missing_misshapen_and_mistyped_tensors_are_named(folder: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     for change, message in [
         ({}, f"missing tensor {name}"),
-        ({name: torch.zeros(128, 32)}, rf"tensor {name} has shape \[128, 32\] where its config asks for \[128, 64\]"),
+        (
+            {name: torch.zeros(128, 32)},
+            rf"tensor {name} has shape \[128, 32\] where its config asks for \[128, 64\]",
+        ),
         ({name: torch.zeros(128, 64, dtype=torch.int8)}, f"tensor {name} has type I8"),
     ]:
         save_file({n: w for n, w in weights.items() if n != name} | change, folder / "model.safetensors")
@@ -235,7 +289,9 @@ def test_pickled_weights_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/hosts", "sub/model.safetensors", ".."])
 def test_shards_outside_the_folder_are_refused(shard: str, folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": shard}})
+    )
     with pytest.raises(ModelFileError, match=r"plain file name|is missing"):
         opened(folder)
 
@@ -258,7 +314,9 @@ def test_damaged_json_is_named(text: str, folder: Path) -> None:
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 200_000), at=st.integers(0, 3_000), value=st.integers(0, 2**64 - 1))
-def test_damaged_weights_raise_nothing_else(cut: int, at: int, value: int, llama: Path, tmp_path: Path) -> None:
+def test_damaged_weights_raise_nothing_else(
+    cut: int, at: int, value: int, llama: Path, tmp_path: Path
+) -> None:
     target = shutil.copytree(llama, tmp_path / "model", dirs_exist_ok=True)
     data = bytearray((llama / "model.safetensors").read_bytes())
     data[at : at + 8] = value.to_bytes(8, "little")
@@ -274,7 +332,9 @@ def test_damaged_weights_raise_nothing_else(cut: int, at: int, value: int, llama
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda v: st.lists(v, max_size=3), max_leaves=3
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda v: st.lists(v, max_size=3),
+    max_leaves=3,
 )
 
 
@@ -286,7 +346,15 @@ def test_any_value_under_any_key_is_a_config_or_an_error(data: st.DataObject, fa
         **SIZES,
         **FAMILY_SIZES[family],
     }
-    extra = ["rope_theta", "rope_scaling", "layer_types", "use_sliding_window", "max_window_layers", "text_config", "quantization_config"]
+    extra = [
+        "rope_theta",
+        "rope_scaling",
+        "layer_types",
+        "use_sliding_window",
+        "max_window_layers",
+        "text_config",
+        "quantization_config",
+    ]
     for key in data.draw(st.lists(st.sampled_from([*values, *extra]), min_size=1, max_size=3)):
         values[key] = data.draw(JSON | st.fixed_dictionaries({"rope_type": JSON, "factor": JSON}))
     try:

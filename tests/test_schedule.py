@@ -1,4 +1,6 @@
-"""The scheduler and the block pool under random schedules: the books balance after every step, and nobody's text changes."""
+"""The scheduler and the block pool under random schedules: the books balance after every step, and nobody's
+text changes.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.params import SamplingParams
-from paceline.proposers.draft_model import DraftModel
-from paceline.types import Request
+from paceline.core.params import SamplingParams
+from paceline.core.types import Request
+from paceline.drafters.draft_model import DraftModel
 from tests.laws.fakes import Ragged
 from tests.laws.harness import END, engine_with, model, prompts, request_of
 from tests.laws.reference import reference_loop
@@ -23,7 +25,11 @@ NUM_STEPS = 2000
 def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int) -> None:
     chance = random.Random(seed)
     drafter = chance.choice(
-        [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "early_exit"}, {"method": "draft_model", "model": "1"}]
+        [
+            {"method": "ngram", "prompt_lookup_min": 1},
+            {"method": "early_exit"},
+            {"method": "draft_model", "model": "1"},
+        ]
     )
     engine = engine_with(drafter, num_blocks=14, max_num_batched_tokens=32)
     shared = prompts(1, low=40, high=60, seed=seed % 1000)[0]
@@ -50,17 +56,32 @@ def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int)
         assert engine.proposer.runner.kv.pool.num_used == 0
     assert engine.scheduler.num_preemptions > 0
     for request in chance.sample(finished, min(10, len(finished))):
-        expected = reference_loop(model, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}))
+        expected = reference_loop(
+            model, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END})
+        )
         assert request.output == expected[: request.num_output]
 
 
 def _arrivals(chance: random.Random, shared: list[int]) -> list[Request]:
     """A request, or a few that share its prompt; prompts share beginnings."""
-    prompt = shared[: chance.randint(1, len(shared))] + [chance.randint(8, 40) for _ in range(chance.randint(0, 20))]
+    prompt = shared[: chance.randint(1, len(shared))] + [
+        chance.randint(8, 40) for _ in range(chance.randint(0, 20))
+    ]
     count = chance.choice([1, 1, 3])
-    params = SamplingParams(temperature=chance.choice([0.0, 1.0]), seed=chance.randint(0, 99), max_tokens=chance.randint(1, 60), n=count)
+    params = SamplingParams(
+        temperature=chance.choice([0.0, 1.0]),
+        seed=chance.randint(0, 99),
+        max_tokens=chance.randint(1, 60),
+        n=count,
+    )
     leader = request_of(prompt, params, priority=chance.randint(0, 2))
-    return [leader, *(request_of(prompt, params, seed=i, leader=leader, priority=leader.priority) for i in range(1, count))]
+    return [
+        leader,
+        *(
+            request_of(prompt, params, seed=i, leader=leader, priority=leader.priority)
+            for i in range(1, count)
+        ),
+    ]
 
 
 @pytest.mark.serial

@@ -1,4 +1,6 @@
-"""What "auto" asks: suffix matching, and the shipped head of the target where there is one and the user has not left it out."""
+"""What "auto" asks: suffix matching, and the shipped head of the target where there is one and the user has
+not left it out.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline.build import parse_speculation
-from paceline.errors import ConfigError
-from paceline.models.head_config import target_hash
-from paceline.proposers import shipped
+from paceline.api.build import parse_speculation
+from paceline.core.errors import ConfigError
+from paceline.drafters import shipped
+from paceline.heads.config import target_hash
 from tests.heads import random_head
 from tests.laws.harness import RandomCheckpoint
 
@@ -33,12 +35,16 @@ def test_the_best_head_of_the_target_is_found(folder: Path) -> None:
     assert shipped.shipped_head(RandomCheckpoint(), False) is None
 
 
-def test_another_model_gets_none_and_its_weights_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_gets_none_and_its_weights_are_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = json.loads((folder / "eagle" / "config.json").read_text())
     other = folder / "other" / "eagle"
     other.mkdir(parents=True)
     monkeypatch.setattr(shipped, "FOLDER", other.parent)
-    (other / "config.json").write_text(json.dumps({**values, "target_hash": target_hash(RandomCheckpoint())[::-1]}))
+    (other / "config.json").write_text(
+        json.dumps({**values, "target_hash": target_hash(RandomCheckpoint())[::-1]})
+    )
     assert shipped.shipped_head(RandomCheckpoint(), True) is None, "the same sizes, other weights"
     (other / "config.json").write_text(json.dumps({**values, "hidden_size": 7}))
     target = RandomCheckpoint()
@@ -51,7 +57,10 @@ def test_a_kind_that_is_not_shipped_for_the_target_is_named(folder: Path) -> Non
         shipped.shipped_head(RandomCheckpoint(), "dflash")
 
 
-@pytest.mark.parametrize(("options", "head"), [("auto", True), ({"method": "auto"}, True), ({"method": "auto", "head": False}, False)])
+@pytest.mark.parametrize(
+    ("options", "head"),
+    [("auto", True), ({"method": "auto"}, True), ({"method": "auto", "head": False}, False)],
+)
 def test_the_user_may_leave_the_head_out(options: Any, head: bool) -> None:
     asked = parse_speculation(options)
     assert asked.head is head
@@ -60,7 +69,8 @@ def test_the_user_may_leave_the_head_out(options: Any, head: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"method": "auto", "head": "eagel"}, {"method": "auto", "head": 1.5}, {"method": "off", "head": False}]
+    "options",
+    [{"method": "auto", "head": "eagel"}, {"method": "auto", "head": 1.5}, {"method": "off", "head": False}],
 )
 def test_bad_switches_are_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="head"):

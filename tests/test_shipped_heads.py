@@ -1,4 +1,6 @@
-"""The heads that ship with the package: they belong to the default model, draft well on it, change nothing, and a wrong one shows."""
+"""The heads that ship with the package: they belong to the default model, draft well on it, change nothing,
+and a wrong one shows.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,15 @@ import paceline
 from paceline import LLM, SamplingParams
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.heads import open_head
-from paceline.prompts import load
+from paceline.measure.prompts import load
 
 HEADS = Path(paceline.__file__).parent / "data" / "heads"
-TAU = {"eagle": 1.8, "dflash": 1.6, "draft": 1.7, "medusa": 1.5}  # at least, on the first few of the prompts we ship
+TAU = {
+    "eagle": 1.8,
+    "dflash": 1.6,
+    "draft": 1.7,
+    "medusa": 1.5,
+}  # at least, on the first few of the prompts we ship
 PARAMS = SamplingParams(temperature=0, max_tokens=48)
 
 
@@ -56,7 +63,10 @@ def test_wrong_layers_are_warned_of(tmp_path: Path, taps: list[int]) -> None:
     shutil.copytree(HEADS / "eagle", wrong)
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps({**config, "taps": taps}))
-    llm = LLM(speculative_config={"method": "eagle", "model": str(wrong), "num_speculative_tokens": 2}, progress=False)
+    llm = LLM(
+        speculative_config={"method": "eagle", "model": str(wrong), "num_speculative_tokens": 2},
+        progress=False,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         asked(llm, 8)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.errors import ConfigError
-from paceline.params import SamplingParams
-from paceline.proposers import registry
-from paceline.types import Request
-from paceline.verify.sampling import choose, noise_of, probabilities
+from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose, noise_of, probabilities
+from paceline.core.types import Request
+from paceline.drafters import registry
 from tests.laws.grammar import NoEqualRests
 from tests.laws.harness import engine_with, prompts, run
 from tests.laws.harness import request_of as engine_request
@@ -37,9 +37,14 @@ INNER: dict[str, dict[str, Any]] = {
 }
 
 
-def staged_with(drafter: dict[str, Any], middle: dict[str, Any] = EXIT, middle_vocab: int = VOCAB) -> tuple[Any, Any]:
+def staged_with(
+    drafter: dict[str, Any], middle: dict[str, Any] = EXIT, middle_vocab: int = VOCAB
+) -> tuple[Any, Any]:
     target = table_runner(table(1), VOCAB, {1: table(5), 2: table(3)})
-    models = {"middle": table_runner(lambda tokens: table(3)(tokens)[:middle_vocab], middle_vocab), "small": table_runner(table(6), VOCAB)}
+    models = {
+        "middle": table_runner(lambda tokens: table(3)(tokens)[:middle_vocab], middle_vocab),
+        "small": table_runner(table(6), VOCAB),
+    }
     return table_drafter({"method": "staged", "middle": middle, "drafter": drafter}, target, models), target
 
 
@@ -49,7 +54,9 @@ def request_of(params: SamplingParams, **fields: Any) -> Request:
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-def test_the_draft_is_what_the_middle_model_would_choose(inner: dict[str, Any], params: SamplingParams) -> None:
+def test_the_draft_is_what_the_middle_model_would_choose(
+    inner: dict[str, Any], params: SamplingParams
+) -> None:
     drafter, target = staged_with(inner)
     request = request_of(params)
     for _ in range(3):  # the text goes another way than the drafts did
@@ -79,7 +86,9 @@ def test_sampled_drafts_name_the_middle_models_distribution(inner: dict[str, Any
     for node in range(5):
         row = torch.from_numpy(table(3)([*request.tokens[:-1], *draft.tree.tokens[: node + 1]]))
         torch.testing.assert_close(draft.q[node], probabilities(request.params, row))
-        assert draft.chances[node + 1] == pytest.approx(draft.chances[node] * float(draft.q[node][draft.tree.tokens[node + 1]]))
+        assert draft.chances[node + 1] == pytest.approx(
+            draft.chances[node] * float(draft.q[node][draft.tree.tokens[node + 1]])
+        )
 
 
 def test_guesses_that_are_right_spare_passes_of_the_middle_model() -> None:
@@ -101,9 +110,21 @@ def test_the_request_is_only_read(inner: dict[str, Any], params: SamplingParams)
     grammar = NoEqualRests(VOCAB)
     request = request_of(params, constraint=grammar, stop_ids=frozenset({END}))
     ready(target, request, 4)
-    before = (list(request.tokens), list(request.cache.blocks), request.cache.num_cached, request.num_rounds, request.seed)
+    before = (
+        list(request.tokens),
+        list(request.cache.blocks),
+        request.cache.num_cached,
+        request.num_rounds,
+        request.seed,
+    )
     (draft,) = drafter.propose([request], [4])
-    assert (request.tokens, request.cache.blocks, request.cache.num_cached, request.num_rounds, request.seed) == before
+    assert (
+        request.tokens,
+        request.cache.blocks,
+        request.cache.num_cached,
+        request.num_rounds,
+        request.seed,
+    ) == before
     assert grammar.output == []
     tokens = draft.tree.tokens[1:]
     assert all(a % 3 != b % 3 for a, b in itertools.pairwise(tokens))
@@ -112,7 +133,9 @@ def test_the_request_is_only_read(inner: dict[str, Any], params: SamplingParams)
 
 def test_tokens_that_the_middle_model_cannot_read_are_no_harm() -> None:
     """It knows three of five tokens; its drafter knows all, and samples them."""
-    drafter, _ = staged_with(INNER["tree"], middle={"method": "draft_model", "model": "middle"}, middle_vocab=3)
+    drafter, _ = staged_with(
+        INNER["tree"], middle={"method": "draft_model", "model": "middle"}, middle_vocab=3
+    )
     for seed in range(20):
         request = Request(f"r{seed}", SAMPLED, [2, 1, 2, 0, 1], 2, seed=seed)
         (draft,) = drafter.propose([request], [4])
@@ -123,9 +146,16 @@ def test_tokens_that_the_middle_model_cannot_read_are_no_harm() -> None:
 
 def test_three_stages_accept_all_when_all_are_the_same_model() -> None:
     twin = {"method": "draft_model", "model": "0"}
-    options = {"method": "staged", "middle": twin, "drafter": {"method": "staged", "middle": twin, "drafter": NGRAM}}
+    options = {
+        "method": "staged",
+        "middle": twin,
+        "drafter": {"method": "staged", "middle": twin, "drafter": NGRAM},
+    }
     engine = engine_with(options)
-    requests = [engine_request(p, SamplingParams(temperature=0.8, seed=2, max_tokens=20), seed=i) for i, p in enumerate(prompts(3))]
+    requests = [
+        engine_request(p, SamplingParams(temperature=0.8, seed=2, max_tokens=20), seed=i)
+        for i, p in enumerate(prompts(3))
+    ]
     run(engine, requests)
     assert engine.totals.num_accepted == engine.totals.num_drafted > 0
 

@@ -1,4 +1,6 @@
-"""The suffix drafter: its trees count exactly, within their bytes and in time that does not grow, and it drafts what they say."""
+"""The suffix drafter: its trees count exactly, within their bytes and in time that does not grow, and it
+drafts what they say.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import SamplingParams
+from paceline.core.errors import ConfigError
+from paceline.core.types import Draft, Request
 from paceline.cpu.suffixes import COUNT, FIRST, NEXT, ROOT, SEPARATOR, TOKEN, TOTAL, WHERE
-from paceline.errors import ConfigError
-from paceline.proposers.registry import parse
-from paceline.proposers.suffix import DOUBTS, Suffix, SuffixConfig
-from paceline.proposers.suffix_tree import SLOT_BYTES, SuffixTree
-from paceline.types import Draft, Request
+from paceline.drafters.registry import parse
+from paceline.drafters.suffix import DOUBTS, Suffix, SuffixConfig
+from paceline.drafters.suffix_tree import SLOT_BYTES, SuffixTree
 
 Counts = dict[tuple[int, ...], int]
 
 
-def request_of(tokens: Sequence[int], name: str = "r", num_prompt: int | None = None, **fields: Any) -> Request:
-    return Request(name, SamplingParams(), list(tokens), len(tokens) if num_prompt is None else num_prompt, seed=0, **fields)
+def request_of(
+    tokens: Sequence[int], name: str = "r", num_prompt: int | None = None, **fields: Any
+) -> Request:
+    return Request(
+        name,
+        SamplingParams(),
+        list(tokens),
+        len(tokens) if num_prompt is None else num_prompt,
+        seed=0,
+        **fields,
+    )
 
 
 def drafter(**options: Any) -> Suffix:
-    return Suffix(SuffixConfig(**{"num_speculative_tokens": 8, "suffix_decoding_min_token_prob": 0.0, "tree": False, **options}))
+    return Suffix(
+        SuffixConfig(
+            **{"num_speculative_tokens": 8, "suffix_decoding_min_token_prob": 0.0, "tree": False, **options}
+        )
+    )
 
 
 def draft_of(suffix: Suffix, request: Request, budget: int = 8) -> Draft:
@@ -78,7 +93,9 @@ def counts_of(tree: SuffixTree) -> Counts:
 
 
 def counted(texts: Sequence[Sequence[int]], depth: int, begin: int = 0) -> Counts:
-    """All strings that begin at `begin` or later, counted one by one. A text and the separator after it take their places in turn."""
+    """All strings that begin at `begin` or later, counted one by one. A text and the separator after it take
+    their places in turn.
+    """
     counts: Counter[tuple[int, ...]] = Counter()
     place = 0
     for text in texts:
@@ -88,13 +105,21 @@ def counted(texts: Sequence[Sequence[int]], depth: int, begin: int = 0) -> Count
     return dict(counts)
 
 
-pieces = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 4), st.booleans()), min_size=1, max_size=8)
+pieces = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 4), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
 
 
 @settings(max_examples=80, deadline=None)
 @given(pieces, st.integers(2, 6), st.sampled_from([128, 2048]), st.data())
-def test_a_tree_counts_every_string_it_holds(shown: list[Any], depth: int, size: int, data: st.DataObject) -> None:
-    """Texts in pieces, repetitive ones too, some of them ended, some forgotten, in a tree so small that it also forgets by itself."""
+def test_a_tree_counts_every_string_it_holds(
+    shown: list[Any], depth: int, size: int, data: st.DataObject
+) -> None:
+    """Texts in pieces, repetitive ones too, some of them ended, some forgotten, in a tree so small that it
+    also forgets by itself.
+    """
     tree = SuffixTree(depth, size * SLOT_BYTES)
     texts: list[list[int]] = [[]]
     for tokens, repeats, is_end in shown:
@@ -112,7 +137,9 @@ def test_a_tree_keeps_to_its_bytes_and_holds_the_newest(kind: str) -> None:
     rng, bound = np.random.default_rng(1), 2**20
     tokens = {
         "random": rng.integers(0, 50_000, 60_000),
-        "repeated": np.repeat(rng.integers(0, 50_000, (30, 1_000)), 2, axis=0).reshape(-1),  # all of it twice, at full depth
+        "repeated": np.repeat(rng.integers(0, 50_000, (30, 1_000)), 2, axis=0).reshape(
+            -1
+        ),  # all of it twice, at full depth
         "constant": np.full(60_000, 7),
     }[kind]
     tree = SuffixTree(24, bound)
@@ -188,7 +215,9 @@ def test_past_answers_are_drafted_from_and_the_oldest_forgotten() -> None:
     suffix = drafter(suffix_decoding_max_cached_requests=2)
     for i in range(3):
         answered(suffix, f"past {i}", [10 * i + 100 + j for j in range(6)])
-    found = [drafted(suffix, request_of([1, 10 * i + 100, 10 * i + 101], f"new {i}"), budget=2) for i in range(3)]
+    found = [
+        drafted(suffix, request_of([1, 10 * i + 100, 10 * i + 101], f"new {i}"), budget=2) for i in range(3)
+    ]
     assert found == [[], [112, 113], [122, 123]]
     nothing = drafter(suffix_decoding_max_cached_requests=0)
     answered(nothing, "past", [100, 101, 102])

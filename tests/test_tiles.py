@@ -22,7 +22,16 @@ def scorer(queries: int, span: int) -> Callable[..., None]:
     @numba.njit
     def score(q, keys, places, out):  # type: ignore[no-untyped-def]
         for p in range(0, POSITIONS, span):
-            score_tile(queries, span, address(q), address(keys), address(places) + p * PLACE, DIM, address(out) + p * 4, POSITIONS * 4)
+            score_tile(
+                queries,
+                span,
+                address(q),
+                address(keys),
+                address(places) + p * PLACE,
+                DIM,
+                address(out) + p * 4,
+                POSITIONS * 4,
+            )
 
     return score
 
@@ -44,7 +53,10 @@ def weighed(scores, scale, total):  # type: ignore[no-untyped-def]
 def cached(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of a cache and where they lie in it, in bytes, in no order."""
     generator = np.random.default_rng(seed)
-    rows, offsets = generator.standard_normal((SLOTS, HEADS, DIM)).astype(np.float32), generator.permutation(SLOTS) * HEADS * DIM * 4
+    rows, offsets = (
+        generator.standard_normal((SLOTS, HEADS, DIM)).astype(np.float32),
+        generator.permutation(SLOTS) * HEADS * DIM * 4,
+    )
     return rows, np.stack([offsets, offsets], 1)
 
 
@@ -88,7 +100,9 @@ def test_sums_are_right_and_may_be_taken_up_anywhere(queries: int) -> None:
     size=st.sampled_from([0.0, 1e-6, 1.0, 30.0, 1e4]),
     shift=st.sampled_from([0.0, -900.0, 900.0]),
 )
-def test_weights_are_powers_of_two_over_the_whole_range(turns: int, seed: int, size: float, shift: float) -> None:
+def test_weights_are_powers_of_two_over_the_whole_range(
+    turns: int, seed: int, size: float, shift: float
+) -> None:
     scores = (size * np.random.default_rng(seed).standard_normal(turns * LANES) + shift).astype(np.float32)
     weights, total, scale = scores.copy(), np.zeros(1, np.float32), np.float32(0.18)
     weighed(weights, scale, total)

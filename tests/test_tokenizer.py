@@ -1,4 +1,6 @@
-"""Rebuilt tokenizers give the ids of the originals: trained here for every family, and the default model against transformers."""
+"""Rebuilt tokenizers give the ids of the originals: trained here for every family, and the default model
+against transformers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
-from paceline.errors import ConfigError, ModelFileError, RequestError
+from paceline.core.errors import ConfigError, ModelFileError, RequestError
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import TokenizerSource, open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
@@ -37,7 +39,9 @@ CORPUS = [
 ]
 TRAINING = CORPUS * 3 + [" ".join(f"the{i} and that ing {i * 37} tion's" for i in range(200))]
 SPECIAL, PLAIN = ["<|end|>", "<|start|>"], ["<think>", "</think>"]
-texts = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n\t\r'sS19aZ▁<|>\u00a0é中🎉")), max_size=60)
+texts = st.text(
+    st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n\t\r'sS19aZ▁<|>\u00a0é中🎉")), max_size=60
+)
 
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,13 +65,37 @@ def _gpt2() -> Any:
 # Each family as its published tokenizer.json has it: name -> (pre-tokenizer, NFC?, ignore_merges?)
 FAMILIES: dict[str, tuple[Any, bool, bool]] = {
     "gpt-2": (_gpt2(), False, False),
-    "smollm": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()]), False, False),
-    "starcoder": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()]), False, False),
-    "llama-bpe": (_split(rf"{ENGLISH}|{LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"), False, True),
+    "smollm": (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()]),
+        False,
+        False,
+    ),
+    "starcoder": (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()]),
+        False,
+        False,
+    ),
+    "llama-bpe": (
+        _split(rf"{ENGLISH}|{LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"),
+        False,
+        True,
+    ),
     "qwen2": (_split(rf"{ENGLISH}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"), True, False),
-    "deepseek-r1-qwen": (_split(rf"{ENGLISH}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"), False, False),
-    "tekken": (_split(CASED.replace("SUFFIX", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST), False, True),
-    "gpt-4o": (_split(CASED.replace("SUFFIX", ENGLISH + "?") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST), False, False),
+    "deepseek-r1-qwen": (
+        _split(rf"{ENGLISH}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"),
+        False,
+        False,
+    ),
+    "tekken": (
+        _split(CASED.replace("SUFFIX", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST),
+        False,
+        True,
+    ),
+    "gpt-4o": (
+        _split(CASED.replace("SUFFIX", ENGLISH + "?") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST),
+        False,
+        False,
+    ),
     "default": (_split(r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), False, False),
 }
 
@@ -79,7 +107,10 @@ def _train(pre: Any, nfc: bool, ignore_merges: bool) -> Backend:
     special = [AddedToken(t, normalized=False, special=True) for t in SPECIAL]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
-        TRAINING, trainers.BpeTrainer(vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        TRAINING,
+        trainers.BpeTrainer(
+            vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     backend.add_tokens([AddedToken(t, normalized=False) for t in PLAIN])
     return backend
@@ -113,7 +144,9 @@ def test_rebuilt_byte_level_on_the_corpus(pair: tuple[PreTrainedTokenizerFast, T
         ids = ours.encode(text)
         assert ids == theirs.encode(text), text
         assert ours.decode(ids, skip_special=False) == theirs.decode(ids, clean_up_tokenization_spaces=False)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 @settings(max_examples=100, deadline=None)
@@ -126,7 +159,12 @@ def test_rebuilt_byte_level_on_any_text(pair: tuple[PreTrainedTokenizerFast, Tok
 @pytest.mark.parametrize("name", sorted(SPLITTINGS))
 def test_every_known_splitting_keeps_the_text(name: str) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": alphabet, "tokenizer.ggml.merges": []}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": alphabet,
+        "tokenizer.ggml.merges": [],
+    }
     tokenizer = Tokenizer.from_source(TokenizerSource(gguf_metadata=metadata))
     for text in CORPUS:
         kept = unicodedata.normalize("NFC", text) if SPLITTINGS[name].normalizes_nfc else text
@@ -141,26 +179,38 @@ def _spaced(with_prefix: bool) -> tuple[Backend, dict[str, Any]]:
     learner.train_from_iterator(TRAINING, trainer)
     learned = learner.get_vocab()
     spaces = [] if with_prefix else ["▁" * n for n in range(2, 9)]
-    by_rank = sorted((t for t in learned if t not in {*spaces, *SPECIAL, *PLAIN}), key=lambda t: (len(t) == 1, learned[t]))
+    by_rank = sorted(
+        (t for t in learned if t not in {*spaces, *SPECIAL, *PLAIN}), key=lambda t: (len(t) == 1, learned[t])
+    )
     tokens = ["<unk>", *SPECIAL, *PLAIN, *spaces, *(f"<0x{b:02X}>" for b in range(256)), *by_rank]
     num_first = len(tokens) - len(by_rank)
     scores = {t: -float(max(0, i - num_first)) for i, t in enumerate(tokens)}
     vocab = {t: i for i, t in enumerate(tokens)}
     merges = generate_merges(
-        vocab, {t: 1e9 - vocab[t] if t in spaces else s for t, s in scores.items()}, skip_tokens={*SPECIAL, *PLAIN, "<unk>"}
+        vocab,
+        {t: 1e9 - vocab[t] if t in spaces else s for t, s in scores.items()},
+        skip_tokens={*SPECIAL, *PLAIN, "<unk>"},
     )
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     prefix = [normalizers.Prepend("▁")] if with_prefix else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if with_prefix else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<unk>", *SPECIAL)])
     backend.add_tokens([AddedToken(t, normalized=False) for t in PLAIN])
-    backend.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", vocab["<|start|>"])])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", vocab["<|start|>"])]
+    )
     kinds = {"<unk>": 2, **dict.fromkeys(SPECIAL, 3), **dict.fromkeys([*PLAIN, *spaces], 4)}
     metadata = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [" " * len(t) if t in spaces else t for t in tokens],  # how gemma files spell them
+        "tokenizer.ggml.tokens": [
+            " " * len(t) if t in spaces else t for t in tokens
+        ],  # how gemma files spell them
         "tokenizer.ggml.scores": [-1000.0 if kinds.get(t) == 4 else scores[t] for t in tokens],
         "tokenizer.ggml.token_type": [kinds.get(t, 6 if t.startswith("<0x") else 1) for t in tokens],
         "tokenizer.ggml.bos_token_id": vocab["<|start|>"],
@@ -212,7 +262,11 @@ def test_default_model_on_the_corpus(default: Tokenizer, reference: Any) -> None
     for text in [*CORPUS, "<|im_start|>user\nHi<|im_end|>\n"]:
         ids = default.encode(text)
         assert ids == reference.encode(text), text
-        assert default.decode(ids, skip_special=False) == reference.decode(ids, clean_up_tokenization_spaces=False) == text
+        assert (
+            default.decode(ids, skip_special=False)
+            == reference.decode(ids, clean_up_tokenization_spaces=False)
+            == text
+        )
 
 
 @settings(max_examples=200, deadline=None)
@@ -220,7 +274,9 @@ def test_default_model_on_the_corpus(default: Tokenizer, reference: Any) -> None
 def test_default_model_on_any_text(default: Tokenizer, reference: Any, text: str) -> None:
     ids = default.encode(text)
     assert ids == reference.encode(text)
-    known = {default.token_bytes(i)[0] for i in range(17, 300) if len(default.token_bytes(i)) == 1}  # a few rare bytes have no token
+    known = {
+        default.token_bytes(i)[0] for i in range(17, 300) if len(default.token_bytes(i)) == 1
+    }  # a few rare bytes have no token
     assert b"".join(map(default.token_bytes, ids)) == bytes(b for b in text.encode() if b in known)
 
 
@@ -258,7 +314,10 @@ def test_json_round_trip(default: Tokenizer, tmp_path: Path) -> None:
 def test_config_adds_tokens_and_bos(default: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(default.json(), encoding="utf-8")
-    config = {"added_tokens_decoder": {"49152": {"content": "<extra>", "special": True}}, "add_bos_token": True}
+    config = {
+        "added_tokens_decoder": {"49152": {"content": "<extra>", "special": True}},
+        "add_bos_token": True,
+    }
     bigger = Tokenizer.from_source(TokenizerSource(json_path=path, config=config, bos_id=1))
     assert bigger.encode("a<extra>") == [1, *default.encode("a"), 49_152]
     assert 49_152 in bigger.special_ids
@@ -319,7 +378,10 @@ def test_damaged_files_are_named(change: dict[str, Any], words: str) -> None:
 
 def test_damaged_json_and_bad_text_are_named(default: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    for path, words in ((tmp_path / "tokenizer.json", "not a tokenizer.json"), (tmp_path / "none.json", "no such tokenizer file")):
+    for path, words in (
+        (tmp_path / "tokenizer.json", "not a tokenizer.json"),
+        (tmp_path / "none.json", "no such tokenizer file"),
+    ):
         with pytest.raises(ModelFileError, match=words):
             Tokenizer.from_source(TokenizerSource(json_path=path))
     with pytest.raises(ModelFileError, match="has no tokenizer"):

@@ -18,7 +18,13 @@ def sorted_top(logits: torch.Tensor, k: int) -> list[list[int]]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 5 * BLOCK), st.integers(1, 16), st.integers(0, 2**31), st.sampled_from([2, 30, 10**6]))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 5 * BLOCK),
+    st.integers(1, 16),
+    st.integers(0, 2**31),
+    st.sampled_from([2, 30, 10**6]),
+)
 def test_it_is_the_head_of_the_sorted_row(rows: int, width: int, k: int, seed: int, levels: int) -> None:
     """Few levels: many ties. Rows that are minus infinity or not a number in part or whole come up too."""
     rng = np.random.default_rng(seed)

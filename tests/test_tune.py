@@ -1,4 +1,6 @@
-"""`paceline tune`: what it predicts from listening is what drafting then does, step for step; the command as a user meets it."""
+"""`paceline tune`: what it predicts from listening is what drafting then does, step for step; the command as
+a user meets it.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,26 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
+from paceline.core.params import SamplingParams
+from paceline.core.tree import Tree
+from paceline.core.types import Draft
 from paceline.engine import costs
 from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
 from paceline.engine.profile import DrafterProfile, load_profile, save_profile
-from paceline.params import SamplingParams
-from paceline.tune.guesses import Account, Listening, acceptance, best, followed
-from paceline.tune.predict import Prices, predict
-from paceline.types import Draft
-from paceline.verify.tree import Tree
+from paceline.measure.tuning.guesses import Account, Listening, acceptance, best, followed
+from paceline.measure.tuning.predict import Prices, predict
 from tests.laws.harness import engine_with, prompts, request_of, run
 
 TEXTS = ("the line the line the line the line", "who rides in front? who rides in front? who rides")
-FREE = Prices(CostModel({1: 1.0, 2: 1.2, 4: 1.6, 8: 3.0}), host=0.1, asking=0.0, beside=0.0, catching_up=0.0, is_free=True)
+FREE = Prices(
+    CostModel({1: 1.0, 2: 1.2, 4: 1.6, 8: 3.0}),
+    host=0.1,
+    asking=0.0,
+    beside=0.0,
+    catching_up=0.0,
+    is_free=True,
+)
 
 
 def guessing(text: list[int], hits: list[int], length: int) -> Account:
@@ -37,7 +46,8 @@ def guessing(text: list[int], hits: list[int], length: int) -> Account:
     for at in range(1, len(text)):
         right = text[at : at + min(hits[at], length)]
         guesses[at] = Draft(
-            Tree.chain(text[at - 1], [*right, *[-1] * (length - len(right))]), chances=tuple(0.9**i for i in range(length + 1))
+            Tree.chain(text[at - 1], [*right, *[-1] * (length - len(right))]),
+            chances=tuple(0.9**i for i in range(length + 1)),
         )
     return Account(10, text, len(text), guesses, is_everywhere=True)
 
@@ -96,7 +106,9 @@ SAME_GUESSES = [
 
 @pytest.mark.parametrize("options", SAME_GUESSES, ids=lambda options: f"{options['method']}{len(options)}")
 def test_listening_tells_every_step_of_drafting(options: dict[str, Any]) -> None:
-    """The engine, drafting k tokens for real, takes as many steps and checks as many tokens as the walk says."""
+    """The engine, drafting k tokens for real, takes as many steps and checks as many tokens as the walk
+    says.
+    """
     most, params = 4, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     listened = engine_with(options, num_speculative_tokens=most)
     assert listened.proposer is not None
@@ -133,14 +145,25 @@ def test_who_lives_on_being_checked_is_checked() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: LLM) -> Path:
-    """With a cache of its own; the tiny model was loaded once, so no command below compiles kernels and says so."""
+    """With a cache of its own; the tiny model was loaded once, so no command below compiles kernels and says
+    so.
+    """
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
     return tmp_path
 
 
 def invoke(folder: Path, model: Path, *arguments: str) -> Any:
-    flags = ["tune", "--model", str(model), "--prompts", str(folder / "prompts.txt"), "--max-tokens", "20", *arguments]
+    flags = [
+        "tune",
+        "--model",
+        str(model),
+        "--prompts",
+        str(folder / "prompts.txt"),
+        "--max-tokens",
+        "20",
+        *arguments,
+    ]
     return CliRunner().invoke(app, flags)
 
 
@@ -158,8 +181,13 @@ def test_the_report_the_plot_and_the_profile(folder: Path, tiny_folder: Path) ->
     assert (found["prompts"], found["tokens"]) == (2, 40)
     for name, drafter in found["drafters"].items():
         ks = [row["k"] for row in drafter["lengths"]]
-        assert ks == {"lookahead": [1, 2], "early_exit": [1, 2, 3, 4], "quantized": [1, 2, 3, 4]}.get(name, [1, 2, 3, 4, 6])
-        assert all(row["measured"] > 0 and row["speedup"] > 0 and 1 <= row["tau"] <= row["k"] + 1 for row in drafter["lengths"])
+        assert ks == {"lookahead": [1, 2], "early_exit": [1, 2, 3, 4], "quantized": [1, 2, 3, 4]}.get(
+            name, [1, 2, 3, 4, 6]
+        )
+        assert all(
+            row["measured"] > 0 and row["speedup"] > 0 and 1 <= row["tau"] <= row["k"] + 1
+            for row in drafter["lengths"]
+        )
         assert drafter["best_k"] == max(drafter["lengths"], key=lambda row: row["measured"])["k"]
         assert drafter["predicted"][0] == 1
         assert name in done.stdout
@@ -212,8 +240,20 @@ def test_answers_that_cannot_be_timed_are_reported(folder: Path, tiny: LLM, tiny
 def test_an_interrupt_saves_nothing(folder: Path, tiny_folder: Path) -> None:
     (folder / "prompts.txt").write_text("\n".join(f"{TEXTS[0]} {i}" for i in range(2000)))
     code = "from paceline.cli.entry import main; raise SystemExit(main())"
-    flags = ["tune", "--model", str(tiny_folder), "--prompts", str(folder / "prompts.txt"), "--methods", "ngram", "--limit", "2000"]
-    with subprocess.Popen([sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ) as process:
+    flags = [
+        "tune",
+        "--model",
+        str(tiny_folder),
+        "--prompts",
+        str(folder / "prompts.txt"),
+        "--methods",
+        "ngram",
+        "--limit",
+        "2000",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith(b"timing ngram"):
@@ -242,7 +282,9 @@ def test_an_interrupt_saves_nothing(folder: Path, tiny_folder: Path) -> None:
         (["--dtype", "int9"], "int9"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(folder: Path, tiny_folder: Path, arguments: list[str], named: str) -> None:
+def test_what_a_user_can_mend_is_one_line(
+    folder: Path, tiny_folder: Path, arguments: list[str], named: str
+) -> None:
     done = invoke(folder, tiny_folder, *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert named in done.stderr.splitlines()[-1]

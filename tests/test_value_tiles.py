@@ -1,4 +1,6 @@
-"""Sums of rounded values: weights are right to 14 bits, sums are exact integers, and what is not a number does not vanish."""
+"""Sums of rounded values: weights are right to 14 bits, sums are exact integers, and what is not a number
+does not vanish.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,41 @@ import pytest
 from paceline.cpu.lanes import LANES, address
 from paceline.cpu.paged import TURNED, _turn
 from paceline.cpu.tiles import PLACE
-from paceline.cpu.value_tiles import ADDED, CHUNK, LARGEST, LONGEST, add_turned, combine, round_value, weigh_rounded
+from paceline.cpu.value_tiles import (
+    ADDED,
+    CHUNK,
+    LARGEST,
+    LONGEST,
+    add_turned,
+    combine,
+    round_value,
+    weigh_rounded,
+)
 
 DIM, SLOTS = 32, 3 * CHUNK
 
 
 @numba.njit
 def weighed(scores, scales, total):  # type: ignore[no-untyped-def]
-    weigh_rounded(address(scores), address(scales), len(scores) // LANES, np.float32(0.5), address(scores), address(total))
+    weigh_rounded(
+        address(scores),
+        address(scales),
+        len(scores) // LANES,
+        np.float32(0.5),
+        address(scores),
+        address(total),
+    )
 
 
 @numba.njit
 def rounded(x, out, scales):  # type: ignore[no-untyped-def]
     for i in range(len(x)):
-        round_value(address(x) + i * x.shape[1] * 4, x.shape[1], address(out) + i * x.shape[1], address(scales) + i * 4)
+        round_value(
+            address(x) + i * x.shape[1] * 4,
+            x.shape[1],
+            address(out) + i * x.shape[1],
+            address(scales) + i * 4,
+        )
 
 
 @cache
@@ -83,7 +106,10 @@ def test_values_of_zero_weigh_nothing_and_what_is_not_a_number_does_not_vanish()
 
 
 def test_a_value_is_rounded_by_its_largest_number() -> None:
-    x = np.random.default_rng(1).standard_normal((40, 80)).astype(np.float32) * np.logspace(-8, 8, 40, dtype=np.float32)[:, None]
+    x = (
+        np.random.default_rng(1).standard_normal((40, 80)).astype(np.float32)
+        * np.logspace(-8, 8, 40, dtype=np.float32)[:, None]
+    )
     x[7] = 0
     out, scales = np.full(x.shape, 99, np.int8), np.full(40, 9, np.float32)
     rounded(x, out, scales)
@@ -101,7 +127,18 @@ def test_sums_are_exact_wherever_a_stretch_begins_and_ends(queries: int) -> None
     places = np.zeros((SLOTS + 2 * CHUNK, 2), np.int64)
     places[:SLOTS, 0] = order * DIM
     turned, weights = np.full(TURNED, 77, np.int8), split(whole)
-    for first, last in ((0, 1), (0, CHUNK), (3, 4), (5, 7), (6, 9), (7, 8), (2, 2 + CHUNK), (13, 100), (8, 24), (1, 20)):
+    for first, last in (
+        (0, 1),
+        (0, CHUNK),
+        (3, 4),
+        (5, 7),
+        (6, 9),
+        (7, 8),
+        (2, 2 + CHUNK),
+        (13, 100),
+        (8, 24),
+        (1, 20),
+    ):
         sums = generator.integers(-99, 99, (queries, 2, LANES)).astype(np.int32)
         before, parts = sums.astype(int), np.stack([whole >> 7, whole & 127], 1)[:, :, first:last]
         adder(queries)(weights, values, places, first, last, turned, sums)
@@ -110,6 +147,9 @@ def test_sums_are_exact_wherever_a_stretch_begins_and_ends(queries: int) -> None
 
 def test_the_longest_sums_fit_and_halves_are_put_together() -> None:
     assert 127 * 127 * LONGEST < 2**31
-    out, sums = np.zeros(LANES, np.float32), np.stack([np.arange(LANES) - 5, np.arange(LANES) * 7]).astype(np.int32)
+    out, sums = (
+        np.zeros(LANES, np.float32),
+        np.stack([np.arange(LANES) - 5, np.arange(LANES) * 7]).astype(np.int32),
+    )
     combined(sums, 0.25, out)
     np.testing.assert_array_equal(out, (sums[0] * 128 + sums[1]) * 0.25)

@@ -1,4 +1,6 @@
-"""Every instruction set gives the same integers: tiles of each variant run here bit for bit alike, and so does a whole model."""
+"""Every instruction set gives the same integers: tiles of each variant run here bit for bit alike, and so
+does a whole model.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,20 @@ import pytest
 import torch
 from llvmlite import binding, ir
 
+from paceline.core.errors import ConfigError
 from paceline.cpu import dots, features, key_tiles
 from paceline.cpu.lanes import INT64, Emitter
 from paceline.cpu.tiles import AHEAD, PLACE, SCORED, SPAN
-from paceline.errors import ConfigError
-from paceline.loaders.quantize import GROUP, Quantized, pack_quantized
+from paceline.models.quantize import GROUP, Quantized, pack_quantized
 from tests.odd_models import DTYPES, digest
 
 VNNI = {8: "llvm.x86.avx512.vpdpbusd.256", 4: "llvm.x86.avx512.vpdpbusd.128"}  # by the sums of a register
 
 
 def emulation(sums: int) -> str:
-    """What the instruction does, for processors that lack it: unsigned times signed bytes, four products to a sum that wraps around."""
+    """What the instruction does, for processors that lack it: unsigned times signed bytes, four products to a
+    sum that wraps around.
+    """
     total, narrow, wide = f"<{sums} x i32>", f"<{4 * sums} x i8>", f"<{4 * sums} x i32>"
     lines = [
         f"%a = zext {narrow} %x to {wide}",
@@ -45,7 +49,10 @@ def emulation(sums: int) -> str:
     return f"define {total} @emulated{sums}({total} %start, {narrow} %x, {narrow} %y) {{\n  {body}\n}}\n"
 
 
-RUNNABLE = [*features.available(), *({"vnni"} - set(features.available()))]  # vnni runs everywhere, emulated where it must be
+RUNNABLE = [
+    *features.available(),
+    *({"vnni"} - set(features.available())),
+]  # vnni runs everywhere, emulated where it must be
 
 
 def variant_of(module: ModuleType, variant: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -74,7 +81,9 @@ def function_source(num_arguments: int, write: Callable[..., None]) -> str:
 
 
 def tile_source(kind: ModuleType, bits: int, tokens: int) -> str:
-    return function_source(10, lambda emit, *at: kind._tile(emit, bits, tokens, kind.Sources(*at[:7]), *at[7:]))
+    return function_source(
+        10, lambda emit, *at: kind._tile(emit, bits, tokens, kind.Sources(*at[:7]), *at[7:])
+    )
 
 
 class Compiled:
@@ -94,7 +103,9 @@ class Compiled:
         module.verify()
         self._engine = binding.create_mcjit_compiler(module, target)
         self._engine.finalize_object()
-        self.run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments)(self._engine.get_function_address("tile"))
+        self.run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments)(
+            self._engine.get_function_address("tile")
+        )
 
 
 class Tile:
@@ -102,8 +113,12 @@ class Tile:
         self._tile = Compiled(tile_source(kind, bits, tokens), 10)
         self.bits, self.tokens = bits, tokens
 
-    def __call__(self, packed: torch.Tensor, x: np.ndarray, scales: np.ndarray, bias: np.ndarray) -> np.ndarray:
-        """packed [1, groups, bytes], x [tokens, k] int8, scales [groups, tokens] float32, bias [8] -> [tokens, 8]."""
+    def __call__(
+        self, packed: torch.Tensor, x: np.ndarray, scales: np.ndarray, bias: np.ndarray
+    ) -> np.ndarray:
+        """packed [1, groups, bytes], x [tokens, k] int8, scales [groups, tokens] float32, bias [8] ->
+        [tokens, 8].
+        """
         groups = len(scales)
         sums = x.reshape(self.tokens, groups, -1).sum(2, dtype=np.int32).T.copy()  # [groups, tokens]
         y = np.full((self.tokens, 8), np.nan, np.float32)
@@ -123,10 +138,15 @@ class Case:
         self.weights = draw(low, high, (8, k)).astype(np.int8)
         self.x = draw(-127, 127, (tokens, k)).astype(np.int8)
         self.bias = rng.standard_normal(8, dtype=np.float32)
-        self.scales = torch.from_numpy(rng.integers(1, 60_000, (8, groups)) / 65536).float().mul(256).half().float() / 256
+        self.scales = (
+            torch.from_numpy(rng.integers(1, 60_000, (8, groups)) / 65536).float().mul(256).half().float()
+            / 256
+        )
         self.minima = self.scales.flip(0) if bits == 4 else None
         self.token_scales = rng.random((groups, tokens), dtype=np.float32)
-        self.packed = pack_quantized(Quantized(torch.from_numpy(self.weights), self.scales, self.minima), bits)
+        self.packed = pack_quantized(
+            Quantized(torch.from_numpy(self.weights), self.scales, self.minima), bits
+        )
 
     def exact(self) -> np.ndarray:
         """[tokens, 8] in double precision."""
@@ -155,7 +175,9 @@ CASES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("variant", RUNNABLE)
-def test_a_tile_is_right_and_every_variant_and_height_gives_the_same_bits(variant: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_is_right_and_every_variant_and_height_gives_the_same_bits(
+    variant: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heights = range(1, dots.MAX_TOKENS + 1)
     tiles = {n: Tile(dots_of(variant, monkeypatch), bits, n) for n in heights}
     plain = {n: Tile(dots_of("plain", monkeypatch), bits, n) for n in heights}
@@ -173,21 +195,29 @@ def test_a_tile_is_right_and_every_variant_and_height_gives_the_same_bits(varian
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("extensions", ["+avx2,+fma,+avxvnni", "+avx2,+fma,+avx512vl,+avx512vnni"])
-def test_x86_code_uses_the_dot_product_instruction(bits: int, extensions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x86_code_uses_the_dot_product_instruction(
+    bits: int, extensions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wrong argument types would not verify, and an instruction that was lost would be a slow loop."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    target = binding.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(features=extensions, opt=3)
+    target = binding.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(
+        features=extensions, opt=3
+    )
     module = binding.parse_assembly(tile_source(dots_of("vnni", monkeypatch), bits, tokens=4))
     module.verify()
     code = target.emit_assembly(module)
-    assert code.count("vpdpbusd") == 4 * GROUP[bits] // 4  # one for each token and four values of k, 8 rows at once
+    assert (
+        code.count("vpdpbusd") == 4 * GROUP[bits] // 4
+    )  # one for each token and four values of k, 8 rows at once
     assert "call" not in code
 
 
 @pytest.mark.parametrize("dim", [16, 48, 64])
 @pytest.mark.parametrize("variant", RUNNABLE)
-def test_scores_of_every_variant_are_those_of_the_plain_one(variant: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_every_variant_are_those_of_the_plain_one(
+    variant: str, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kinds = [variant_of(key_tiles, name, monkeypatch) for name in (variant, "plain")]
     rng, width, slots = np.random.default_rng(dim), dim + key_tiles.TAIL, 2 * AHEAD
     for limits in ((-127, 128), (127, 128), (-127, -126)):
@@ -201,9 +231,18 @@ def test_scores_of_every_variant_are_those_of_the_plain_one(variant: str, dim: i
         for kind in kinds:
             for span in (SPAN, 1):
                 out = np.zeros((SCORED, SPAN), np.float32)
-                tile = Compiled(function_source(6, lambda emit, *at, kind=kind, span=span: kind._tile(emit, SCORED, span, *at)), 6)
+                tile = Compiled(
+                    function_source(
+                        6, lambda emit, *at, kind=kind, span=span: kind._tile(emit, SCORED, span, *at)
+                    ),
+                    6,
+                )
                 for p in range(0, SPAN, span):
-                    at = [heads.ctypes.data + slots * width, heads.ctypes.data, places.ctypes.data + p * PLACE]
+                    at = [
+                        heads.ctypes.data + slots * width,
+                        heads.ctypes.data,
+                        places.ctypes.data + p * PLACE,
+                    ]
                     tile.run(*at, dim, out.ctypes.data + 4 * p, 4 * SPAN)
                 found.append(out.tobytes())
         assert len(set(found)) == 1
@@ -214,7 +253,9 @@ def test_scores_of_every_variant_are_those_of_the_plain_one(variant: str, dim: i
 def test_x86_scores_use_the_dot_product_instruction(extensions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    target = binding.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(features=extensions, opt=3)
+    target = binding.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(
+        features=extensions, opt=3
+    )
     kind = variant_of(key_tiles, "vnni", monkeypatch)
     module = binding.parse_assembly(function_source(6, lambda emit, *at: kind._tile(emit, 3, SPAN, *at)))
     module.verify()
@@ -235,7 +276,9 @@ def other_process(*arguments: str, timeout: float = 1200, **variables: str) -> l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_processor_without_dot_products_gives_the_same_logits(dtype: str, pytestconfig: pytest.Config) -> None:
+def test_a_processor_without_dot_products_gives_the_same_logits(
+    dtype: str, pytestconfig: pytest.Config
+) -> None:
     """Kernels of another variant must not replace the ones on disk, so they have a folder of their own."""
     assert pytestconfig.cache is not None
     folder = pytestconfig.cache.mkdir("plain_kernels")
@@ -250,7 +293,9 @@ def test_the_number_of_threads_changes_no_bit(dtype: str) -> None:
 
 
 def test_a_limit_on_threads_is_noticed_and_nothing_hangs() -> None:
-    found = other_process("int8", "2", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2", OMP_THREAD_LIMIT="1", timeout=300)
+    found = other_process(
+        "int8", "2", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2", OMP_THREAD_LIMIT="1", timeout=300
+    )
     assert found == [features.VARIANT, digest("int8")]
 
 
@@ -258,13 +303,27 @@ def test_roll_call_counts_the_threads_that_really_run() -> None:
     code = "from paceline.cpu import sync; print(sync.roll_call(1), sync.roll_call(2), sync.num_threads())"
     answers = {}
     for limit in ("8", "1"):
-        environment = {**os.environ, "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": limit}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=300)
+        environment = {
+            **os.environ,
+            "NUMBA_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": "2",
+            "OMP_THREAD_LIMIT": limit,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
         answers[limit] = done.stdout.split()
     assert answers == {"8": ["True", "True", "2"], "1": ["True", "False", "1"]}
 
 
-@pytest.mark.parametrize("wanted", ["neon", "SDOT", *(v for v in features.VARIANTS if v not in features.available())])
+@pytest.mark.parametrize(
+    "wanted", ["neon", "SDOT", *(v for v in features.VARIANTS if v not in features.available())]
+)
 def test_instructions_that_are_not_there_are_refused(wanted: str) -> None:
     with pytest.raises(ConfigError, match=f"PACELINE_CPU is '{wanted}'; this processor can use .*plain"):
         features.choose(wanted)
@@ -272,7 +331,13 @@ def test_instructions_that_are_not_there_are_refused(wanted: str) -> None:
 
 def test_a_wrong_choice_is_one_line_for_the_user() -> None:
     environment = {**os.environ, "PACELINE_CPU": "quick"}
-    arguments = [sys.executable, "-c", "from paceline.cli.entry import main; raise SystemExit(main())", "generate", "Hello"]
+    arguments = [
+        sys.executable,
+        "-c",
+        "from paceline.cli.entry import main; raise SystemExit(main())",
+        "generate",
+        "Hello",
+    ]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "PACELINE_CPU is 'quick'" in done.stderr

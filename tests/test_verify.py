@@ -1,4 +1,6 @@
-"""`paceline verify` finds nothing where there is nothing to find, and does find a fault that is put in on purpose."""
+"""`paceline verify` finds nothing where there is nothing to find, and does find a fault that is put in on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from paceline.cli import verify
 from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
 from paceline.cli.verify_equality import MODES, NEAR_TIE, Examination, Mode, _logprob, first_difference
+from paceline.core.accept import accept
+from paceline.core.chi_square import chi_square_p_value
+from paceline.core.noise import Purpose, gumbel
+from paceline.core.types import Draft, Request, Verdict
+from paceline.drafters.registry import DRAFTERS, HEADS
 from paceline.engine import verdicts
-from paceline.prompts import Prompt
-from paceline.proposers.registry import DRAFTERS, HEADS
-from paceline.types import Draft, Request, Verdict
-from paceline.verify.accept import accept
-from paceline.verify.chi_square import chi_square_p_value
-from paceline.verify.noise import Purpose, gumbel
+from paceline.measure.prompts import Prompt
 
 TEXTS = ("the line the line the line", "who rides in front? who rides", "def ride(line): return")
 KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "near_ties", "tau"}
@@ -32,7 +34,9 @@ KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "near
 
 @pytest.fixture(scope="module")
 def tiny(tiny: LLM, tiny_folder: Path) -> str:
-    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says so."""
+    """The folder; the model was loaded once, so no command below is the one that compiles kernels and says
+    so.
+    """
     return str(tiny_folder)
 
 
@@ -40,14 +44,27 @@ def tiny(tiny: LLM, tiny_folder: Path) -> str:
 def landscape(tiny: str) -> distribution.Landscape:
     with LLM(tiny) as llm:
         found = distribution.survey(llm)
-    assert (found.target[()].isfinite() & found.draft[()].isfinite()).any(), "what is drafted must be on the map, or nothing is judged"
+    assert (found.target[()].isfinite() & found.draft[()].isfinite()).any(), (
+        "what is drafted must be on the map, or nothing is judged"
+    )
     return found
 
 
 def run_verify(tiny: str, folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     prompts, report = folder / "prompts.txt", folder / "report.json"
     prompts.write_text("\n".join(TEXTS))
-    flags = ["verify", "--model", tiny, "--prompts", str(prompts), "--json", str(report), "--max-tokens", "12", *arguments]
+    flags = [
+        "verify",
+        "--model",
+        tiny,
+        "--prompts",
+        str(prompts),
+        "--json",
+        str(report),
+        "--max-tokens",
+        "12",
+        *arguments,
+    ]
     done = CliRunner().invoke(app, flags)
     return done.exit_code, done.stdout, json.loads(report.read_text()) if report.exists() else {}
 
@@ -58,7 +75,10 @@ def test_every_drafter_passes(tiny: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert status == 0, text
     assert set(report) == {"ok", "checks", "distribution"}
     assert report["ok"] is True
-    assert all(set(check) == KEYS and check["identical"] is True and check["prompts"] == len(TEXTS) for check in report["checks"])
+    assert all(
+        set(check) == KEYS and check["identical"] is True and check["prompts"] == len(TEXTS)
+        for check in report["checks"]
+    )
     ran = {(check["drafter"], check["temperature"], check["batch"]) for check in report["checks"]}
     drafters = ("auto", *(name for name in DRAFTERS if name not in HEADS))
     assert ran == {(name, mode.temperature, batch) for name in drafters for mode in MODES for batch in (1, 8)}
@@ -70,7 +90,9 @@ def test_every_drafter_passes(tiny: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("mode", MODES)
 def test_where_arithmetic_is_not_exact_a_difference_is_weighed(tiny: str, mode: Mode) -> None:
-    """Texts that part at a token far less likely are different; where two tokens are as good as equal it is a near tie."""
+    """Texts that part at a token far less likely are different; where two tokens are as good as equal it is a
+    near tie.
+    """
     with LLM(tiny, kernels="torch", speculative_config=None, progress=False) as llm:
         examination = Examination([Prompt("p", "chat", TEXTS[0])], [llm.tokenizer.encode(TEXTS[0])], 6)
         (plain,) = examination.plain(llm, mode)
@@ -78,7 +100,10 @@ def test_where_arithmetic_is_not_exact_a_difference_is_weighed(tiny: str, mode: 
         told = examination.check(llm, "none", mode, 1, [other], lambda count: None)
         logits = [_logprob(llm, [*examination.inputs[0], *other[:3]], SamplingParams(temperature=0, max_tokens=1, logprobs=1), t)
                   for t in (other[3], plain[3])]  # fmt: skip
-        noise = gumbel(1000, len(examination.inputs[0]) + 3, Purpose.TARGET, np.array([other[3], plain[3]])) * mode.temperature
+        noise = (
+            gumbel(1000, len(examination.inputs[0]) + 3, Purpose.TARGET, np.array([other[3], plain[3]]))
+            * mode.temperature
+        )
         margin = abs(logits[0] - logits[1] + float(noise[0] - noise[1]))
         assert (len(told.differences), told.num_ties) == ((1, 0) if margin > NEAR_TIE else (0, 1))
         if told.differences:
@@ -87,13 +112,17 @@ def test_where_arithmetic_is_not_exact_a_difference_is_weighed(tiny: str, mode: 
 
 def test_a_prompt_that_does_not_fit_is_named(tiny: str, tmp_path: Path) -> None:
     prompts = tmp_path / "long.jsonl"
-    prompts.write_text("\n".join(json.dumps({"question_id": i, "prompt": "riders " * n}) for i, n in ((501, 2), (502, 4000))))
+    prompts.write_text(
+        "\n".join(json.dumps({"question_id": i, "prompt": "riders " * n}) for i, n in ((501, 2), (502, 4000)))
+    )
     done = CliRunner().invoke(app, ["verify", "--model", tiny, "--prompts", str(prompts)])
     assert done.exit_code == 2
     assert "error: prompt 502: the prompt has" in done.stderr
 
 
-def test_another_tokenizer_is_found_before_the_work(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tokenizer_is_found_before_the_work(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny, other)
     words = json.loads((other / "tokenizer.json").read_text())
@@ -107,11 +136,15 @@ def test_another_tokenizer_is_found_before_the_work(tiny: str, tmp_path: Path, m
     assert "another tokenizer" in done.stderr
 
 
-def test_a_broken_rule_is_reported_with_its_place(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rule_is_reported_with_its_place(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def accept_all(request: Request, draft: Draft, logits: torch.Tensor, *rest: Any, **more: Any) -> Verdict:
         honest = accept(request, draft, logits, *rest, **more)
         whole = tuple(range(len(draft.tree.tokens))) if draft.tree.is_chain else honest.path
-        return honest._replace(path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1]))
+        return honest._replace(
+            path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1])
+        )
 
     monkeypatch.setattr(verdicts, "accept", accept_all)
     monkeypatch.setattr(distribution, "NUM_SAMPLES", 200)
@@ -150,7 +183,9 @@ def test_each_rule_follows_the_target(landscape: distribution.Landscape, rule: s
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "siblings"])
-def test_a_rule_that_keeps_all_is_caught(landscape: distribution.Landscape, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_keeps_all_is_caught(
+    landscape: distribution.Landscape, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def keep_first(request: Request, draft: Draft, logits: torch.Tensor) -> Verdict:
         path = (*request.output, *draft.tree.tokens[1:2])
         if draft.num_drafted == 0 or path not in landscape.target:

@@ -1,4 +1,5 @@
-"""vLLM with a head of ours, run in its own environment: `python vllm_worker.py ASKED.json ANSWERS.json`. Imports nothing of Paceline.
+"""vLLM with a head of ours, run in its own environment: `python vllm_worker.py ASKED.json ANSWERS.json`.
+Imports nothing of Paceline.
 
 Counts are vLLM's own metrics: drafts, and tokens accepted at each place of a draft.
 """
@@ -31,9 +32,15 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
         speculative_config=asked["speculative"],
     )
-    params = vllm.SamplingParams(temperature=0, max_tokens=asked["num_tokens"], stop_token_ids=asked["stop"], detokenize=False)
+    params = vllm.SamplingParams(
+        temperature=0, max_tokens=asked["num_tokens"], stop_token_ids=asked["stop"], detokenize=False
+    )
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], params)
-    counts = {metric.name.removeprefix(PREFIX): metric for metric in llm.get_metrics() if metric.name.startswith(PREFIX)}
+    counts = {
+        metric.name.removeprefix(PREFIX): metric
+        for metric in llm.get_metrics()
+        if metric.name.startswith(PREFIX)
+    }
     return {
         "version": vllm.__version__,
         "ids": [list(output.outputs[0].token_ids) for output in outputs],

@@ -38,7 +38,9 @@ def new_table(title: str, names: Sequence[str], numbers: Sequence[str], folds: b
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for name in names:
         table.add_column(name, overflow="fold", no_wrap=not folds)
     for name in numbers:

@@ -10,21 +10,23 @@ import typer
 
 from paceline.cli import console, options, parsing
 from paceline.cli.bench_console import new_table, telling
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 
 def quality(
     model: options.Model = "default",
     dtypes: Annotated[str, typer.Option(help="Precisions, separated by commas.")] = "float32,int8,int4",
     text: Annotated[Path | None, typer.Option(help="Your text file instead of the shipped one.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the report to this file.")
+    ] = None,
 ) -> None:
     """Perplexity of the same model in several precisions, on contexts of 512 tokens: lower is better.
 
     Weights and activations are rounded as they are when text is generated. The change is against float32.
     """
-    from paceline.bench import plan as planning
-    from paceline.bench.quality import read_text, run
+    from paceline.measure import plan as planning
+    from paceline.measure.quality import read_text, run
 
     parsing.check_target("--json", json_file)
     names = [row.variant for row in planning.our_rows(dtypes, [planning.PLAIN])]
@@ -33,7 +35,9 @@ def quality(
     words = read_text(text)
     with telling(None) as tell:
         report = run(model, names, words, tell)
-    table = new_table(f"perplexity, contexts of {report['context']} tokens", ("dtype",), ("perplexity", "change", "tokens"))
+    table = new_table(
+        f"perplexity, contexts of {report['context']} tokens", ("dtype",), ("perplexity", "change", "tokens")
+    )
     for row in report["rows"]:
         change = "-" if row["change"] is None else f"{row['change']:+.2%}"
         table.add_row(row["dtype"], f"{row['perplexity']:.3f}", change, str(row["tokens"]))

@@ -11,12 +11,12 @@ import typer
 
 from paceline.cli import console, parsing
 from paceline.cli.bench_console import new_table, telling
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.bench.load import Level
+    from paceline.measure.load import Level
 
 _LOAD, _REQUESTS, _REPORT = "Load", "Requests", "Report"
 INTERRUPTED = 130
@@ -27,50 +27,101 @@ led to and share of drafted tokens accepted, by the server's own counters.
 
 
 def serve(
-    base_url: Annotated[str, typer.Option(help="Where the server is, with or without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option("--model", "-m", help="The name to ask for; left out: the first the server has.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_envvar=True)] = None,
-    endpoint: Annotated[str, typer.Option(help="/v1/chat/completions or /v1/completions.")] = "/v1/chat/completions",
+    base_url: Annotated[
+        str, typer.Option(help="Where the server is, with or without /v1.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="The name to ask for; left out: the first the server has."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_envvar=True)
+    ] = None,
+    endpoint: Annotated[
+        str, typer.Option(help="/v1/chat/completions or /v1/completions.")
+    ] = "/v1/chat/completions",
     request_rate: Annotated[
-        str | None, typer.Option(help="Requests a second, several separated by commas; inf: as fast as may be.", rich_help_panel=_LOAD)
+        str | None,
+        typer.Option(
+            help="Requests a second, several separated by commas; inf: as fast as may be.",
+            rich_help_panel=_LOAD,
+        ),
     ] = None,
     max_concurrency: Annotated[
-        str | None, typer.Option(help="Most in flight, several separated by commas; alone it paces the load.", rich_help_panel=_LOAD)
+        str | None,
+        typer.Option(
+            help="Most in flight, several separated by commas; alone it paces the load.",
+            rich_help_panel=_LOAD,
+        ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of each load.", rich_help_panel=_LOAD)] = 32,
-    burstiness: Annotated[float, typer.Option(help="1: Poisson arrivals; less: in bursts; more: more even.", rich_help_panel=_LOAD)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of arrivals and the order of prompts.", rich_help_panel=_LOAD)] = 0,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests beforehand, untimed.", rich_help_panel=_LOAD)] = 1,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="Requests of each load.", rich_help_panel=_LOAD)
+    ] = 32,
+    burstiness: Annotated[
+        float,
+        typer.Option(help="1: Poisson arrivals; less: in bursts; more: more even.", rich_help_panel=_LOAD),
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(help="Of arrivals and the order of prompts.", rich_help_panel=_LOAD)
+    ] = 0,
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Requests beforehand, untimed.", rich_help_panel=_LOAD)
+    ] = 1,
     prompts: Annotated[
-        Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.", rich_help_panel=_REQUESTS)
+        Path | None,
+        typer.Option(
+            help="Your prompts (.jsonl or .txt) instead of the shipped ones.", rich_help_panel=_REQUESTS
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_REQUESTS)] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_REQUESTS)
+    ] = 128,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Always so many (vLLM's and Paceline's servers).", rich_help_panel=_REQUESTS)
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Always so many (vLLM's and Paceline's servers).", rich_help_panel=_REQUESTS
+        ),
     ] = False,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=_REQUESTS)] = 0.0,
     extra_body: Annotated[
         str | None,
-        typer.Option(help='JSON added to every body: {"speculative": "off"}; null takes a field out.', rich_help_panel=_REQUESTS),
+        typer.Option(
+            help='JSON added to every body: {"speculative": "off"}; null takes a field out.',
+            rich_help_panel=_REQUESTS,
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.", rich_help_panel=_REQUESTS)] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a request has failed.", rich_help_panel=_REQUESTS)
+    ] = 600.0,
     goodput: Annotated[
-        str, typer.Option(help="Goals in milliseconds: any of ttft, tpot, e2el; or none.", rich_help_panel=_REPORT)
+        str,
+        typer.Option(
+            help="Goals in milliseconds: any of ttft, tpot, e2el; or none.", rich_help_panel=_REPORT
+        ),
     ] = "ttft:1000,tpot:100",
-    metric_percentiles: Annotated[str, typer.Option(help="Separated by commas.", rich_help_panel=_REPORT)] = "50,90,99",
+    metric_percentiles: Annotated[
+        str, typer.Option(help="Separated by commas.", rich_help_panel=_REPORT)
+    ] = "50,90,99",
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write everything, request by request, to this file.", rich_help_panel=_REPORT)
+        Path | None,
+        typer.Option(
+            "--json", help="Also write everything, request by request, to this file.", rich_help_panel=_REPORT
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw latency and throughput over the loads into this folder.", rich_help_panel=_REPORT)
+        Path | None,
+        typer.Option(
+            help="Also draw latency and throughput over the loads into this folder.", rich_help_panel=_REPORT
+        ),
     ] = None,
 ) -> None:
     """Put load on a running server and tell its latencies, throughput and goodput.
 
-    Requests are sent when they are due (Poisson arrivals at each rate in turn, the same ones for the same seed), whether or not earlier
-    ones have been answered. With --max-concurrency alone, so many are always in flight. Every request is streamed over a connection of
-    its own. Any server with OpenAI's protocol can be measured; where it lets /metrics be read, speculation is reported as well. Ctrl-C
-    ends the load and reports what was measured.
+    Requests are sent when they are due (Poisson arrivals at each rate in turn, the same ones for the same
+    seed), whether or not earlier ones have been answered. With --max-concurrency alone, so many are always in
+    flight. Every request is streamed over a connection of its own. Any server with OpenAI's protocol can be
+    measured; where it lets /metrics be read, speculation is reported as well. Ctrl-C ends the load and
+    reports what was measured.
 
     Examples:
 
@@ -78,11 +129,11 @@ def serve(
 
       paceline bench serve --base-url http://127.0.0.1:8080 --max-concurrency 1,4,16 --ignore-eos
     """
-    from paceline import prompts as prompt_files
-    from paceline.bench import load_plots, plots
-    from paceline.bench.endpoint import endpoint_of
-    from paceline.bench.load_report import goals_of
-    from paceline.bench.serve import CHAT, COMPLETIONS, Options, num_turns, run
+    from paceline.measure import load_plots, plots
+    from paceline.measure import prompts as prompt_files
+    from paceline.measure.endpoint import endpoint_of
+    from paceline.measure.load_report import goals_of
+    from paceline.measure.serve import CHAT, COMPLETIONS, Options, num_turns, run
 
     parsing.check_target("--json", json_file)
     if endpoint not in (CHAT, COMPLETIONS):
@@ -111,10 +162,12 @@ def serve(
 
 def _levels(request_rate: str | None, max_concurrency: str | None) -> tuple[Level, ...]:
     """Every rate with every cap."""
-    from paceline.bench.load import Level
+    from paceline.measure.load import Level
 
     rates = (
-        [math.inf] if request_rate is None and max_concurrency else _numbers("--request-rate", request_rate or "1,2,4", "2 or 1,2,4 or inf")
+        [math.inf]
+        if request_rate is None and max_concurrency
+        else _numbers("--request-rate", request_rate or "1,2,4", "2 or 1,2,4 or inf")
     )
     caps: list[int | None] = [None]
     if max_concurrency is not None:
@@ -148,16 +201,24 @@ def _print(screen: Console, report: dict[str, Any]) -> None:
         return
     goals = ", ".join(f"{name} ≤ {value:g} ms" for name, value in report["goals_ms"].items())
     columns = ("done", "failed", "req/s", "goodput", "tok/s", "in flight", "cached", "τ", "α")
-    table = new_table(f"{report['model']}: throughput" + (f"; goals {goals}" if goals else ""), ("load",), columns)
+    table = new_table(
+        f"{report['model']}: throughput" + (f"; goals {goals}" if goals else ""), ("load",), columns
+    )
     for level in report["levels"]:
         table.add_row(level["load"], *_throughput(level))
     screen.print(table)
     keys = list(next((level["ttft_ms"] for level in report["levels"] if level["ttft_ms"]), {}))
     latencies = new_table("latency, ms", ("load", ""), keys)
     for level in report["levels"]:
-        for i, (name, title) in enumerate((("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "between pieces"), ("e2el", "e2e"))):
+        for i, (name, title) in enumerate(
+            (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "between pieces"), ("e2el", "e2e"))
+        ):
             found = level[f"{name}_ms"] or {}
-            latencies.add_row(level["load"] if i == 0 else "", title, *(f"{found[key]:,.1f}" if key in found else "-" for key in keys))
+            latencies.add_row(
+                level["load"] if i == 0 else "",
+                title,
+                *(f"{found[key]:,.1f}" if key in found else "-" for key in keys),
+            )
     screen.print(latencies)
     console.write(screen, LEGEND, style="dim")
     for level in report["levels"]:
@@ -190,4 +251,8 @@ def _print_troubles(screen: Console, level: dict[str, Any]) -> None:
     for reason, count in level["errors"].items():
         console.write(screen, f"{level['load']}: {count} failed: {reason}\n", style="red")
     if level["tokens_counted_by"] != "server" and level["completed"]:
-        console.write(screen, f"{level['load']}: the server counts no tokens; each piece of text was taken for one\n", style="yellow")
+        console.write(
+            screen,
+            f"{level['load']}: the server counts no tokens; each piece of text was taken for one\n",
+            style="yellow",
+        )

@@ -15,13 +15,13 @@ import typer
 
 from paceline.cli import console, options, parsing
 from paceline.cli.streaming import checked_prompt, collect, on_interrupt
-from paceline.errors import RequestError
+from paceline.core.errors import RequestError
 
 if TYPE_CHECKING:
+    from paceline.api.llm import LLM
+    from paceline.api.results import Chunk
     from paceline.cli.streaming import Answer
-    from paceline.llm import LLM
-    from paceline.params import SamplingParams
-    from paceline.results import Chunk
+    from paceline.core.params import SamplingParams
 
 HELP = "/exit or Ctrl-D leaves, /reset forgets the conversation, /stats shows how fast it went, Ctrl-C stops an answer."
 
@@ -59,13 +59,22 @@ def chat(
     """
     from paceline import LLM, SamplingParams
 
-    sampling = parsing.given(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
+    sampling = parsing.given(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop
+    )
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
-    limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory), "dtype": dtype}
+    limits: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "kv_cache_memory": parsing.memory(kv_cache_memory),
+        "dtype": dtype,
+    }
     limits |= {"device": device, "exact": exact, "load_format": load_format, "kv_cache_dtype": kv_cache_dtype}
     source = console.stdin()
-    with LLM(model, speculative_config=config, **limits) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
+    with (
+        LLM(model, speculative_config=config, **limits) as llm,
+        on_interrupt(lambda *_: None),
+    ):  # between turns there is nothing to stop
         conversation = Conversation(llm, params, system, as_json)
         if source.isatty():
             console.stderr().print(HELP, style="dim")
@@ -142,7 +151,9 @@ class Conversation:
         try:
             checked_prompt(text)
             answer = collect(self.llm.stream_chat(self.messages, self.params), show)
-        except RequestError as error:  # most often a conversation that no longer fits: the session can go on without it
+        except (
+            RequestError
+        ) as error:  # most often a conversation that no longer fits: the session can go on without it
             self.messages.pop()
             console.print_error(RequestError(f"{error} (in a conversation: /reset starts a new one)"))
             return

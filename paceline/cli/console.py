@@ -1,7 +1,9 @@
-"""Where the terminal's words go. Data is written to stdout, everything about the work (progress, errors, hints) to stderr.
+"""Where the terminal's words go. Data is written to stdout, everything about the work (progress, errors,
+hints) to stderr.
 
-Invariant: unstyled text reaches a pipe or a file byte for byte; rich, which expands tabs and drops control characters, only styles.
-Rich leaves colours out by itself when the stream is not a terminal or NO_COLOR is set.
+Invariant: unstyled text reaches a pipe or a file byte for byte; rich, which expands tabs and drops control
+characters, only styles. Rich leaves colours out by itself when the stream is not a terminal or NO_COLOR is
+set.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +31,9 @@ def prepare_streams() -> None:
 def stdin() -> TextIO:
     """UTF-8 whatever the locale; bytes that are not become surrogates, which `as_prompt` refuses by name."""
     if sys.stdin is None or sys.stdin.closed:
-        raise ConfigError("stdin is closed, so nothing can be read from it; pipe text into it, or give the prompt as an argument")
+        raise ConfigError(
+            "stdin is closed, so nothing can be read from it; pipe text into it, or give the prompt as an argument"
+        )
     if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     return sys.stdin

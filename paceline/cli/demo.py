@@ -1,4 +1,6 @@
-"""`paceline demo`: the same prompt twice, plain and with drafts, and what the drafts changed: the time, and nothing else."""
+"""`paceline demo`: the same prompt twice, plain and with drafts, and what the drafts changed: the time, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ import typer
 
 from paceline.cli import console, demo_report, options, parsing
 from paceline.cli.streaming import Answer, Prompt, as_prompt, checked_prompt, collect
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.llm import LLM
-    from paceline.params import SamplingParams
-    from paceline.results import Chunk
+    from paceline.api.llm import LLM
+    from paceline.api.results import Chunk
+    from paceline.core.params import SamplingParams
 
 DEFAULT_PROMPT = "203"
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
@@ -32,7 +34,9 @@ def demo(
     method: options.Method = "auto",
     num_speculative_tokens: options.NumSpeculative = None,
     draft_model: options.DraftModel = None,
-    prompt: Annotated[str, typer.Option(help="Your own text, or the number of a shipped prompt.")] = DEFAULT_PROMPT,
+    prompt: Annotated[
+        str, typer.Option(help="Your own text, or the number of a shipped prompt.")
+    ] = DEFAULT_PROMPT,
     max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="Above 0 both runs use the same seed.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(help="Also save what is shown as a picture.")] = None,
@@ -53,7 +57,9 @@ def demo(
         raise ConfigError(f"--svg is {svg} but --json shows nothing to draw; use one of them")
     config = parsing.speculative_config(None, method, num_speculative_tokens, draft_model)
     if config is None:
-        raise ConfigError(f"--method is {method}, so there is nothing to compare; use auto, suffix, ngram, draft_model or another")
+        raise ConfigError(
+            f"--method is {method}, so there is nothing to compare; use auto, suffix, ngram, draft_model or another"
+        )
     text = checked_prompt(_find_prompt(prompt))
     plain, drafted = _params(temperature, max_tokens)
     screen = None if as_json else console.stdout(is_recorded=svg is not None)
@@ -66,7 +72,9 @@ def demo(
         name_of_drafts = config if isinstance(config, str) else config["method"]
         # Drafts first: a drafter that remembers answers must not have seen plain decoding give this one.
         with_drafts = _run(screen, llm, prompt_ids, name_of_drafts, drafted)
-        comparison = demo_report.Comparison(text, name_of_drafts, _run(screen, llm, prompt_ids, "plain", plain), with_drafts)
+        comparison = demo_report.Comparison(
+            text, name_of_drafts, _run(screen, llm, prompt_ids, "plain", plain), with_drafts
+        )
     if screen is None:
         console.write_json(console.stdout(), comparison.to_json())
     else:
@@ -81,14 +89,16 @@ def _params(temperature: float, max_tokens: int) -> tuple[SamplingParams, Sampli
     """Without drafts and with them, otherwise alike."""
     from paceline import SamplingParams
 
-    drafted = SamplingParams(temperature=temperature, seed=None if temperature == 0 else 7, max_tokens=max_tokens)
+    drafted = SamplingParams(
+        temperature=temperature, seed=None if temperature == 0 else 7, max_tokens=max_tokens
+    )
     return dataclasses.replace(drafted, num_speculative_tokens=0), drafted
 
 
 def _find_prompt(prompt: str) -> str:
     if not prompt.isdigit():
         return prompt
-    from paceline import prompts
+    from paceline.measure import prompts
 
     shipped = {p.id: p.text for p in prompts.load()}
     if prompt not in shipped:
@@ -99,13 +109,16 @@ def _find_prompt(prompt: str) -> str:
 
 
 def _warm_up(llm: LLM, prompt: Prompt) -> None:
-    """Compile, page the weights in and cache the prompt, so that both runs are timed under the same conditions; of its answer no drafter
-    may learn more than the two tokens that caching takes."""
+    """Compile, page the weights in and cache the prompt, so that both runs are timed under the same
+    conditions; of its answer no drafter may learn more than the two tokens that caching takes."""
     from paceline import SamplingParams
 
     with console.stderr().status("warming up"):
         for limit in (0, None):
-            llm.generate(["one two one two one"], SamplingParams(temperature=0, max_tokens=8, num_speculative_tokens=limit))
+            llm.generate(
+                ["one two one two one"],
+                SamplingParams(temperature=0, max_tokens=8, num_speculative_tokens=limit),
+            )
         llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2, num_speculative_tokens=0))
 
 
@@ -139,4 +152,6 @@ def _run(screen: Console | None, llm: LLM, prompt: Prompt, title: str, params: S
 def _print_legend(screen: Console, colour_of: dict[str, str]) -> None:
     for source, colour in colour_of.items():
         console.write(screen, "■ ", style=colour)
-        console.write(screen, f"drafted by {source} and accepted; the rest is the target's own\n", style="dim")
+        console.write(
+            screen, f"drafted by {source} and accepted; the rest is the target's own\n", style="dim"
+        )

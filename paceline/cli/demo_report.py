@@ -1,6 +1,7 @@
 """What `paceline demo` found: two answers to one prompt, as a table or as JSON.
 
-Invariant: a speed is only named where something was timed; the tokens of the first step came with the prompt and are not.
+Invariant: a speed is only named where something was timed; the tokens of the first step came with the prompt
+and are not.
 """
 
 from __future__ import annotations
@@ -65,12 +66,23 @@ def print_table(screen: Console, found: Comparison) -> None:
         table.add_column(heading, justify="left" if heading in ("", "identical") else "right")
     same = "[green]yes[/green]" if found.is_same else "[bold red]no[/bold red]"
     baseline = None if found.speedup is None else 1.0
-    for name, answer, ratio, cell in (("plain", found.plain, baseline, ""), (found.method, found.drafted, found.speedup, same)):
+    for name, answer, ratio, cell in (
+        ("plain", found.plain, baseline, ""),
+        (found.method, found.drafted, found.speedup, same),
+    ):
         stats = _stats(answer)
         speed = f"{answer.tokens_per_second:.1f}" if answer.is_timed else "-"
         alpha = f"{stats.alpha:.2f}" if stats.num_drafted else "-"
         table.add_row(name, speed, f"{stats.tau:.2f}", alpha, "-" if ratio is None else f"{ratio:.2f}x", cell)
     screen.print(table)
-    console.write(screen, "τ: tokens a step of the target; α: share of drafted tokens accepted; time: decoding alone.\n", style="dim")
+    console.write(
+        screen,
+        "τ: tokens a step of the target; α: share of drafted tokens accepted; time: decoding alone.\n",
+        style="dim",
+    )
     if found.speedup is None:
-        console.write(screen, "There is nothing to time: the whole answer came with the first step; raise --max-tokens.\n", style="dim")
+        console.write(
+            screen,
+            "There is nothing to time: the whole answer came with the first step; raise --max-tokens.\n",
+            style="dim",
+        )

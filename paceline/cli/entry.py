@@ -1,4 +1,6 @@
-"""What the `paceline` script calls. Invariant: Ctrl-C ends with status 130 and no traceback, even while modules are being imported."""
+"""What the `paceline` script calls. Invariant: Ctrl-C ends with status 130 and no traceback, even while
+modules are being imported.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def main() -> int:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Leaves at once from within an import: there is nothing to save yet, and libraries swallow the exception and go on half imported."""
+    """Leaves at once from within an import: there is nothing to save yet, and libraries swallow the exception
+    and go on half imported.
+    """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             if sys.stderr.isatty():

@@ -1,4 +1,6 @@
-"""`paceline explain`: a few real steps of the engine, with the numbers by which each drafted token was kept or not."""
+"""`paceline explain`: a few real steps of the engine, with the numbers by which each drafted token was kept
+or not.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from paceline.cli.streaming import Answer, as_prompt, checked_prompt, collect
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.api.llm import LLM
+    from paceline.api.results import Chunk
     from paceline.cli.explain_steps import Recorder, Step
-    from paceline.llm import LLM
-    from paceline.params import SamplingParams
-    from paceline.results import Chunk
+    from paceline.core.params import SamplingParams
 
 
 def explain(
@@ -31,20 +33,27 @@ def explain(
     draft_model: options.DraftModel = None,
     speculative_config: options.SpeculativeConfig = None,
     temperature: Annotated[
-        float, typer.Option(help="0 is greedy; above, add --seed or see tokens drawn.", rich_help_panel="Sampling")
+        float,
+        typer.Option(help="0 is greedy; above, add --seed or see tokens drawn.", rich_help_panel="Sampling"),
     ] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel="Sampling")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel="Sampling")
+    ] = 1.0,
     seed: options.Seed = None,
     steps: Annotated[int, typer.Option(min=1, help="Show this many steps.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 64,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Also write the steps to this HTML file.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Walk through real steps: what was drafted, why it was kept or not, what was said instead, what the KV cache keeps.
+    """Walk through real steps: what was drafted, why it was kept or not, what was said instead, what the KV
+    cache keeps.
 
-    p is the target's probability of a drafted token, q the drafter's (one-hot where nothing was drawn), chance that of being kept. The rule
-    follows from the request: greedy at temperature 0, coupled with a seed, else deterministic, block or siblings, by how drafts are made.
+    p is the target's probability of a drafted token, q the drafter's (one-hot where nothing was drawn),
+    chance that of being kept. The rule follows from the request: greedy at temperature 0, coupled with a
+    seed, else deterministic, block or siblings, by how drafts are made.
 
     Examples:
 
@@ -66,7 +75,9 @@ def explain(
     with LLM(model, speculative_config=config, dtype=dtype, device=device) as llm:
         recorder = Recorder(llm.tokenizer)
         llm.engine.watch = recorder
-        answer = _walk(llm, as_prompt(llm, text, raw), params, recorder, steps, None if as_json else console.stdout())
+        answer = _walk(
+            llm, as_prompt(llm, text, raw), params, recorder, steps, None if as_json else console.stdout()
+        )
         name = llm.checkpoint.name
     if as_json:
         console.write_json(console.stdout(), _to_json(text, config, answer, recorder.steps))
@@ -79,7 +90,9 @@ def explain(
         raise KeyboardInterrupt
 
 
-def _walk(llm: LLM, prompt: Any, params: SamplingParams, recorder: Recorder, num_steps: int, screen: Console | None) -> Answer:
+def _walk(
+    llm: LLM, prompt: Any, params: SamplingParams, recorder: Recorder, num_steps: int, screen: Console | None
+) -> Answer:
     """Run the steps, showing each as soon as it is done."""
     from paceline.cli.explain_text import print_step
 
@@ -103,7 +116,9 @@ def _first(chunks: Iterator[Chunk], count: int) -> Iterator[Chunk]:
         getattr(chunks, "close", lambda: None)()
 
 
-def _to_json(prompt: str, config: dict[str, Any] | str | None, answer: Answer, steps: list[Step]) -> dict[str, Any]:
+def _to_json(
+    prompt: str, config: dict[str, Any] | str | None, answer: Answer, steps: list[Step]
+) -> dict[str, Any]:
     reason = answer.completion.finish_reason if answer.completion is not None else None
     return {
         "prompt": prompt,

@@ -37,7 +37,10 @@ def page(prompt: str, model: str, steps: list[Step]) -> str:
 
 def _answer(steps: list[Step]) -> str:
     said = [(text, i < len(step.path) - 1) for step in steps for i, text in enumerate(step.emitted)]
-    return "".join(f'<span class="drafted">{escape(text)}</span>' if is_drafted else escape(text) for text, is_drafted in said)
+    return "".join(
+        f'<span class="drafted">{escape(text)}</span>' if is_drafted else escape(text)
+        for text, is_drafted in said
+    )
 
 
 def _step(step: Step) -> str:
@@ -51,7 +54,9 @@ def _step(step: Step) -> str:
 
 
 def _tree(step: Step) -> str:
-    """The tree in one go, whatever its depth: children come after their parents, so it is built from the end."""
+    """The tree in one go, whatever its depth: children come after their parents, so it is built from the
+    end.
+    """
     inner: dict[int, str] = {}
     for node in reversed(step.nodes):
         inner[node.parent] = _item(node, inner.get(node.index, "")) + inner.get(node.parent, "")

@@ -1,6 +1,8 @@
-"""A record of real steps: what was drafted, how each node was judged, what was emitted and what became of the cached K/V.
+"""A record of real steps: what was drafted, how each node was judged, what was emitted and what became of the
+cached K/V.
 
-Invariant: every number is one that the engine used (it is shown them while it works), none is worked out again in another way.
+Invariant: every number is one that the engine used (it is shown them while it works), none is worked out
+again in another way.
 """
 
 from __future__ import annotations
@@ -8,16 +10,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.types import Verdict
-from paceline.verify.watch import Begun, Choice, Coin, Redraw, Rule
+from paceline.core.types import Verdict
+from paceline.core.watch import Begun, Choice, Coin, Redraw, Rule
 
 if TYPE_CHECKING:
     import torch
 
+    from paceline.core.params import SamplingParams
+    from paceline.core.tree import Tree
+    from paceline.core.types import Request
     from paceline.loaders.tokenizer import Tokenizer
-    from paceline.params import SamplingParams
-    from paceline.types import Request
-    from paceline.verify.tree import Tree
 
 Fate = Literal["accepted", "rejected", "not reached"]
 NUM_LIKELY = 3
@@ -64,7 +66,9 @@ class Own:
     text: str
     position: int
     p: float  # in the distribution it was taken from
-    kind: Literal["plain", "bonus", "replacement"]  # nothing was drafted; all on the path was kept; something was rejected
+    kind: Literal[
+        "plain", "bonus", "replacement"
+    ]  # nothing was drafted; all on the path was kept; something was rejected
     is_from_rest: bool  # drawn from what p had left after a rejection
     likely: list[tuple[str, float]]  # the most likely tokens of that distribution
 
@@ -124,7 +128,9 @@ class Recorder:
             self._judge(event)
         elif isinstance(event, Redraw):
             total = event.weights / event.weights.sum()
-            self._end_with(event.node, event.token, event.position, total, is_from_rest=bool(self._children(event.node)))
+            self._end_with(
+                event.node, event.token, event.position, total, is_from_rest=bool(self._children(event.node))
+            )
         else:
             self._conclude(event)
 
@@ -147,7 +153,18 @@ class Recorder:
         for i, (token, parent) in enumerate(zip(draft.tree.tokens, draft.tree.parents, strict=True)):
             if i:
                 estimate = draft.chances[i] if draft.chances is not None else None
-                nodes.append(Node(i, parent, token, self._text(token), root + depths[i], root + i, draft.source_of(i), estimate))
+                nodes.append(
+                    Node(
+                        i,
+                        parent,
+                        token,
+                        self._text(token),
+                        root + depths[i],
+                        root + i,
+                        draft.source_of(i),
+                        estimate,
+                    )
+                )
         self.steps.append(
             Step(
                 number=len(self.steps) + 1,
@@ -183,15 +200,27 @@ class Recorder:
     def _end_with(self, node: int, token: int, position: int, p: torch.Tensor, is_from_rest: bool) -> None:
         step = self.steps[-1]
         top = p.topk(min(NUM_LIKELY, p.numel()))
-        likely = [(self._text(i), value) for i, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+        likely = [
+            (self._text(i), value) for i, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ]
         kind: Literal["plain", "bonus", "replacement"] = "replacement" if self._children(node) else "bonus"
-        step.own = Own(token, self._text(token), position, float(p[token]), kind if step.nodes else "plain", is_from_rest, likely)
+        step.own = Own(
+            token,
+            self._text(token),
+            position,
+            float(p[token]),
+            kind if step.nodes else "plain",
+            is_from_rest,
+            likely,
+        )
 
     def _conclude(self, verdict: Verdict) -> None:
         step = self.steps[-1]
         step.path = list(verdict.path)
         if step.own is not None and step.own.token != verdict.tokens[-1]:
-            step.own = None  # the request's options left no token after the path, so the walk went a step back
+            step.own = (
+                None  # the request's options left no token after the path, so the walk went a step back
+            )
         for node in step.nodes:
             if node.index in verdict.path:
                 node.fate = "accepted"
@@ -200,7 +229,9 @@ class Recorder:
 
 
 def _distribution(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
-    """What the target chooses from; at temperature 0 it only looks for the largest, and p is shown as at temperature 1."""
-    from paceline.verify.sampling import probabilities
+    """What the target chooses from; at temperature 0 it only looks for the largest, and p is shown as at
+    temperature 1.
+    """
+    from paceline.core.sampling import probabilities
 
     return logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)

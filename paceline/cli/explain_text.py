@@ -1,4 +1,6 @@
-"""Recorded steps at a terminal: the rule, the tree with every node's numbers, what was said, what the cache keeps."""
+"""Recorded steps at a terminal: the rule, the tree with every node's numbers, what was said, what the cache
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def shown(text: str) -> str:
 def facts(node: Node) -> list[str]:
     """A node's numbers, in the order in which they matter."""
     place = f"position {node.position}" + (f" in slot {node.slot}" if node.slot != node.position else "")
-    said = [place] if node.p is None else [f"p {node.p:.3f}", "q one-hot" if node.q is None else f"q {node.q:.3f}"]
+    said = (
+        [place]
+        if node.p is None
+        else [f"p {node.p:.3f}", "q one-hot" if node.q is None else f"q {node.q:.3f}"]
+    )
     if node.weight is not None:
         said.append(f"weight {node.weight:.3f}")
     if node.chance is not None:
@@ -33,11 +39,20 @@ def facts(node: Node) -> list[str]:
         said.append(f"the target's choice {shown(node.draw)}")
     elif node.q is not None:
         said.append("no coin" if node.coin is None else f"coin {node.coin:.3f}")
-    return [*said, node.fate, *([place] if node.p is not None else []), *([f"by {node.source}"] if node.source else [])]
+    return [
+        *said,
+        node.fate,
+        *([place] if node.p is not None else []),
+        *([f"by {node.source}"] if node.source else []),
+    ]
 
 
 def own_line(own: Own) -> str:
-    whence = {"plain": "nothing was drafted", "bonus": "a bonus: all before it stayed", "replacement": "in place of what was rejected"}
+    whence = {
+        "plain": "nothing was drafted",
+        "bonus": "a bonus: all before it stayed",
+        "replacement": "in place of what was rejected",
+    }
     rest = ", drawn from what p had left" if own.is_from_rest else ""
     likely = ", ".join(f"{shown(text)} {p:.3f}" for text, p in own.likely)
     return f"{shown(own.text)} p {own.p:.3f}, {whence[own.kind]}{rest}; most likely there: {likely}"
@@ -52,7 +67,11 @@ def kv_line(step: Step) -> str:
     if step.num_cached_after is None:
         return "K/V: the request has ended and its blocks are free"
     moved = f", moved {', '.join(f'{a}→{b}' for a, b in step.moves)}" if step.moves else ""
-    blocks = "" if step.blocks_after == step.blocks else f"; blocks {_ranges(step.blocks)} → {_ranges(step.blocks_after)}"
+    blocks = (
+        ""
+        if step.blocks_after == step.blocks
+        else f"; blocks {_ranges(step.blocks)} → {_ranges(step.blocks_after)}"
+    )
     dropped = _ranges(step.dropped) or "none"
     return f"K/V: slots kept {_ranges(step.kept)}, dropped {dropped}{moved}; {step.num_cached_after} tokens cached{blocks}"
 
@@ -79,7 +98,12 @@ def print_step(screen: Console, step: Step, is_new_rule: bool) -> None:
     _print(screen, before, Text(shown(step.root), "bold"), Text(f"  position {step.root_slot}", "dim"))
     for guide, node in _drawn(step.nodes, 0):
         mark, style = MARKS[node.fate]
-        _print(screen, Text(guide, "dim"), Text(f"{mark} {shown(node.text)}", style), Text(f"  {'  '.join(facts(node))}"))
+        _print(
+            screen,
+            Text(guide, "dim"),
+            Text(f"{mark} {shown(node.text)}", style),
+            Text(f"  {'  '.join(facts(node))}"),
+        )
     if step.own is not None:
         _print(screen, Text(f"own: {own_line(step.own)}"))
     _print(screen, Text(kv_line(step), "dim"))

@@ -23,15 +23,20 @@ def export(
     head: Annotated[str, typer.Argument(help="The folder of a head: eagle, medusa or dflash.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where it is written.")],
     form: Annotated[
-        Form, typer.Option("--format", help="speculators (eagle, dflash), vllm (all), or eagle: as its authors write it.")
+        Form,
+        typer.Option(
+            "--format", help="speculators (eagle, dflash), vllm (all), or eagle: as its authors write it."
+        ),
     ] = Form.vllm,
     target: Annotated[str, typer.Option("--target", "-m", help=options.MODEL_HELP)] = "default",
-    verifier: Annotated[str | None, typer.Option(help="What the other engine calls the target, if not the same.")] = None,
+    verifier: Annotated[
+        str | None, typer.Option(help="What the other engine calls the target, if not the same.")
+    ] = None,
 ) -> None:
     """Write a head as other engines read it.
 
-    vLLM takes the result as "model" of its speculative_config, with method eagle3, medusa, dflash, or dspark for a DFlash head with
-    a Markov head.
+    vLLM takes the result as "model" of its speculative_config, with method eagle3, medusa, dflash, or dspark
+    for a DFlash head with a Markov head.
 
     Examples:
 
@@ -49,4 +54,6 @@ def export(
     name = verifier or (DEFAULT_VERIFIER if target.lower() in hub.DEFAULT_ALIASES else checkpoint.name)
     export_head(opened, checkpoint, form.value, out, name)
     size = (out / "model.safetensors").stat().st_size
-    console.stderr().print(f"{opened.config.kind} head for {name} in the {form.value} format: {out} ({size / 1e6:.1f} MB)")
+    console.stderr().print(
+        f"{opened.config.kind} head for {name} in the {form.value} format: {out} ({size / 1e6:.1f} MB)"
+    )

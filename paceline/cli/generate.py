@@ -1,4 +1,6 @@
-"""`paceline generate`: one prompt in, text out as it is made. With --json: one object with everything known about it."""
+"""`paceline generate`: one prompt in, text out as it is made. With --json: one object with everything known
+about it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import typer
 
 from paceline.cli import console, options, parsing
 from paceline.cli.streaming import Prompt, as_prompt, checked_prompt, collect, completion_json
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM
-    from paceline.params import SamplingParams, StructuredOutputs
-    from paceline.results import Chunk
+    from paceline.api.llm import LLM
+    from paceline.api.results import Chunk
+    from paceline.core.params import SamplingParams, StructuredOutputs
 
 _PANEL = "Structure"
 
@@ -44,19 +46,33 @@ def generate(
     frequency_penalty: options.FrequencyPenalty = None,
     logit_bias: options.LogitBias = None,
     bad_word: options.BadWord = None,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="How many answers.", rich_help_panel="Sampling")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Report this many likely tokens beside each (in --json).")] = None,
-    json_schema: Annotated[str | None, typer.Option(help="A JSON schema: a file or the text.", rich_help_panel=_PANEL)] = None,
-    regex: Annotated[str | None, typer.Option(help="The answer matches this expression.", rich_help_panel=_PANEL)] = None,
-    choice: Annotated[list[str] | None, typer.Option(help="The answer is one of these; repeat it.", rich_help_panel=_PANEL)] = None,
-    grammar: Annotated[str | None, typer.Option(help="A Lark grammar: a file or the text.", rich_help_panel=_PANEL)] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", "-n", help="How many answers.", rich_help_panel="Sampling")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Report this many likely tokens beside each (in --json).")
+    ] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(help="A JSON schema: a file or the text.", rich_help_panel=_PANEL)
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="The answer matches this expression.", rich_help_panel=_PANEL)
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="The answer is one of these; repeat it.", rich_help_panel=_PANEL)
+    ] = None,
+    grammar: Annotated[
+        str | None, typer.Option(help="A Lark grammar: a file or the text.", rich_help_panel=_PANEL)
+    ] = None,
     method: options.Method = None,
     num_speculative_tokens: options.NumSpeculative = None,
     draft_model: options.DraftModel = None,
     speculative_config: options.SpeculativeConfig = None,
     max_model_len: options.MaxModelLen = None,
     kv_cache_memory: options.KvCacheMemory = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Complete one prompt.
@@ -79,9 +95,15 @@ def generate(
     ))  # fmt: skip
     config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
     if raw and system is not None:
-        raise ConfigError(f"--system is {system[:40]!r} but --raw leaves the chat template out; put it into the prompt")
+        raise ConfigError(
+            f"--system is {system[:40]!r} but --raw leaves the chat template out; put it into the prompt"
+        )
     text = checked_prompt(console.stdin().read() if prompt == "-" else prompt)
-    limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_memory": parsing.memory(kv_cache_memory), "dtype": dtype}
+    limits: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "kv_cache_memory": parsing.memory(kv_cache_memory),
+        "dtype": dtype,
+    }
     limits |= {"device": device, "exact": exact, "load_format": load_format, "kv_cache_dtype": kv_cache_dtype}
     _run(model, config, limits, lambda llm: as_prompt(llm, text, raw, system), params, as_json)
 
@@ -101,16 +123,24 @@ def _run(
         answer(llm, prompt(llm), params, as_json)
 
 
-def _structured_outputs(schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None) -> StructuredOutputs | None:
-    from paceline.params import StructuredOutputs
+def _structured_outputs(
+    schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> StructuredOutputs | None:
+    from paceline.core.params import StructuredOutputs
 
     wanted = parsing.given(json=schema, regex=regex, choice=choice, grammar=grammar)
     if len(wanted) > 1:
-        raise ConfigError("--json-schema, --regex, --choice and --grammar exclude each other; use one of them")
+        raise ConfigError(
+            "--json-schema, --regex, --choice and --grammar exclude each other; use one of them"
+        )
     if regex == "":
-        raise ConfigError("--regex is empty, which allows no text; write an expression, for instance '[a-z]+'")
+        raise ConfigError(
+            "--regex is empty, which allows no text; write an expression, for instance '[a-z]+'"
+        )
     if schema is not None:
-        wanted["json"] = parsing.parse_json_object("--json-schema", parsing.file_or_text("--json-schema", schema))
+        wanted["json"] = parsing.parse_json_object(
+            "--json-schema", parsing.file_or_text("--json-schema", schema)
+        )
     if grammar is not None:
         wanted["grammar"] = parsing.file_or_text("--grammar", grammar)
     return StructuredOutputs(**wanted) if wanted else None
@@ -139,7 +169,11 @@ def _answer_many(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool
     screen = console.stdout()
     if as_json:
         completions = [completion_json(completion) for completion in result.outputs]
-        report: dict[str, Any] = {**completions[0], "timings": {"total_s": round(seconds, 4)}, "outputs": completions}
+        report: dict[str, Any] = {
+            **completions[0],
+            "timings": {"total_s": round(seconds, 4)},
+            "outputs": completions,
+        }
         console.write_json(screen, report)
         return
     for number, completion in enumerate(result.outputs, start=1):

@@ -1,6 +1,8 @@
-"""The command line: `paceline VERB`. Each verb is one module; heavy imports happen when a verb runs, so `--help` is quick.
+"""The command line: `paceline VERB`. Each verb is one module; heavy imports happen when a verb runs, so
+`--help` is quick.
 
-Exit status: 0 done, 1 a check found a difference, 2 something the user can mend (one line on stderr), 130 interrupted.
+Exit status: 0 done, 1 a check found a difference, 2 something the user can mend (one line on stderr), 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -13,8 +15,22 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli import bench, chat, console, demo, explain, export, generate, models, plan, serve, train, tune, verify
-from paceline.errors import PacelineError
+from paceline.cli import (
+    bench,
+    chat,
+    console,
+    demo,
+    explain,
+    export,
+    generate,
+    models,
+    plan,
+    serve,
+    train,
+    tune,
+    verify,
+)
+from paceline.core.errors import PacelineError
 
 # Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
 UsageError: Any = typer.BadParameter.__bases__[0]
@@ -41,19 +57,25 @@ class _Verbs(TyperGroup):
             return status if isinstance(status, int) else 0
         except UsageError as error:
             path = error.ctx.command_path if error.ctx is not None else "paceline"
-            console.print_error(f"{error.format_message().rstrip('.')}; `{path} --help` lists what can be given")
+            console.print_error(
+                f"{error.format_message().rstrip('.')}; `{path} --help` lists what can be given"
+            )
         except PacelineError as error:
             console.print_error(error)
         except OSError as error:
             _forget_unwritten()
-            console.print_error(f"{error.filename or 'a stream'} cannot be read or written ({error.strerror or error}); choose another")
+            console.print_error(
+                f"{error.filename or 'a stream'} cannot be read or written ({error.strerror or error}); choose another"
+            )
         except typer.Abort:
             return 130
         return 2
 
 
 def _forget_unwritten() -> None:
-    """Else Python would try once more at exit to write what a full disk refused, and complain in many lines."""
+    """Else Python would try once more at exit to write what a full disk refused, and complain in many
+    lines.
+    """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -88,7 +110,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
 ) -> None:
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

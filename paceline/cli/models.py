@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def models(
-    fetch: Annotated[str | None, typer.Option(help="Fetch this model first: default, or a Hugging Face name.")] = None,
+    fetch: Annotated[
+        str | None, typer.Option(help="Fetch this model first: default, or a Hugging Face name.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """List the default model and every model in the caches, with sizes and paths.
@@ -34,7 +36,9 @@ def models(
         console.write_json(screen, [_to_json(model) for model in found])
     else:
         _print_table(found)
-        console.stderr().print("Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name.", style="dim")
+        console.stderr().print(
+            "Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name.", style="dim"
+        )
 
 
 def _to_json(model: LocalModel) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""What the options mean to the engine. Invariant: what cannot be understood is refused here, before a model is read."""
+"""What the options mean to the engine. Invariant: what cannot be understood is refused here, before a model
+is read.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 FILE_NAME = re.compile(r"[^\s{}\[\]:\"']*\.[A-Za-z]\w*")  # no grammar and no JSON object looks like this
 
@@ -19,17 +21,26 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def speculative_config(
-    config: str | None, method: str | None = None, num_speculative_tokens: int | None = None, draft_model: str | None = None
+    config: str | None,
+    method: str | None = None,
+    num_speculative_tokens: int | None = None,
+    draft_model: str | None = None,
 ) -> dict[str, Any] | str | None:
-    """The engine's dictionary from either spelling, "auto" where nothing is said, None for plain decoding. The engine itself checks
-    methods and keys."""
+    """The engine's dictionary from either spelling, "auto" where nothing is said, None for plain decoding.
+    The engine itself checks methods and keys."""
     short = given(method=method, model=draft_model, num_speculative_tokens=num_speculative_tokens)
     if config is not None:
         if short:
-            raise ConfigError("--speculative-config and the shorthand --method, --draft-model, -k exclude each other; use one spelling")
+            raise ConfigError(
+                "--speculative-config and the shorthand --method, --draft-model, -k exclude each other; use one spelling"
+            )
         return parse_json_object("--speculative-config", config)
     if method in ("none", "off", "auto") and len(short) > 1:
-        what = f"-k is {num_speculative_tokens}" if num_speculative_tokens is not None else f"--draft-model is {draft_model}"
+        what = (
+            f"-k is {num_speculative_tokens}"
+            if num_speculative_tokens is not None
+            else f"--draft-model is {draft_model}"
+        )
         meaning = "drafters and lengths are chosen each step" if method == "auto" else "nobody drafts"
         raise ConfigError(f"{what} but --method {method} means that {meaning}; leave one of them out")
     if draft_model is not None:
@@ -50,7 +61,9 @@ def memory(text: str | None) -> int | float | None:
     try:
         return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     except ValueError:
-        raise ConfigError(f"--kv-cache-memory is {text[:40]!r}; give bytes as a whole number, or a fraction such as 0.2") from None
+        raise ConfigError(
+            f"--kv-cache-memory is {text[:40]!r}; give bytes as a whole number, or a fraction such as 0.2"
+        ) from None
 
 
 def logit_bias(pairs: list[str] | None) -> dict[int, float] | None:
@@ -61,7 +74,9 @@ def logit_bias(pairs: list[str] | None) -> dict[int, float] | None:
         try:
             biases[int(token)] = float(value)
         except ValueError:
-            raise ConfigError(f"--logit-bias is {pair[:40]!r}; write ID=VALUE, for instance 42=-5 or 42=-inf") from None
+            raise ConfigError(
+                f"--logit-bias is {pair[:40]!r}; write ID=VALUE, for instance 42=-5 or 42=-inf"
+            ) from None
     return biases or None
 
 
@@ -70,7 +85,9 @@ def parse_json_object(option: str, text: str) -> dict[str, Any]:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ConfigError(f"{option} is {text[:40]!r}, not JSON ({reason}); write an object like {{...}}") from None
+        raise ConfigError(
+            f"{option} is {text[:40]!r}, not JSON ({reason}); write an object like {{...}}"
+        ) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{option} is {text[:40]!r}; write a JSON object like {{...}}")
     return value
@@ -84,11 +101,15 @@ def file_or_text(option: str, value: str) -> str:
         try:
             return Path(value).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{option} {value}: cannot be read ({error.strerror}); give a file you can read") from None
+            raise ConfigError(
+                f"{option} {value}: cannot be read ({error.strerror}); give a file you can read"
+            ) from None
         except UnicodeDecodeError:
             raise ConfigError(f"{option} {value}: is not UTF-8 text; save it as UTF-8") from None
     if FILE_NAME.fullmatch(value):
-        raise ConfigError(f"{option} {value[:80]}: there is no such file; check the name, or give the text itself")
+        raise ConfigError(
+            f"{option} {value[:80]}: there is no such file; check the name, or give the text itself"
+        )
     return value
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.cli import console
 from paceline.cli.bench_console import new_table
 from paceline.engine import costs
-from paceline.tune.plan import Footing, Gains, Training, training
+from paceline.measure.tuning.plan import Footing, Gains, Training, training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,25 +119,42 @@ def _print_models(screen: Console, report: Report) -> None:
     for name, footing in ((report.name, target), (report.draft_name, report.draft)):
         if footing is not None:
             held = f"{_amount(footing.num_parameters)} parameters, {footing.dtype} weights {_amount(footing.weight_bytes)}B"
-            kept = (
-                f"K/V {_amount(footing.kv_bytes_per_token)}B a token, {_amount(footing.kv_bytes)}B for {footing.batch} x {footing.context}"
-            )
+            kept = f"K/V {_amount(footing.kv_bytes_per_token)}B a token, {_amount(footing.kv_bytes)}B for {footing.batch} x {footing.context}"
             console.write(screen, f"{name}: {held}, {kept} ({footing.kv_dtype})\n")
     limits = f"reads {_amount(machine.bandwidth)}B/s, multiplies {_amount(machine.product_flops(target.dtype))}FLOP/s"
-    console.write(screen, f"{machine.name}: {limits}, ridge at {machine.ridge(target.dtype):.0f} FLOP a byte, {_amount(machine.memory)}B\n")
+    console.write(
+        screen,
+        f"{machine.name}: {limits}, ridge at {machine.ridge(target.dtype):.0f} FLOP a byte, {_amount(machine.memory)}B\n",
+    )
     fits = "fits" if memory["fits"] else "does not fit"
-    most = "" if memory["most_sequences"] is None else f"; at most {memory['most_sequences']:,} sequences of this context"
-    console.write(screen, f"memory: {_amount(memory['total'])}B of {_amount(memory['available'])}B, {fits}{most}\n")
+    most = (
+        ""
+        if memory["most_sequences"] is None
+        else f"; at most {memory['most_sequences']:,} sequences of this context"
+    )
+    console.write(
+        screen, f"memory: {_amount(memory['total'])}B of {_amount(memory['available'])}B, {fits}{most}\n"
+    )
 
 
 def _print_passes(screen: Console, target: Footing) -> None:
     table = new_table("a pass of the target", (), ("tokens", "FLOP/byte", "bound by", "ms", "t(n)/t(1)"))
     for n in ROWS:
         found = _pass(target, n)
-        table.add_row(str(n), f"{found['intensity']:.1f}", found["bound"], f"{found['ms']:.3g}", f"{found['relative']:.2f}")
+        table.add_row(
+            str(n),
+            f"{found['intensity']:.1f}",
+            found["bound"],
+            f"{found['ms']:.3g}",
+            f"{found['relative']:.2f}",
+        )
     screen.print(table)
     free = max(target.free_rows - 1, 0)
-    why = "reading the weights takes longer than multiplying" if free else "multiplying takes longer than reading already"
+    why = (
+        "reading the weights takes longer than multiplying"
+        if free
+        else "multiplying takes longer than reading already"
+    )
     console.write(screen, f"Drafted tokens checked for free, a sequence: {free} ({why}).\n")
     console.write(screen, f"Plain decoding: at most {target.batch / target.seconds(1):,.1f} tokens/s.\n")
 
@@ -146,8 +163,17 @@ def _print_speedups(screen: Console, report: Report) -> None:
     from rich.text import Text
 
     gains = report.gains
-    cost = "drafts cost nothing" if report.draft is None else f"a drafted token costs {gains.draft_cost:.3f} of a pass"
-    table = new_table(f"speedup over plain decoding, {cost}", ("α",), (*(f"K={k}" for k in report.ks), "best K", "speedup"), folds=False)
+    cost = (
+        "drafts cost nothing"
+        if report.draft is None
+        else f"a drafted token costs {gains.draft_cost:.3f} of a pass"
+    )
+    table = new_table(
+        f"speedup over plain decoding, {cost}",
+        ("α",),
+        (*(f"K={k}" for k in report.ks), "best K", "speedup"),
+        folds=False,
+    )
     for alpha in report.alphas:
         best = gains.best_k(alpha)
         cells = [gains.speedup(alpha, k) for k in report.ks]
@@ -157,7 +183,8 @@ def _print_speedups(screen: Console, report: Report) -> None:
     table.add_row("pays from", *("never" if edge is None else f"{edge:.2f}" for edge in edges), "", "")
     screen.print(table)
     console.write(
-        screen, "α: chance that a drafted token is accepted; E[tokens a pass] = (1 - α^(K+1)) / (1 - α), over K drafts and t(K+1)\n"
+        screen,
+        "α: chance that a drafted token is accepted; E[tokens a pass] = (1 - α^(K+1)) / (1 - α), over K drafts and t(K+1)\n",
     )
 
 

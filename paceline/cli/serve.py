@@ -1,5 +1,5 @@
-"""`paceline serve`: the engine behind OpenAI's routes. Its options are the fields of server/config.py, made into flags here, so that
-flags, variables and the file can never differ.
+"""`paceline serve`: the engine behind OpenAI's routes. Its options are the fields of server/config.py, made
+into flags here, so that flags, variables and the file can never differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import options, parsing
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.server.config import PREFIX, all_settings, default_of, resolve
 
 _EXAMPLES = """Serve a model to OpenAI clients.
@@ -31,17 +31,28 @@ _EXAMPLES = """Serve a model to OpenAI clients.
 
 
 def _serve(
-    model: str | None, config: str | None, method: str | None, num_speculative_tokens: int | None, draft_model: str | None, **flags: Any
+    model: str | None,
+    config: str | None,
+    method: str | None,
+    num_speculative_tokens: int | None,
+    draft_model: str | None,
+    **flags: Any,
 ) -> None:
     if any(value is not None for value in (method, num_speculative_tokens, draft_model)):
         if flags["speculative_config"] is not None:
-            raise ConfigError("--speculative-config and the shorthand --method, --draft-model, -k exclude each other; use one spelling")
-        flags["speculative_config"] = parsing.speculative_config(None, method, num_speculative_tokens, draft_model) or "off"
+            raise ConfigError(
+                "--speculative-config and the shorthand --method, --draft-model, -k exclude each other; use one spelling"
+            )
+        flags["speculative_config"] = (
+            parsing.speculative_config(None, method, num_speculative_tokens, draft_model) or "off"
+        )
     settings = resolve({"model": model, **flags}, os.environ, config)
     try:
         from paceline.server.run import serve
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the server needs {error.name}, which is not installed; run: pip install 'paceline[server]'") from None
+        raise ConfigError(
+            f"the server needs {error.name}, which is not installed; run: pip install 'paceline[server]'"
+        ) from None
     raise typer.Exit(serve(settings))
 
 
@@ -58,18 +69,28 @@ def _parameters() -> list[inspect.Parameter]:
         if setting.name != "model":
             made[setting.name] = (_flag(setting, kind), None)
     keyword = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, keyword, annotation=kind, default=default) for name, (kind, default) in made.items()]
+    return [
+        inspect.Parameter(name, keyword, annotation=kind, default=default)
+        for name, (kind, default) in made.items()
+    ]
 
 
 def _flag(setting: Any, kind: Any) -> Any:
     """An option whose absence is None: the default is the schema's."""
     default = default_of(setting)
     shown = (
-        "" if default in (None, (), "") else f" [dim]\\[default: {str(default).lower() if isinstance(default, bool) else default}][/dim]"
+        ""
+        if default in (None, (), "")
+        else f" [dim]\\[default: {str(default).lower() if isinstance(default, bool) else default}][/dim]"
     )
     name = "--" + setting.name.replace("_", "-")
     flags = [*setting.metadata.get("flags", ()), f"{name}/--no-{name[2:]}" if kind is bool else name]
-    option = typer.Option(*flags, help=setting.metadata["help"] + shown, rich_help_panel=setting.metadata["panel"], show_default=False)
+    option = typer.Option(
+        *flags,
+        help=setting.metadata["help"] + shown,
+        rich_help_panel=setting.metadata["panel"],
+        show_default=False,
+    )
     simple = {bool: bool, tuple[str, ...]: list[str], int: int, int | None: int, float: float}.get(kind, str)
     return Annotated[simple | None, option]
 

@@ -1,6 +1,7 @@
 """Reading a stream of chunks at a terminal: collect the answer, time it, and stop it on Ctrl-C.
 
-Invariant: an interrupt takes effect between chunks, never inside an engine step, so the engine can go on with the next request.
+Invariant: an interrupt takes effect between chunks, never inside an engine step, so the engine can go on with
+the next request.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError, RequestError
+from paceline.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM
-    from paceline.results import Chunk, Completion
+    from paceline.api.llm import LLM
+    from paceline.api.results import Chunk, Completion
 
 Prompt = str | list[int]
 
@@ -64,7 +65,12 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         if self.completion is None:
-            return {"text": self.text, "token_ids": self.token_ids, "finish_reason": "abort", "timings": self.timings()}
+            return {
+                "text": self.text,
+                "token_ids": self.token_ids,
+                "finish_reason": "abort",
+                "timings": self.timings(),
+            }
         return {**completion_json(self.completion), "timings": self.timings()}
 
 
@@ -80,11 +86,15 @@ def checked_prompt(text: str) -> str:
 
 
 def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = None) -> Prompt:
-    """A user's text as the model's chat template puts it; the text itself where that is asked for or there is no template."""
+    """A user's text as the model's chat template puts it; the text itself where that is asked for or there is
+    no template.
+    """
     checked_prompt(text)
     if is_raw or llm.checkpoint.tokenizer_source().chat_template is None:
         if system is not None:
-            raise ConfigError(f"the system text is {system[:40]!r} but the model has no chat template for it; put it into the prompt")
+            raise ConfigError(
+                f"the system text is {system[:40]!r} but the model has no chat template for it; put it into the prompt"
+            )
         return text
     before = [{"role": "system", "content": system}] if system is not None else []
     return llm.tokenizer.encode_chat([*before, {"role": "user", "content": text}])

@@ -1,6 +1,8 @@
-"""`paceline train`: a drafter for the user's own model. The target writes the text, and the head learns to guess it.
+"""`paceline train`: a drafter for the user's own model. The target writes the text, and the head learns to
+guess it.
 
-Invariant: DIR/text and DIR/state are all that is needed to go on with --resume; the head in DIR is complete whenever it is there.
+Invariant: DIR/text and DIR/state are all that is needed to go on with --resume; the head in DIR is complete
+whenever it is there.
 """
 
 from __future__ import annotations
@@ -35,26 +37,48 @@ class Kind(enum.StrEnum):
 
 
 def train(
-    kind: Annotated[Kind, typer.Argument(help="medusa (heads), eagle (EAGLE-3), dflash (blocks) or draft (a small model).")],
+    kind: Annotated[
+        Kind,
+        typer.Argument(help="medusa (heads), eagle (EAGLE-3), dflash (blocks) or draft (a small model)."),
+    ],
     target: Annotated[str, typer.Option("--target", "-m", help=options.MODEL_HELP)] = "default",
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the head is written.")] = Path("head"),
-    prompts: Annotated[Path | None, typer.Option(help="What the target answers (.jsonl or .txt); left out: it invents prompts.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="What the target answers (.jsonl or .txt); left out: it invents prompts."),
+    ] = None,
     tokens: Annotated[int | None, typer.Option(min=1000, help="How many tokens the target writes.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0.001, help="Time for all of it, instead of --tokens.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Written text (a folder of shards) to use instead of writing.")] = None,
-    rounds: Annotated[float, typer.Option(min=0.01, help="How often the text is read, with --tokens or --text.")] = 4,
+    hours: Annotated[
+        float | None, typer.Option(min=0.001, help="Time for all of it, instead of --tokens.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Written text (a folder of shards) to use instead of writing.")
+    ] = None,
+    rounds: Annotated[
+        float, typer.Option(min=0.01, help="How often the text is read, with --tokens or --text.")
+    ] = 4,
     device: options.Device = "auto",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was interrupted.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a training that was interrupted.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the text and the training.")] = 0,
-    draft_vocab: Annotated[int | None, typer.Option(min=16, help="Tokens that can be drafted, the most frequent ones.")] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(min=16, help="Tokens that can be drafted, the most frequent ones.")
+    ] = None,
     bits: Annotated[int, typer.Option(help="Of a weight in the file: 16, or 8 for half the size.")] = 16,
-    trunk: Annotated[bool, typer.Option("--trunk", help="Medusa: a layer reads the text before the heads. Better; ours alone.")] = False,
-    start: Annotated[Path | None, typer.Option(help="A head to learn on from; with --trunk an EAGLE head, too.")] = None,
+    trunk: Annotated[
+        bool,
+        typer.Option("--trunk", help="Medusa: a layer reads the text before the heads. Better; ours alone."),
+    ] = False,
+    start: Annotated[
+        Path | None, typer.Option(help="A head to learn on from; with --trunk an EAGLE head, too.")
+    ] = None,
 ) -> None:
     """Train a drafter for a model, without a data set.
 
-    The target answers your prompts, or invents prompts from its own chat template; half of the answers are greedy. The head learns to guess
-    them, and shows on answers held back how many tokens a step it would give. Beside it lie its curves and how it came to be.
+    The target answers your prompts, or invents prompts from its own chat template; half of the answers are
+    greedy. The head learns to guess them, and shows on answers held back how many tokens a step it would
+    give. Beside it lie its curves and how it came to be.
 
     A GPU is needed for more than a trial. Interrupted with Ctrl-C, it goes on with --resume.
 
@@ -68,20 +92,30 @@ def train(
 
       paceline generate --speculative-config '{"method": "eagle", "model": "my-eagle"}' "Hello"
     """
-    from paceline.config import require
+    from paceline.core.options import require
     from paceline.train.recipes import recipe_for
 
     require(tokens is None or hours is None, "--hours", hours, "give --tokens or --hours, not both")
     require(bits in (8, 16), "--bits", bits, "use 16 or 8")
     require(not trunk or kind is Kind.medusa, "--trunk", kind.value, "only medusa has heads that read one")
-    require(start is None or (start / "config.json").is_file(), "--start", start, "name the folder of a head that paceline trained")
-    recipe = recipe_for(kind.value, has_trunk=trunk, **({"draft_vocab_size": draft_vocab} if draft_vocab else {}))
+    require(
+        start is None or (start / "config.json").is_file(),
+        "--start",
+        start,
+        "name the folder of a head that paceline trained",
+    )
+    recipe = recipe_for(
+        kind.value, has_trunk=trunk, **({"draft_vocab_size": draft_vocab} if draft_vocab else {})
+    )
     with _progress() as bar:
         begun = out / "text" if resume and (out / "state").is_dir() and text is None else text
         texts = _texts(target, prompts, out, begun, tokens, hours, device, seed, bar)
         recipe, limit = _plan(recipe, texts, rounds, hours)
         found = _train(target, texts, recipe, limit, out, device, seed, resume, bits, start, bar)
-    console.write(console.stdout(), f"{out}: {found.tau:.2f} tokens a step on held-out answers, drafts of {recipe.num_steps}\n")
+    console.write(
+        console.stdout(),
+        f"{out}: {found.tau:.2f} tokens a step on held-out answers, drafts of {recipe.num_steps}\n",
+    )
 
 
 def _texts(
@@ -97,7 +131,7 @@ def _texts(
 ) -> Texts:
     """Given, or written now."""
     from paceline import LLM
-    from paceline import prompts as prompt_files
+    from paceline.measure import prompts as prompt_files
     from paceline.runtime.device import resolve
     from paceline.train.data import write
     from paceline.train.shards import load_shards
@@ -108,7 +142,9 @@ def _texts(
     is_gpu = resolve(device).type == "cuda"
     wanted = None if hours is not None else tokens or DEFAULT_TOKENS
     seconds = hours * 3600 * WRITING if hours is not None else None
-    sizes: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192} if is_gpu else {"max_num_seqs": 16}
+    sizes: dict[str, Any] = (
+        {"max_num_seqs": 256, "max_num_batched_tokens": 8192} if is_gpu else {"max_num_seqs": 16}
+    )
     with LLM(target, speculative_config=None, device=device, enable_prefix_caching=False, **sizes) as llm:
         bar.begin("the target writes", wanted)
         return write(llm, turns, out / "text", seed=seed, tell=bar.reach, num_tokens=wanted, seconds=seconds)
@@ -173,6 +209,12 @@ class _Bar:
 def _progress() -> Iterator[_Bar]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
     with Progress(*columns, console=console.stderr()) as progress:
         yield _Bar(progress)

@@ -1,4 +1,5 @@
-"""`paceline tune`: measures what drafters cost and gain on the user's model and prompts, and keeps what `auto` starts from.
+"""`paceline tune`: measures what drafters cost and gain on the user's model and prompts, and keeps what
+`auto` starts from.
 
 Invariant: the profile is saved when everything has been measured, or not at all.
 """
@@ -14,10 +15,10 @@ import typer
 from paceline.cli import console, options, parsing
 
 if TYPE_CHECKING:
+    from paceline.api.llm import LLM
     from paceline.cli.tune_report import Report
-    from paceline.llm import LLM
-    from paceline.prompts import Prompt
-    from paceline.tune.findings import Asked, Findings
+    from paceline.measure.prompts import Prompt
+    from paceline.measure.tuning.findings import Asked, Findings
 
 NUM_PROMPTS = 6  # where nothing is said, about so many, of all categories alike
 
@@ -27,25 +28,40 @@ def tune(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     exact: options.Exact = False,
-    prompts: Annotated[Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")
+    ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="At most this many prompts of each category; left out: about six in all.")
+        int | None,
+        typer.Option(min=1, help="At most this many prompts of each category; left out: about six in all."),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Drafters, separated by commas; left out: ngram,suffix,lookahead,early_exit,quantized.")
+        str | None,
+        typer.Option(
+            help="Drafters, separated by commas; left out: ngram,suffix,lookahead,early_exit,quantized."
+        ),
     ] = None,
     draft_model: options.DraftModel = None,
-    k: Annotated[list[int] | None, typer.Option("--k", "-k", help="Tokens drafted a step; may be repeated.")] = None,
+    k: Annotated[
+        list[int] | None, typer.Option("--k", "-k", help="Tokens drafted a step; may be repeated.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=16, help="Most tokens of an answer.")] = 32,
-    seconds: Annotated[float, typer.Option(min=1, help="Begin no further prompt when the work would take longer.")] = 150,
-    plot: Annotated[Path | None, typer.Option(help="Draw speedup over K into this PNG file: model and measurement.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Begin no further prompt when the work would take longer.")
+    ] = 150,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw speedup over K into this PNG file: model and measurement.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the report to this file.")
+    ] = None,
 ) -> None:
     """Measure which drafter gains most here, and with which K.
 
-    Each drafter is first listened to while the model writes its plain greedy answers: how often is it right, at which depth, and what does
-    asking it cost? With the cost of a pass over 1, 2, ... tokens that predicts the speedup for every K. Then every K is timed, in turn with
-    plain decoding, one request at a time. What was learned is saved for this model, machine and number of threads; `auto` starts from it.
+    Each drafter is first listened to while the model writes its plain greedy answers: how often is it right,
+    at which depth, and what does asking it cost? With the cost of a pass over 1, 2, ... tokens that predicts
+    the speedup for every K. Then every K is timed, in turn with plain decoding, one request at a time. What
+    was learned is saved for this model, machine and number of threads; `auto` starts from it.
 
     Let nothing else run meanwhile. The default model takes about two minutes on two cores.
 
@@ -55,16 +71,18 @@ def tune(
 
       paceline tune --prompts mine.jsonl --methods suffix,quantized -k 2 -k 4 --json tune.json
     """
-    from paceline import prompts as prompt_files
     from paceline.cli.tune_report import print_report
-    from paceline.tune import plots
-    from paceline.tune.findings import METHODS, Asked
+    from paceline.measure import prompts as prompt_files
+    from paceline.measure.tuning import plots
+    from paceline.measure.tuning.findings import METHODS, Asked
 
     parsing.check_target("--json", json_file)
     if plot is not None:
         plots.check()
         parsing.check_target("--plot", plot)
-    names = tuple(dict.fromkeys(name.strip() for name in methods.split(","))) if methods is not None else METHODS
+    names = (
+        tuple(dict.fromkeys(name.strip() for name in methods.split(","))) if methods is not None else METHODS
+    )
     asked = Asked(names, tuple(k or ()), draft_model, max_tokens, seconds)
     chosen = _choose(prompt_files.load(prompts), limit)
     report = _measure(model, {"dtype": dtype, "device": device, "exact": exact}, chosen, asked)
@@ -79,9 +97,11 @@ def tune(
 
 
 def _choose(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    from paceline.prompts import first_of_each
+    from paceline.measure.prompts import first_of_each
 
-    return first_of_each(prompts, limit or max(1, NUM_PROMPTS // len({prompt.category for prompt in prompts})))
+    return first_of_each(
+        prompts, limit or max(1, NUM_PROMPTS // len({prompt.category for prompt in prompts}))
+    )
 
 
 def _measure(model: str, loading: dict[str, Any], prompts: list[Prompt], asked: Asked) -> Report:
@@ -90,7 +110,7 @@ def _measure(model: str, loading: dict[str, Any], prompts: list[Prompt], asked: 
     from paceline.cli.bench_console import telling
     from paceline.cli.tune_report import Report
     from paceline.cli.verify import input_of
-    from paceline.tune.measure import Session
+    from paceline.measure.tuning.measure import Session
 
     with telling(asked.num_turns * len(prompts)) as tell:
         tell("loading the model", 0)

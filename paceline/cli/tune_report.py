@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.cli import console
 from paceline.cli.bench_console import new_table
 from paceline.engine import costs
-from paceline.tune.findings import Finding, Findings, Row
+from paceline.measure.tuning.findings import Finding, Findings, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,17 +60,28 @@ def recommended(found: Findings) -> str | dict[str, Any] | None:
     gain, auto = best.best.measured or 0.0, found.auto or 0.0
     if max(gain, auto) <= WORTH:
         return None
-    return "auto" if gain < AHEAD * auto else {"method": best.name, "num_speculative_tokens": best.best.prediction.k}
+    return (
+        "auto"
+        if gain < AHEAD * auto
+        else {"method": best.name, "num_speculative_tokens": best.best.prediction.k}
+    )
 
 
 def print_report(screen: Console, report: Report) -> None:
     found = report.found
     passes = ", ".join(f"{rows}: {1e3 * s:.2f}" for rows, s in found.costs.seconds.items())
-    console.write(screen, f"{report.model}: plain decoding {found.plain:,.1f} tokens/s; a pass over so many tokens takes, ms: {passes}\n")
-    console.write(screen, f"{found.num_prompts} prompts, {found.num_tokens:,} tokens, greedy, one request at a time\n")
+    console.write(
+        screen,
+        f"{report.model}: plain decoding {found.plain:,.1f} tokens/s; a pass over so many tokens takes, ms: {passes}\n",
+    )
+    console.write(
+        screen, f"{found.num_prompts} prompts, {found.num_tokens:,} tokens, greedy, one request at a time\n"
+    )
     if found.num_prompts < report.num_asked:
         console.write(
-            screen, f"({report.num_asked - found.num_prompts} prompts left out for want of time; raise --seconds)\n", style="yellow"
+            screen,
+            f"({report.num_asked - found.num_prompts} prompts left out for want of time; raise --seconds)\n",
+            style="yellow",
         )
     _print_table(screen, found)
     console.write(screen, LEGEND, style="dim")
@@ -81,14 +92,21 @@ def print_report(screen: Console, report: Report) -> None:
 
 def _print_table(screen: Console, found: Findings) -> None:
     table = new_table(
-        "speedup over plain decoding", ("drafter",), ("K", "drafted", "τ", "predicted", "measured", "", "α by depth"), folds=False
+        "speedup over plain decoding",
+        ("drafter",),
+        ("K", "drafted", "τ", "predicted", "measured", "", "α by depth"),
+        folds=False,
     )
     for drafter in found.drafters:
         for row in drafter.rows:
             is_first, is_best = row is drafter.rows[0], row is drafter.best
-            alphas = " ".join(f"{alpha:.2f}" for alpha in drafter.acceptance[:SHOWN_DEPTHS]) if is_first else ""
+            alphas = (
+                " ".join(f"{alpha:.2f}" for alpha in drafter.acceptance[:SHOWN_DEPTHS]) if is_first else ""
+            )
             name = drafter.name if is_first else ""
-            table.add_row(name, *_cells(row), "best" if is_best else "", alphas, style="bold" if is_best else None)
+            table.add_row(
+                name, *_cells(row), "best" if is_best else "", alphas, style="bold" if is_best else None
+            )
     if found.auto is not None:
         table.add_row("auto", "", "", "", "", f"{found.auto:.2f}", "", "")
     screen.print(table)

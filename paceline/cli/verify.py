@@ -1,6 +1,7 @@
 """`paceline verify`: proves on the user's own model and machine that drafts change the time and not the text.
 
-Two halves: equality of greedy and seeded texts (verify_equality), the law of unseeded ones (verify_distribution).
+Two halves: equality of greedy and seeded texts (verify_equality), the law of unseeded ones
+(verify_distribution).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli import console, options, parsing
-from paceline.errors import ConfigError, RequestError
+from paceline.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from paceline.api.llm import LLM
     from paceline.cli.verify_distribution import RuleResult
     from paceline.cli.verify_equality import Check, Examination
-    from paceline.llm import LLM
-    from paceline.prompts import Prompt
+    from paceline.measure.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,22 @@ def verify(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     exact: options.Exact = False,
-    prompts: Annotated[Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the report to this file.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 16,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each category.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many prompts of each category.")
+    ] = None,
     methods: Annotated[str | None, typer.Option(help="Only these drafters, separated by commas.")] = None,
     draft_model: Annotated[
-        str | None, typer.Option(help="Who drafts for draft_model (left out: the model itself), or the folder of a learned head.")
+        str | None,
+        typer.Option(
+            help="Who drafts for draft_model (left out: the model itself), or the folder of a learned head."
+        ),
     ] = None,
 ) -> None:
     """Check that every drafter gives the same text as plain decoding, and the same distribution.
@@ -64,8 +74,8 @@ def verify(
 
       paceline verify --limit 1 --methods ngram,early_exit
     """
-    from paceline import prompts as prompt_files
     from paceline.cli.verify_report import print_report
+    from paceline.measure import prompts as prompt_files
 
     chosen = prompt_files.load(prompts)
     chosen = prompt_files.first_of_each(chosen, limit) if limit is not None else chosen
@@ -82,11 +92,15 @@ def verify(
 
 def _drafters(methods: str | None, model: str, draft_model: str | None) -> dict[str, dict[str, Any]]:
     """All but learned heads if none is named: the target may have none."""
-    from paceline.config import nearest
-    from paceline.proposers.registry import DRAFTERS, HEADS, parse
+    from paceline.core.options import nearest
+    from paceline.drafters.registry import DRAFTERS, HEADS, parse
 
     known = ["auto", *DRAFTERS]
-    names = [name.strip() for name in methods.split(",")] if methods is not None else [name for name in known if name not in HEADS]
+    names = (
+        [name.strip() for name in methods.split(",")]
+        if methods is not None
+        else [name for name in known if name not in HEADS]
+    )
     for name in names:
         if name not in known:
             raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
@@ -107,13 +121,23 @@ def _check_draft_model(model: str, configs: dict[str, dict[str, Any]]) -> None:
     draft = configs.get("draft_model", {}).get("model", model)
     if draft == model:
         return
-    ours, theirs = (Tokenizer.from_source(open_checkpoint(name).tokenizer_source()) for name in (model, draft))
+    ours, theirs = (
+        Tokenizer.from_source(open_checkpoint(name).tokenizer_source()) for name in (model, draft)
+    )
     difference = ours.same_as(theirs)
     if difference:
-        raise ConfigError(f"--draft-model {draft} has another tokenizer than {model} ({difference}); use a draft of the same family")
+        raise ConfigError(
+            f"--draft-model {draft} has another tokenizer than {model} ({difference}); use a draft of the same family"
+        )
 
 
-def _examine(model: str, loading: dict[str, Any], prompts: list[Prompt], max_tokens: int, configs: dict[str, dict[str, Any]]) -> Report:
+def _examine(
+    model: str,
+    loading: dict[str, Any],
+    prompts: list[Prompt],
+    max_tokens: int,
+    configs: dict[str, dict[str, Any]],
+) -> Report:
     """Run everything under one progress bar, on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -122,7 +146,9 @@ def _examine(model: str, loading: dict[str, Any], prompts: list[Prompt], max_tok
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console.stderr()) as progress:
-        task = progress.add_task("loading", total=len(prompts) * (len(MODES) * (1 + len(BATCHES) * len(configs)) + len(RULES)))
+        task = progress.add_task(
+            "loading", total=len(prompts) * (len(MODES) * (1 + len(BATCHES) * len(configs)) + len(RULES))
+        )
 
         def begin(what: str) -> Callable[[int], None]:
             progress.update(task, description=what)
@@ -131,12 +157,18 @@ def _examine(model: str, loading: dict[str, Any], prompts: list[Prompt], max_tok
             return lambda num_done: progress.advance(task, num_done)
 
         examination, plain, rules = _plain_half(model, loading, prompts, max_tokens, begin)
-        checks = [check for name, config in configs.items() for check in _checks(model, loading, name, config, examination, plain, begin)]
+        checks = [
+            check
+            for name, config in configs.items()
+            for check in _checks(model, loading, name, config, examination, plain, begin)
+        ]
         progress.update(task, description="done")
     return Report(checks, rules)
 
 
-Begin = Callable[[str], Callable[[int], None]]  # says what begins; returns what to call with the number of prompts done
+Begin = Callable[
+    [str], Callable[[int], None]
+]  # says what begins; returns what to call with the number of prompts done
 PlainTexts = dict[Any, list[list[int]]]  # mode -> token ids of each prompt's answer
 
 
@@ -167,20 +199,28 @@ def _plain_half(
 def input_of(llm: LLM, prompt: Prompt) -> list[int]:
     """The prompt as the model reads it; one that cannot be run is named."""
     from paceline.cli.streaming import as_prompt
-    from paceline.params import SamplingParams
-    from paceline.types import Request
+    from paceline.core.params import SamplingParams
+    from paceline.core.types import Request
 
     try:
         text = as_prompt(llm, prompt.text)
         tokens = llm.tokenizer.encode(text) if isinstance(text, str) else text
-        llm.engine.check_fits(Request(prompt.id, SamplingParams(), tokens=tokens, num_prompt=len(tokens), seed=0))
+        llm.engine.check_fits(
+            Request(prompt.id, SamplingParams(), tokens=tokens, num_prompt=len(tokens), seed=0)
+        )
     except RequestError as error:
         raise RequestError(f"prompt {prompt.id}: {error}") from None
     return tokens
 
 
 def _checks(
-    model: str, loading: dict[str, Any], name: str, config: dict[str, Any], examination: Examination, plain: PlainTexts, begin: Begin
+    model: str,
+    loading: dict[str, Any],
+    name: str,
+    config: dict[str, Any],
+    examination: Examination,
+    plain: PlainTexts,
+    begin: Begin,
 ) -> Iterator[Check]:
     from paceline import LLM
     from paceline.cli.verify_equality import BATCHES, MODES
@@ -188,4 +228,6 @@ def _checks(
     with LLM(model, **loading, speculative_config=config, max_num_seqs=max(BATCHES), progress=False) as llm:
         for mode in MODES:
             for batch in BATCHES:
-                yield examination.check(llm, name, mode, batch, plain[mode], begin(f"{name}, T={mode.temperature}, batch {batch}"))
+                yield examination.check(
+                    llm, name, mode, batch, plain[mode], begin(f"{name}, T={mode.temperature}, batch {batch}")
+                )

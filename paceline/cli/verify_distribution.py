@@ -1,9 +1,10 @@
-"""Does unseeded sampling follow the target's distribution? A chi-square test of every accept rule on the model's own logits.
+"""Does unseeded sampling follow the target's distribution? A chi-square test of every accept rule on the
+model's own logits.
 
-The target's next-token logits are read at one text and after each of its likely continuations; the draft's logits are the same
-model's when it sees only the end of that text, so p and q differ as those of a real pair do. Then the engine's own `accept`
-judges thousands of drafts, and the texts are counted against their exact probabilities. The noise is keyed by the number
-of the sample, so a run can be repeated.
+The target's next-token logits are read at one text and after each of its likely continuations; the draft's
+logits are the same model's when it sees only the end of that text, so p and q differ as those of a real pair
+do. Then the engine's own `accept` judges thousands of drafts, and the texts are counted against their exact
+probabilities. The noise is keyed by the number of the sample, so a run can be repeated.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from paceline.params import SamplingParams
-from paceline.types import Draft, Request
-from paceline.verify.accept import accept
-from paceline.verify.chi_square import chi_square_p_value
-from paceline.verify.noise import Purpose
-from paceline.verify.sampling import guess, noise_of, probabilities, warped
-from paceline.verify.tree import Tree
+from paceline.core.accept import accept
+from paceline.core.chi_square import chi_square_p_value
+from paceline.core.noise import Purpose
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import guess, noise_of, probabilities, warped
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Request
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM
+    from paceline.api.llm import LLM
 
 TEXT = "On the way to the market we met a"
 NUM_SEEN_BY_DRAFT = 3  # tokens at least
@@ -48,7 +49,9 @@ class RuleResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Landscape:
-    """Logits [tokens] after each path of likely tokens, over the few tokens that matter, renumbered from 0."""
+    """Logits [tokens] after each path of likely tokens, over the few tokens that matter, renumbered from
+    0.
+    """
 
     target: dict[Path, torch.Tensor]
     draft: dict[Path, torch.Tensor]
@@ -57,12 +60,16 @@ class Landscape:
     def target_rows(self, emitted: Sequence[int], tree: Tree) -> torch.Tensor:
         """[nodes, tokens]. A node off the map cannot be accepted, so its row is never read."""
         unread = torch.zeros(self.num_tokens)
-        paths = ((*emitted, *(tree.tokens[n] for n in tree.ancestors(i)[1:])) for i in range(len(tree.tokens)))
+        paths = (
+            (*emitted, *(tree.tokens[n] for n in tree.ancestors(i)[1:])) for i in range(len(tree.tokens))
+        )
         return torch.stack([self.target.get(path, unread) for path in paths])
 
 
 def survey(llm: LLM) -> Landscape:
-    """Ask the model for its logits along every likely path, as the log-probabilities that `generate` reports."""
+    """Ask the model for its logits along every likely path, as the log-probabilities that `generate`
+    reports.
+    """
     context = llm.tokenizer.encode(TEXT)
     seen = _seen_by_draft(llm, context)
     target: dict[Path, list[tuple[int, float]]] = {}
@@ -78,18 +85,27 @@ def survey(llm: LLM) -> Landscape:
 
 
 def _seen_by_draft(llm: LLM, context: list[int]) -> list[int]:
-    """The shortest end of the context after which a token is likely that is also likely after all of it: else nothing would be kept."""
+    """The shortest end of the context after which a token is likely that is also likely after all of it: else
+    nothing would be kept.
+    """
     ends = [context[-count:] for count in range(min(NUM_SEEN_BY_DRAFT, len(context)), len(context) + 1)]
     rows = [{token for token, _ in row} for row in _likely(llm, ends)]
     return next(end for end, row in zip(ends, rows, strict=True) if row & rows[-1])
 
 
 def _likely(llm: LLM, contexts: list[list[int]]) -> list[list[tuple[int, float]]]:
-    results = llm.generate(contexts, SamplingParams(temperature=0, max_tokens=1, logprobs=WIDTH, ignore_eos=True, num_speculative_tokens=0))
+    results = llm.generate(
+        contexts,
+        SamplingParams(
+            temperature=0, max_tokens=1, logprobs=WIDTH, ignore_eos=True, num_speculative_tokens=0
+        ),
+    )
     return [list(entry.top) for result in results for entry in result.outputs[0].logprobs or ()]
 
 
-def _renumbered(rows: dict[Path, list[tuple[int, float]]], number: dict[int, int]) -> dict[Path, torch.Tensor]:
+def _renumbered(
+    rows: dict[Path, list[tuple[int, float]]], number: dict[int, int]
+) -> dict[Path, torch.Tensor]:
     logits = {}
     for path, row in rows.items():
         values = torch.full((len(number),), -torch.inf)
@@ -99,7 +115,9 @@ def _renumbered(rows: dict[Path, list[tuple[int, float]]], number: dict[int, int
 
 
 def _sampled_chain(request: Request, landscape: Landscape, depth: int) -> Draft:
-    """What a draft model offers: each token sampled after the one before (or guessed with the request's own seed)."""
+    """What a draft model offers: each token sampled after the one before (or guessed with the request's own
+    seed).
+    """
     path: list[int] = []
     q: dict[int, torch.Tensor] = {}
     while len(path) < depth and (*request.output, *path) in landscape.draft:
@@ -116,7 +134,9 @@ def _one_sampled_token(request: Request, landscape: Landscape, depth: int) -> Dr
     after = landscape.draft.get((*request.output, *draft.tree.tokens[1:]))
     if depth < 2 or after is None:
         return draft
-    return Draft(Tree.chain(request.tokens[-1], [*draft.tree.tokens[1:], int(after.argmax())]), "check", draft.q)
+    return Draft(
+        Tree.chain(request.tokens[-1], [*draft.tree.tokens[1:], int(after.argmax())]), "check", draft.q
+    )
 
 
 def _sampled_siblings(request: Request, landscape: Landscape, depth: int) -> Draft:
@@ -134,10 +154,20 @@ def _sampled_siblings(request: Request, landscape: Landscape, depth: int) -> Dra
 
 def _best_siblings(request: Request, landscape: Landscape, depth: int) -> Draft:
     """The two likeliest tokens at each node: nothing was sampled, so there is no q."""
-    return _grow(request, landscape, depth, lambda path: (landscape.draft[(*request.output, *path)].topk(2).indices.tolist(), None))
+    return _grow(
+        request,
+        landscape,
+        depth,
+        lambda path: (landscape.draft[(*request.output, *path)].topk(2).indices.tolist(), None),
+    )
 
 
-def _grow(request: Request, landscape: Landscape, depth: int, pair: Callable[[Path], tuple[list[int], torch.Tensor | None]]) -> Draft:
+def _grow(
+    request: Request,
+    landscape: Landscape,
+    depth: int,
+    pair: Callable[[Path], tuple[list[int], torch.Tensor | None]],
+) -> Draft:
     paths: list[Path] = [()]
     parents, q = [-1], {}
     for node in _growing(paths):
@@ -170,7 +200,9 @@ RULES: dict[str, Callable[[Request, Landscape, int], Draft]] = {
 
 def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
     """Sample with drafts, count, and compare with the exact probabilities."""
-    first = list(RULES).index(rule) * num_samples  # no two rules share noise, so their p-values are independent
+    first = (
+        list(RULES).index(rule) * num_samples
+    )  # no two rules share noise, so their p-values are independent
     counts = Counter(_sample(rule, landscape, seed) for seed in range(first, first + num_samples))
     return RuleResult(rule, chi_square_p_value(counts, exact_probabilities(landscape)))
 
@@ -192,5 +224,9 @@ def exact_probabilities(landscape: Landscape) -> dict[Path, float]:
     found: dict[Path, float] = {(): 1.0}
     for _ in range(DEPTH):
         rows = {path: probabilities(params, landscape.target[path]) for path in found}
-        found = {(*path, int(t)): found[path] * float(row[t]) for path, row in rows.items() for t in row.nonzero()[:, 0]}
+        found = {
+            (*path, int(t)): found[path] * float(row[t])
+            for path, row in rows.items()
+            for t in row.nonzero()[:, 0]
+        }
     return found

@@ -1,7 +1,8 @@
-"""Is decoding with drafts the same as without? Every drafter, greedy and seeded, alone and in a batch, on the same prompts.
+"""Is decoding with drafts the same as without? Every drafter, greedy and seeded, alone and in a batch, on the
+same prompts.
 
-The plain texts are made once for each mode, in a batch, and every other run is compared with them token by token: so equality
-also says that the batch a request is in changes nothing.
+The plain texts are made once for each mode, in a batch, and every other run is compared with them token by
+token: so equality also says that the batch a request is in changes nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from paceline.params import SamplingParams
-from paceline.verify.noise import Purpose, gumbel
+from paceline.core.noise import Purpose, gumbel
+from paceline.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM
-    from paceline.prompts import Prompt
-    from paceline.results import Result
+    from paceline.api.llm import LLM
+    from paceline.api.results import Result
+    from paceline.measure.prompts import Prompt
 
 BATCHES = (1, 8)
-NEAR_TIE = 0.25  # logits: what passes of other shapes may differ by in half precision, where kernels are not exact
+NEAR_TIE = (
+    0.25  # logits: what passes of other shapes may differ by in half precision, where kernels are not exact
+)
 
 
 class Mode(NamedTuple):
@@ -38,7 +41,8 @@ class Difference(NamedTuple):
     position: int  # of the first token that differs, counted from the start of the answer
     plain: str  # the two tokens, id and text
     drafted: str
-    margin: float = math.inf  # by how much plain decoding preferred its own token, in logits; looked up where arithmetic is not exact
+    # by how much plain decoding preferred its own token, in logits; looked up where arithmetic is not exact
+    margin: float = math.inf
 
     @property
     def is_tie(self) -> bool:
@@ -53,7 +57,8 @@ class Check:
     num_prompts: int
     tau: float
     differences: tuple[Difference, ...]
-    num_ties: int = 0  # prompts that differ first where two tokens were as good as equal, which only inexact arithmetic may
+    # prompts that differ first where two tokens were as good as equal, which only inexact arithmetic may
+    num_ties: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,39 +84,77 @@ class Examination:
     def params(self, mode: Mode, **options: Any) -> list[SamplingParams]:
         """Each prompt has its own seed, so that equal noise cannot hide a mix-up of requests."""
         seeds = [None if mode.temperature == 0 else 1000 + i for i in range(len(self.prompts))]
-        return [SamplingParams(temperature=mode.temperature, seed=seed, max_tokens=self.max_tokens, **options) for seed in seeds]
+        return [
+            SamplingParams(temperature=mode.temperature, seed=seed, max_tokens=self.max_tokens, **options)
+            for seed in seeds
+        ]
 
     def plain(self, llm: LLM, mode: Mode) -> list[list[int]]:
         results = llm.generate(list(self.inputs), self.params(mode, num_speculative_tokens=0))
         return [list(result.token_ids) for result in results]
 
-    def check(self, llm: LLM, drafter: str, mode: Mode, batch: int, plain: list[list[int]], advance: Callable[[int], None]) -> Check:
+    def check(
+        self,
+        llm: LLM,
+        drafter: str,
+        mode: Mode,
+        batch: int,
+        plain: list[list[int]],
+        advance: Callable[[int], None],
+    ) -> Check:
         results = self._run(llm, mode, batch, advance)
         spell = llm.tokenizer.token_text
         pairs = zip(self.prompts, plain, results, strict=True)
-        found = [(i, d) for i, (p, a, r) in enumerate(pairs) if (d := first_difference(p.id, a, r.token_ids, spell)) is not None]
+        found = [
+            (i, d)
+            for i, (p, a, r) in enumerate(pairs)
+            if (d := first_difference(p.id, a, r.token_ids, spell)) is not None
+        ]
         if not llm.engine.runner.decoder.is_exact:
             found = [(i, self._weighed(llm, mode, i, d, plain[i], results[i].token_ids)) for i, d in found]
         stats = [result.outputs[0].stats for result in results]
         tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))
         ties = sum(d.is_tie for _, d in found)
-        return Check(drafter, mode, batch, len(self.prompts), tau, tuple(d for _, d in found if not d.is_tie), ties)
+        return Check(
+            drafter, mode, batch, len(self.prompts), tau, tuple(d for _, d in found if not d.is_tie), ties
+        )
 
-    def _weighed(self, llm: LLM, mode: Mode, index: int, found: Difference, plain: Sequence[int], drafted: Sequence[int]) -> Difference:
-        """With the margin between the two tokens: logits, and where the choice was seeded its noise, times the temperature."""
+    def _weighed(
+        self,
+        llm: LLM,
+        mode: Mode,
+        index: int,
+        found: Difference,
+        plain: Sequence[int],
+        drafted: Sequence[int],
+    ) -> Difference:
+        """With the margin between the two tokens: logits, and where the choice was seeded its noise, times
+        the temperature.
+        """
         at = found.position
         if at >= min(len(plain), len(drafted)):
             return found
         pair, context = (plain[at], drafted[at]), [*self.inputs[index], *plain[:at]]
-        options = SamplingParams(temperature=0, max_tokens=1, logprobs=1, allowed_token_ids=pair, ignore_eos=True, num_speculative_tokens=0)
+        options = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            logprobs=1,
+            allowed_token_ids=pair,
+            ignore_eos=True,
+            num_speculative_tokens=0,
+        )
         logits = [_logprob(llm, context, options, token) for token in pair]
         if mode.temperature:
             noise = gumbel(1000 + index, len(context), Purpose.TARGET, np.array(pair))
-            logits = [logit + mode.temperature * float(extra) for logit, extra in zip(logits, noise, strict=True)]
+            logits = [
+                logit + mode.temperature * float(extra) for logit, extra in zip(logits, noise, strict=True)
+            ]
         return found._replace(margin=abs(logits[0] - logits[1]))
 
     def _run(self, llm: LLM, mode: Mode, batch: int, advance: Callable[[int], None]) -> list[Result]:
-        """Batch 1: one prompt after the other. Else all at once, and the engine runs as many together as `max_num_seqs` says."""
+        """Batch 1: one prompt after the other. Else all at once, and the engine runs as many together as
+        `max_num_seqs` says.
+        """
         params = self.params(mode)
         step = 1 if batch == 1 else len(params)
         results: list[Result] = []
@@ -128,10 +171,15 @@ def _logprob(llm: LLM, context: Sequence[int], options: SamplingParams, token: i
     return float(result.outputs[0].logprobs[0].logprob)
 
 
-def first_difference(prompt_id: str, plain: Sequence[int], drafted: Sequence[int], spell: Callable[[int], str]) -> Difference | None:
+def first_difference(
+    prompt_id: str, plain: Sequence[int], drafted: Sequence[int], spell: Callable[[int], str]
+) -> Difference | None:
     if list(plain) == list(drafted):
         return None
     shared = min(len(plain), len(drafted))
     position = next((i for i in range(shared) if plain[i] != drafted[i]), shared)
-    at = [f"{text[position]} {spell(text[position])!r}" if position < len(text) else "the end" for text in (plain, drafted)]
+    at = [
+        f"{text[position]} {spell(text[position])!r}" if position < len(text) else "the end"
+        for text in (plain, drafted)
+    ]
     return Difference(prompt_id, position, at[0], at[1])

@@ -23,24 +23,48 @@ def print_report(screen: Console, checks: list[Check], rules: list[RuleResult]) 
     if num_bad:
         screen.print(f"{num_bad} of {len(checks) + len(rules)} checks found a difference", style="bold red")
     else:
-        screen.print(f"all {len(checks) + len(rules)} checks passed: drafts changed the time and not the text", style="bold green")
+        screen.print(
+            f"all {len(checks) + len(rules)} checks passed: drafts changed the time and not the text",
+            style="bold green",
+        )
     if ties := sum(check.num_ties for check in checks):
         told = f"{ties} of {sum(check.num_prompts for check in checks)} texts part at a near tie, where logits are within {NEAR_TIE}: "
-        screen.print(told + "half precision rounds differently in passes of other shapes; --exact does not", style="yellow")
+        screen.print(
+            told + "half precision rounds differently in passes of other shapes; --exact does not",
+            style="yellow",
+        )
 
 
 def _print_checks(screen: Console, checks: list[Check]) -> None:
     from rich.table import Table
 
     table = Table(
-        "drafter", "mode", "T", "batch", "prompts", "identical", "τ", title="the same text as plain decoding", title_justify="left"
+        "drafter",
+        "mode",
+        "T",
+        "batch",
+        "prompts",
+        "identical",
+        "τ",
+        title="the same text as plain decoding",
+        title_justify="left",
     )
     for check in checks:
         num_same = check.num_prompts - len(check.differences)
-        same = "[green]yes[/green]" if not check.differences else f"[bold red]no[/bold red] ({num_same} of {check.num_prompts})"
+        same = (
+            "[green]yes[/green]"
+            if not check.differences
+            else f"[bold red]no[/bold red] ({num_same} of {check.num_prompts})"
+        )
         if check.num_ties:
             same += f", {check.num_ties} near ties"
-        cells: list[Any] = [check.drafter, check.mode.name, check.mode.temperature, check.batch, check.num_prompts]
+        cells: list[Any] = [
+            check.drafter,
+            check.mode.name,
+            check.mode.temperature,
+            check.batch,
+            check.num_prompts,
+        ]
         table.add_row(*map(str, cells), same, f"{check.tau:.2f}")
     screen.print(table)
 
@@ -59,7 +83,13 @@ def _print_differences(screen: Console, checks: list[Check]) -> None:
 def _print_rules(screen: Console, rules: list[RuleResult]) -> None:
     from rich.table import Table
 
-    table = Table("rule", "p-value", "", title="the same distribution as the target (chi-square)", title_justify="left")
+    table = Table(
+        "rule", "p-value", "", title="the same distribution as the target (chi-square)", title_justify="left"
+    )
     for rule in rules:
-        table.add_row(rule.rule, f"{rule.p_value:.4f}", "[green]ok[/green]" if rule.is_ok else "[bold red]differs[/bold red]")
+        table.add_row(
+            rule.rule,
+            f"{rule.p_value:.4f}",
+            "[green]ok[/green]" if rule.is_ok else "[bold red]differs[/bold red]",
+        )
     screen.print(table)

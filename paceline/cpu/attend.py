@@ -1,4 +1,5 @@
-"""Who computes what in attention. Few rows: threads share out the positions, then the heads, then the columns. Many: a few rows each.
+"""Who computes what in attention. Few rows: threads share out the positions, then the heads, then the
+columns. Many: a few rows each.
 
 Invariant: both ways are made of the same chains (paged.py), so they give the same bits.
 """
@@ -64,7 +65,9 @@ def _put_value(m, source, target, key):  # type: ignore[no-untyped-def]
 
 @piece
 def place(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
-    """Norm and rotate queries and keys; keys and values into the cache, queries to those of the same KV head."""
+    """Norm and rotate queries and keys; keys and values into the cache, queries to those of the same KV
+    head.
+    """
     positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
     units, dim, group = m.num_heads + 2 * m.num_kv_heads, m.dim, m.num_heads // m.num_kv_heads
     for item in range(b.rows * units * part // b.threads, b.rows * units * (part + 1) // b.threads):
@@ -101,14 +104,18 @@ def attend(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
 
 @piece
 def _blocks(b, w, run, window):  # type: ignore[no-untyped-def]
-    """The first position of the prefix that a row of the run sees, rounded down, and the number of blocks from there on."""
+    """The first position of the prefix that a row of the run sees, rounded down, and the number of blocks
+    from there on.
+    """
     low = starts_of(b, w, run, window)[0] // BLOCK * BLOCK
     return low, max(0, (run.prefix - low + BLOCK - 1) // BLOCK)
 
 
 @piece
 def _share_scores(part, b, m, window, w, keys):  # type: ignore[no-untyped-def]
-    """A thread takes a stretch of all blocks of all prefixes, rows weighed in, and every so many rows' own positions."""
+    """A thread takes a stretch of all blocks of all prefixes, rows weighed in, and every so many rows' own
+    positions.
+    """
     work, row = 0, 0
     while row < b.rows:
         run = run_of(b, w, row, b.rows)
@@ -126,7 +133,9 @@ def _share_scores(part, b, m, window, w, keys):  # type: ignore[no-untyped-def]
         for own in range(run.first, run.last):
             if own % b.threads == part:
                 length = length_of(b, w, run, own)
-                score(b, m, w, row_of(run, own), heads, max(run.prefix, start_of(window, length)), length, keys)
+                score(
+                    b, m, w, row_of(run, own), heads, max(run.prefix, start_of(window, length)), length, keys
+                )
         before, row = before + blocks * count, run.last
 
 
@@ -158,7 +167,9 @@ def _share_columns(part, b, m, window, w, values):  # type: ignore[no-untyped-de
 
 @piece
 def _mix_rows(b, m, w, run, common, window, columns, values):  # type: ignore[no-untyped-def]
-    """Each row's positions in order: those that only some rows still see, those that all see, those that are its own."""
+    """Each row's positions in order: those that only some rows still see, those that all see, those that are
+    its own.
+    """
     highest = min(starts_of(b, w, run, window)[1], common)
     for strip in range(columns[0], columns[1]):
         clear(m, run, strip)
@@ -184,7 +195,20 @@ def _attend_by_rows(part, b, m, window, w, keys, values):  # type: ignore[no-unt
         while row < b.rows:
             shared = run_of(b, w, row, TOGETHER)
             if item % b.threads == part:
-                run = Run(shared.first, shared.last, shared.prefix, shared.places, w.queries, scores, scales, totals, mixed, b.rows, 0, row)
+                run = Run(
+                    shared.first,
+                    shared.last,
+                    shared.prefix,
+                    shared.places,
+                    w.queries,
+                    scores,
+                    scales,
+                    totals,
+                    mixed,
+                    b.rows,
+                    0,
+                    row,
+                )
                 _attend_run(b, m, window, w, run, kv_head, strips, keys, values)
             item, row = item + 1, shared.last
 

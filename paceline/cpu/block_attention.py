@@ -1,7 +1,9 @@
-"""Attention of blocks: the rows of a block all see the same positions, so keys and values are read once for many queries.
+"""Attention of blocks: the rows of a block all see the same positions, so keys and values are read once for
+many queries.
 
-A query is a head of a row. A thread has a run of all queries, head after head and in each row after row; those of one KV head take their
-turns at a few positions while these are in the nearest cache. Sequences lie in memory as head_attention.py says.
+A query is a head of a row. A thread has a run of all queries, head after head and in each row after row;
+those of one KV head take their turns at a few positions while these are in the nearest cache. Sequences lie
+in memory as head_attention.py says.
 """
 
 from __future__ import annotations
@@ -10,18 +12,32 @@ import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import piece
-from paceline.cpu.head_attention import AHEAD, BLOCK, LOWEST, UNROLL, first_block, largest_lanes, mix_values, score_block, sum_exponentials
+from paceline.cpu.head_attention import (
+    AHEAD,
+    BLOCK,
+    LOWEST,
+    UNROLL,
+    first_block,
+    largest_lanes,
+    mix_values,
+    score_block,
+    sum_exponentials,
+)
 from paceline.cpu.lanes import LANES, float_pointer, int_pointer
 from paceline.cpu.rows import fill
 
 TILE = 5  # rows whose queries are worked on side by side: their sums take 20 of 32 registers
 SHARED = 16  # queries that take turns
-CHUNK = AHEAD // BLOCK  # blocks of values that they take turns at, asking for the next: 16 KB where heads are 64 wide
+CHUNK = (
+    AHEAD // BLOCK
+)  # blocks of values that they take turns at, asking for the next: 16 KB where heads are 64 wide
 
 
 @piece
 def _height(unit, end, size):  # type: ignore[no-untyped-def]
-    """Rows of the tile that begins with this query: of one head, and nearly as many as those of the other tiles."""
+    """Rows of the tile that begins with this query: of one head, and nearly as many as those of the other
+    tiles.
+    """
     left = min(size - unit % size, end - unit)
     tiles = (left + TILE - 1) // TILE
     return (left + tiles - 1) // tiles
@@ -70,14 +86,23 @@ def _weigh(s, scores, longest, queries, seen):  # type: ignore[no-untyped-def]
 
 @piece
 def _attend_some(s, size, stride, q, keys, values, seen, first, end, w, scores, out):  # type: ignore[no-untyped-def]
-    """Queries first to end of a request, all of one KV head. q, out: of the request's first row; stride: bytes between rows of q."""
-    blocks, block_bytes, row_bytes, out_stride = (seen + BLOCK - 1) // BLOCK, s.dim * BLOCK * 4, s.dim * 4, w.widest * 4
+    """Queries first to end of a request, all of one KV head. q, out: of the request's first row; stride:
+    bytes between rows of q.
+    """
+    blocks, block_bytes, row_bytes, out_stride = (
+        (seen + BLOCK - 1) // BLOCK,
+        s.dim * BLOCK * 4,
+        s.dim * 4,
+        w.widest * 4,
+    )
     for b in range(blocks):
         unit = first
         while unit < end:
             height, row, column = _height(unit, end, size), unit % size, unit // size * row_bytes
             to = scores + ((unit - first) * w.longest + b * BLOCK) * 4
-            _score(height, q + row * stride + column, stride, keys + b * block_bytes, s.dim, to, w.longest * 4)
+            _score(
+                height, q + row * stride + column, stride, keys + b * block_bytes, s.dim, to, w.longest * 4
+            )
             unit += height
     _weigh(s, scores, w.longest, end - first, seen)
     for unit in range(first, end):
@@ -87,16 +112,32 @@ def _attend_some(s, size, stride, q, keys, values, seen, first, end, w, scores, 
         for d in range(0, row_bytes, LANES * 4):
             unit = first
             while unit < end:
-                height, to = _height(unit, end, size), out + unit % size * out_stride + unit // size * row_bytes + d
+                height, to = (
+                    _height(unit, end, size),
+                    out + unit % size * out_stride + unit // size * row_bytes + d,
+                )
                 weights = scores + ((unit - first) * w.longest + b * BLOCK) * 4
-                _mix(height, weights, w.longest * 4, values + b * block_bytes + d, row_bytes, turns, to, out_stride)
+                _mix(
+                    height,
+                    weights,
+                    w.longest * 4,
+                    values + b * block_bytes + d,
+                    row_bytes,
+                    turns,
+                    to,
+                    out_stride,
+                )
                 unit += height
 
 
 @piece
 def attend_blocks(part, b, r, s, layer, i, w):  # type: ignore[no-untyped-def]
     """Attention of all rows into `ready`."""
-    keys, values, rooms = carray(int_pointer(r.keys), r.num), carray(int_pointer(r.values), r.num), carray(int_pointer(r.rooms), r.num)
+    keys, values, rooms = (
+        carray(int_pointer(r.keys), r.num),
+        carray(int_pointer(r.values), r.num),
+        carray(int_pointer(r.rooms), r.num),
+    )
     seen, units, stride = carray(int_pointer(r.seen), r.num), s.num_heads * b.size, layer.qkv.n * 4
     together, scores = s.num_heads // s.num_kv_heads * b.size, w.scores + part * SHARED * w.longest * 4
     at, last = b.num * units * part // s.threads, b.num * units * (part + 1) // s.threads
@@ -104,6 +145,12 @@ def attend_blocks(part, b, r, s, layer, i, w):  # type: ignore[no-untyped-def]
         row, first = at // units * b.size, at % units
         kv_head = first // together
         end = min(first + last - at, (kv_head + 1) * together, first + SHARED)
-        skip, q, out = first_block(s, i, rooms[row], kv_head), w.wide + row * stride, w.ready + row * w.widest * 4
-        _attend_some(s, b.size, stride, q, keys[row] + skip, values[row] + skip, seen[row], first, end, w, scores, out)
+        skip, q, out = (
+            first_block(s, i, rooms[row], kv_head),
+            w.wide + row * stride,
+            w.ready + row * w.widest * 4,
+        )
+        _attend_some(
+            s, b.size, stride, q, keys[row] + skip, values[row] + skip, seen[row], first, end, w, scores, out
+        )
         at += end - first

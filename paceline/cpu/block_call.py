@@ -1,7 +1,8 @@
-"""A call of cpu/blocks.py with nothing made anew: after a pass of the target the host's caches are cold, and every object that has to
-be made costs microseconds.
+"""A call of cpu/blocks.py with nothing made anew: after a pass of the target the host's caches are cold, and
+every object that has to be made costs microseconds.
 
-Invariant: all addresses in the call lie in memory that this object owns and that never moves, but for what it is given with each call.
+Invariant: all addresses in the call lie in memory that this object owns and that never moves, but for what it
+is given with each call.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.cpu.block_rows import CONTEXT, IS_GUESSING, NUM, NUM_COLUMNS, ROWS, STEPS, WORK, Block, Context, call_of
+from paceline.cpu.block_rows import (
+    CONTEXT,
+    IS_GUESSING,
+    NUM,
+    NUM_COLUMNS,
+    ROWS,
+    STEPS,
+    WORK,
+    Block,
+    Context,
+    call_of,
+)
 from paceline.cpu.blocks import draft_blocks
 from paceline.cpu.head_memory import address
 from paceline.cpu.heads import Rows, Shape, Work
-from paceline.models.head_rows import BlockFeed, Guesses, Speaker
+from paceline.heads.rows import BlockFeed, Guesses, Speaker
 
 NO_WORK = Work(*[0] * len(Work._fields))
 
@@ -43,7 +55,14 @@ class BlockCall:
         self._constants, self._shape, self._work = constants, shape, NO_WORK
         rows, steps = most_requests * constants.size, constants.most_steps * most_requests
         shares = most_requests * shape.threads
-        sizes = [most_requests * NUM_COLUMNS, *[most_rows] * 4, *[rows] * 7, steps, most_rows * constants.num_sources, shares]
+        sizes = [
+            most_requests * NUM_COLUMNS,
+            *[most_rows] * 4,
+            *[rows] * 7,
+            steps,
+            most_rows * constants.num_sources,
+            shares,
+        ]
         starts = np.cumsum([0, *sizes]).tolist()
         self._tokens, self._sources = starts[12:14]
         self._numbers = array("q", [0] * starts[-1])
@@ -72,17 +91,32 @@ class BlockCall:
         self, feeds: Sequence[BlockFeed], words: Sequence[int], sources: Sequence[int], speakers: Sequence[Speaker], steps: int,
         work: Work, *, is_guessing: bool,
     ) -> None:  # fmt: skip
-        """words: the feeds' roots as draft ids; sources: addresses of all rows' features. Without steps nobody speaks."""
+        """words: the feeds' roots as draft ids; sources: addresses of all rows' features. Without steps
+        nobody speaks.
+        """
         numbers, call, at = self._numbers, self._call, 0
         for i, (feed, word, speaker) in enumerate(zip(feeds, words, speakers, strict=True)):
             place, count = feed.place, len(feed.rows)
             numbers[at : at + NUM_COLUMNS] = array(
-                "q", (place.keys_at, place.values_at, place.blocks, feed.start, count, feed.root, word, speaker.position)
+                "q",
+                (
+                    place.keys_at,
+                    place.values_at,
+                    place.blocks,
+                    feed.start,
+                    count,
+                    feed.root,
+                    word,
+                    speaker.position,
+                ),
             )
             self._temperatures[i], self._seeds[i] = speaker.temperature, speaker.seed
             at += NUM_COLUMNS
         numbers[self._sources : self._sources + len(sources)] = array("q", sources)
-        call[CONTEXT], call[ROWS] = len(sources) // self._constants.num_sources, len(feeds) * self._constants.size if steps else 0
+        call[CONTEXT], call[ROWS] = (
+            len(sources) // self._constants.num_sources,
+            len(feeds) * self._constants.size if steps else 0,
+        )
         call[NUM], call[STEPS], call[IS_GUESSING] = len(feeds), steps, is_guessing
         if work is not self._work:
             self._work = work
@@ -91,11 +125,17 @@ class BlockCall:
 
     def guesses(self, count: int, steps: int) -> Guesses:
         """Of the last call, with so many requests."""
-        tokens, chances = self._numbers[self._tokens : self._tokens + steps * count], self._chances[: steps * count]
+        tokens, chances = (
+            self._numbers[self._tokens : self._tokens + steps * count],
+            self._chances[: steps * count],
+        )
         if count == 1:
             return Guesses([[token] for token in tokens], [[chance] for chance in chances])
         starts = range(0, steps * count, count)
-        return Guesses([tokens[i : i + count].tolist() for i in starts], [chances[i : i + count].tolist() for i in starts])
+        return Guesses(
+            [tokens[i : i + count].tolist() for i in starts],
+            [chances[i : i + count].tolist() for i in starts],
+        )
 
     def logits(self, count: int, steps: int) -> np.ndarray:
         """[steps, requests, outputs] of the last call; the next one overwrites them."""

@@ -1,7 +1,9 @@
-"""The words of a block, from left to right: with a Markov head a token's logits also depend on the token before it.
+"""The words of a block, from left to right: with a Markov head a token's logits also depend on the token
+before it.
 
-Each thread adds what that token makes likely to its share of all words and looks through them while they are in its caches; what the
-threads found is settled by one of them. Guesses with noise are made by one thread alone.
+Each thread adds what that token makes likely to its share of all words and looks through them while they are
+in its caches; what the threads found is settled by one of them. Guesses with noise are made by one thread
+alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def _put_word(b, w, i, word):  # type: ignore[no-untyped-def]
 def _search(part, b, s, w, step):  # type: ignore[no-untyped-def]
     """A thread's share of the words of all requests."""
     temperatures = carray(double_pointer(b.temperatures), b.num)
-    found, sums = carray(int_pointer(b.found), (b.num, s.threads)), carray(double_pointer(b.sums), (b.num, s.threads))
+    found, sums = (
+        carray(int_pointer(b.found), (b.num, s.threads)),
+        carray(double_pointer(b.sums), (b.num, s.threads)),
+    )
     turns = s.num_outputs // LANES
     first, last = turns * part // s.threads * LANES, turns * (part + 1) // s.threads * LANES
     mixed = b.mixed + first * b.num * 4  # [num, last - first]
@@ -51,15 +56,26 @@ def _search(part, b, s, w, step):  # type: ignore[no-untyped-def]
 def _settle(part, b, s, w, step):  # type: ignore[no-untyped-def]
     """The words of a step, and what the next step needs of them."""
     temperatures, seeds = carray(double_pointer(b.temperatures), b.num), carray(seed_pointer(b.seeds), b.num)
-    requests, ids = carray(int_pointer(b.requests), (b.num, NUM_COLUMNS)), carray(int_pointer(b.ids), b.num_ids)
-    tokens, chances = carray(int_pointer(b.tokens), (b.steps, b.num)), carray(double_pointer(b.chances), (b.steps, b.num))
-    found, sums = carray(int_pointer(b.found), (b.num, s.threads)), carray(double_pointer(b.sums), (b.num, s.threads))
+    requests, ids = (
+        carray(int_pointer(b.requests), (b.num, NUM_COLUMNS)),
+        carray(int_pointer(b.ids), b.num_ids),
+    )
+    tokens, chances = (
+        carray(int_pointer(b.tokens), (b.steps, b.num)),
+        carray(double_pointer(b.chances), (b.steps, b.num)),
+    )
+    found, sums = (
+        carray(int_pointer(b.found), (b.num, s.threads)),
+        carray(double_pointer(b.sums), (b.num, s.threads)),
+    )
     for i in range(part, b.num, s.threads):
         row = b.logits + (step * b.num + i) * s.num_outputs * 4
         if temperatures[i] == 0.0:
             best, chance = settle(row, found[i], sums[i])
         else:
-            best, chance = guess(row, s.num_outputs, s.num_words, ids, temperatures[i], seeds[i], requests[i, POSITION] + step)
+            best, chance = guess(
+                row, s.num_outputs, s.num_words, ids, temperatures[i], seeds[i], requests[i, POSITION] + step
+            )
         tokens[step, i] = ids[best] if b.num_ids else best
         chances[step, i] = chance * (chances[step - 1, i] if step else 1.0)
         if b.rank:

@@ -1,7 +1,7 @@
 """DFlash on the CPU: its weights in int8, its sequences, and what the calls of cpu/blocks.py are given.
 
-Invariant: the kernels read and write where they are told, so every address handed to them lies in memory that this call keeps alive, and
-a sequence has room for its context and a block.
+Invariant: the kernels read and write where they are told, so every address handed to them lies in memory that
+this call keeps alive, and a sequence has room for its context and a block.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from paceline.cpu.block_attention import SHARED
 from paceline.cpu.block_call import BlockCall, Constants
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_memory import NOTHING, Memory, Place, Tensors, Workspace, describe, sources_of
-from paceline.models.head_config import DflashConfig
-from paceline.models.head_rows import BlockFeed, Guesses, Row, Speaker
+from paceline.heads.config import DflashConfig
+from paceline.heads.rows import BlockFeed, Guesses, Row, Speaker
 
 CHUNK = 256  # rows read in one pass
 MOST_ROWS = 16  # usually, beside those of a prompt
@@ -27,7 +27,9 @@ class BlockHead:
     def __init__(self, config: DflashConfig, tensors: Tensors, target: CpuDecoder) -> None:
         self.config, self._memory = config, Memory()
         memory = self._memory
-        rows = [memory.layer(tensors, f"layers.{i}.", config.intermediate_size) for i in range(config.num_layers)]
+        rows = [
+            memory.layer(tensors, f"layers.{i}.", config.intermediate_size) for i in range(config.num_layers)
+        ]
         fuse, balance = memory.balanced(tensors["fc.weight"])
         markov = memory.output(tensors["markov_w2.weight"], fill=0.0) if config.markov_rank else NOTHING
         self.shape = describe(config, rows, tensors, target, memory, fuse, markov)
@@ -46,7 +48,9 @@ class BlockHead:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """What is compiled on first use is not the first request's to wait for, nor to be taken for a cost."""
+        """What is compiled on first use is not the first request's to wait for, nor to be taken for a
+        cost.
+        """
         nothing = torch.zeros(1, self.config.hidden_size)
         row = Row(0, dict.fromkeys(self._layers, nothing), 0)
         self.guess([BlockFeed(self.place(), 0, [row], 0)], [GREEDY], 1)
@@ -63,7 +67,12 @@ class BlockHead:
     def read(self, feed: BlockFeed) -> None:
         """Take features into a sequence; nobody speaks."""
         for first in range(0, len(feed.rows), CHUNK):
-            self._run([feed._replace(start=feed.start + first, rows=feed.rows[first : first + CHUNK])], [GREEDY], 0, is_guessing=False)
+            self._run(
+                [feed._replace(start=feed.start + first, rows=feed.rows[first : first + CHUNK])],
+                [GREEDY],
+                0,
+                is_guessing=False,
+            )
 
     def guess(self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int) -> Guesses:
         return self._run(feeds, speakers, steps, is_guessing=True).guesses(len(feeds), steps)
@@ -77,7 +86,9 @@ class BlockHead:
         """A token of the target as a draft id; the last one is for all others."""
         return self._words.get(token, self.config.draft_vocab_size) if len(self._ids) else token
 
-    def _run(self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int, *, is_guessing: bool) -> BlockCall:
+    def _run(
+        self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int, *, is_guessing: bool
+    ) -> BlockCall:
         """The call that was made, which knows what came of it."""
         size = self.config.block_size if steps else 0
         rows = longest = 0
@@ -85,14 +96,30 @@ class BlockHead:
             end = feed.start + len(feed.rows) + size
             feed.place.reserve(end)
             rows, longest = rows + len(feed.rows), max(longest, end)
-        sources = sources_of([row for feed in feeds for row in feed.rows], self._layers, self.config.hidden_size)
-        call, work = self._call_for(len(feeds), rows), self._workspace.get(max(rows, len(feeds) * size), longest)
-        call.run(feeds, [self.word(feed.root) for feed in feeds], sources, speakers, steps, work, is_guessing=is_guessing)
+        sources = sources_of(
+            [row for feed in feeds for row in feed.rows], self._layers, self.config.hidden_size
+        )
+        call, work = (
+            self._call_for(len(feeds), rows),
+            self._workspace.get(max(rows, len(feeds) * size), longest),
+        )
+        call.run(
+            feeds,
+            [self.word(feed.root) for feed in feeds],
+            sources,
+            speakers,
+            steps,
+            work,
+            is_guessing=is_guessing,
+        )
         return call
 
     def _call_for(self, requests: int, rows: int) -> BlockCall:
         """The one that there is, or a larger one."""
         if requests > self._call.most_requests or rows > self._call.most_rows:
-            most_requests, most_rows = max(requests, self._call.most_requests), max(rows, self._call.most_rows)
+            most_requests, most_rows = (
+                max(requests, self._call.most_requests),
+                max(rows, self._call.most_rows),
+            )
             self._call = BlockCall(self._constants, self.shape, most_requests, most_rows)
         return self._call

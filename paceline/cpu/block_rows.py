@@ -1,7 +1,8 @@
 """What a call of cpu/blocks.py is told, and what each of its rows has to know.
 
-The host names requests, in eight numbers each; rows are worked out from them by the kernel. Invariant: arrays of rows have room for all
-rows of a call, and nothing is read of them before the first thread has written them.
+The host names requests, in eight numbers each; rows are worked out from them by the kernel. Invariant: arrays
+of rows have room for all rows of a call, and nothing is read of them before the first thread has written
+them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from paceline.cpu.compile import numbers, piece
 from paceline.cpu.heads import Rows, Shape, Work
 from paceline.cpu.lanes import int_pointer
 
-# what the host says of a request: where its sequence lies, its rows read so far and new ones, the token a block begins with, the same as
-# a draft id (the number of words where it is none; then the last guess), and the position of the first guess
+# what the host says of a request: where its sequence lies, its rows read so far and new ones, the token a
+# block begins with, the same as a draft id (the number of words where it is none; then the last guess), and
+# the position of the first guess
 KEYS, VALUES, ROOM, START, COUNT, ROOT, WORD, POSITION = range(8)
 NUM_COLUMNS = 8
 
@@ -74,8 +76,15 @@ def write_context(c, b):  # type: ignore[no-untyped-def]
 
 @piece
 def write_rows(r, b):  # type: ignore[no-untyped-def]
-    requests, tokens = carray(int_pointer(b.requests), (b.num, NUM_COLUMNS)), carray(int_pointer(r.tokens), r.num)
-    places, seen, keys = carray(int_pointer(r.places), r.num), carray(int_pointer(r.seen), r.num), carray(int_pointer(r.keys), r.num)
+    requests, tokens = (
+        carray(int_pointer(b.requests), (b.num, NUM_COLUMNS)),
+        carray(int_pointer(r.tokens), r.num),
+    )
+    places, seen, keys = (
+        carray(int_pointer(r.places), r.num),
+        carray(int_pointer(r.seen), r.num),
+        carray(int_pointer(r.keys), r.num),
+    )
     values, rooms = carray(int_pointer(r.values), r.num), carray(int_pointer(r.rooms), r.num)
     for row in range(r.num):
         one, at = requests[row // b.size], row % b.size
@@ -106,5 +115,23 @@ def context_at(at):  # type: ignore[no-untyped-def]
 def block_at(at):  # type: ignore[no-untyped-def]
     f = carray(int_pointer(at), 19)
     return Block(
-        f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15], f[16], f[17], f[18] != 0
+        f[0],
+        f[1],
+        f[2],
+        f[3],
+        f[4],
+        f[5],
+        f[6],
+        f[7],
+        f[8],
+        f[9],
+        f[10],
+        f[11],
+        f[12],
+        f[13],
+        f[14],
+        f[15],
+        f[16],
+        f[17],
+        f[18] != 0,
     )

@@ -1,7 +1,8 @@
-"""DFlash in compiled form: the target's features become keys and values of every layer, and a whole block is drafted in one pass.
+"""DFlash in compiled form: the target's features become keys and values of every layer, and a whole block is
+drafted in one pass.
 
-Rows of a block see all of the context and each other. Their keys and values lie behind the context's and are overwritten by what the
-target shows next.
+Rows of a block see all of the context and each other. Their keys and values lie behind the context's and are
+overwritten by what the target shows next.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from numba import carray, prange
 
 from paceline.cpu.block_attention import attend_blocks
 from paceline.cpu.block_guess import guess_words
-from paceline.cpu.block_rows import BLOCK, CONTEXT, ROWS, SHAPE, WORK, block_at, context_at, write_context, write_rows
+from paceline.cpu.block_rows import (
+    BLOCK,
+    CONTEXT,
+    ROWS,
+    SHAPE,
+    WORK,
+    block_at,
+    context_at,
+    write_context,
+    write_rows,
+)
 from paceline.cpu.compile import kernel, piece
 from paceline.cpu.head_attention import value_at, write_key
 from paceline.cpu.heads import (
@@ -41,7 +52,10 @@ from paceline.cpu.sync import barrier
 @piece
 def _take_in(part, c, s, w):  # type: ignore[no-untyped-def]
     """Features, fused and normed, as keys and values of every layer."""
-    sources, places = carray(int_pointer(c.sources), (c.num, c.num_sources)), carray(int_pointer(c.places), c.num)
+    sources, places = (
+        carray(int_pointer(c.sources), (c.num, c.num_sources)),
+        carray(int_pointer(c.places), c.num),
+    )
     keys, values = carray(int_pointer(c.keys), c.num), carray(int_pointer(c.values), c.num)
     rooms = carray(int_pointer(c.rooms), c.num)
     width, fuse = c.num_sources * s.hidden, matrix_of(s, FUSE)
@@ -65,7 +79,11 @@ def _take_in(part, c, s, w):  # type: ignore[no-untyped-def]
             here = w.wide + (row * matrix.n + head * s.dim) * 4
             turn_unit(s, layer, layer.k_norm, here, places[row])
             write_key(s, i, keys[row], rooms[row], places[row], head, here)
-            copy(here + s.num_kv_heads * s.dim * 4, value_at(s, i, values[row], rooms[row], places[row], head), s.dim)
+            copy(
+                here + s.num_kv_heads * s.dim * 4,
+                value_at(s, i, values[row], rooms[row], places[row], head),
+                s.dim,
+            )
         barrier(w.sync, s.threads)
 
 

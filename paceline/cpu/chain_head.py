@@ -1,7 +1,8 @@
-"""A head that drafts token by token, on the CPU: EAGLE-3, EAGLE-1 or a distilled model, as cpu/chains.py computes it.
+"""A head that drafts token by token, on the CPU: EAGLE-3, EAGLE-1 or a distilled model, as cpu/chains.py
+computes it.
 
-Invariant: the kernels read and write where they are told, so every address handed to them lies in memory that this call keeps alive, and
-a sequence has room for all places that are written.
+Invariant: the kernels read and write where they are told, so every address handed to them lies in memory that
+this call keeps alive, and a sequence has room for all places that are written.
 """
 
 from __future__ import annotations
@@ -15,12 +16,22 @@ import torch
 
 from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry, Task, call_of, draft_chains
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.head_memory import NOTHING, Flat, Memory, Place, Tensors, Workspace, address, describe, sources_of
+from paceline.cpu.head_memory import (
+    NOTHING,
+    Flat,
+    Memory,
+    Place,
+    Tensors,
+    Workspace,
+    address,
+    describe,
+    sources_of,
+)
 from paceline.cpu.heads import Rows, Work
 from paceline.cpu.single_feed import MOST_ROWS, MOST_STEPS, SingleFeed
-from paceline.models.head_config import DraftConfig, EagleConfig, LayeredConfig
-from paceline.models.head_rows import Feed, Guesses, Node, Row, Said, Speaker
-from paceline.models.other_heads import Eagle1Config
+from paceline.heads.config import DraftConfig, EagleConfig, LayeredConfig
+from paceline.heads.others import Eagle1Config
+from paceline.heads.rows import Feed, Guesses, Node, Row, Said, Speaker
 
 CHUNK = 256  # rows read in one pass
 
@@ -29,13 +40,25 @@ GREEDY = Speaker(0.0, 0, 0)
 
 
 class ChainHead:
-    def __init__(self, config: LayeredConfig, tensors: Tensors, target: CpuDecoder, feature_norm: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        config: LayeredConfig,
+        tensors: Tensors,
+        target: CpuDecoder,
+        feature_norm: torch.Tensor | None = None,
+    ) -> None:
         """feature_norm: the target's last norm, for heads that read what comes out of it."""
         self.config, memory = config, Memory()
         self._layers = config.hidden_layers
         self.num_sources = len(self._layers)
         self._memory = memory
-        kind = EAGLE_1 if isinstance(config, Eagle1Config) else EAGLE_3 if isinstance(config, EagleConfig) else PLAIN
+        kind = (
+            EAGLE_1
+            if isinstance(config, Eagle1Config)
+            else EAGLE_3
+            if isinstance(config, EagleConfig)
+            else PLAIN
+        )
         names = (
             ["midlayer."]
             if kind != PLAIN
@@ -44,14 +67,20 @@ class ChainHead:
             else []
         )
         rows = [memory.layer(tensors, name, config.intermediate_size) for name in names]
-        fuse, balance = memory.balanced(tensors["fc.weight"], tensors.get("fc.bias")) if kind != PLAIN else (NOTHING, 0)
+        fuse, balance = (
+            memory.balanced(tensors["fc.weight"], tensors.get("fc.bias")) if kind != PLAIN else (NOTHING, 0)
+        )
         self.shape = describe(config, rows, tensors, target, memory, fuse)
         self._entry = Entry(
             kind, max(self.num_sources, 1), memory.vector(feature_norm) if feature_norm is not None else 0, balance,
             getattr(config, "norm_before_residual", False), getattr(config, "norm_output", False),
         )  # fmt: skip
         width = config.hidden_size
-        self._workspace = Workspace(self.shape, max(fuse.k, 2 * width, config.intermediate_size, config.num_heads * config.head_dim), width)
+        self._workspace = Workspace(
+            self.shape,
+            max(fuse.k, 2 * width, config.intermediate_size, config.num_heads * config.head_dim),
+            width,
+        )
         ids = tensors.get("draft_ids")
         self._ids = np.empty(0, np.int64) if ids is None else ids.to(torch.int64).numpy()
         self._logits = np.empty((0, self.shape.num_outputs), np.float32)
@@ -59,7 +88,9 @@ class ChainHead:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """What is compiled on first use is not the first request's to wait for, nor to be taken for a cost."""
+        """What is compiled on first use is not the first request's to wait for, nor to be taken for a
+        cost.
+        """
         nothing = torch.zeros(1, self.config.hidden_size)
         row = Row(0, dict.fromkeys(self.config.hidden_layers, nothing), 0)
         self.guess([Feed(self.place(), 0, [0], [row])], [GREEDY], 1, 0.0)
@@ -73,7 +104,9 @@ class ChainHead:
         for feed in feeds:
             for first in range(0, len(feed.tokens), CHUNK):
                 part = slice(first, first + CHUNK)
-                self._run([Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], [], 0, 0.0)
+                self._run(
+                    [Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], [], 0, 0.0
+                )
 
     def place(self) -> Place:
         return Place(self.shape.num_layers * self.config.num_kv_heads, self.config.head_dim)
@@ -92,8 +125,12 @@ class ChainHead:
         _, tokens, chances = self._run(feeds, speakers, steps, least)
         return Guesses(tokens.tolist(), chances.tolist())
 
-    def open(self, feed: Feed, speaker: Speaker, steps: int, least: float, num_more: int) -> tuple[int, int, int, int]:
-        """For whoever calls the kernel several times (cpu/flights.py): with room for so many rows more. Addresses, as SingleFeed's."""
+    def open(
+        self, feed: Feed, speaker: Speaker, steps: int, least: float, num_more: int
+    ) -> tuple[int, int, int, int]:
+        """For whoever calls the kernel several times (cpu/flights.py): with room for so many rows more.
+        Addresses, as SingleFeed's.
+        """
         sources, work = self._made_ready(feed, num_more + steps)
         self._single.open(feed, sources, speaker, steps, least, work)
         return self._single.addresses
@@ -118,7 +155,13 @@ class ChainHead:
             [n.place.values_at for n in nodes], [n.place.blocks for n in nodes], [n.at for n in nodes], [n.seen for n in nodes],
         ]  # fmt: skip
         sources = list(chain.from_iterable([address(n.source)] * self._entry.num_sources for n in nodes))
-        table = _Table(columns, sources, list(chain.from_iterable(others)), [len(n.others) for n in nodes], list(range(len(nodes))))
+        table = _Table(
+            columns,
+            sources,
+            list(chain.from_iterable(others)),
+            [len(n.others) for n in nodes],
+            list(range(len(nodes))),
+        )
         longest = max(n.seen for n in nodes) + most
         return self._call(table, [], [GREEDY] * len(nodes), 0, 0.0, longest, is_fused=False)[0]
 
@@ -130,7 +173,12 @@ class ChainHead:
         return torch.from_numpy(np.stack(said.outputs))
 
     def _run(
-        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float, is_speaking: bool = True
+        self,
+        feeds: Sequence[Feed],
+        speakers: Sequence[Speaker],
+        steps: int,
+        least: float,
+        is_speaking: bool = True,
     ) -> tuple[Said, np.ndarray, np.ndarray]:
         tokens: list[int] = []
         places: list[int] = []
@@ -151,9 +199,17 @@ class ChainHead:
             speaking.append(len(tokens) - 1)
         seen = [place + 1 for place in places]
         nobody = [0] * len(tokens)
-        table = _Table([tokens, places, keys, values, rooms, places, seen], sources or [0], [0], nobody, speaking if speakers else [])
+        table = _Table(
+            [tokens, places, keys, values, rooms, places, seen],
+            sources or [0],
+            [0],
+            nobody,
+            speaking if speakers else [],
+        )
         longest = max(seen) + steps
-        return self._call(table, _following(table), speakers, steps, least, longest, is_fused=True, is_speaking=is_speaking)
+        return self._call(
+            table, _following(table), speakers, steps, least, longest, is_fused=True, is_speaking=is_speaking
+        )
 
     def _call(
         self,
@@ -175,7 +231,10 @@ class ChainHead:
         own = [address(outputs) + 4 * width * i for i in range(count) for _ in range(self._entry.num_sources)]
         first = [flat.add(column) for column in table.columns]
         rest = [flat.add(column) for column in then]
-        extra = [flat.add(column) for column in (table.others, table.num_others, table.sources, own, table.speaking, range(count))]
+        extra = [
+            flat.add(column)
+            for column in (table.others, table.num_others, table.sources, own, table.speaking, range(count))
+        ]
         done, at = flat.add((0, 0)), flat.add([s.position for s in speakers])
         temperatures = np.array([s.temperature for s in speakers], np.float64)
         seeds = np.array([s.seed for s in speakers], np.uint64)
@@ -194,7 +253,11 @@ class ChainHead:
         draft_chains(call.buffer_info()[0], self.shape.threads)
         made = int(flat.array[done // 8])
         vocab = self.config.draft_vocab_size
-        return Said(torch.from_numpy(self._logits[:count, :vocab]), list(outputs)), tokens[:made], chances[:made]
+        return (
+            Said(torch.from_numpy(self._logits[:count, :vocab]), list(outputs)),
+            tokens[:made],
+            chances[:made],
+        )
 
 
 class _Table(NamedTuple):
@@ -209,7 +272,9 @@ class _Table(NamedTuple):
 
 def _following(table: _Table) -> list[list[int]]:
     """One row for each that speaks, a place further."""
-    _, positions, keys, values, rooms, places, seen = ([column[row] for row in table.speaking] for column in table.columns)
+    _, positions, keys, values, rooms, places, seen = (
+        [column[row] for row in table.speaking] for column in table.columns
+    )
     ahead = [[n + 1 for n in column] for column in (positions, places, seen)]
     return [[0] * len(keys), ahead[0], keys, values, rooms, ahead[1], ahead[2]]
 

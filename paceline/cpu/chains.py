@@ -1,9 +1,11 @@
-"""A head that drafts token by token, K tokens of many requests in one compiled call: EAGLE-3, EAGLE-1 and small distilled models.
+"""A head that drafts token by token, K tokens of many requests in one compiled call: EAGLE-3, EAGLE-1 and
+small distilled models.
 
-The first pass reads what the requests have not read yet, with true features of the target where the head wants them; its last rows speak.
-Each further pass has one row a request: the token guessed last, and the head's own output in place of features.
-Of rows that do not speak only keys and values are wanted: where one row speaks, it alone goes through the rest of the last layer.
-A pass of a tree's level is the same first pass with features given as addresses of outputs, and one step.
+The first pass reads what the requests have not read yet, with true features of the target where the head
+wants them; its last rows speak. Each further pass has one row a request: the token guessed last, and the
+head's own output in place of features. Of rows that do not speak only keys and values are wanted: where one
+row speaks, it alone goes through the rest of the last layer. A pass of a tree's level is the same first pass
+with features given as addresses of outputs, and one step.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ def _enter(part, r, s, e, t, w):  # type: ignore[no-untyped-def]
 
 @piece
 def _put_first(part, r, s, e, layer, w):  # type: ignore[no-untyped-def]
-    """The input of the first layer: for EAGLE-3 the token's embedding and the feature side by side, each with its norm."""
+    """The input of the first layer: for EAGLE-3 the token's embedding and the feature side by side, each with
+    its norm.
+    """
     tokens = carray(int_pointer(r.tokens), r.num)
     for row in range(part, r.num, s.threads):
         h, ready = w.h + row * s.hidden * 4, w.ready + row * w.widest * 4
@@ -182,13 +186,22 @@ def _speak(part, s, e, t, w, rows_at):  # type: ignore[no-untyped-def]
 @piece
 def _guess(part, s, t, step):  # type: ignore[no-untyped-def]
     """A token for each request, and the chance of the path to it."""
-    temperatures, seeds = carray(double_pointer(t.temperatures), t.num_speaking), carray(seed_pointer(t.seeds), t.num_speaking)
+    temperatures, seeds = (
+        carray(double_pointer(t.temperatures), t.num_speaking),
+        carray(seed_pointer(t.seeds), t.num_speaking),
+    )
     positions, ids = carray(int_pointer(t.position), t.num_speaking), carray(int_pointer(t.ids), t.num_ids)
     tokens = carray(int_pointer(t.tokens), (t.steps, t.num_speaking))
     chances = carray(double_pointer(t.chances), (t.steps, t.num_speaking))
     for i in range(part, t.num_speaking, s.threads):
         best, chance = guess(
-            t.logits + i * s.num_outputs * 4, s.num_outputs, s.num_words, ids, temperatures[i], seeds[i], positions[i] + step
+            t.logits + i * s.num_outputs * 4,
+            s.num_outputs,
+            s.num_words,
+            ids,
+            temperatures[i],
+            seeds[i],
+            positions[i] + step,
         )
         tokens[step, i] = ids[best] if t.num_ids else best
         chances[step, i] = chance * (chances[step - 1, i] if step else 1.0)
@@ -238,7 +251,9 @@ WORK = FOLLOWING + len(Task._fields)
 LEAST, STEPS, LOGITS = (Task._fields.index(name) for name in ("least", "steps", "logits"))
 
 
-def call_of(first: Rows, then: Rows, shape: Shape, entry: Entry, task: Task, following: Task, work: Work) -> array[int]:
+def call_of(
+    first: Rows, then: Rows, shape: Shape, entry: Entry, task: Task, following: Task, work: Work
+) -> array[int]:
     """What `draft_chains` is given the address of."""
     return numbers((*first, *then, *shape, *entry, *task, *following, *work))
 
@@ -246,12 +261,31 @@ def call_of(first: Rows, then: Rows, shape: Shape, entry: Entry, task: Task, fol
 @piece
 def _task_at(at):  # type: ignore[no-untyped-def]
     f, x = carray(int_pointer(at), 16), carray(double_pointer(at), 16)
-    return Task(f[0], f[1] != 0, f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], x[10], f[11], f[12], f[13], f[14], f[15])
+    return Task(
+        f[0],
+        f[1] != 0,
+        f[2],
+        f[3],
+        f[4],
+        f[5],
+        f[6],
+        f[7],
+        f[8],
+        f[9],
+        x[10],
+        f[11],
+        f[12],
+        f[13],
+        f[14],
+        f[15],
+    )
 
 
 @kernel(parallel=True)
 def draft_chains(at, threads):  # type: ignore[no-untyped-def]
-    """at: of what `call_of` made. `following` is the task of the further passes: the same, with the head's outputs for features."""
+    """at: of what `call_of` made. `following` is the task of the further passes: the same, with the head's
+    outputs for features.
+    """
     for part in prange(threads):
         first, then, s = rows_at(at), rows_at(at + 8 * THEN), shape_at(at + 8 * SHAPE)
         t, following = _task_at(at + 8 * TASK), _task_at(at + 8 * FOLLOWING)

@@ -1,7 +1,8 @@
 """The decoder on the CPU: the interface of models/decoder.py, every pass one compiled call.
 
-Invariant: a row's logits and hidden states are bitwise the same however many rows are in the pass, whatever the other rows are and
-however its context was split into passes, for float32, int8 and int4. Speculation is lossless because of it.
+Invariant: a row's logits and hidden states are bitwise the same however many rows are in the pass, whatever
+the other rows are and however its context was split into passes, for float32, int8 and int4. Speculation is
+lossless because of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
+from paceline.core.errors import ConfigError
+from paceline.core.types import Batch, Columns, Output
 from paceline.cpu.attend import FEW_ROWS, TOGETHER
 from paceline.cpu.compile import numbers
 from paceline.cpu.forward import COLUMNS, FORWARD, LayerRow, Model, Pass, Work
@@ -25,12 +28,10 @@ from paceline.cpu.sync import BYTES, num_threads
 from paceline.cpu.taps import Taps
 from paceline.cpu.tiles import PLACE
 from paceline.cpu.value_tiles import CHUNK, LONGEST
-from paceline.errors import ConfigError
-from paceline.loaders.packed import Progress, Source, Tensors, head_bits, load_packed, pack_model
-from paceline.loaders.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, padded
+from paceline.loaders.packed import Progress, Source, Tensors, load_packed, pack_model
 from paceline.models.config import ModelConfig
+from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits, padded
 from paceline.models.rope import RotaryTables, rotary_tables
-from paceline.types import Batch, Columns, Output
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, width]
 NO_HIDDEN: dict[int, torch.Tensor] = {}
@@ -69,16 +70,30 @@ class CpuDecoder:
 
     @classmethod
     def load(
-        cls, source: Source, *, dtype: str = "int8", context: int | None = None, progress: Progress | None = None, use_cache: bool = True
+        cls,
+        source: Source,
+        *,
+        dtype: str = "int8",
+        context: int | None = None,
+        progress: Progress | None = None,
+        use_cache: bool = True,
     ) -> Self:
         """Positions from `context` on will not be asked for; `use_cache` keeps packed weights on disk."""
         config = source.config
-        for what, size in (("heads", config.head_dim), ("layers", config.hidden_size), ("MLPs", config.intermediate_size)):
+        for what, size in (
+            ("heads", config.head_dim),
+            ("layers", config.hidden_size),
+            ("MLPs", config.intermediate_size),
+        ):
             if size % MULTIPLE:
-                raise ConfigError(f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}; use kernels='torch'")
+                raise ConfigError(
+                    f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}; use kernels='torch'"
+                )
         seen = min(config.max_context, context or config.max_context)
         if bits_of(dtype) < 32 and seen > LONGEST:
-            raise ConfigError(f"{dtype} on a CPU reads at most {LONGEST:,} tokens, not {seen:,}; set max_model_len, or dtype float32")
+            raise ConfigError(
+                f"{dtype} on a CPU reads at most {LONGEST:,} tokens, not {seen:,}; set max_model_len, or dtype float32"
+            )
         read = load_packed if use_cache else pack_model
         tensors = read(source, bits_of(dtype), progress)
         return cls(replace(config, max_context=seen), dtype, tensors)
@@ -137,7 +152,10 @@ class CpuDecoder:
 
     def _describe(self) -> Model:
         config, bits = self.config, head_bits(self.bits)
-        ends = [self._matrix("embedding" if config.tie_embeddings else end, config.hidden_size, bits) for end in ("embedding", "head")]
+        ends = [
+            self._matrix("embedding" if config.tie_embeddings else end, config.hidden_size, bits)
+            for end in ("embedding", "head")
+        ]
         self._ends = np.array(ends, np.int64)  # [2, fields of a Matrix]
         return Model(
             _address(self._ends), self._at("norm.weight"), _address(self._layers), config.num_layers, config.hidden_size,
@@ -146,28 +164,45 @@ class CpuDecoder:
         )  # fmt: skip
 
     def forward(
-        self, batch: Batch, kv: Sequence[LayerCache], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
+        self,
+        batch: Batch,
+        kv: Sequence[LayerCache],
+        *,
+        num_layers: int | None = None,
+        hidden_layers: Sequence[int] = (),
     ) -> Output:
-        """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early; hidden[n] is the residual stream
-        after n layers, hidden[0] the embeddings."""
+        """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early;
+        hidden[n] is the residual stream after n layers, hidden[0] the embeddings."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
-        hidden, taps = self._hidden(hidden_layers, len(batch.columns.input_ids)) if hidden_layers else (NO_HIDDEN, self._no_taps)
+        hidden, taps = (
+            self._hidden(hidden_layers, len(batch.columns.input_ids))
+            if hidden_layers
+            else (NO_HIDDEN, self._no_taps)
+        )
         spec = self._pass(batch, kv, taps, depth)
         logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
         given = (array("q", spec), self._model, self._workspace(spec))
         FORWARD[self.bits](spec.threads, *(each.buffer_info()[0] for each in given), logits.data_ptr())
         vocab = self.config.vocab_size
-        return Output(logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(), hidden, self._choices(batch))
+        return Output(
+            logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(),
+            hidden,
+            self._choices(batch),
+        )
 
     def prepare(self, batch: Batch, kv: Sequence[LayerCache], num_more: int) -> Prepared:
-        """What a kernel must know that runs passes by itself, of no more rows than the batch has, up to so many positions further on."""
+        """What a kernel must know that runs passes by itself, of no more rows than the batch has, up to so
+        many positions further on.
+        """
         taps = self._no_taps[:]
         spec = self._pass(batch, kv, taps, self.config.num_layers)
         spec = spec._replace(span=_span(max(batch.columns.positions) + num_more + 1))
         logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
         model, work = self._model.buffer_info()[0], self._workspace(spec).buffer_info()[0]
-        return Prepared(array("q", spec), model, work, logits, taps, self._picked.buffer_info()[0], spec.threads)
+        return Prepared(
+            array("q", spec), model, work, logits, taps, self._picked.buffer_info()[0], spec.threads
+        )
 
     def _hidden(self, layers: Sequence[int], rows: int) -> tuple[Mapping[int, torch.Tensor], array[int]]:
         """Room for hidden states, and where the kernel puts them."""
@@ -194,7 +229,10 @@ class CpuDecoder:
             self._check_cache(kv)
             self._caches = array("q", [t.data_ptr() for cache in kv for t in cache])
             self._caches_of = kv
-        caches, picked = self._caches.buffer_info()[0], self._picked.buffer_info()[0] if batch.picks is not None else 0
+        caches, picked = (
+            self._caches.buffer_info()[0],
+            self._picked.buffer_info()[0] if batch.picks is not None else 0,
+        )
         return Pass(
             len(columns.slots), ids, positions, slots, parents, request_of, tables, prefixes, batch.num_requests,
             len(columns.block_tables) // batch.num_requests, batch.block_size, _span(last_position + 1), caches, rows,
@@ -202,7 +240,9 @@ class CpuDecoder:
         )  # fmt: skip
 
     def _key_bytes(self) -> int:
-        """Of a head: a quantized model's keys are int8 with scales, those of its values among them (key_tiles.py, value_tiles.py)."""
+        """Of a head: a quantized model's keys are int8 with scales, those of its values among them
+        (key_tiles.py, value_tiles.py).
+        """
         return self.config.head_dim * 4 if self.bits == 32 else self.config.head_dim + TAIL
 
     def _check_cache(self, kv: Sequence[LayerCache]) -> None:
@@ -210,17 +250,24 @@ class CpuDecoder:
         for keys, values in kv:
             assert keys.is_contiguous() & values.is_contiguous(), "the cache is contiguous"
             assert (keys.dtype is kept) & (values.dtype is kept), f"keys and values are {kept}"
-            sizes = [(self.config.num_kv_heads, size) for size in (self._key_bytes() // kept.itemsize, self.config.head_dim)]
+            sizes = [
+                (self.config.num_kv_heads, size)
+                for size in (self._key_bytes() // kept.itemsize, self.config.head_dim)
+            ]
             assert [keys.shape[1:], values.shape[1:]] == sizes, "a cache of another model"
 
     def _check(self, columns: Columns, kv: Sequence[LayerCache], last_position: int, block_size: int) -> None:
-        """The kernels read and write where they are told: nothing may lie outside the tables and the cache."""
+        """The kernels read and write where they are told: nothing may lie outside the tables and the
+        cache.
+        """
         assert last_position < self.config.max_context, "a position beyond the rotary tables"
         assert max(columns.slots) < kv[0][0].shape[0], "a slot beyond the cache"
         assert max(columns.input_ids) < self.config.vocab_size, "a token beyond the vocabulary"
         room = len(columns.block_tables) // len(columns.prefix_lens) * block_size
         assert max(columns.prefix_lens) <= room, "a prefix longer than its blocks"
-        assert max(len(columns.rows), max(columns.rows, default=-1) + 1) <= len(columns.slots), "logits of a row that is not there"
+        assert max(len(columns.rows), max(columns.rows, default=-1) + 1) <= len(columns.slots), (
+            "logits of a row that is not there"
+        )
 
     def _workspace(self, spec: Pass) -> array[int]:
         """Memory for the pass, kept for the next one: it grows to the largest pass seen."""
@@ -238,12 +285,17 @@ class CpuDecoder:
 
     def _widest(self) -> int:
         config = self.config
-        return padded(max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim), COLUMNS)
+        return padded(
+            max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim), COLUMNS
+        )
 
     def _sizes(self, rows: int, span: int, places: int, threads: int) -> dict[str, int]:
         """Bytes of each part of the workspace."""
         config, widest, layer = self.config, self._widest(), self._layer(0)
-        queries = max(min(rows, FEW_ROWS) * config.num_heads, threads * TOGETHER * config.num_heads // config.num_kv_heads)
+        queries = max(
+            min(rows, FEW_ROWS) * config.num_heads,
+            threads * TOGETHER * config.num_heads // config.num_kv_heads,
+        )
         return {
             "h": rows * config.hidden_size * 4,
             "ready": rows * widest * 4,
@@ -252,7 +304,8 @@ class CpuDecoder:
             "values": rows * widest * 4,
             "scales": rows * widest // 32 * 4,
             "sums": rows * widest // 32 * 4,
-            "paths": (rows * (rows + 1) + 2 * CHUNK) * PLACE,  # kernels look this far beyond the end of a list
+            "paths": (rows * (rows + 1) + 2 * CHUNK)
+            * PLACE,  # kernels look this far beyond the end of a list
             "places": (places + 2 * CHUNK) * PLACE,
             "queries": rows * config.num_heads * config.head_dim * 4,
             "scores": queries * span * 4,
@@ -270,16 +323,24 @@ def _address(array: np.ndarray) -> int:
 
 
 def _span(positions: int) -> int:
-    """An odd number of cache lines, so that the scores of several queries do not compete for the same place in a cache."""
+    """An odd number of cache lines, so that the scores of several queries do not compete for the same place
+    in a cache.
+    """
     return (padded(positions, 16) // 16 | 1) * 16
 
 
 def _rotary(config: ModelConfig) -> tuple[RotaryTables, RotaryTables]:
     """Tables of the global and of the local layers."""
     first = rotary_tables(config.rope, config.head_dim, config.max_context)
-    second = rotary_tables(config.rope_local, config.head_dim, config.max_context) if config.rope_local is not None else first
+    second = (
+        rotary_tables(config.rope_local, config.head_dim, config.max_context)
+        if config.rope_local is not None
+        else first
+    )
     for table in (*first, *second):
-        assert table.is_contiguous() & (table.shape == (config.max_context, config.head_dim // 2)), "tables fit the heads"
+        assert table.is_contiguous() & (table.shape == (config.max_context, config.head_dim // 2)), (
+            "tables fit the heads"
+        )
     return first, second
 
 

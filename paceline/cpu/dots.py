@@ -1,9 +1,10 @@
-"""Integer dot products: 8 outputs of a few tokens, weights int8 or int4, activations int8, one float scale a group of k.
+"""Integer dot products: 8 outputs of a few tokens, weights int8 or int4, activations int8, one float scale a
+group of k.
 
-A tile is one stream of blocks, a block the weights of 8 rows for one group of k and then their scales (and minima, for int4):
-[group / 4][8 rows][4 k] bytes, or for int4 [group / 8][8 rows][4] bytes whose low nibbles are four k and high nibbles the next four.
-Invariant: the integers are exact and the float sum over groups is one chain in order, so neither the number of tokens
-nor the instruction set changes a bit.
+A tile is one stream of blocks, a block the weights of 8 rows for one group of k and then their scales (and
+minima, for int4): [group / 4][8 rows][4 k] bytes, or for int4 [group / 8][8 rows][4] bytes whose low nibbles
+are four k and high nibbles the next four. Invariant: the integers are exact and the float sum over groups is
+one chain in order, so neither the number of tokens nor the instruction set changes a bit.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ ROWS = 8  # outputs of a tile
 GROUP = {8: 64, 4: 32}  # values of k that share a scale
 BLOCK = {8: ROWS * 64 + 2 * ROWS, 4: ROWS * 32 // 2 + 4 * ROWS}  # bytes
 USUAL_TOKENS = 4  # of a tile: what keeps every sum in one of 32 registers
-MAX_TOKENS = 6  # of the only or the last tile: spilling some sums costs less than another turn over the weights
+MAX_TOKENS = (
+    6  # of the only or the last tile: spilling some sums costs less than another turn over the weights
+)
 AHEAD = 512  # prefetch distance in bytes: measured, more or less is slower
 WIDTH = 8 if VARIANT == "vnni" else 4  # outputs of a register
-# A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8: token scales make up for both.
+# A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8:
+# token scales make up for both.
 SCALE_SHIFT = 112 - 8
 
 
@@ -80,11 +84,16 @@ def _start(emit: Emitter, bits: int, sources: Sources, token: int, group: Any) -
     return emit.builder.sub(zero, emit.spread(excess, WIDTH))
 
 
-def _group_dots(emit: Emitter, bits: int, tokens: int, sources: Sources, block: Any, group: Any) -> list[list[Any]]:
+def _group_dots(
+    emit: Emitter, bits: int, tokens: int, sources: Sources, block: Any, group: Any
+) -> list[list[Any]]:
     """The integer sums of one group: [token][part]."""
     parts = ROWS // WIDTH
     totals = [[_start(emit, bits, sources, t, group)] * parts for t in range(tokens)]
-    rows = [emit.offset(sources.x, emit.times(sources.x_stride, t), emit.times(group, GROUP[bits])) for t in range(tokens)]
+    rows = [
+        emit.offset(sources.x, emit.times(sources.x_stride, t), emit.times(group, GROUP[bits]))
+        for t in range(tokens)
+    ]
     fours: list[Any] = []
     for quad in range(GROUP[bits] // 4):
         if quad % 4 == 0:
@@ -94,37 +103,59 @@ def _group_dots(emit: Emitter, bits: int, tokens: int, sources: Sources, block: 
         weights = _weights(emit, bits, block, quad)
         for t, four in enumerate(fours):
             same = emit.builder.bitcast(emit.splat(four, quad % 4, WIDTH), bytes_(4 * WIDTH))
-            totals[t] = [dot(emit, total, weight, same) for total, weight in zip(totals[t], weights, strict=True)]
+            totals[t] = [
+                dot(emit, total, weight, same) for total, weight in zip(totals[t], weights, strict=True)
+            ]
     return totals
 
 
 def _halves(emit: Emitter, address: Any) -> list[Any]:
-    """ROWS half-precision numbers, not negative, as floats 2**-112 times as large. Their bits fit: no conversion instruction is needed."""
+    """ROWS half-precision numbers, not negative, as floats 2**-112 times as large. Their bits fit: no
+    conversion instruction is needed.
+    """
     short = ir.VectorType(ir.IntType(16), WIDTH)
     raw = [emit.load(emit.offset(address, 2 * at), short) for at in range(0, ROWS, WIDTH)]
     shift = ir.Constant(_ints(WIDTH), [13] * WIDTH)
-    return [emit.builder.bitcast(emit.builder.shl(emit.builder.zext(each, _ints(WIDTH)), shift), floats(WIDTH)) for each in raw]
+    return [
+        emit.builder.bitcast(emit.builder.shl(emit.builder.zext(each, _ints(WIDTH)), shift), floats(WIDTH))
+        for each in raw
+    ]
 
 
 def _offsets(emit: Emitter, sums: Any, scales: Any) -> Any:
-    """What the minima of a group are multiplied by, for each of up to four tokens: minus the scaled sum of the token's integers."""
+    """What the minima of a group are multiplied by, for each of up to four tokens: minus the scaled sum of
+    the token's integers.
+    """
     totals = emit.builder.sitofp(emit.load(sums, _ints(scales.type.count)), scales.type)
     return emit.builder.fneg(emit.builder.fmul(totals, scales))
 
 
-def _tile(emit: Emitter, bits: int, tokens: int, sources: Sources, groups: Any, y: Any, y_stride: Any) -> None:
+def _tile(
+    emit: Emitter, bits: int, tokens: int, sources: Sources, groups: Any, y: Any, y_stride: Any
+) -> None:
     builder = emit.builder
     parts = range(ROWS // WIDTH)
-    sums = [[emit.variable(emit.load(emit.offset(sources.bias, 4 * WIDTH * p), floats(WIDTH))) for p in parts] for _ in range(tokens)]
+    sums = [
+        [emit.variable(emit.load(emit.offset(sources.bias, 4 * WIDTH * p), floats(WIDTH))) for p in parts]
+        for _ in range(tokens)
+    ]
     with emit.loop(groups) as group:
         block = emit.offset(sources.weights, emit.times(group, BLOCK[bits]))
         totals = _group_dots(emit, bits, tokens, sources, block, group)
         scales = _halves(emit, emit.offset(block, BLOCK[bits] - (2 * ROWS if bits == 8 else 4 * ROWS)))
         minima = _halves(emit, emit.offset(block, BLOCK[bits] - 2 * ROWS)) if bits == 4 else []
         first = emit.times(group, sources.group_stride)
-        fours = [emit.load(emit.offset(sources.scales, first, 4 * t), floats(min(4, tokens - t))) for t in range(0, tokens, 4)]
-        offsets = [_offsets(emit, emit.offset(sources.sums, first, 16 * i), four) for i, four in enumerate(fours)] if bits == 4 else []
-        # A number of a token is a lane of a register: multiplying by it is one instruction, a scalar would be spread before it.
+        fours = [
+            emit.load(emit.offset(sources.scales, first, 4 * t), floats(min(4, tokens - t)))
+            for t in range(0, tokens, 4)
+        ]
+        offsets = (
+            [_offsets(emit, emit.offset(sources.sums, first, 16 * i), four) for i, four in enumerate(fours)]
+            if bits == 4
+            else []
+        )
+        # A number of a token is a lane of a register: multiplying by it is one instruction, a scalar would be
+        # spread before it.
         for t in range(tokens):
             spread = emit.splat(fours[t // 4], t % 4, WIDTH)
             for p in parts:

@@ -1,4 +1,5 @@
-"""Which instructions multiply small integers here: "sdot" (aarch64 dot product), "vnni" (x86) or "plain" (any processor).
+"""Which instructions multiply small integers here: "sdot" (aarch64 dot product), "vnni" (x86) or "plain" (any
+processor).
 
 Invariant: every variant computes the same integers, so it changes the time and not a bit of the result.
 PACELINE_CPU names one instead of the best; an instruction the processor lacks is refused.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from llvmlite import binding
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 VARIANTS = ("sdot", "vnni", "plain")
 
@@ -30,7 +31,9 @@ def available() -> list[str]:
 
 
 def _has_arm_dot_product() -> bool:
-    """LLVM lists few features of ARM processors; it knows the others by the processor's name, so that must be known to it."""
+    """LLVM lists few features of ARM processors; it knows the others by the processor's name, so that must be
+    known to it.
+    """
     if sys.platform == "darwin":
         return True
     try:

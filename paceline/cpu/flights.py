@@ -1,9 +1,10 @@
-"""Several rounds of one greedy request in one compiled call: suffix matching, a head or both draft, the better draft is cut to what pays,
-the target checks it, and all go on from what it picked.
+"""Several rounds of one greedy request in one compiled call: suffix matching, a head or both draft, the
+better draft is cut to what pays, the target checks it, and all go on from what it picked.
 
-After a pass the host's caches are cold, and what Python does in a step takes a millisecond: so it does it once for several. What a draft is
-weighed by, the policy has written down before (types.py, `Course`). Invariant: every round leaves behind all that a usual step would have
-shown, and its pass is the decoder's own; how drafts are weighed changes nothing but the time.
+After a pass the host's caches are cold, and what Python does in a step takes a millisecond: so it does it
+once for several. What a draft is weighed by, the policy has written down before (types.py, `Course`).
+Invariant: every round leaves behind all that a usual step would have shown, and its pass is the decoder's
+own; how drafts are weighed changes nothing but the time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from paceline.cpu.single_feed import KEYS, MOST_ROWS, PLACES, POSITIONS, ROOMS, 
 
 SPEC_ROWS, SPEC_OUTPUTS = Pass._fields.index("rows"), Pass._fields.index("num_outputs")
 NOBODY, OTHER, HEAD = 0, 1, 2  # whose draft is checked
-ALONE, AGREED, CONTRADICTED = 0, 1, 2  # as the policy tells drafts apart by what the other says (engine/calibrate.py)
+ALONE, AGREED, CONTRADICTED = (
+    0,
+    1,
+    2,
+)  # as the policy tells drafts apart by what the other says (engine/calibrate.py)
 # What is written about a round: whole numbers, then the other's tokens, the head's and what was picked;
 WHO, COUNT, NUM_OTHER, NUM_HEAD, NUM_READ = range(5)
 WIDTH = 5
@@ -84,7 +89,9 @@ class Craft(NamedTuple):
 
 
 SECONDS, MARGIN, PROMISE, SURE, OWN_FACTOR, OTHER_FACTOR = range(6)  # settings
-CACHED, ROOT, WAITING, WANTED, UNREAD = range(5)  # state: tokens with K/V, the newest token, rows for the head, tokens to be said, to push
+CACHED, ROOT, WAITING, WANTED, UNREAD = range(
+    5
+)  # state: tokens with K/V, the newest token, rows for the head, tokens to be said, to push
 
 
 @intrinsic
@@ -114,8 +121,8 @@ def craft_at(at):  # type: ignore[no-untyped-def]
 
 @piece
 def weigh(c, chances, num, table_at, factor, standing, spent):  # type: ignore[no-untyped-def]
-    """Of a chain: how many of its nodes are worth checking, and the seconds that they are expected to save. As nodes.py's best_start.
-    spent: seconds that drafting took in this round, whatever is checked."""
+    """Of a chain: how many of its nodes are worth checking, and the seconds that they are expected to save.
+    As nodes.py's best_start. spent: seconds that drafting took in this round, whatever is checked."""
     settings, added = carray(double_pointer(c.settings), 6), carray(double_pointer(c.added), c.length + 1)
     table = carray(double_pointer(table_at), 3 * c.depths * c.bins)
     seconds = settings[SECONDS] + spent
@@ -124,7 +131,9 @@ def weigh(c, chances, num, table_at, factor, standing, spent):  # type: ignore[n
     for node in range(num):
         claim = chances[node] / above if chances[node] < above else 1.0
         above = chances[node]
-        cell = c.bins * (min(node, c.depths - 1) + (0 if node else c.depths * standing)) + int(claim * (c.bins - 0.001))
+        cell = c.bins * (min(node, c.depths - 1) + (0 if node else c.depths * standing)) + int(
+            claim * (c.bins - 0.001)
+        )
         chance = table[cell] if table[cell] >= 0.0 else claim
         better = chance * factor
         if factor > 1.0:
@@ -164,7 +173,9 @@ def match(c, tokens, chances):  # type: ignore[no-untyped-def]
 
 @piece
 def guess(c, tokens, chances):  # type: ignore[no-untyped-def]
-    """The head reads the rows that wait and drafts: how many tokens. Rows lie in its own numbers already (`wait`)."""
+    """The head reads the rows that wait and drafts: how many tokens. Rows lie in its own numbers already
+    (`wait`).
+    """
     state, call = carray(int_pointer(c.state), 5), carray(int_pointer(c.call), ROWS + 1)
     own = 8 * MOST_ROWS + MOST_ROWS * c.num_sources
     then, rest = own + c.num_sources, own + c.num_sources + 7
@@ -190,11 +201,23 @@ def guess(c, tokens, chances):  # type: ignore[no-untyped-def]
 @piece
 def wait(c, token, rows, row, hidden):  # type: ignore[no-untyped-def]
     """A row of the last pass, with the token after it, is for the head to read."""
-    state, numbers = carray(int_pointer(c.state), 5), carray(int_pointer(c.numbers), (8 + c.num_sources) * MOST_ROWS)
+    state, numbers = (
+        carray(int_pointer(c.state), 5),
+        carray(int_pointer(c.numbers), (8 + c.num_sources) * MOST_ROWS),
+    )
     n, source_of = state[WAITING], carray(int_pointer(c.source_of), c.num_sources)
     at = numbers[PLACES] + n
-    numbers[TOKENS + n], numbers[POSITIONS + n], numbers[PLACES + n], numbers[SEEN + n] = token, at, at, at + 1
-    numbers[KEYS + n], numbers[VALUES + n], numbers[ROOMS + n] = numbers[KEYS], numbers[VALUES], numbers[ROOMS]
+    numbers[TOKENS + n], numbers[POSITIONS + n], numbers[PLACES + n], numbers[SEEN + n] = (
+        token,
+        at,
+        at,
+        at + 1,
+    )
+    numbers[KEYS + n], numbers[VALUES + n], numbers[ROOMS + n] = (
+        numbers[KEYS],
+        numbers[VALUES],
+        numbers[ROOMS],
+    )
     for i in range(c.num_sources):
         numbers[8 * MOST_ROWS + n * c.num_sources + i] = hidden + (source_of[i] * rows + row) * c.width * 4
     state[WAITING] = n + 1
@@ -204,7 +227,11 @@ def wait(c, token, rows, row, hidden):  # type: ignore[no-untyped-def]
 def fill(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
     """The pass over the root and so many drafted tokens, a chain."""
     state, rows = carray(int_pointer(c.state), 5), count + 1
-    ids, positions, slots = carray(int_pointer(c.ids), rows), carray(int_pointer(c.positions), rows), carray(int_pointer(c.slots), rows)
+    ids, positions, slots = (
+        carray(int_pointer(c.ids), rows),
+        carray(int_pointer(c.positions), rows),
+        carray(int_pointer(c.slots), rows),
+    )
     spec, base = carray(int_pointer(c.spec), SPEC_OUTPUTS + 1), state[CACHED]
     blocks = carray(int_pointer(c.blocks), (base + count) // c.block_size + 1)
     for row in range(rows):
@@ -246,9 +273,14 @@ def move_on(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
 
 @piece
 def choose(c, ring, floats):  # type: ignore[no-untyped-def]
-    """Who drafts, and how many nodes of it are checked: the head is not asked where the other's draft promises more, if it can read what
-    comes of it later. False: the host must look after the suffix tree first."""
-    settings, length, waiting = carray(double_pointer(c.settings), 6), c.length, carray(int_pointer(c.state), 5)[WAITING]
+    """Who drafts, and how many nodes of it are checked: the head is not asked where the other's draft
+    promises more, if it can read what comes of it later. False: the host must look after the suffix tree
+    first."""
+    settings, length, waiting = (
+        carray(double_pointer(c.settings), 6),
+        c.length,
+        carray(int_pointer(c.state), 5)[WAITING],
+    )
     others, guesses = ring[WIDTH : WIDTH + length], ring[WIDTH + length : WIDTH + 2 * length]
     their_chances, chances = floats[FLOATS : FLOATS + length], floats[FLOATS + length : FLOATS + 2 * length]
     ring[WHO], ring[COUNT], ring[NUM_HEAD], ring[NUM_READ], floats[HEAD_SECONDS] = NOBODY, 0, 0, 0, 0.0
@@ -267,7 +299,9 @@ def choose(c, ring, floats):  # type: ignore[no-untyped-def]
     standing = ALONE
     if ring[NUM_OTHER]:
         standing = AGREED if others[0] == guesses[0] else CONTRADICTED
-        count, saved = weigh(c, their_chances, ring[NUM_OTHER], c.others, settings[OTHER_FACTOR], standing, spent)
+        count, saved = weigh(
+            c, their_chances, ring[NUM_OTHER], c.others, settings[OTHER_FACTOR], standing, spent
+        )
     own_count, own_saved = weigh(c, chances, ring[NUM_HEAD], c.own, settings[OWN_FACTOR], standing, spent)
     if ring[NUM_OTHER] and saved >= own_saved:
         ring[WHO], ring[COUNT] = OTHER if count else NOBODY, count
@@ -281,7 +315,10 @@ def fly(at):  # type: ignore[no-untyped-def]
     """Rounds made. at: of the numbers of a Craft."""
     c = craft_at(at)
     width, breadth, hidden = WIDTH + 3 * c.length + 1, FLOATS + 2 * c.length, c.hidden
-    ring, floats = carray(int_pointer(c.ring), (c.num_rounds, width)), carray(double_pointer(c.floats), (c.num_rounds, breadth))
+    ring, floats = (
+        carray(int_pointer(c.ring), (c.num_rounds, width)),
+        carray(double_pointer(c.floats), (c.num_rounds, breadth)),
+    )
     picked = carray(int_pointer(c.picked), c.length + 1)
     started = seconds_now()
     for number in range(c.num_rounds):

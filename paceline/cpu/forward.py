@@ -1,8 +1,10 @@
-"""A whole pass in one compiled call: embedding, all layers, head. Each thread runs all of it on its share of every step.
+"""A whole pass in one compiled call: embedding, all layers, head. Each thread runs all of it on its share of
+every step.
 
-Invariant: a step reads only what was finished before the last barrier, or by the same thread since. Rows of the residual stream
-belong to one thread for the whole pass; tiles of a product, positions of a context and groups of columns are shared out anew in each step.
-Three kernels for three kinds of weights; what differs between them is handed in as `product`, `put` and `embed`.
+Invariant: a step reads only what was finished before the last barrier, or by the same thread since. Rows of
+the residual stream belong to one thread for the whole pass; tiles of a product, positions of a context and
+groups of columns are shared out anew in each step. Three kernels for three kinds of weights; what differs
+between them is handed in as `product`, `put` and `embed`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Model(NamedTuple):
     embed_scale: float
     is_gelu: bool
     vocab: int  # outputs of the head but for what fills up its last tile
-    key_bytes: int  # of a head of a query or of a cached key: its floats, or fewer if both and values are rounded
+    key_bytes: (
+        int  # of a head of a query or of a cached key: its floats, or fewer if both and values are rounded
+    )
 
 
 class LayerRow(NamedTuple):
@@ -83,10 +87,13 @@ class Pass(NamedTuple):
     caches: int  # address of [num_layers, 2] addresses: keys and values
     outputs: int  # rows whose logits are wanted
     num_outputs: int
-    taps: int  # address of [num_layers + 1] addresses: where to copy the residual stream before each layer, or 0
+    # address of [num_layers + 1] addresses: where to copy the residual stream before each layer, or 0
+    taps: int
     depth: int  # layers to run
     threads: int
-    picked: int  # address of [num_outputs]: gets the first largest of each row of logits, -1 where it is not finite; 0: not wanted
+    # address of [num_outputs]: gets the first largest of each row of logits, -1 where it is not finite; 0:
+    # not wanted
+    picked: int
 
 
 class Work(NamedTuple):
@@ -103,7 +110,9 @@ class Work(NamedTuple):
     paths: int  # [rows, rows + 1, 2]
     places: int  # [requests, room for the longest prefix, 2]
     queries: int  # [KV heads, rows, query heads of one, key_bytes]
-    scores: int  # [KV heads, rows, query heads of one, span]; for many rows this and the next three are [threads, a few rows, ...]
+    # [KV heads, rows, query heads of one, span]; for many rows this and the next three are [threads, a few
+    # rows, ...]
+    scores: int
     value_scales: int  # [KV heads, rows, span], or [threads, a few rows, span]
     mixed: int  # [KV heads, rows, query heads of one, dim], of rounded values [..., 2, dim]
     totals: int  # [KV heads, rows, query heads of one]
@@ -152,7 +161,9 @@ def _put_gate(put, part, b, m, w, x, stride):  # type: ignore[no-untyped-def]
     blocks = (m.inner + COLUMNS - 1) // COLUMNS
     for row in range(b.rows):
         ready, source = w.ready + row * w.widest * 4, w.wide + row * stride * 4
-        for first in range(blocks * part // b.threads * COLUMNS, blocks * (part + 1) // b.threads * COLUMNS, COLUMNS):
+        for first in range(
+            blocks * part // b.threads * COLUMNS, blocks * (part + 1) // b.threads * COLUMNS, COLUMNS
+        ):
             size = min(COLUMNS, m.inner - first)
             gate(m.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
             fill(ready, first + size, first + COLUMNS)
@@ -207,11 +218,18 @@ def _tap(part, b, m, w, taps, i):  # type: ignore[no-untyped-def]
 
 @piece
 def _pick(part, b, m, w, logits, stride):  # type: ignore[no-untyped-def]
-    """While the logits are in the caches: each thread looks through about what it has just computed of every row."""
-    largest, picked = carray(int_pointer(w.largest), (b.num_outputs, b.threads)), carray(int_pointer(b.picked), b.num_outputs)
+    """While the logits are in the caches: each thread looks through about what it has just computed of every
+    row.
+    """
+    largest, picked = (
+        carray(int_pointer(w.largest), (b.num_outputs, b.threads)),
+        carray(int_pointer(b.picked), b.num_outputs),
+    )
     barrier(w.sync, b.threads)
     for row in range(b.num_outputs):
-        largest[row, part] = first_largest(logits + row * stride, m.vocab * part // b.threads, m.vocab * (part + 1) // b.threads)
+        largest[row, part] = first_largest(
+            logits + row * stride, m.vocab * part // b.threads, m.vocab * (part + 1) // b.threads
+        )
     barrier(w.sync, b.threads)
     for row in range(part, b.num_outputs, b.threads):
         picked[row] = choose(logits + row * stride, largest[row])
@@ -219,7 +237,10 @@ def _pick(part, b, m, w, logits, stride):  # type: ignore[no-untyped-def]
 
 @unrolled
 def _run(part, product, put, head_product, head_put, embed, b, m, w, logits):  # type: ignore[no-untyped-def]
-    taps, caches = carray(int_pointer(b.taps), m.num_layers + 1), carray(int_pointer(b.caches), (m.num_layers, 2))
+    taps, caches = (
+        carray(int_pointer(b.taps), m.num_layers + 1),
+        carray(int_pointer(b.caches), (m.num_layers, 2)),
+    )
     ids, outputs = carray(int_pointer(b.input_ids), b.rows), carray(int_pointer(b.outputs), b.num_outputs)
     if part == 0:
         trace_paths(b, m, w.paths)
@@ -267,13 +288,33 @@ def _pass_at(at):  # type: ignore[no-untyped-def]
 @piece
 def _model_at(at):  # type: ignore[no-untyped-def]
     f, x = carray(int_pointer(at), 15), carray(double_pointer(at), 15)
-    return Model(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], x[9], x[10], x[11], f[12] != 0, f[13], f[14])
+    return Model(
+        f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], x[9], x[10], x[11], f[12] != 0, f[13], f[14]
+    )
 
 
 @piece
 def _work_at(at):  # type: ignore[no-untyped-def]
     f = carray(int_pointer(at), 17)
-    return Work(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15], f[16])
+    return Work(
+        f[0],
+        f[1],
+        f[2],
+        f[3],
+        f[4],
+        f[5],
+        f[6],
+        f[7],
+        f[8],
+        f[9],
+        f[10],
+        f[11],
+        f[12],
+        f[13],
+        f[14],
+        f[15],
+        f[16],
+    )
 
 
 @kernel(parallel=True)

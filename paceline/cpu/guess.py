@@ -1,7 +1,9 @@
-"""What a drafting head says next, from its logits: the likeliest token, or with a seed the one that wins with the target's own noise.
+"""What a drafting head says next, from its logits: the likeliest token, or with a seed the one that wins with
+the target's own noise.
 
-The noise is verify/noise.py's (Philox 4x32-10, purpose TARGET), made for the few tokens that can win. A guess that differs from what
-numpy would compute in the last bit costs a draft now and then and never changes the text: the target chooses by itself.
+The noise is verify/noise.py's (Philox 4x32-10, purpose TARGET), made for the few tokens that can win. A guess
+that differs from what numpy would compute in the last bit costs a draft now and then and never changes the
+text: the target chooses by itself.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import math
 import numpy as np
 from numba import carray
 
+from paceline.core import noise
 from paceline.cpu.compile import piece
 from paceline.cpu.head_attention import LOWEST, largest_lanes, sum_exponentials
 from paceline.cpu.lanes import LANES, float_pointer
 from paceline.cpu.top import choose, first_largest
-from paceline.verify import noise
 
 FIRST, SECOND = noise._MULTIPLIERS
 WEYL_FIRST, WEYL_SECOND = (np.uint64(number) for number in noise._WEYL)
@@ -49,8 +51,8 @@ def _first_of(logits, count, top):  # type: ignore[no-untyped-def]
 
 @piece
 def guess(logits_at, size, count, ids, temperature, seed, position):  # type: ignore[no-untyped-def]
-    """(index, chance) of the best of `count` logits, filled up to `size`, a multiple of 16; ids: of the target's vocabulary, none if they
-    are the same."""
+    """(index, chance) of the best of `count` logits, filled up to `size`, a multiple of 16; ids: of the
+    target's vocabulary, none if they are the same."""
     logits = carray(float_pointer(logits_at), size)
     top = largest_lanes(logits_at, size // LANES)
     best = _first_of(logits, count, top)
@@ -71,8 +73,8 @@ def guess(logits_at, size, count, ids, temperature, seed, position):  # type: ig
 
 @piece
 def look_through(logits_at, first, last, count):  # type: ignore[no-untyped-def]
-    """Of the logits [first, last) of a row, multiples of 16: which of those below `count` is the first of the largest (-1: none), and the
-    sum of the exponentials beside it."""
+    """Of the logits [first, last) of a row, multiples of 16: which of those below `count` is the first of the
+    largest (-1: none), and the sum of the exponentials beside it."""
     place = first_largest(logits_at, first, min(last, count))
     top = carray(float_pointer(logits_at), count)[place] if place >= 0 else LOWEST
     return place, sum_exponentials(0, logits_at + first * 4, (last - first) // LANES, ONE, top)

@@ -1,8 +1,8 @@
 """Attention of drafting heads over sequences that each lie in one piece of memory.
 
-Keys of sixteen positions lie together, [layer][kv head][block][dim][16], values [layer][kv head][block][16][dim]: a row's scores are
-sixteen chains side by side. A row sees the first `seen` positions of its sequence and then the places listed for it (its ancestors
-in a tree, itself).
+Keys of sixteen positions lie together, [layer][kv head][block][dim][16], values [layer][kv
+head][block][16][dim]: a row's scores are sixteen chains side by side. A row sees the first `seen` positions
+of its sequence and then the places listed for it (its ancestors in a tree, itself).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ LOWEST = np.float32(-3e38)
 
 
 @intrinsic(prefer_literal=True)
-def score_block(_context: Any, heads: Any, q: Any, q_stride: Any, keys: Any, dim: Any, out: Any, stride: Any) -> Any:
+def score_block(
+    _context: Any, heads: Any, q: Any, q_stride: Any, keys: Any, dim: Any, out: Any, stride: Any
+) -> Any:
     """out[h, :16] = q[h] · keys[:, p] for the sixteen positions of a block."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -35,10 +37,14 @@ def score_block(_context: Any, heads: Any, q: Any, q_stride: Any, keys: Any, dim
         emit, count = Emitter(builder), heads.literal_value
         sums = [emit.variable(emit.zeros(LANES)) for _ in range(count)]
         with emit.loop(builder.sdiv(dim, emit.const(UNROLL))) as step:
-            rows = [emit.offset(q, emit.times(q_stride, h), emit.times(step, 4 * UNROLL)) for h in range(count)]
+            rows = [
+                emit.offset(q, emit.times(q_stride, h), emit.times(step, 4 * UNROLL)) for h in range(count)
+            ]
             fours = [emit.load(row, floats(UNROLL)) for row in rows]
             for k in range(UNROLL):
-                key = emit.load(emit.offset(keys, emit.times(step, 4 * LANES * UNROLL), 4 * LANES * k), floats(LANES))
+                key = emit.load(
+                    emit.offset(keys, emit.times(step, 4 * LANES * UNROLL), 4 * LANES * k), floats(LANES)
+                )
                 for total, four in zip(sums, fours, strict=True):
                     emit.accumulate(total, key, emit.splat(four, k, LANES))
         for h, total in enumerate(sums):
@@ -49,9 +55,20 @@ def score_block(_context: Any, heads: Any, q: Any, q_stride: Any, keys: Any, dim
 
 
 @intrinsic(prefer_literal=True)
-def mix_values(_context: Any, heads: Any, weights: Any, stride: Any, values: Any, row_bytes: Any, turns: Any, out: Any, to: Any) -> Any:
-    """out[h, :16] += sum over 4 * turns positions of weights[h, p] * values[p, :16]. Rows of values are `row_bytes` apart, those of out
-    `to`. Lines that lie so far apart no processor foresees: each turn asks for those needed AHEAD positions on."""
+def mix_values(
+    _context: Any,
+    heads: Any,
+    weights: Any,
+    stride: Any,
+    values: Any,
+    row_bytes: Any,
+    turns: Any,
+    out: Any,
+    to: Any,
+) -> Any:
+    """out[h, :16] += sum over 4 * turns positions of weights[h, p] * values[p, :16]. Rows of values are
+    `row_bytes` apart, those of out `to`. Lines that lie so far apart no processor foresees: each turn asks
+    for those needed AHEAD positions on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weights, stride, values, row_bytes, turns, out, to = arguments[1:]
@@ -59,8 +76,14 @@ def mix_values(_context: Any, heads: Any, weights: Any, stride: Any, values: Any
         targets = [emit.offset(out, emit.times(to, h)) for h in range(count)]
         sums = [emit.variable(emit.load(target, floats(LANES))) for target in targets]
         with emit.loop(turns) as turn:
-            first, here = emit.times(turn, 4 * UNROLL), emit.offset(values, emit.times(emit.times(turn, UNROLL), row_bytes))
-            fours = [emit.load(emit.offset(weights, emit.times(stride, h), first), floats(UNROLL)) for h in range(count)]
+            first, here = (
+                emit.times(turn, 4 * UNROLL),
+                emit.offset(values, emit.times(emit.times(turn, UNROLL), row_bytes)),
+            )
+            fours = [
+                emit.load(emit.offset(weights, emit.times(stride, h), first), floats(UNROLL))
+                for h in range(count)
+            ]
             for k in range(UNROLL):
                 emit.prefetch(emit.offset(here, emit.times(row_bytes, AHEAD + k)))
                 value = emit.load(emit.offset(here, emit.times(row_bytes, k)), floats(LANES))
@@ -91,14 +114,18 @@ def largest_lanes(_context: Any, at: Any, turns: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def sum_exponentials(_context: Any, is_kept: Any, at: Any, turns: Any, scale: Any, top: Any) -> Any:
-    """The sum of exp(scale * (x - top)) over 16 * turns floats, none above the top; `is_kept` (a compile-time constant): each takes the
-    place of its x."""
+    """The sum of exp(scale * (x - top)) over 16 * turns floats, none above the top; `is_kept` (a compile-time
+    constant): each takes the place of its x."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         at, turns, scale, top = arguments[1:]
         emit, kind = Emitter(builder), floats(LANES)
         factor = emit.broadcast(builder.fmul(scale, ir.Constant(FLOAT, LOG2_E)), LANES)
-        largest, least, total = emit.broadcast(top, LANES), emit.constant(LEAST, LANES), emit.variable(emit.zeros(LANES))
+        largest, least, total = (
+            emit.broadcast(top, LANES),
+            emit.constant(LEAST, LANES),
+            emit.variable(emit.zeros(LANES)),
+        )
         with emit.loop(turns) as step:
             here = emit.offset(at, emit.times(step, 4 * LANES))
             below = builder.fmul(builder.fsub(emit.load(here, kind), largest), factor)
@@ -139,7 +166,10 @@ def _attend_some(heads, s, q, keys, values, seen, others, scores, longest, out):
         score_block(heads, q, dim * 4, keys + b * block_bytes, dim, scores + b * BLOCK * 4, stride)
     turns = blocks + (len(others) + LANES - 1) // LANES
     for h in range(heads):
-        mine, query = carray(float_pointer(scores + h * stride), longest), carray(float_pointer(q + h * dim * 4), dim)
+        mine, query = (
+            carray(float_pointer(scores + h * stride), longest),
+            carray(float_pointer(q + h * dim * 4), dim),
+        )
         mine[seen : turns * LANES] = LOWEST
         for j in range(len(others)):
             at = keys + others[j] // BLOCK * block_bytes
@@ -151,12 +181,19 @@ def _attend_some(heads, s, q, keys, values, seen, others, scores, longest, out):
         mine[longest - 1] = sum_exponentials(1, at, turns, np.float32(s.scale), largest_lanes(at, turns))
     fill(out, 0, heads * dim)
     for d in range(0, dim, LANES):
-        mix_values(heads, scores, stride, values + d * 4, dim * 4, blocks * BLOCK // UNROLL, out + d * 4, dim * 4)
+        mix_values(
+            heads, scores, stride, values + d * 4, dim * 4, blocks * BLOCK // UNROLL, out + d * 4, dim * 4
+        )
     for h in range(heads):
-        mine, to = carray(float_pointer(scores + h * stride), longest), carray(float_pointer(out + h * dim * 4), dim)
+        mine, to = (
+            carray(float_pointer(scores + h * stride), longest),
+            carray(float_pointer(out + h * dim * 4), dim),
+        )
         shrink = np.float32(1) / mine[longest - 1]
         for j in range(len(others)):
-            value = carray(float_pointer(values + others[j] // BLOCK * block_bytes + others[j] % BLOCK * dim * 4), dim)
+            value = carray(
+                float_pointer(values + others[j] // BLOCK * block_bytes + others[j] % BLOCK * dim * 4), dim
+            )
             for d in range(dim):
                 to[d] += mine[blocks * BLOCK + j] * value[d]
         for d in range(dim):
@@ -165,7 +202,9 @@ def _attend_some(heads, s, q, keys, values, seen, others, scores, longest, out):
 
 @piece
 def attend_rows(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
-    """Attention of all rows into `ready`. A thread takes rows of one KV head after the other, which they mostly share."""
+    """Attention of all rows into `ready`. A thread takes rows of one KV head after the other, which they
+    mostly share.
+    """
     keys, values = carray(int_pointer(r.keys), r.num), carray(int_pointer(r.values), r.num)
     seen, counts = carray(int_pointer(r.seen), r.num), carray(int_pointer(r.num_others), r.num)
     rooms, items = carray(int_pointer(r.rooms), r.num), r.num * s.num_kv_heads
@@ -178,7 +217,10 @@ def attend_rows(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
         while head < group:
             parts = (group - head + SIDE_BY_SIDE - 1) // SIDE_BY_SIDE
             heads, first = (group - head + parts - 1) // parts, kv_head * group + head
-            q, out = w.wide + (row * layer.qkv.n + first * s.dim) * 4, w.ready + (row * w.widest + first * s.dim) * 4
+            q, out = (
+                w.wide + (row * layer.qkv.n + first * s.dim) * 4,
+                w.ready + (row * w.widest + first * s.dim) * 4,
+            )
             if heads == 1:
                 _attend_some(1, s, q, k, v, seen[row], others, scores, w.longest, out)
             elif heads == 2:

@@ -1,6 +1,8 @@
-"""What a drafting head owns on the CPU: weights packed in int8, sequences of keys and values, and the memory of a pass.
+"""What a drafting head owns on the CPU: weights packed in int8, sequences of keys and values, and the memory
+of a pass.
 
-Invariant: an address given out here stays valid while the object that gave it lives, but for a sequence's, which moves when it grows.
+Invariant: an address given out here stays valid while the object that gave it lives, but for a sequence's,
+which moves when it grows.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from paceline.cpu.lanes import LANES
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.sync import BYTES, num_threads
 from paceline.cpu.taps import address_in
+from paceline.heads.config import LayeredConfig
+from paceline.heads.rows import Row
 from paceline.loaders.packed import gate_up_order
-from paceline.loaders.quantize import pack_linear, padded
-from paceline.models.head_config import LayeredConfig
-from paceline.models.head_rows import Row
+from paceline.models.quantize import pack_linear, padded
 from paceline.models.rope import rotary_tables
 
 Tensors = Mapping[str, torch.Tensor]
@@ -72,15 +74,21 @@ class Memory:
         self.kept.append(tensor.float().contiguous())
         return self.kept[-1].data_ptr()
 
-    def matrix(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None, order: Sequence[int] | None = None) -> Matrix:
+    def matrix(
+        self,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None = None,
+        order: Sequence[int] | None = None,
+    ) -> Matrix:
         whole = torch.cat([w.float() for w in weights])
         weight, its_bias = pack_linear(whole if order is None else whole[list(order)], bias, 8)
         self.kept += [weight, its_bias]
         return Matrix(weight.data_ptr(), its_bias.data_ptr(), padded(whole.shape[1], COLUMNS), len(its_bias))
 
     def balanced(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Matrix, int]:
-        """A product whose input is first multiplied by the lengths of the columns, which then all have length one. Some channels of a
-        residual stream are a thousand times larger than others: without it they would take all of a group's integers."""
+        """A product whose input is first multiplied by the lengths of the columns, which then all have length
+        one. Some channels of a residual stream are a thousand times larger than others: without it they would
+        take all of a group's integers."""
         lengths = weight.float().norm(dim=0).clamp(min=1e-30)
         return self.matrix([weight / lengths], bias), self.vector(lengths)
 
@@ -98,18 +106,24 @@ class Memory:
         return LayerRow(
             norm("input_layernorm.weight"),
             norm("hidden_norm.weight"),
-            self.matrix([tensors[f"{attention}{name}_proj.weight"] for name in "qkv"], _biases(tensors, attention)),
+            self.matrix(
+                [tensors[f"{attention}{name}_proj.weight"] for name in "qkv"], _biases(tensors, attention)
+            ),
             norm("self_attn.q_norm.weight"),
             norm("self_attn.k_norm.weight"),
             self.matrix([tensors[f"{attention}o_proj.weight"]]),
             norm("post_attention_layernorm.weight"),
-            self.matrix([tensors[f"{mlp}{name}_proj.weight"] for name in ("gate", "up")], order=gate_up_order(inner)),
+            self.matrix(
+                [tensors[f"{mlp}{name}_proj.weight"] for name in ("gate", "up")], order=gate_up_order(inner)
+            ),
             self.matrix([tensors[f"{mlp}down_proj.weight"]]),
         )
 
 
 def _biases(tensors: Tensors, attention: str) -> torch.Tensor | None:
-    found = [tensors[f"{attention}{name}_proj.bias"] for name in "qkv" if f"{attention}{name}_proj.bias" in tensors]
+    found = [
+        tensors[f"{attention}{name}_proj.bias"] for name in "qkv" if f"{attention}{name}_proj.bias" in tensors
+    ]
     return torch.cat(found).float() if found else None
 
 
@@ -118,14 +132,23 @@ def embedding_of(target: CpuDecoder) -> tuple[Matrix, bool]:
     weight, bias = target.tensors["embedding.weight"], target.tensors["embedding.bias"]
     is_float = weight.dtype == torch.float32
     width = target.config.hidden_size
-    return Matrix(weight.data_ptr(), bias.data_ptr(), width if is_float else padded(width, COLUMNS), len(bias)), is_float
+    return Matrix(
+        weight.data_ptr(), bias.data_ptr(), width if is_float else padded(width, COLUMNS), len(bias)
+    ), is_float
 
 
 def describe(
-    config: LayeredConfig, rows: Sequence[LayerRow], tensors: Tensors, target: CpuDecoder, memory: Memory, *others: Matrix
+    config: LayeredConfig,
+    rows: Sequence[LayerRow],
+    tensors: Tensors,
+    target: CpuDecoder,
+    memory: Memory,
+    *others: Matrix,
 ) -> Shape:
     """others: the matrices that follow the embedding and the output layer."""
-    table = torch.tensor([[n for field in row for n in (field if isinstance(field, Matrix) else (field,))] for row in rows])
+    table = torch.tensor(
+        [[n for field in row for n in (field if isinstance(field, Matrix) else (field,))] for row in rows]
+    )
     tables = rotary_tables(config.rope, config.head_dim, target.config.max_context)
     embedding, is_float = embedding_of(target)
     head = memory.output(tensors["lm_head.weight"])
@@ -143,8 +166,15 @@ class Workspace:
     """Memory of a pass, kept for the next one: it grows to the largest seen."""
 
     def __init__(self, shape: Shape, widest: int, narrow: int, queries: int = SIDE_BY_SIDE) -> None:
-        """widest: of a product's input; narrow: outputs of the products that are neither qkv nor gate_up; queries: scored at once."""
-        self._shape, self._widest, self._narrow, self._queries = shape, padded(widest, COLUMNS), narrow, queries
+        """widest: of a product's input; narrow: outputs of the products that are neither qkv nor gate_up;
+        queries: scored at once.
+        """
+        self._shape, self._widest, self._narrow, self._queries = (
+            shape,
+            padded(widest, COLUMNS),
+            narrow,
+            queries,
+        )
         self._sync = np.zeros(BYTES // 8, np.int64)
         self._rows = self._longest = 0
         self._memory = np.empty(0, np.uint8)
@@ -160,7 +190,9 @@ class Workspace:
         self._memory = np.zeros(starts[-1] + 64, np.uint8)
         base = padded(address(self._memory), 64)
         places = {name: base + start for name, start in zip(sizes, starts, strict=False)}
-        self._work = Work(sync=address(self._sync), longest=self._longest + 4 * LANES, widest=self._widest, **places)
+        self._work = Work(
+            sync=address(self._sync), longest=self._longest + 4 * LANES, widest=self._widest, **places
+        )
         return self._work
 
     def _sizes(self, rows: int, longest: int) -> dict[str, int]:

@@ -1,7 +1,9 @@
-"""What the compiled drafting heads share: a decoder layer in int8 over sequences of their own (head_attention.py).
+"""What the compiled drafting heads share: a decoder layer in int8 over sequences of their own
+(head_attention.py).
 
 A head only guesses, so nothing here has to be the same for every shape of a pass; it is, as it happens.
-Invariant: as in forward.py, a step reads only what was finished before the last barrier, or by the same thread since.
+Invariant: as in forward.py, a step reads only what was finished before the last barrier, or by the same
+thread since.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Shape(NamedTuple):
     scale: float
     embed_scale: float
     is_gelu: bool
-    matrices: int  # address of [n, fields of a Matrix]: the target's embedding, the output layer, what fuses features, others
+    # address of [n, fields of a Matrix]: the target's embedding, the output layer, what fuses features,
+    # others
+    matrices: int
     is_float_embedding: bool
     cos: int
     sin: int
@@ -104,7 +108,25 @@ def rows_at(at):  # type: ignore[no-untyped-def]
 def shape_at(at):  # type: ignore[no-untyped-def]
     f, x = carray(int_pointer(at), 19), carray(double_pointer(at), 19)
     return Shape(
-        f[0], f[1], f[2], f[3], f[4], f[5], f[6], x[7], x[8], x[9], f[10] != 0, f[11], f[12] != 0, f[13], f[14], f[15], f[16], f[17], f[18]
+        f[0],
+        f[1],
+        f[2],
+        f[3],
+        f[4],
+        f[5],
+        f[6],
+        x[7],
+        x[8],
+        x[9],
+        f[10] != 0,
+        f[11],
+        f[12] != 0,
+        f[13],
+        f[14],
+        f[15],
+        f[16],
+        f[17],
+        f[18],
     )
 
 
@@ -186,7 +208,9 @@ def turn_unit(s, layer, norm, here, position):  # type: ignore[no-untyped-def]
 
 @piece
 def place_rows(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
-    """Norm and rotate queries in place, keys and values into their sequences. Each thread takes about the columns that it has computed."""
+    """Norm and rotate queries in place, keys and values into their sequences. Each thread takes about the
+    columns that it has computed.
+    """
     positions, places = carray(int_pointer(r.positions), r.num), carray(int_pointer(r.places), r.num)
     keys, values = carray(int_pointer(r.keys), r.num), carray(int_pointer(r.values), r.num)
     rooms = carray(int_pointer(r.rooms), r.num)
@@ -213,11 +237,15 @@ def add_rows(part, r, s, w, stride):  # type: ignore[no-untyped-def]
 
 @piece
 def _put_gate(part, r, s, w, stride):  # type: ignore[no-untyped-def]
-    """Each thread takes the columns that it has just computed (the order of the rows of gate_up: loaders/packed.py)."""
+    """Each thread takes the columns that it has just computed (the order of the rows of gate_up:
+    loaders/packed.py).
+    """
     blocks, x = (s.inner + COLUMNS - 1) // COLUMNS, Activations(w.values, w.scales, w.sums)
     for row in range(r.num):
         ready, source = w.ready + row * w.widest * 4, w.wide + row * stride * 4
-        for first in range(blocks * part // s.threads * COLUMNS, blocks * (part + 1) // s.threads * COLUMNS, COLUMNS):
+        for first in range(
+            blocks * part // s.threads * COLUMNS, blocks * (part + 1) // s.threads * COLUMNS, COLUMNS
+        ):
             size = min(COLUMNS, s.inner - first)
             gate(s.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
             fill(ready, first + size, first + COLUMNS)

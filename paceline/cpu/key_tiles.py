@@ -1,9 +1,11 @@
-"""Attention scores from integers: heads of queries and keys as int8, each half of a head with a scale of its own.
+"""Attention scores from integers: heads of queries and keys as int8, each half of a head with a scale of its
+own.
 
-A head in memory is `dim` int8, two float32 scales and the sums of both halves' integers: dim + TAIL bytes. A cached key has no use for
-the sums, and has the scale of the value of its position there (value_tiles.py). A half ends at a multiple of 16, so of 48
-numbers the first has 32 and of 16 it has all. Invariant: the integer sums are exact, and a score is one float expression
-of its own query and key, so neither the shape of a tile nor the instruction set changes a bit.
+A head in memory is `dim` int8, two float32 scales and the sums of both halves' integers: dim + TAIL bytes. A
+cached key has no use for the sums, and has the scale of the value of its position there (value_tiles.py). A
+half ends at a multiple of 16, so of 48 numbers the first has 32 and of 16 it has all. Invariant: the integer
+sums are exact, and a score is one float expression of its own query and key, so neither the shape of a tile
+nor the instruction set changes a bit.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def round_numbers(emit: Emitter, x: Any, turns: Any, out: Any, scale_at: Any, su
     builder, kind, ints = emit.builder, floats(LANES), ir.VectorType(INT32, LANES)
     tops = emit.variable(emit.zeros(LANES))
     with emit.loop(turns) as turn:
-        size = emit.call(f"llvm.fabs.v{LANES}f32", kind, [emit.load(emit.offset(x, emit.times(turn, 4 * LANES)), kind)])
+        size = emit.call(
+            f"llvm.fabs.v{LANES}f32", kind, [emit.load(emit.offset(x, emit.times(turn, 4 * LANES)), kind)]
+        )
         builder.store(emit.call(f"llvm.maximum.v{LANES}f32", kind, [size, builder.load(tops)]), tops)
     # unlike a comparison, it passes on what is not a number
     top = emit.call(f"llvm.vector.reduce.fmaximum.v{LANES}f32", FLOAT, [builder.load(tops)])
@@ -63,7 +67,14 @@ def round_head(_context: Any, x: Any, dim: Any, out: Any) -> Any:
         tail = emit.offset(out, dim)
         for i, (first, turns) in enumerate(_halves(emit, dim)):
             source = emit.offset(x, emit.times(first, 4))
-            round_numbers(emit, source, turns, emit.offset(out, first), emit.offset(tail, 4 * i), emit.offset(tail, 8 + 4 * i))
+            round_numbers(
+                emit,
+                source,
+                turns,
+                emit.offset(out, first),
+                emit.offset(tail, 4 * i),
+                emit.offset(tail, 8 + 4 * i),
+            )
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), generate
@@ -77,7 +88,13 @@ def round_key(_context: Any, x: Any, dim: Any, out: Any) -> Any:
         x, dim, out = arguments
         emit = Emitter(builder)
         for i, (first, turns) in enumerate(_halves(emit, dim)):
-            round_numbers(emit, emit.offset(x, emit.times(first, 4)), turns, emit.offset(out, first), emit.offset(out, dim, 4 * i))
+            round_numbers(
+                emit,
+                emit.offset(x, emit.times(first, 4)),
+                turns,
+                emit.offset(out, first),
+                emit.offset(out, dim, 4 * i),
+            )
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), generate
@@ -87,8 +104,14 @@ def _dot(emit: Emitter, total: Any, keys: Any, query: Any) -> Any:
     """total[r] += sum of keys[4r : 4r+4] * query[4r : 4r+4]."""
     if VARIANT == "sdot":
         return emit.call("llvm.aarch64.neon.sdot.v4i32.v16i8", SUMS, [total, keys, query])
-    if VARIANT == "vnni":  # x86 multiplies unsigned by signed bytes: 128 is added here, and its share taken off the sums
-        return emit.call("llvm.x86.avx512.vpdpbusd.128", SUMS, [total, emit.builder.xor(keys, bytes_(16)([0x80] * 16)), query])
+    if (
+        VARIANT == "vnni"
+    ):  # x86 multiplies unsigned by signed bytes: 128 is added here, and its share taken off the sums
+        return emit.call(
+            "llvm.x86.avx512.vpdpbusd.128",
+            SUMS,
+            [total, emit.builder.xor(keys, bytes_(16)([0x80] * 16)), query],
+        )
     return emit.add_fours(total, keys, query)
 
 
@@ -96,10 +119,14 @@ def _add_neighbours(emit: Emitter, first: Any, second: Any) -> Any:
     if VARIANT == "sdot":
         return emit.call("llvm.aarch64.neon.addp.v4i32", SUMS, [first, second])
     even, odd = (ir.Constant(SUMS, list(range(start, 8, 2))) for start in (0, 1))
-    return emit.builder.add(emit.builder.shuffle_vector(first, second, even), emit.builder.shuffle_vector(first, second, odd))
+    return emit.builder.add(
+        emit.builder.shuffle_vector(first, second, even), emit.builder.shuffle_vector(first, second, odd)
+    )
 
 
-def _half_dots(emit: Emitter, queries: list[Any], rows: list[Any], first: Any, turns: Any, sums_at: Any) -> list[Any]:
+def _half_dots(
+    emit: Emitter, queries: list[Any], rows: list[Any], first: Any, turns: Any, sums_at: Any
+) -> list[Any]:
     """For each query the exact products of one half with SPAN keys, as floats."""
     builder, kind = emit.builder, bytes_(16)
     sums = [[emit.variable(ir.Constant(SUMS, [0] * 4)) for _ in rows] for _ in queries]
@@ -126,28 +153,59 @@ def _half_dots(emit: Emitter, queries: list[Any], rows: list[Any], first: Any, t
 def _key_scales(emit: Emitter, rows: list[Any], dim: Any) -> list[Any]:
     """Of the first halves of SPAN keys and of the second."""
     pairs = [emit.load(emit.offset(row, dim), floats(2)) for row in rows] * (SPAN // len(rows))
-    both = [emit.builder.shuffle_vector(a, b, ir.Constant(SUMS, [0, 1, 2, 3])) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+    both = [
+        emit.builder.shuffle_vector(a, b, ir.Constant(SUMS, [0, 1, 2, 3]))
+        for a, b in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
     return [emit.builder.shuffle_vector(*both, ir.Constant(SUMS, list(range(half, 8, 2)))) for half in (0, 1)]
 
 
-def _tile(emit: Emitter, num_queries: int, span: int, queries: Any, keys: Any, places: Any, dim: Any, out: Any, stride: Any) -> None:
+def _tile(
+    emit: Emitter,
+    num_queries: int,
+    span: int,
+    queries: Any,
+    keys: Any,
+    places: Any,
+    dim: Any,
+    out: Any,
+    stride: Any,
+) -> None:
     builder, rows = emit.builder, addresses(emit, keys, places, span)
     for row in addresses(emit, keys, emit.offset(places, PLACE * AHEAD), span):
         emit.prefetch(row)
         emit.prefetch(emit.offset(row, 64))
     own = [emit.offset(queries, emit.times(emit.offset(dim, TAIL), q)) for q in range(num_queries)]
-    dots = [_half_dots(emit, own, rows, *half, emit.offset(dim, 8 + 4 * i)) for i, half in enumerate(_halves(emit, dim))]
+    dots = [
+        _half_dots(emit, own, rows, *half, emit.offset(dim, 8 + 4 * i))
+        for i, half in enumerate(_halves(emit, dim))
+    ]
     scales = _key_scales(emit, rows, dim)
     for q, query in enumerate(own):
         factors = [emit.broadcast(emit.load(emit.offset(query, dim, 4 * i), FLOAT), 4) for i in (0, 1)]
         first, second = (builder.fmul(factor, scale) for factor, scale in zip(factors, scales, strict=True))
         lanes = emit.fma(dots[0][q], first, builder.fmul(dots[1][q], second))
-        emit.store(lanes if span == SPAN else builder.extract_element(lanes, emit.first), emit.offset(out, emit.times(stride, q)))
+        emit.store(
+            lanes if span == SPAN else builder.extract_element(lanes, emit.first),
+            emit.offset(out, emit.times(stride, q)),
+        )
 
 
 @intrinsic(prefer_literal=True)
-def score_rounded(_context: Any, num_queries: Any, span: Any, queries: Any, keys: Any, places: Any, dim: Any, out: Any, stride: Any) -> Any:
-    """out[q, p] = queries[q] · keys[p] for `span` positions (SPAN or 1), as score_tile, from heads that are rounded."""
+def score_rounded(
+    _context: Any,
+    num_queries: Any,
+    span: Any,
+    queries: Any,
+    keys: Any,
+    places: Any,
+    dim: Any,
+    out: Any,
+    stride: Any,
+) -> Any:
+    """out[q, p] = queries[q] · keys[p] for `span` positions (SPAN or 1), as score_tile, from heads that are
+    rounded.
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         _tile(Emitter(builder), num_queries.literal_value, span.literal_value, *arguments[2:])

@@ -1,8 +1,9 @@
 """LLVM by hand: sixteen-lane arithmetic for the CPU kernels, on any processor.
 
-Invariant: nothing here lets the compiler reorder floating-point arithmetic. Sums are chains of `llvm.fma`, so a result depends on
-its operands and their order alone, never on the shape of the loop around it. Kernels take addresses as integers,
-which are cheaper to pass than arrays; the functions that call them with tensors check shapes and types.
+Invariant: nothing here lets the compiler reorder floating-point arithmetic. Sums are chains of `llvm.fma`, so
+a result depends on its operands and their order alone, never on the shape of the loop around it. Kernels take
+addresses as integers, which are cheaper to pass than arrays; the functions that call them with tensors check
+shapes and types.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from numba.extending import intrinsic
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
-MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0  # 1.5 * 2**23: adding a small number rounds it, and leaves it in the low bits
+MAGIC_BITS, MAGIC = (
+    0x4B400000,
+    12582912.0,
+)  # 1.5 * 2**23: adding a small number rounds it, and leaves it in the low bits
 LANES = 16  # output rows in a tile; four NEON, two AVX2 or one AVX-512 register
 
 
@@ -33,7 +37,9 @@ def bytes_(width: int) -> ir.VectorType:
 
 
 class Emitter:
-    """Writes instructions at the builder's position. Addresses are 64-bit integers; `+` on them is `offset`."""
+    """Writes instructions at the builder's position. Addresses are 64-bit integers; `+` on them is
+    `offset`.
+    """
 
     first = ir.Constant(INT32, 0)  # the index of a vector's first lane
 
@@ -106,16 +112,24 @@ class Emitter:
 
     def _add_neighbours(self, first: Any, second: Any) -> Any:
         lanes = first.type.count
-        even, odd = (ir.Constant(ir.VectorType(INT32, lanes), list(range(start, 2 * lanes, 2))) for start in (0, 1))
-        return self.builder.fadd(self.builder.shuffle_vector(first, second, even), self.builder.shuffle_vector(first, second, odd))
+        even, odd = (
+            ir.Constant(ir.VectorType(INT32, lanes), list(range(start, 2 * lanes, 2))) for start in (0, 1)
+        )
+        return self.builder.fadd(
+            self.builder.shuffle_vector(first, second, even), self.builder.shuffle_vector(first, second, odd)
+        )
 
     def add_fours(self, sums: Any, a: Any, b: Any) -> Any:
-        """sums[i] + a[4i : 4i+4] * b[4i : 4i+4], of signed bytes: what dot products are where there is no instruction for them."""
+        """sums[i] + a[4i : 4i+4] * b[4i : 4i+4], of signed bytes: what dot products are where there is no
+        instruction for them.
+        """
         lanes, wide = sums.type.count, ir.VectorType(INT32, a.type.count)
         products = self.builder.mul(self.builder.sext(a, wide), self.builder.sext(b, wide))
         for lane in range(4):
             mask = ir.Constant(ir.VectorType(INT32, lanes), [4 * i + lane for i in range(lanes)])
-            sums = self.builder.add(sums, self.builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask))
+            sums = self.builder.add(
+                sums, self.builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask)
+            )
         return sums
 
     def largest(self, vector: Any) -> Any:
@@ -133,13 +147,19 @@ class Emitter:
         return ir.Constant(floats(width), [float(np.float32(value))] * width)
 
     def exponential(self, x: Any) -> Any:
-        """e ** x lane by lane, within 2 units in the last place, for x clamped to [-87, 88]: 2 ** n times a polynomial in the rest."""
+        """e ** x lane by lane, within 2 units in the last place, for x clamped to [-87, 88]: 2 ** n times a
+        polynomial in the rest.
+        """
         builder, width = self.builder, x.type.count
         for function, limit in (("maxnum", -87.0), ("minnum", 88.0)):
             x = self.call(f"llvm.{function}.v{width}f32", x.type, [x, self.constant(limit, width)])
-        rounding = self.constant(12582912.0, width)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
+        rounding = self.constant(
+            12582912.0, width
+        )  # 1.5 * 2**23: adding and subtracting it rounds to an integer
         whole = builder.fsub(self.fma(x, self.constant(LOG2_E, width), rounding), rounding)
-        rest = self.fma(whole, self.constant(-LN2_LOW, width), self.fma(whole, self.constant(-LN2_HIGH, width), x))
+        rest = self.fma(
+            whole, self.constant(-LN2_LOW, width), self.fma(whole, self.constant(-LN2_HIGH, width), x)
+        )
         series = self.constant(1 / 5040, width)
         for divisor in (720, 120, 24, 6, 2, 1, 1):
             series = self.fma(series, rest, self.constant(1 / divisor, width))
@@ -182,7 +202,9 @@ def address(_context: Any, array: types.Type) -> Any:
     """Where an array's data lies (`array.ctypes.data` would keep the function out of the disk cache)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, arguments[0]).data, INT64)
+        return builder.ptrtoint(
+            context.make_array(signature.args[0])(context, builder, arguments[0]).data, INT64
+        )
 
     return types.int64(array), generate
 

@@ -1,8 +1,9 @@
 """y = x Wᵀ + b for a few or many tokens, bitwise the same for each token however many there are.
 
-Float weights lie in tiles of 16 output rows, [ceil(N / 16)][K][16]: SIMD runs across the rows, so every output is one chain of fused
-multiply-adds over k, in order, whichever tile height computes it. Integer weights: see dots.py. A product is shared by threads,
-each of which does a contiguous range of tiles; `Activations` says where x lies and in which form.
+Float weights lie in tiles of 16 output rows, [ceil(N / 16)][K][16]: SIMD runs across the rows, so every
+output is one chain of fused multiply-adds over k, in order, whichever tile height computes it. Integer
+weights: see dots.py. A product is shared by threads, each of which does a contiguous range of tiles;
+`Activations` says where x lies and in which form.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from paceline.cpu.lanes import LANES, Emitter, floats
 MAX_TOKENS = 6  # tokens in a float tile: 6 * 4 accumulators of the 32 NEON registers
 UNROLL = 4  # values of k in one turn of the inner loop
 AHEAD = 1024  # prefetch distance in bytes
-X_BLOCK_BYTES = 128 * 1024  # rows of x worked on at a time: they stay in the second-level cache while the weights stream by
+X_BLOCK_BYTES = (
+    128 * 1024
+)  # rows of x worked on at a time: they stay in the second-level cache while the weights stream by
 DOT_ROWS, DOT_TOKENS, MOST_DOT_TOKENS = dots.ROWS, dots.USUAL_TOKENS, dots.MAX_TOKENS
 GROUP_8, GROUP_4, BLOCK_8, BLOCK_4 = dots.GROUP[8], dots.GROUP[4], dots.BLOCK[8], dots.BLOCK[4]
 
@@ -35,7 +38,9 @@ class Matrix(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Where the input of a product lies: rows of floats, or of int8 with a scale and a sum for each group and row, [groups, rows]."""
+    """Where the input of a product lies: rows of floats, or of int8 with a scale and a sum for each group and
+    row, [groups, rows].
+    """
 
     values: int
     scales: int
@@ -49,7 +54,9 @@ def _chain(emit: Emitter, sums: list[Any], weights: Any, x: Any, x_stride: Any, 
         here = emit.offset(weights, emit.times(turn, step))
         for line in range(0, step, 64):
             emit.prefetch(emit.offset(here, line + AHEAD))
-        rows = [emit.offset(x, emit.times(x_stride, t), emit.times(turn, 4 * UNROLL)) for t in range(len(sums))]
+        rows = [
+            emit.offset(x, emit.times(x_stride, t), emit.times(turn, 4 * UNROLL)) for t in range(len(sums))
+        ]
         columns = [emit.load(row, floats(UNROLL)) for row in rows]
         for k in range(UNROLL):
             weight = emit.load(emit.offset(here, 4 * LANES * k), floats(LANES))
@@ -58,7 +65,9 @@ def _chain(emit: Emitter, sums: list[Any], weights: Any, x: Any, x_stride: Any, 
 
 
 @intrinsic(prefer_literal=True)
-def float_tile(_context: Any, tokens: Any, weights: Any, x: Any, bias: Any, k: Any, y: Any, y_stride: Any) -> Any:
+def float_tile(
+    _context: Any, tokens: Any, weights: Any, x: Any, bias: Any, k: Any, y: Any, y_stride: Any
+) -> Any:
     """16 outputs of `tokens` (a compile-time constant) consecutive rows of x."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -75,7 +84,9 @@ def float_tile(_context: Any, tokens: Any, weights: Any, x: Any, bias: Any, k: A
 
 @piece
 def _float_strip(weights, x, bias, rows, k, y, y_stride):  # type: ignore[no-untyped-def]
-    """One tile of weights against `rows` rows of x, in strips of at most MAX_TOKENS of nearly equal height."""
+    """One tile of weights against `rows` rows of x, in strips of at most MAX_TOKENS of nearly equal
+    height.
+    """
     row = 0
     while row < rows:
         strips = (rows - row + MAX_TOKENS - 1) // MAX_TOKENS
@@ -140,7 +151,15 @@ def product_32(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
         count = min(step, rows - first)
         for t in range(tiles * part // threads, tiles * (part + 1) // threads):
             out = y + first * y_stride + t * LANES * 4
-            _float_strip(m.weight + t * m.k * LANES * 4, x.values + first * m.k * 4, m.bias + t * LANES * 4, count, m.k, out, y_stride)
+            _float_strip(
+                m.weight + t * m.k * LANES * 4,
+                x.values + first * m.k * 4,
+                m.bias + t * LANES * 4,
+                count,
+                m.k,
+                out,
+                y_stride,
+            )
 
 
 @piece

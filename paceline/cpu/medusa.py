@@ -1,7 +1,7 @@
 """Medusa on the CPU: K small heads on one hidden state, all of them in one compiled call.
 
-Head i adds silu(W y + b) to its input, block by block, and guesses the token i places after the next one. The first blocks of all heads
-are one product; where the heads share an output layer, that is one too.
+Head i adds silu(W y + b) to its input, block by block, and guesses the token i places after the next one. The
+first blocks of all heads are one product; where the heads share an output layer, that is one too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.cpu.matmul import Activations, Matrix, product_8
 from paceline.cpu.rows import add, copy, gate, normalize
 from paceline.cpu.sync import BYTES, barrier, num_threads
 from paceline.cpu.taps import address_in
-from paceline.loaders.quantize import padded
-from paceline.models.head_config import MedusaConfig
-from paceline.models.head_rows import Guesses, Row, Speaker
+from paceline.heads.config import MedusaConfig
+from paceline.heads.rows import Guesses, Row, Speaker
+from paceline.models.quantize import padded
 
 
 class Heads(NamedTuple):
@@ -125,14 +125,19 @@ def _speak(part, m, t, w):  # type: ignore[no-untyped-def]
 def _part(part, m, t, w):  # type: ignore[no-untyped-def]
     temperatures, seeds = carray(double_pointer(t.temperatures), t.num), carray(seed_pointer(t.seeds), t.num)
     positions, ids = carray(int_pointer(t.positions), t.num), carray(int_pointer(t.ids), t.num_ids)
-    tokens, chances = carray(int_pointer(t.tokens), (m.num_heads, t.num)), carray(double_pointer(t.chances), (m.num_heads, t.num))
+    tokens, chances = (
+        carray(int_pointer(t.tokens), (m.num_heads, t.num)),
+        carray(double_pointer(t.chances), (m.num_heads, t.num)),
+    )
     _first_blocks(part, m, t, w)
     _other_blocks(part, m, t, w)
     _speak(part, m, t, w)
     for item in range(part, t.num * m.num_heads, m.threads):
         head, row = item // t.num, item % t.num
         at = t.logits + item * m.num_outputs * 4
-        best, chance = guess(at, m.num_outputs, m.num_words, ids, temperatures[row], seeds[row], positions[row] + head)
+        best, chance = guess(
+            at, m.num_outputs, m.num_words, ids, temperatures[row], seeds[row], positions[row] + head
+        )
         tokens[head, row] = ids[best] if t.num_ids else best
         chances[head, row] = chance
 
@@ -151,10 +156,16 @@ class MedusaHead:
         self.config, self._memory = config, Memory()
         memory, blocks = self._memory, [range(config.num_blocks), range(config.num_heads_ahead)]
         weights = {
-            (h, b): (tensors[f"blocks.{h}.layers.{b}.weight"], tensors[f"blocks.{h}.layers.{b}.bias"]) for h in blocks[1] for b in blocks[0]
+            (h, b): (tensors[f"blocks.{h}.layers.{b}.weight"], tensors[f"blocks.{h}.layers.{b}.bias"])
+            for h in blocks[1]
+            for b in blocks[0]
         }
-        first = memory.matrix([weights[h, 0][0] for h in blocks[1]], torch.cat([weights[h, 0][1] for h in blocks[1]]))
-        others = [memory.matrix([weights[h, b][0]], weights[h, b][1]) for h in blocks[1] for b in blocks[0] if b]
+        first = memory.matrix(
+            [weights[h, 0][0] for h in blocks[1]], torch.cat([weights[h, 0][1] for h in blocks[1]])
+        )
+        others = [
+            memory.matrix([weights[h, b][0]], weights[h, b][1]) for h in blocks[1] for b in blocks[0] if b
+        ]
         is_shared = "lm_head.weight" in tensors
         names = ["lm_head.weight"] if is_shared else [f"lm_heads.{h}.weight" for h in blocks[1]]
         outputs = [memory.output(tensors[name]) for name in names]
@@ -184,16 +195,24 @@ class MedusaHead:
         found, _, _ = self._run(rows, [Speaker(0.0, 0, 0)] * len(rows))
         return torch.from_numpy(found[:, :, : self.config.draft_vocab_size])
 
-    def _run(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _run(
+        self, rows: Sequence[Row], speakers: Sequence[Speaker]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         m, count, flat = self._heads, len(rows), Flat()
         width, layer = 4 * m.hidden, self.config.target_layers
         logits = np.empty((m.num_heads, count, m.num_outputs), np.float32)
         tokens, chances = np.empty((m.num_heads, count), np.int64), np.empty((m.num_heads, count))
-        temperatures, seeds = np.array([s.temperature for s in speakers], np.float64), np.array([s.seed for s in speakers], np.uint64)
+        temperatures, seeds = (
+            np.array([s.temperature for s in speakers], np.float64),
+            np.array([s.seed for s in speakers], np.uint64),
+        )
         sources = [address_in(r.hidden, layer) + width * r.at for r in rows]
         offsets = [flat.add(column) for column in (sources, [s.position for s in speakers])]
         base = flat.close()
-        states, z = np.empty((m.num_heads, count, m.hidden), np.float32), np.empty((count, self._stack), np.float32)
+        states, z = (
+            np.empty((m.num_heads, count, m.hidden), np.float32),
+            np.empty((count, self._stack), np.float32),
+        )
         task = Task(
             count, base + offsets[0], address(temperatures), address(seeds), base + offsets[1], address(self._ids), len(self._ids),
             address(states), address(z), address(logits), address(tokens), address(chances),

@@ -1,9 +1,10 @@
-"""Attention over a paged KV cache under token trees: which positions a row sees and where they lie, and runs of rows over them.
+"""Attention over a paged KV cache under token trees: which positions a row sees and where they lie, and runs
+of rows over them.
 
-A row sees its request's cached prefix, its ancestors in this pass and itself, in position order, whatever else is in the pass.
-Invariant: a score depends on a row and a position, a weight on all scores of its row, and a weighted sum is one chain over the row's
-positions in order, or a sum of integers. So the bits depend on the context alone: which rows go side by side and which thread does what
-changes nothing.
+A row sees its request's cached prefix, its ancestors in this pass and itself, in position order, whatever
+else is in the pass. Invariant: a score depends on a row and a position, a weight on all scores of its row,
+and a weighted sum is one chain over the row's positions in order, or a sum of integers. So the bits depend on
+the context alone: which rows go side by side and which thread does what changes nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ from paceline.cpu.value_tiles import (
 )
 
 LOG2_E = 1.4426950408889634
-BLOCK = 16  # positions whose keys all KV heads read before the next: what lies side by side is read at one time
-FLOAT_CHUNK = 64  # positions whose values are added before the next columns' turn: they stay in the first-level cache
+BLOCK = (
+    16  # positions whose keys all KV heads read before the next: what lies side by side is read at one time
+)
+FLOAT_CHUNK = (
+    64  # positions whose values are added before the next columns' turn: they stay in the first-level cache
+)
 TURNED = (CHUNK + TURN) * LANES  # bytes of a chunk's rounded values, sixteen columns, wherever it begins
 
 
 class Run(NamedTuple):
-    """Rows of one request side by side, and where what is computed for them lies; a row's queries are those of one KV head."""
+    """Rows of one request side by side, and where what is computed for them lies; a row's queries are those
+    of one KV head.
+    """
 
     first: int  # row
     last: int  # and one
@@ -73,7 +80,9 @@ def _sum_bytes(m):  # type: ignore[no-untyped-def]
 
 @piece
 def trace_paths(b, m, paths_at):  # type: ignore[no-untyped-def]
-    """paths[row, :depth]: places of the row's ancestors in this pass, oldest first, then its own; paths[row, rows, 0] is how many."""
+    """paths[row, :depth]: places of the row's ancestors in this pass, oldest first, then its own; paths[row,
+    rows, 0] is how many.
+    """
     parents, slots = carray(int_pointer(b.parents), b.rows), carray(int_pointer(b.slots), b.rows)
     paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1, 2))
     for row in range(b.rows):
@@ -89,7 +98,9 @@ def trace_paths(b, m, paths_at):  # type: ignore[no-untyped-def]
 
 @piece
 def expand_tables(b, part, m, places_at):  # type: ignore[no-untyped-def]
-    """places[request, position]: offsets of the cached prefixes' keys and values. A thread takes every so many requests."""
+    """places[request, position]: offsets of the cached prefixes' keys and values. A thread takes every so
+    many requests.
+    """
     room = b.max_blocks * b.block_size
     lengths = carray(int_pointer(b.prefix_lens), b.num_requests)
     of_keys, of_values = m.num_kv_heads * m.key_bytes, m.num_kv_heads * value_bytes(m)
@@ -103,14 +114,18 @@ def expand_tables(b, part, m, places_at):  # type: ignore[no-untyped-def]
 
 @piece
 def run_of(b, w, first, most):  # type: ignore[no-untyped-def]
-    """The rows from `first` on that belong to the same request, at most so many, in the memory that all threads share."""
+    """The rows from `first` on that belong to the same request, at most so many, in the memory that all
+    threads share.
+    """
     requests = carray(int_pointer(b.request_of), b.rows)
     request, last = requests[first], first + 1
     while last < b.rows and last - first < most and requests[last] == request:
         last += 1
     prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
     places = w.places + request * b.max_blocks * b.block_size * PLACE
-    return Run(first, last, prefix, places, w.queries, w.scores, w.value_scales, w.totals, w.mixed, b.rows, b.rows, 0)
+    return Run(
+        first, last, prefix, places, w.queries, w.scores, w.value_scales, w.totals, w.mixed, b.rows, b.rows, 0
+    )
 
 
 @piece
@@ -213,7 +228,11 @@ def _mix_queries(count, weights, weight_stride, values, places, positions, out, 
 @piece
 def _keep_scales(b, m, run, kv_head, keys, places, first, positions):  # type: ignore[no-untyped-def]
     """Of some positions' values, for every row of the run: whoever weighs finds them side by side."""
-    row, rows, whole = kv_head * run.own_rows + run.first - run.start, run.last - run.first, positions // SPAN * SPAN
+    row, rows, whole = (
+        kv_head * run.own_rows + run.first - run.start,
+        run.last - run.first,
+        positions // SPAN * SPAN,
+    )
     scale, out = keys + m.dim + VALUE_SCALE, run.scales + (row * b.span + first) * 4
     for p in range(0, whole, SPAN):
         copy_scales(SPAN, scale, places + p * PLACE, rows, out + p * 4, b.span * 4)
@@ -223,7 +242,9 @@ def _keep_scales(b, m, run, kv_head, keys, places, first, positions):  # type: i
 
 @piece
 def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped-def]
-    """Scores of positions first to last, which all rows of the run see at the same places, for a range of KV heads."""
+    """Scores of positions first to last, which all rows of the run see at the same places, for a range of KV
+    heads.
+    """
     group, stride = m.num_heads // m.num_kv_heads, b.span * 4
     total = (run.last - run.first) * group
     while first < last:
@@ -236,7 +257,11 @@ def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped
             while done < total:
                 tiles = (total - done + SCORED - 1) // SCORED
                 count = (total - done + tiles - 1) // tiles
-                query, key, out = queries + done * m.key_bytes, keys + kv_head * m.key_bytes, to + done * stride
+                query, key, out = (
+                    queries + done * m.key_bytes,
+                    keys + kv_head * m.key_bytes,
+                    to + done * stride,
+                )
                 if is_rounded(m):
                     _score_rounded(count, query, key, places, end - first, m.dim, out, stride)
                 else:
@@ -247,7 +272,9 @@ def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped
 
 @piece
 def weigh(b, m, run, row, head, start, length):  # type: ignore[no-untyped-def]
-    """Scores of one query over positions start to length become weights, in sixteens from a multiple of 16 on."""
+    """Scores of one query over positions start to length become weights, in sixteens from a multiple of 16
+    on.
+    """
     group = m.num_heads // m.num_kv_heads
     query = _at(run, m, head // group) + (row - run.first) * group + head % group
     first, last = start // LANES * LANES, (length + LANES - 1) // LANES * LANES
@@ -272,14 +299,16 @@ def weigh(b, m, run, row, head, start, length):  # type: ignore[no-untyped-def]
 
 @piece
 def _turn(values, places, first, last, out, asked):  # type: ignore[no-untyped-def]
-    """Sixteen columns of positions first to last, and zeros before and after, from one multiple of TURN to another; returns the turns.
-    `places` are the values' offsets from position `first` on."""
+    """Sixteen columns of positions first to last, and zeros before and after, from one multiple of TURN to
+    another; returns the turns. `places` are the values' offsets from position `first` on."""
     begin, turns = first // TURN * TURN, (last + TURN - 1) // TURN - first // TURN
     whole, end = (first + 3) // 4 * 4, last // 4 * 4
     for p in range(begin, min(whole, begin + TURN * turns), 4):
         turn_some(values, places + (p - first) * PLACE, first - p, last - p, out + (p - begin) * LANES)
     if whole < end:
-        turn_values(values, places + (whole - first) * PLACE, (end - whole) // 4, out + (whole - begin) * LANES, asked)
+        turn_values(
+            values, places + (whole - first) * PLACE, (end - whole) // 4, out + (whole - begin) * LANES, asked
+        )
     for p in range(max(whole, end), begin + TURN * turns, 4):
         turn_some(values, places + (p - first) * PLACE, 0, last - p, out + (p - begin) * LANES)
     return turns
@@ -301,7 +330,11 @@ def _mix_rounded(b, m, run, strip, first, last, values, places):  # type: ignore
     """One strip of a chunk of positions. Their values are turned once for all queries."""
     turned, strips = stack_memory(TURNED), m.dim // LANES
     turns = _turn(values + strip * LANES, places, first, last, turned, strip % 2 * 2)
-    query, done, total = _at(run, m, strip // strips), 0, (run.last - run.first) * (m.num_heads // m.num_kv_heads)
+    query, done, total = (
+        _at(run, m, strip // strips),
+        0,
+        (run.last - run.first) * (m.num_heads // m.num_kv_heads),
+    )
     while done < total:
         count = min(ADDED, total - done)
         weights = run.scores + (query + done) * b.span * 4 + first // TURN * TURN * 2
@@ -312,7 +345,9 @@ def _mix_rounded(b, m, run, strip, first, last, values, places):  # type: ignore
 
 @piece
 def mix(b, m, w, run, columns, first, last, values):  # type: ignore[no-untyped-def]
-    """Add the values of positions first to last to the sums of all rows, sixteen columns at a time, for a range of such strips."""
+    """Add the values of positions first to last to the sums of all rows, sixteen columns at a time, for a
+    range of such strips.
+    """
     group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
     total = (run.last - run.first) * group
     while first < last:
@@ -327,7 +362,16 @@ def mix(b, m, w, run, columns, first, last, values):  # type: ignore[no-untyped-
                 count = (total - done + tiles - 1) // tiles
                 weights = run.scores + ((query + done) * b.span + first) * 4
                 to = run.mixed + ((query + done) * m.dim + strip % strips * LANES) * 4
-                _mix_queries(count, weights, b.span * 4, values + strip * LANES * 4, places + 8, end - first, to, m.dim * 4)
+                _mix_queries(
+                    count,
+                    weights,
+                    b.span * 4,
+                    values + strip * LANES * 4,
+                    places + 8,
+                    end - first,
+                    to,
+                    m.dim * 4,
+                )
                 done += count
         first = end
 
@@ -352,7 +396,10 @@ def finish(m, w, run, strip):  # type: ignore[no-untyped-def]
     for query in range((run.last - run.first) * group):
         own = _at(run, m, kv_head) + query
         row, head = run.first + query // group, kv_head * group + query % group
-        at, to = run.mixed + own * _sum_bytes(m) + column * 4, w.ready + (row * w.widest + head * m.dim + column) * 4
+        at, to = (
+            run.mixed + own * _sum_bytes(m) + column * 4,
+            w.ready + (row * w.widest + head * m.dim + column) * 4,
+        )
         shrink = np.float32(1) / carray(float_pointer(run.totals), own + 1)[own]
         if is_rounded(m):
             combine(at, m.dim * 4, shrink, to)

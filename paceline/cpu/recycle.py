@@ -1,7 +1,8 @@
-"""Memory for what a pass puts out, used again: a fresh mapping of a megabyte and a half costs a fault for every page, half a millisecond
-in all.
+"""Memory for what a pass puts out, used again: a fresh mapping of a megabyte and a half costs a fault for
+every page, half a millisecond in all.
 
-Invariant: memory is lent again only when no tensor refers to it any more, so an output stays what it was however long it is kept.
+Invariant: memory is lent again only when no tensor refers to it any more, so an output stays what it was
+however long it is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ NOT_LENT = _num_references([np.empty(0, np.float32)], 0)  # by the list alone
 
 
 class Recycled:
-    """A tensor, like every view of it, refers to the block in which it lies: nothing has to be told when one is dropped."""
+    """A tensor, like every view of it, refers to the block in which it lies: nothing has to be told when one
+    is dropped.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[np.ndarray] = []

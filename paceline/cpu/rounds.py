@@ -1,7 +1,8 @@
-"""Rounds of one greedy request on the CPU: made in one compiled call (cpu/flights.py), then landed one by one.
+"""Rounds of one greedy request on the CPU: made in one compiled call (cpu/flights.py), then landed one by
+one.
 
-Invariant: whatever the kernel is given the address of lives until it returns, and what it wrote is copied before anybody else takes off;
-slots for the longest drafts of all rounds are reserved.
+Invariant: whatever the kernel is given the address of lives until it returns, and what it wrote is copied
+before anybody else takes off; slots for the longest drafts of all rounds are reserved.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from paceline.core.types import Asides, Batch, Round
 from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.chains import draft_chains
 from paceline.cpu.compile import entry_of
@@ -36,8 +38,7 @@ from paceline.cpu.recycle import Recycled
 from paceline.cpu.single_feed import MOST_ROWS
 from paceline.cpu.taps import Taps
 from paceline.cpu.votes import draft as vote
-from paceline.models.head_rows import Feed, Matcher, Orders, Speaker
-from paceline.types import Asides, Batch, Round
+from paceline.heads.rows import Feed, Matcher, Orders, Speaker
 
 MOST_ROUNDS = 16  # in a row
 LONGEST = MOST_ROWS // 2 - 1  # tokens of a draft: the head must be able to read what two rounds say
@@ -55,7 +56,14 @@ class CpuFlown:
     ) -> None:  # fmt: skip
         """memory: the hidden states of all rounds, one after the other."""
         self._has_head = has_head
-        self._length, self._ring, self._floats, self._layers, self._width, self._memory = length, ring, floats, layers, width, memory
+        self._length, self._ring, self._floats, self._layers, self._width, self._memory = (
+            length,
+            ring,
+            floats,
+            layers,
+            width,
+            memory,
+        )
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -84,7 +92,9 @@ class CpuFlown:
 class CpuRounds:
     most_rounds, most_requests, is_asking = MOST_ROUNDS, 1, True
 
-    def __init__(self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache], length: int) -> None:
+    def __init__(
+        self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache], length: int
+    ) -> None:
         """head: None for suffix matching alone. length: of the longest draft, LONGEST at most with a head."""
         self._head, self._decoder, self._kv = head, decoder, kv
         sources = () if head is None else head.config.hidden_layers
@@ -94,7 +104,9 @@ class CpuRounds:
         self._ring = np.zeros((MOST_ROUNDS, WIDTH + 3 * length + 1), np.int64)
         self._floats = np.zeros((MOST_ROUNDS, FLOATS + 2 * length))
         self._pushed = array("i", [0] * (length + 1))
-        drafts = 0 if head is None else entry_of(draft_chains, 2)  # without a head it need not even be compiled
+        drafts = (
+            0 if head is None else entry_of(draft_chains, 2)
+        )  # without a head it need not even be compiled
         self._entries = entry_of(FORWARD[decoder.bits], 5), drafts, entry_of(vote, 6)
         self._features = Recycled()
         self._compile()
@@ -107,8 +119,12 @@ class CpuRounds:
     def can_fly(self, temperature: float) -> bool:
         return temperature == 0
 
-    def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders) -> CpuFlown:
-        """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has not read, few rows."""
+    def launch(
+        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders
+    ) -> CpuFlown:
+        """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has
+        not read, few rows.
+        """
         course, length, width = orders.course, len(batch.columns.rows) - 1, self._decoder.config.hidden_size
         assert course is not None, "drafts are weighed"
         assert 1 <= count <= MOST_ROUNDS, "the ring holds so many"
@@ -119,8 +135,27 @@ class CpuRounds:
         memory = self._features.block(count * (length + 1) * len(self._layers) * width)
         matcher, columns = orders.matcher or NO_MATCHER, batch.columns
         lists = array("d", course.added), array("d", course.own), array("d", course.others)
-        settings = array("d", (course.seconds, course.margin, course.promise, course.sure, course.own_factor, course.other_factor))
-        state = array("q", (columns.prefix_lens[0], columns.input_ids[0], sum(len(feed.tokens) for feed in feeds), orders.wanted, 0))
+        settings = array(
+            "d",
+            (
+                course.seconds,
+                course.margin,
+                course.promise,
+                course.sure,
+                course.own_factor,
+                course.other_factor,
+            ),
+        )
+        state = array(
+            "q",
+            (
+                columns.prefix_lens[0],
+                columns.input_ids[0],
+                sum(len(feed.tokens) for feed in feeds),
+                orders.wanted,
+                0,
+            ),
+        )
         stops = array("q", orders.stops)
         added, own, others = (each.buffer_info()[0] for each in lists)
         craft = array("q", Craft(
@@ -134,9 +169,13 @@ class CpuRounds:
         ))  # fmt: skip
         made = fly(craft.buffer_info()[0])
         assert made, "whatever was said before, the suffix tree has read"
-        return CpuFlown(length, *self._written(made, length), self._layers, width, memory, self._head is not None)
+        return CpuFlown(
+            length, *self._written(made, length), self._layers, width, memory, self._head is not None
+        )
 
-    def _open(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], length: int, least: float, count: int) -> tuple[int, int, int, int]:
+    def _open(
+        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], length: int, least: float, count: int
+    ) -> tuple[int, int, int, int]:
         if self._head is None:
             return 0, 0, 0, 0
         (feed,), (speaker,) = feeds, speakers

@@ -1,7 +1,9 @@
-"""Row by row: norm, gated activation, rotary embedding with the write into the KV cache, embedding lookup, and the form a product reads.
+"""Row by row: norm, gated activation, rotary embedding with the write into the KV cache, embedding lookup,
+and the form a product reads.
 
-Invariant: a row's result is computed by the same instructions in the same order whatever the other rows are. No fast-math: sums are
-written out in interleaved chains, and the exponential is a polynomial of ours (lanes.py), the same in every lane.
+Invariant: a row's result is computed by the same instructions in the same order whatever the other rows are.
+No fast-math: sums are written out in interleaved chains, and the exponential is a polynomial of ours
+(lanes.py), the same in every lane.
 """
 
 from __future__ import annotations
@@ -15,7 +17,18 @@ from numba.extending import intrinsic
 
 from paceline.cpu.compile import piece
 from paceline.cpu.dots import BLOCK, GROUP, ROWS, SCALE_SHIFT
-from paceline.cpu.lanes import FLOAT, INT32, LANES, MAGIC, MAGIC_BITS, Emitter, byte_pointer, float_pointer, floats, fma
+from paceline.cpu.lanes import (
+    FLOAT,
+    INT32,
+    LANES,
+    MAGIC,
+    MAGIC_BITS,
+    Emitter,
+    byte_pointer,
+    float_pointer,
+    floats,
+    fma,
+)
 
 ONE = np.float32(1)
 DOT_ROWS, GROUP_8, GROUP_4, BLOCK_8, BLOCK_4 = ROWS, GROUP[8], GROUP[4], BLOCK[8], BLOCK[4]
@@ -25,8 +38,8 @@ REBASE = float(2.0**SCALE_SHIFT)
 
 @intrinsic(prefer_literal=True)
 def gate_lanes(_context: Any, is_gelu: Any, gate: Any, up: Any, out: Any, count: Any) -> Any:
-    """out = act(gate) * up over `count` floats, a multiple of 16. act is z * sigmoid(s): s is z for silu, and for gelu in its tanh
-    form 2 * sqrt(2 / pi) * (z + 0.044715 * z ** 3)."""
+    """out = act(gate) * up over `count` floats, a multiple of 16. act is z * sigmoid(s): s is z for silu, and
+    for gelu in its tanh form 2 * sqrt(2 / pi) * (z + 0.044715 * z ** 3)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         gate, up, out, count = arguments[1:]
@@ -47,7 +60,9 @@ def gate_lanes(_context: Any, is_gelu: Any, gate: Any, up: Any, out: Any, count:
 
 @intrinsic(prefer_literal=True)
 def quantize_lanes(_context: Any, group: Any, x: Any, out: Any, scale_at: Any, sum_at: Any) -> Any:
-    """int8 = round(x / s) with s = max|x| / 127 over `group` floats; stores s (rebased, see dots.py) and the sum of the integers."""
+    """int8 = round(x / s) with s = max|x| / 127 over `group` floats; stores s (rebased, see dots.py) and the
+    sum of the integers.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, out, scale_at, sum_at = arguments[1:]
@@ -69,7 +84,9 @@ def quantize_lanes(_context: Any, group: Any, x: Any, out: Any, scale_at: Any, s
             bits = builder.bitcast(emit.fma(value, inverse, emit.constant(MAGIC, WIDTH)), ints)
             whole = builder.sub(bits, ir.Constant(ints, [MAGIC_BITS] * WIDTH))
             total = builder.add(total, whole)
-            emit.store(builder.trunc(whole, ir.VectorType(ir.IntType(8), WIDTH)), emit.offset(out, WIDTH * turn))
+            emit.store(
+                builder.trunc(whole, ir.VectorType(ir.IntType(8), WIDTH)), emit.offset(out, WIDTH * turn)
+            )
         emit.store(scale, scale_at)
         lanes = [builder.extract_element(total, ir.Constant(INT32, lane)) for lane in range(WIDTH)]
         emit.store(builder.add(builder.add(lanes[0], lanes[1]), builder.add(lanes[2], lanes[3])), sum_at)
@@ -113,7 +130,11 @@ def sum_of_squares(_context: Any, x: Any, width: Any) -> Any:
 @piece
 def normalize(x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def]
     """y = x / rms(x) * weight; the width is a multiple of 4. y may be x."""
-    x, y, weight = carray(float_pointer(x_at), width), carray(float_pointer(y_at), width), carray(float_pointer(weight_at), width)
+    x, y, weight = (
+        carray(float_pointer(x_at), width),
+        carray(float_pointer(y_at), width),
+        carray(float_pointer(weight_at), width),
+    )
     factor = ONE / np.sqrt(sum_of_squares(x_at, width) / np.float32(width) + np.float32(eps))
     for i in range(width):
         y[i] = x[i] * factor * weight[i]
@@ -149,20 +170,28 @@ def put_32(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-
 
 @piece
 def put_8(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
-    """The same in int8. `first` and `last` are multiples of the group, and the row goes on with zeros to the end of its last one."""
+    """The same in int8. `first` and `last` are multiples of the group, and the row goes on with zeros to the
+    end of its last one.
+    """
     padded = (width + GROUP_8 - 1) // GROUP_8 * GROUP_8
     for start in range(first, last, GROUP_8):
         at = (start // GROUP_8 * rows + row) * 4
-        quantize_lanes(GROUP_8, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at)
+        quantize_lanes(
+            GROUP_8, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at
+        )
 
 
 @piece
 def put_4(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
     """The same for int4 weights, whose groups are shorter."""
     padded = (width + GROUP_4 - 1) // GROUP_4 * GROUP_4
-    for start in range(first, min(last, padded), GROUP_4):  # `last` may lie in the next row, which another thread writes
+    for start in range(
+        first, min(last, padded), GROUP_4
+    ):  # `last` may lie in the next row, which another thread writes
         at = (start // GROUP_4 * rows + row) * 4
-        quantize_lanes(GROUP_4, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at)
+        quantize_lanes(
+            GROUP_4, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at
+        )
 
 
 @piece
@@ -179,7 +208,10 @@ def embed_8(m, token, y_at, width, scale):  # type: ignore[no-untyped-def]
     y, lane = carray(float_pointer(y_at), width), token % DOT_ROWS
     for first in range(0, width, GROUP_8):
         block = m.weight + (token // DOT_ROWS * (m.k // GROUP_8) + first // GROUP_8) * BLOCK_8
-        weights, factor = carray(byte_pointer(block), BLOCK_8), stored_scale(block + BLOCK_8 - 2 * (DOT_ROWS - lane))
+        weights, factor = (
+            carray(byte_pointer(block), BLOCK_8),
+            stored_scale(block + BLOCK_8 - 2 * (DOT_ROWS - lane)),
+        )
         for i in range(min(GROUP_8, width - first)):
             whole = np.float32(weights[i // 4 * 4 * DOT_ROWS + lane * 4 + i % 4])
             y[first + i] = whole * factor * np.float32(scale)

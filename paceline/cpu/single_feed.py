@@ -1,7 +1,8 @@
-"""The draft of one sequence with nothing made anew: after a pass of the target the host's caches are cold, and every object that has to
-be made costs microseconds.
+"""The draft of one sequence with nothing made anew: after a pass of the target the host's caches are cold,
+and every object that has to be made costs microseconds.
 
-Invariant: all addresses in the call lie in arrays that this object owns and that never move, but for what it is given with each call.
+Invariant: all addresses in the call lie in arrays that this object owns and that never move, but for what it
+is given with each call.
 """
 
 from __future__ import annotations
@@ -11,13 +12,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.cpu.chains import FOLLOWING, LEAST, LOGITS, ROWS, STEPS, TASK, WORK, Entry, Task, call_of, draft_chains
+from paceline.cpu.chains import (
+    FOLLOWING,
+    LEAST,
+    LOGITS,
+    ROWS,
+    STEPS,
+    TASK,
+    WORK,
+    Entry,
+    Task,
+    call_of,
+    draft_chains,
+)
 from paceline.cpu.head_memory import address
 from paceline.cpu.heads import Rows, Shape, Work
-from paceline.models.head_rows import Feed, Guesses, Speaker
+from paceline.heads.rows import Feed, Guesses, Speaker
 
 MOST_ROWS, MOST_STEPS = 16, 16
-TOKENS, POSITIONS, KEYS, VALUES, ROOMS, PLACES, SEEN, NOBODY = (MOST_ROWS * column for column in range(8))  # columns of the rows
+TOKENS, POSITIONS, KEYS, VALUES, ROOMS, PLACES, SEEN, NOBODY = (
+    MOST_ROWS * column for column in range(8)
+)  # columns of the rows
 SILENT = Speaker(0.0, 0, 0)
 NO_WORK = Work(*[0] * len(Work._fields))
 
@@ -31,7 +46,9 @@ class SingleFeed:
         self._sources = 8 * MOST_ROWS  # where the rows' sources begin
         self._own = self._sources + MOST_ROWS * entry.num_sources
         self._then = self._own + entry.num_sources  # a row of a further pass, column by column
-        self._rest = self._then + 7  # who speaks, who speaks later, steps made and whether to go on, the first position
+        self._rest = (
+            self._then + 7
+        )  # who speaks, who speaks later, steps made and whether to go on, the first position
         self._numbers = array("q", [0] * (self._rest + 5))
         for i in range(entry.num_sources):
             self._numbers[self._own + i] = address(self._outputs)
@@ -56,12 +73,18 @@ class SingleFeed:
         )  # fmt: skip
         return first, first._replace(sources=at(self._own), is_fused=False, speaking=at(self._rest + 1))
 
-    def guess(self, feed: Feed, sources: Sequence[int], speaker: Speaker, steps: int, least: float, work: Work) -> Guesses:
-        """A chain after the last row of the feed, until its chance is below `least`; there is room for it in the feed's place."""
+    def guess(
+        self, feed: Feed, sources: Sequence[int], speaker: Speaker, steps: int, least: float, work: Work
+    ) -> Guesses:
+        """A chain after the last row of the feed, until its chance is below `least`; there is room for it in
+        the feed's place.
+        """
         self.open(feed, sources, speaker, steps, least, work)
         draft_chains(self.at, self._threads)
         made = self._numbers[self._rest + 2]
-        return Guesses([[token] for token in self._tokens[:made]], [[chance] for chance in self._chances[:made]])
+        return Guesses(
+            [[token] for token in self._tokens[:made]], [[chance] for chance in self._chances[:made]]
+        )
 
     def output(self, feed: Feed, sources: Sequence[int], work: Work) -> np.ndarray:
         """[1, hidden] after the last row of the feed; the next call writes there, too."""
@@ -71,7 +94,9 @@ class SingleFeed:
         self._call[TASK + LOGITS] = address(self._logits)
         return self._outputs[None]
 
-    def open(self, feed: Feed, sources: Sequence[int], speaker: Speaker, steps: int, least: float, work: Work) -> None:
+    def open(
+        self, feed: Feed, sources: Sequence[int], speaker: Speaker, steps: int, least: float, work: Work
+    ) -> None:
         """Write down what `draft_chains` must know of it."""
         self._write(feed, sources, speaker)
         call = self._call
@@ -98,5 +123,10 @@ class SingleFeed:
         numbers[self._sources : self._sources + len(sources)] = array("q", sources)
         numbers[self._then : self._rest] = array("q", (0, at, keys, values, blocks, at, at + 1))
         rest = self._rest
-        numbers[rest], numbers[rest + 2], numbers[rest + 3], numbers[rest + 4] = len(feed.tokens) - 1, 0, 0, speaker.position
+        numbers[rest], numbers[rest + 2], numbers[rest + 3], numbers[rest + 4] = (
+            len(feed.tokens) - 1,
+            0,
+            0,
+            speaker.position,
+        )
         self._seed[0], self._temperature[0] = speaker.seed, speaker.temperature

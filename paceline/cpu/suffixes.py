@@ -1,10 +1,11 @@
 """A suffix tree over a window of text, in flat arrays: the compiled part of proposers/suffix_tree.py.
 
-A node is a row of int32: a string that occurred, how often, how often something followed, and its children, the likeliest first. A
-string that occurred once has no children: it is a leaf that says where the text goes on, and it grows them when it occurs again.
-Invariant: for every start in [begin, end) the counts along its text, to a leaf, `depth` or the text's end, include it once.
-Nothing here allocates: a push takes at most `depth` + 1 nodes, and `forget` gives back those of the oldest start. Kernels are given
-the address of a tree's header: numba takes 2 µs to unpack an array, and a tree has five.
+A node is a row of int32: a string that occurred, how often, how often something followed, and its children,
+the likeliest first. A string that occurred once has no children: it is a leaf that says where the text goes
+on, and it grows them when it occurs again. Invariant: for every start in [begin, end) the counts along its
+text, to a leaf, `depth` or the text's end, include it once. Nothing here allocates: a push takes at most
+`depth` + 1 nodes, and `forget` gives back those of the oldest start. Kernels are given the address of a
+tree's header: numba takes 2 µs to unpack an array, and a tree has five.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from numba import carray
 from paceline.cpu.compile import kernel, piece
 from paceline.cpu.lanes import int_pointer, word_pointer
 
-COUNT, TOTAL, TOKEN, PARENT, FIRST, NEXT, PREVIOUS, WHERE = range(8)  # columns of a node; WHERE: slot of the text, or -1
-FREE, NUM_FREE, BEGIN, END, NUM_ACTIVE = range(5)  # fields of the state; BEGIN and END count all tokens ever pushed
+COUNT, TOTAL, TOKEN, PARENT, FIRST, NEXT, PREVIOUS, WHERE = range(
+    8
+)  # columns of a node; WHERE: slot of the text, or -1
+FREE, NUM_FREE, BEGIN, END, NUM_ACTIVE = range(
+    5
+)  # fields of the state; BEGIN and END count all tokens ever pushed
 ROOT, NOTHING = 0, 0  # the root is nobody's child, so its number can say that there is no node
 SEPARATOR = -1  # what stands in the text where there is nothing more
 
@@ -35,7 +40,9 @@ class Arrays(NamedTuple):
 
 @piece
 def tree_at(header):  # type: ignore[no-untyped-def]
-    """header: address of eight int64, where the five arrays lie, the tree's size and depth, and whether it may grow."""
+    """header: address of eight int64, where the five arrays lie, the tree's size and depth, and whether it
+    may grow.
+    """
     f = carray(int_pointer(header), 8)
     size, depth = f[5], f[6]
     return Arrays(
@@ -132,7 +139,9 @@ def create(nodes, slots, state, parent, token, where):  # type: ignore[no-untype
 
 @piece
 def visit(nodes, slots, text, state, parent, token, room):  # type: ignore[no-untyped-def]
-    """One more occurrence of a node's child, which is returned if it had occurred before. `room`: levels that may lie below the child."""
+    """One more occurrence of a node's child, which is returned if it had occurred before. `room`: levels that
+    may lie below the child.
+    """
     node = find(nodes, slots, parent, token)
     if node == NOTHING:
         create(nodes, slots, state, parent, token, state[END] % len(text) if room else -1)
@@ -152,7 +161,9 @@ def visit(nodes, slots, text, state, parent, token, room):  # type: ignore[no-un
 
 @piece
 def push(nodes, slots, text, state, active, token):  # type: ignore[no-untyped-def]
-    """The text goes on. `active` are the nodes of its last tokens that had occurred before, longest first: all lengths down to 1."""
+    """The text goes on. `active` are the nodes of its last tokens that had occurred before, longest first:
+    all lengths down to 1.
+    """
     depth = len(active)
     text[state[END] % len(text)] = token
     state[END] += 1
@@ -188,7 +199,9 @@ def forget(nodes, slots, text, state, depth):  # type: ignore[no-untyped-def]
             nodes[node, NEXT] = state[FREE]
             state[FREE] = node
             state[NUM_FREE] += 1
-        elif nodes[node, PREVIOUS] == NOTHING and after != NOTHING and nodes[after, COUNT] > nodes[node, COUNT]:
+        elif (
+            nodes[node, PREVIOUS] == NOTHING and after != NOTHING and nodes[after, COUNT] > nodes[node, COUNT]
+        ):
             unlink(nodes, after)
             link(nodes, after)
         parent = node
@@ -204,7 +217,9 @@ def is_full(text, state, depth):  # type: ignore[no-untyped-def]
 
 @piece
 def push_all(tree, tokens, can_grow):  # type: ignore[no-untyped-def]
-    """Push tokens and say how many; where there is no room stop if the arrays may grow, else forget what is oldest."""
+    """Push tokens and say how many; where there is no room stop if the arrays may grow, else forget what is
+    oldest.
+    """
     nodes, slots, text, state, active = tree
     for i in range(len(tokens)):
         while is_full(text, state, len(active)):
@@ -234,7 +249,9 @@ def close(header, begin):  # type: ignore[no-untyped-def]
 
 @kernel
 def move(nodes, slots, text, state, old_nodes, old_text):  # type: ignore[no-untyped-def]
-    """Fill larger arrays from smaller ones: nodes keep their numbers, the text its places counted from the beginning."""
+    """Fill larger arrays from smaller ones: nodes keep their numbers, the text its places counted from the
+    beginning.
+    """
     begin, size, used = state[BEGIN], len(old_text), len(old_nodes)
     for at in range(begin, state[END] + 1):
         text[at % len(text)] = old_text[at % size]

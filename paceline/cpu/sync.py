@@ -1,7 +1,8 @@
 """Threads that run a whole pass side by side meet at barriers between its steps.
 
-Invariant: nobody passes a barrier before all have come. Waiting is spinning, since steps take microseconds; after a while the core is
-offered to others. All threads must really run at once, which `roll_call` finds out before a pass relies on it.
+Invariant: nobody passes a barrier before all have come. Waiting is spinning, since steps take microseconds;
+after a while the core is offered to others. All threads must really run at once, which `roll_call` finds out
+before a pass relies on it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from paceline.cpu.lanes import INT32, INT64, Emitter
 BYTES = 256  # of a barrier's memory: the number of arrivals and the number of meetings, far apart
 SPINS = 10_000  # turns before the core is offered to others
 PATIENCE = 1000  # times that a roll call offers its core before it gives up
-LATE_S = 0.5  # for so long it is called again: on a busy machine a thread may be late, and one that is not there never comes
+# for so long it is called again: on a busy machine a thread may be late, and one that is not there never
+# comes
+LATE_S = 0.5
 
 
 def _pointer(builder: Any, at: Any) -> Any:
@@ -95,7 +98,9 @@ def _call_roll(at, threads):  # type: ignore[no-untyped-def]
 
 @cache
 def roll_call(threads: int) -> bool:
-    """Whether this many threads are given to a kernel at once. A limit on OpenMP's threads, for instance, gives fewer."""
+    """Whether this many threads are given to a kernel at once. A limit on OpenMP's threads, for instance,
+    gives fewer.
+    """
     until = time.monotonic() + LATE_S
     while not _all_come(threads):
         if time.monotonic() > until:

@@ -1,6 +1,7 @@
 """Hidden states of a pass, layer after layer in one piece of memory.
 
-Invariant: who reads them by address keeps this object, and with it the memory, alive; a tensor is made only for who asks for one.
+Invariant: who reads them by address keeps this object, and with it the memory, alive; a tensor is made only
+for who asks for one.
 """
 
 from __future__ import annotations

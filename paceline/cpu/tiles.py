@@ -1,8 +1,10 @@
-"""The arithmetic of attention: scores of a few queries against cached keys, their weights, and sums of values by weight.
+"""The arithmetic of attention: scores of a few queries against cached keys, their weights, and sums of values
+by weight.
 
-A position is named by the byte offsets of its rows among the keys and the values; lists of such pairs lie in memory. "Queries" are the
-query heads of one KV head in any number of rows. Invariant: a score, a weight and a column of a sum are each one chain of operations that
-depends on its own query and its own positions alone, so how many queries or positions a tile takes changes no bit.
+A position is named by the byte offsets of its rows among the keys and the values; lists of such pairs lie in
+memory. "Queries" are the query heads of one KV head in any number of rows. Invariant: a score, a weight and a
+column of a sum are each one chain of operations that depends on its own query and its own positions alone, so
+how many queries or positions a tile takes changes no bit.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from paceline.cpu.lanes import INT32, INT64, LANES, Emitter, floats
 
 WIDTH = 4  # lanes of a dot product
 SPAN = 4  # positions of a tile, at most WIDTH
-AHEAD = 16  # positions between what is read and what is asked for; lists of offsets must go on in memory for as many
+# positions between what is read and what is asked for; lists of offsets must go on in memory for as many
+AHEAD = 16
 PLACE = 16  # bytes of a pair of offsets
 HAS_32_REGISTERS = platform.machine() in ("aarch64", "arm64")
-SCORED = 4 if HAS_32_REGISTERS else 3  # queries of a tile: with SPAN positions each, the sums stay in registers (5: 9 % slower, 6: 31 %)
+SCORED = (
+    4 if HAS_32_REGISTERS else 3
+)  # queries of a tile: with SPAN positions each, the sums stay in registers (5: 9 % slower, 6: 31 %)
 MIXED = 5 if HAS_32_REGISTERS else 3  # the same, with 16 columns each (3: 5 % slower, 6: 27 %)
 LOWEST = -3e38  # a score that weighs nothing
 LEAST = -126.0  # the smallest exponent of a float: nothing weighs less than 2 ** -126
@@ -37,10 +42,22 @@ def addresses(emit: Emitter, cache: Any, places: Any, count: int) -> list[Any]:
 
 
 @intrinsic(prefer_literal=True)
-def score_tile(_context: Any, num_queries: Any, span: Any, queries: Any, keys: Any, places: Any, dim: Any, out: Any, stride: Any) -> Any:
-    """out[q, p] = queries[q] · keys[p] for `span` positions (SPAN or 1). Four lanes go along the head and are added neighbours first.
+def score_tile(
+    _context: Any,
+    num_queries: Any,
+    span: Any,
+    queries: Any,
+    keys: Any,
+    places: Any,
+    dim: Any,
+    out: Any,
+    stride: Any,
+) -> Any:
+    """out[q, p] = queries[q] · keys[p] for `span` positions (SPAN or 1). Four lanes go along the head and are
+    added neighbours first.
 
-    Rows of a cache lie apart, which no processor foresees: each turn asks for lines needed AHEAD positions on.
+    Rows of a cache lie apart, which no processor foresees: each turn asks for lines needed AHEAD positions
+    on.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -54,20 +71,28 @@ def score_tile(_context: Any, num_queries: Any, span: Any, queries: Any, keys: A
             for row in soon:
                 emit.prefetch(emit.offset(row, line))
             for step in range(0, 4 * LANES, 4 * WIDTH):
-                each = [emit.load(emit.offset(queries, emit.times(dim, 4 * q), line, step), floats(WIDTH)) for q in wanted]
+                each = [
+                    emit.load(emit.offset(queries, emit.times(dim, 4 * q), line, step), floats(WIDTH))
+                    for q in wanted
+                ]
                 for p, row in enumerate(rows):
                     key = emit.load(emit.offset(row, line, step), floats(WIDTH))
                     for q, query in enumerate(each):
                         emit.accumulate(sums[q][p], query, key)
         for q, of_query in enumerate(sums):
             lanes = emit.totals([builder.load(total) for total in of_query] * (SPAN // width))
-            emit.store(lanes if width == SPAN else builder.extract_element(lanes, emit.first), emit.offset(out, emit.times(stride, q)))
+            emit.store(
+                lanes if width == SPAN else builder.extract_element(lanes, emit.first),
+                emit.offset(out, emit.times(stride, q)),
+            )
         return context.get_dummy_value()
 
     return types.void(num_queries, span, *[types.int64] * 6), generate
 
 
-def _add_values(emit: Emitter, sums: list[Any], values: Any, place: Any, weights: list[Any], lane: int) -> None:
+def _add_values(
+    emit: Emitter, sums: list[Any], values: Any, place: Any, weights: list[Any], lane: int
+) -> None:
     """sums[q] += weights[q][lane] * values of the position whose offset is at `place`."""
     emit.prefetch(emit.offset(values, emit.load(emit.offset(place, PLACE * AHEAD), INT64)))
     value = emit.load(emit.offset(values, emit.load(place, INT64)), floats(LANES))
@@ -77,9 +102,19 @@ def _add_values(emit: Emitter, sums: list[Any], values: Any, place: Any, weights
 
 @intrinsic(prefer_literal=True)
 def mix_tile(
-    _context: Any, num_queries: Any, weights: Any, weight_stride: Any, values: Any, places: Any, count: Any, out: Any, stride: Any
+    _context: Any,
+    num_queries: Any,
+    weights: Any,
+    weight_stride: Any,
+    values: Any,
+    places: Any,
+    count: Any,
+    out: Any,
+    stride: Any,
 ) -> Any:
-    """out[q, :16] += sum over positions of weights[q, p] * values[p, :16], in order. `places` are the values' offsets."""
+    """out[q, :16] += sum over positions of weights[q, p] * values[p, :16], in order. `places` are the values'
+    offsets.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weights, weight_stride, values, places, count, out, stride = arguments[1:]
@@ -91,7 +126,14 @@ def mix_tile(
         with emit.loop(spans) as turn:
             fours = [emit.load(emit.offset(row, emit.times(turn, 4 * SPAN)), floats(SPAN)) for row in rows]
             for p in range(SPAN):
-                _add_values(emit, sums, values, emit.offset(places, emit.times(turn, PLACE * SPAN), PLACE * p), fours, p)
+                _add_values(
+                    emit,
+                    sums,
+                    values,
+                    emit.offset(places, emit.times(turn, PLACE * SPAN), PLACE * p),
+                    fours,
+                    p,
+                )
         whole = emit.times(spans, SPAN)
         with emit.loop(builder.sub(count, whole)) as rest:
             p = builder.add(whole, rest)
@@ -105,7 +147,9 @@ def mix_tile(
 
 
 def power_of_two(emit: Emitter, x: Any, polynomial: Sequence[float] = POWER) -> Any:
-    """2 ** x lane by lane for x <= 0 and not below LEAST: a polynomial of what is left after rounding, its exponent moved."""
+    """2 ** x lane by lane for x <= 0 and not below LEAST: a polynomial of what is left after rounding, its
+    exponent moved.
+    """
     builder, width = emit.builder, x.type.count
     ints = ir.VectorType(INT32, width)
     shifted = builder.fadd(x, emit.constant(ROUNDING, width))
@@ -119,7 +163,9 @@ def power_of_two(emit: Emitter, x: Any, polynomial: Sequence[float] = POWER) -> 
 
 @intrinsic
 def weigh_lanes(_context: Any, scores: Any, turns: Any, scale: Any, total_at: Any) -> Any:
-    """In place over 16 * turns floats, 2 ** (scale * (score - the largest)); stores their sum. `scale` is positive."""
+    """In place over 16 * turns floats, 2 ** (scale * (score - the largest)); stores their sum. `scale` is
+    positive.
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         scores, turns, scale, total_at = arguments

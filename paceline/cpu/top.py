@@ -1,6 +1,8 @@
-"""The k most likely tokens of each row of logits, best first; of equal ones the lower id. The same as sorting, in one pass.
+"""The k most likely tokens of each row of logits, best first; of equal ones the lower id. The same as
+sorting, in one pass.
 
-Nearly all of a row lies below the k-th best so far, and a block of it is passed over with one comparison a value, many at a time.
+Nearly all of a row lies below the k-th best so far, and a block of it is passed over with one comparison a
+value, many at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ MAX_K = 64  # beyond it, inserting one by one is no longer cheap
 
 @piece
 def insert(best, ids, k, value, token):  # type: ignore[no-untyped-def]
-    """Into the ordered best, before the first that is smaller; what is not a number counts as the smallest."""
+    """Into the ordered best, before the first that is smaller; what is not a number counts as the
+    smallest.
+    """
     if value != value:
         value = -np.inf
     at = k - 1
@@ -50,7 +54,9 @@ def has_larger(_context: Any, at: Any, limit: Any) -> Any:
 
 @piece
 def first_largest(at, begin, end):  # type: ignore[no-untyped-def]
-    """Which of the floats [begin, end) at this address is the first of the largest, or not a number; -1 if all are -inf."""
+    """Which of the floats [begin, end) at this address is the first of the largest, or not a number; -1 if
+    all are -inf.
+    """
     row, best, place = carray(float_pointer(at), end), np.float32(-np.inf), -1
     for start in range(begin, end, BLOCK):
         stop = min(start + BLOCK, end)

@@ -1,9 +1,10 @@
-"""Attention's sums of values from integers: values as int8, weights as two times seven bits, sums over positions by dot products.
+"""Attention's sums of values from integers: values as int8, weights as two times seven bits, sums over
+positions by dot products.
 
-A head of a value in memory is `dim` int8; its scale lies with the key of the same position (key_tiles.py). A weight times the value's scale
-is rounded to 14 bits of the largest such product of its query, and is kept as a high and a low byte: four high, four low, and so on.
-Invariant: sums are exact integers, so neither the order of the positions, nor how they are cut into turns, nor the instruction set
-changes a bit.
+A head of a value in memory is `dim` int8; its scale lies with the key of the same position (key_tiles.py). A
+weight times the value's scale is rounded to 14 bits of the largest such product of its query, and is kept as
+a high and a low byte: four high, four low, and so on. Invariant: sums are exact integers, so neither the
+order of the positions, nor how they are cut into turns, nor the instruction set changes a bit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from paceline.cpu.key_tiles import SUMS, round_numbers
 from paceline.cpu.lanes import FLOAT, INT32, INT64, LANES, MAGIC, Emitter, bytes_, floats
 from paceline.cpu.tiles import LEAST, LOWEST, PLACE, addresses, power_of_two
 
-CHUNK = 128  # positions whose values are added before the next columns' turn; lists of offsets must go on in memory for as many
+# positions whose values are added before the next columns' turn; lists of offsets must go on in memory for as
+# many
+CHUNK = 128
 TURN = 8  # positions whose values are turned together, and whose weights are 16 bytes
 ADDED = 3  # queries of a tile: their sums, high and low, are 24 of 32 registers
 LARGEST = 16383.0  # a weight
@@ -44,7 +47,9 @@ def round_value(_context: Any, x: Any, dim: Any, out: Any, scale_at: Any) -> Any
 
 @intrinsic(prefer_literal=True)
 def copy_scales(_context: Any, span: Any, scales: Any, places: Any, rows: Any, out: Any, stride: Any) -> Any:
-    """Floats at the offsets of `span` positions (a compile-time constant), side by side into every row of `out`."""
+    """Floats at the offsets of `span` positions (a compile-time constant), side by side into every row of
+    `out`.
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         scales, places, rows, out, stride = arguments[1:]
@@ -70,14 +75,21 @@ def _split_weights(emit: Emitter, rounded: Any) -> Any:
 
 
 @intrinsic
-def weigh_rounded(_context: Any, scores: Any, scales: Any, turns: Any, scale: Any, out: Any, total_at: Any) -> Any:
-    """As tiles.weigh_lanes, and then each weight times its scale as an integer into `out`, two bytes a position. `out` may be where the
-    scores are, or before. The total is stored in the same unit as the integers."""
+def weigh_rounded(
+    _context: Any, scores: Any, scales: Any, turns: Any, scale: Any, out: Any, total_at: Any
+) -> Any:
+    """As tiles.weigh_lanes, and then each weight times its scale as an integer into `out`, two bytes a
+    position. `out` may be where the scores are, or before. The total is stored in the same unit as the
+    integers."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         scores, scales, turns, scale, out, total_at = arguments
         emit, kind = Emitter(builder), floats(LANES)
-        top, total, most = emit.variable(emit.constant(LOWEST, LANES)), emit.variable(emit.zeros(LANES)), emit.variable(emit.zeros(LANES))
+        top, total, most = (
+            emit.variable(emit.constant(LOWEST, LANES)),
+            emit.variable(emit.zeros(LANES)),
+            emit.variable(emit.zeros(LANES)),
+        )
         with emit.loop(turns) as turn:
             score = emit.load(emit.offset(scores, emit.times(turn, 4 * LANES)), kind)
             builder.store(emit.call(f"llvm.maxnum.v{LANES}f32", kind, [score, builder.load(top)]), top)
@@ -96,7 +108,9 @@ def weigh_rounded(_context: Any, scores: Any, scales: Any, turns: Any, scale: An
             builder.store(emit.call(f"llvm.maximum.v{LANES}f32", kind, [scaled, builder.load(most)]), most)
         largest = emit.call(f"llvm.vector.reduce.fmaximum.v{LANES}f32", FLOAT, [builder.load(most)])
         is_zero = builder.fcmp_ordered("==", largest, ir.Constant(FLOAT, 0.0))
-        inverse = builder.select(is_zero, ir.Constant(FLOAT, 1.0), builder.fdiv(ir.Constant(FLOAT, LARGEST), largest))
+        inverse = builder.select(
+            is_zero, ir.Constant(FLOAT, 1.0), builder.fdiv(ir.Constant(FLOAT, LARGEST), largest)
+        )
         unit = emit.broadcast(inverse, LANES)
         with emit.loop(turns) as turn:
             scaled = emit.load(emit.offset(scores, emit.times(turn, 4 * LANES)), kind)
@@ -105,7 +119,9 @@ def weigh_rounded(_context: Any, scores: Any, scales: Any, turns: Any, scale: An
         emit.store(builder.fmul(emit.total(builder.load(total)), inverse), total_at)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.float32, types.int64, types.int64), generate
+    return types.void(
+        types.int64, types.int64, types.int64, types.float32, types.int64, types.int64
+    ), generate
 
 
 def _zip(emit: Emitter, a: Any, b: Any, size: int) -> list[Any]:
@@ -119,14 +135,17 @@ def _turn_four(emit: Emitter, rows: list[Any], out: Any) -> None:
     """Sixteen columns of four positions -> [16 columns][4 positions]."""
     a, b, c, d = rows
     firsts, seconds = _zip(emit, a, b, 1), _zip(emit, c, d, 1)
-    for i, four in enumerate([each for first, second in zip(firsts, seconds, strict=True) for each in _zip(emit, first, second, 2)]):
+    for i, four in enumerate(
+        [each for first, second in zip(firsts, seconds, strict=True) for each in _zip(emit, first, second, 2)]
+    ):
         emit.store(four, emit.offset(out, 16 * i))
 
 
 @intrinsic
 def turn_values(_context: Any, values: Any, places: Any, fours: Any, out: Any, asked: Any) -> Any:
-    """Sixteen columns of 4 * fours positions, [fours][16][4]. `places` are their offsets. Of the positions a chunk further on, two of
-    four are asked for, from the one numbered `asked` on: all at once would be more than the processor can remember."""
+    """Sixteen columns of 4 * fours positions, [fours][16][4]. `places` are their offsets. Of the positions a
+    chunk further on, two of four are asked for, from the one numbered `asked` on: all at once would be more
+    than the processor can remember."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         values, places, fours, out, asked = arguments
@@ -136,7 +155,10 @@ def turn_values(_context: Any, values: Any, places: Any, fours: Any, out: Any, a
             soon = emit.offset(at, PLACE * CHUNK, emit.times(asked, PLACE))
             for p in range(2):
                 emit.prefetch(emit.offset(values, emit.load(emit.offset(soon, PLACE * p), INT64)))
-            rows = [emit.load(emit.offset(values, emit.load(emit.offset(at, PLACE * p), INT64)), bytes_(16)) for p in range(4)]
+            rows = [
+                emit.load(emit.offset(values, emit.load(emit.offset(at, PLACE * p), INT64)), bytes_(16))
+                for p in range(4)
+            ]
             _turn_four(emit, rows, emit.offset(out, emit.times(four, 64)))
         return context.get_dummy_value()
 
@@ -145,16 +167,26 @@ def turn_values(_context: Any, values: Any, places: Any, fours: Any, out: Any, a
 
 @intrinsic
 def turn_some(_context: Any, values: Any, places: Any, before: Any, after: Any, out: Any) -> Any:
-    """The same of four positions, of which those from `before` to `after` (0 to 4) are there; the others' values are zero."""
+    """The same of four positions, of which those from `before` to `after` (0 to 4) are there; the others'
+    values are zero.
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         values, places, before, after, out = arguments
         emit, zero = Emitter(builder), bytes_(16)([0] * 16)
         rows = [emit.variable(zero) for _ in range(4)]
         for p, row in enumerate(rows):
-            is_there = builder.and_(builder.icmp_signed("<=", before, emit.const(p)), builder.icmp_signed("<", emit.const(p), after))
+            is_there = builder.and_(
+                builder.icmp_signed("<=", before, emit.const(p)),
+                builder.icmp_signed("<", emit.const(p), after),
+            )
             with builder.if_then(is_there):
-                builder.store(emit.load(emit.offset(values, emit.load(emit.offset(places, PLACE * p), INT64)), bytes_(16)), row)
+                builder.store(
+                    emit.load(
+                        emit.offset(values, emit.load(emit.offset(places, PLACE * p), INT64)), bytes_(16)
+                    ),
+                    row,
+                )
         _turn_four(emit, [builder.load(row) for row in rows], out)
         return context.get_dummy_value()
 
@@ -171,21 +203,41 @@ def _dot(emit: Emitter, total: Any, values: Any, weights: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def add_turned(_context: Any, num_queries: Any, weights: Any, weight_stride: Any, turned: Any, turns: Any, out: Any, stride: Any) -> Any:
-    """Sums of sixteen columns over TURN * turns positions, added to integers in memory: out[q] has those by high bytes, and
-    half a stride on those by low ones."""
+def add_turned(
+    _context: Any,
+    num_queries: Any,
+    weights: Any,
+    weight_stride: Any,
+    turned: Any,
+    turns: Any,
+    out: Any,
+    stride: Any,
+) -> Any:
+    """Sums of sixteen columns over TURN * turns positions, added to integers in memory: out[q] has those by
+    high bytes, and half a stride on those by low ones."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         weights, weight_stride, turned, turns, out, stride = arguments[1:]
         emit, wanted = Emitter(builder), range(num_queries.literal_value)
         half = builder.sdiv(stride, emit.const(2))
-        targets = [[emit.offset(out, emit.times(stride, q), emit.times(half, part)) for part in (0, 1)] for q in wanted]
-        sums = [[[emit.variable(emit.load(emit.offset(at, 16 * c), SUMS)) for c in range(4)] for at in both] for both in targets]
+        targets = [
+            [emit.offset(out, emit.times(stride, q), emit.times(half, part)) for part in (0, 1)]
+            for q in wanted
+        ]
+        sums = [
+            [[emit.variable(emit.load(emit.offset(at, 16 * c), SUMS)) for c in range(4)] for at in both]
+            for both in targets
+        ]
         with emit.loop(turns) as turn:
-            rows = [emit.load(emit.offset(weights, emit.times(weight_stride, q), emit.times(turn, 16)), SUMS) for q in wanted]
+            rows = [
+                emit.load(emit.offset(weights, emit.times(weight_stride, q), emit.times(turn, 16)), SUMS)
+                for q in wanted
+            ]
             for four in (0, 1):
                 for c in range(4):
-                    values = emit.load(emit.offset(turned, emit.times(turn, 128), 64 * four + 16 * c), bytes_(16))
+                    values = emit.load(
+                        emit.offset(turned, emit.times(turn, 128), 64 * four + 16 * c), bytes_(16)
+                    )
                     for q in wanted:
                         for part in (0, 1):
                             same = builder.bitcast(emit.splat(rows[q], 2 * four + part, 4), bytes_(16))
@@ -207,7 +259,9 @@ def combine(_context: Any, at: Any, half: Any, factor: Any, out: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         at, half, factor, out = arguments
         emit, ints = Emitter(builder), ir.VectorType(INT32, LANES)
-        high, low = (builder.sitofp(emit.load(each, ints), floats(LANES)) for each in (at, emit.offset(at, half)))
+        high, low = (
+            builder.sitofp(emit.load(each, ints), floats(LANES)) for each in (at, emit.offset(at, half))
+        )
         whole = emit.fma(high, emit.constant(128.0, LANES), low)
         emit.store(builder.fmul(whole, emit.broadcast(factor, LANES)), out)
         return context.get_dummy_value()
@@ -217,9 +271,13 @@ def combine(_context: Any, at: Any, half: Any, factor: Any, out: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def stack_memory(_context: Any, size: Any) -> Any:
-    """The address of `size` bytes (a compile-time constant) that live as long as the call of the function that asks."""
+    """The address of `size` bytes (a compile-time constant) that live as long as the call of the function
+    that asks.
+    """
 
     def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), size.literal_value)), INT64)
+        return builder.ptrtoint(
+            cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), size.literal_value)), INT64
+        )
 
     return types.int64(size), generate

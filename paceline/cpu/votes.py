@@ -1,9 +1,9 @@
 """Grows a draft from suffix trees: the compiled part of proposers/suffix.py.
 
-Every match of the last tokens, of any length, in the request's own tree or in that of the past, votes for what followed it most often:
-with the chance count / (total + doubt / length), the highest vote for a token counts, and the draft grows where its chance is highest.
-A match is a node, or inside a leaf a place in the text.
-Invariant: the work is bounded by nodes drafted x tree depth, however long the text is.
+Every match of the last tokens, of any length, in the request's own tree or in that of the past, votes for
+what followed it most often: with the chance count / (total + doubt / length), the highest vote for a token
+counts, and the draft grows where its chance is highest. A match is a node, or inside a leaf a place in the
+text. Invariant: the work is bounded by nodes drafted x tree depth, however long the text is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from paceline.cpu.suffixes import (
     tree_at,
 )  # fmt: skip
 
-PAST, NODE, SLOT, LENGTH = range(4)  # columns of a match: which tree; its node, or NOTHING and a slot of the text; tokens matched
+PAST, NODE, SLOT, LENGTH = range(
+    4
+)  # columns of a match: which tree; its node, or NOTHING and a slot of the text; tokens matched
 VOTES = 2  # children of a node that get a vote
 WIDTH = 3  # most children of a drafted node
 OWN_DOUBT, PAST_DOUBT, FLOOR, FACTOR = range(4)  # settings
@@ -96,7 +98,9 @@ def record(matches, count, is_past, tree, node, length):  # type: ignore[no-unty
 
 @piece
 def locate(matches, live, past):  # type: ignore[no-untyped-def]
-    """All matches of the request's last tokens, longest first in each tree. What does not occur in the past ends nothing longer there."""
+    """All matches of the request's last tokens, longest first in each tree. What does not occur in the past
+    ends nothing longer there.
+    """
     count, num_active = 0, live.state[NUM_ACTIVE]
     for i in range(num_active):
         count = record(matches, count, 0, live, live.active[i], num_active - i)
@@ -113,7 +117,9 @@ def locate(matches, live, past):  # type: ignore[no-untyped-def]
         if node == NOTHING:
             break
         here = record(matches, count, 1, past, node, length)
-        while at < end and matches[count, SLOT] >= 0 and past.text[matches[count, SLOT]] == live.text[at % size]:
+        while (
+            at < end and matches[count, SLOT] >= 0 and past.text[matches[count, SLOT]] == live.text[at % size]
+        ):
             matches[count, SLOT] = (matches[count, SLOT] + 1) % len(past.text)
             at += 1
         if at < end:
@@ -161,7 +167,10 @@ def vote(matches, count, live, past, settings, tokens, chances):  # type: ignore
     """The tokens the matches vote for, and the chance of each; how many there are."""
     found = 0
     for i in range(count):
-        tree, doubt = (past if matches[i, PAST] else live), settings[OWN_DOUBT + matches[i, PAST]] / matches[i, LENGTH]
+        tree, doubt = (
+            (past if matches[i, PAST] else live),
+            settings[OWN_DOUBT + matches[i, PAST]] / matches[i, LENGTH],
+        )
         node = matches[i, NODE]
         if node == NOTHING:
             token = tree.text[matches[i, SLOT]]
@@ -171,14 +180,18 @@ def vote(matches, count, live, past, settings, tokens, chances):  # type: ignore
         child, total = tree.nodes[node, FIRST], tree.nodes[node, TOTAL] + doubt
         for _ in range(VOTES):
             if child != NOTHING:
-                found = raise_vote(tokens, chances, found, tree.nodes[child, TOKEN], tree.nodes[child, COUNT] / total)
+                found = raise_vote(
+                    tokens, chances, found, tree.nodes[child, TOKEN], tree.nodes[child, COUNT] / total
+                )
                 child = tree.nodes[child, NEXT]
     return found
 
 
 @piece
 def offer(scratch, pool_size, parent, reach, found, width):  # type: ignore[no-untyped-def]
-    """Put the `width` likeliest continuations of a drafted node into the pool. A sibling gets its chance where those before it fail."""
+    """Put the `width` likeliest continuations of a drafted node into the pool. A sibling gets its chance
+    where those before it fail.
+    """
     left = reach
     for _ in range(min(width, found)):
         best = scratch.chances[:found].argmax()
@@ -204,12 +217,18 @@ def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
     node = 0
     while True:
         if depths[node] < furthest:
-            found = vote(matches[node], counts[node], live, past, scratch.settings, scratch.tokens, scratch.chances)
+            found = vote(
+                matches[node], counts[node], live, past, scratch.settings, scratch.tokens, scratch.chances
+            )
             pool_size = offer(scratch, pool_size, node, reach[node], found, width)
         if pool_size == 0 or size > budget:
             return size
         best = scratch.pool_chances[:pool_size].argmax()
-        chance, token, parent = scratch.pool_chances[best], scratch.pool_tokens[best], scratch.pool_parents[best]
+        chance, token, parent = (
+            scratch.pool_chances[best],
+            scratch.pool_tokens[best],
+            scratch.pool_parents[best],
+        )
         if chance < scratch.settings[FLOOR]:
             return size
         scratch.pool_chances[best] = -1.0
@@ -222,8 +241,9 @@ def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
 
 @kernel
 def draft(live, past, tokens_at, count, budget, header):  # type: ignore[no-untyped-def]
-    """Push a request's `count` new tokens and draft what follows: the number of nodes with the root. If its tree must grow first, minus
-    one and minus the tokens that were pushed. live, past, header: addresses of the trees' headers and of the scratch's."""
+    """Push a request's `count` new tokens and draft what follows: the number of nodes with the root. If its
+    tree must grow first, minus one and minus the tokens that were pushed. live, past, header: addresses of
+    the trees' headers and of the scratch's."""
     own, width = tree_at(live), carray(int_pointer(header), NUM_FIELDS)[NUM_FIELDS - 1]
     pushed = push_all(own, carray(word_pointer(tokens_at), count), may_grow(live))
     return grow(own, tree_at(past), budget, width, scratch_at(header)) if pushed == count else -1 - pushed

@@ -1,8 +1,10 @@
-"""Between two rounds that a device runs by itself: what was accepted, and where the rows of the next round lie. One launch.
+"""Between two rounds that a device runs by itself: what was accepted, and where the rows of the next round
+lie. One launch.
 
-A round's rows are the same for the head and for the target: request r has K + 1 of them, from row r * (K + 1) on. The head's are what the
-round before picked; rows after the accepted ones are junk behind the text, overwritten before anybody sees them.
-Invariant: a request without rows is left alone; tokens that are written are tokens, whatever was picked.
+A round's rows are the same for the head and for the target: request r has K + 1 of them, from row r * (K + 1)
+on. The head's are what the round before picked; rows after the accepted ones are junk behind the text,
+overwritten before anybody sees them. Invariant: a request without rows is left alone; tokens that are written
+are tokens, whatever was picked.
 """
 
 from __future__ import annotations
@@ -69,14 +71,18 @@ def _advance(
     number_ptr: tl.tensor, rounds_ptr: tl.tensor,
     STEPS: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr, HEAD_TABLE: tl.constexpr, RESULTS: tl.constexpr, NEXT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program a request. TABLE, HEAD_TABLE, RESULTS, NEXT: widths of rows in memory; ROWS: STEPS + 1, rounded up."""
+    """A program a request. TABLE, HEAD_TABLE, RESULTS, NEXT: widths of rows in memory; ROWS: STEPS + 1,
+    rounded up.
+    """
     request = tl.program_id(0)
     if tl.load(starts_ptr + request + 1) == tl.load(starts_ptr + request):
         return
     i = tl.arange(0, ROWS)
     first, is_row, is_step = request * (STEPS + 1), i <= STEPS, i < STEPS
     picked = tl.load(picked_ptr + first + i, mask=is_row, other=-1).to(tl.int32)
-    drafted = tl.load(ids_ptr + first + 1 + i, mask=is_step, other=-2)  # what follows the last draft is never drafted
+    drafted = tl.load(
+        ids_ptr + first + 1 + i, mask=is_step, other=-2
+    )  # what follows the last draft is never drafted
     chances = tl.load(results_ptr + (STEPS + i) * RESULTS + request, mask=is_step, other=0)
     accepted = tl.min(tl.where(is_row & (picked != drafted), i, STEPS), 0)
     prefix = tl.load(prefixes_ptr + request) + accepted + 1
@@ -116,11 +122,18 @@ def _advance(
 
 
 def advance(verified: Verified, drafted: Drafted, ring: Ring, num_requests: int) -> None:
-    """Launched in the usual way, after all before it has ended: others read where rows lie before they wait for anything."""
+    """Launched in the usual way, after all before it has ended: others read where rows lie before they wait
+    for anything.
+    """
     steps = drafted.results.shape[1]
-    narrow, wide = (*verified[1:7], *drafted[:7], *drafted[9:], *ring), (verified.picked, verified.places, *drafted[7:9])
+    narrow, wide = (
+        (*verified[1:7], *drafted[:7], *drafted[9:], *ring),
+        (verified.picked, verified.places, *drafted[7:9]),
+    )
     assert all(x.dtype == torch.int32 for x in narrow), "places in memory are 32-bit numbers"
-    assert all(x.dtype == torch.int64 for x in wide), "picks, positions of noise and rows that speak are 64-bit numbers"
+    assert all(x.dtype == torch.int64 for x in wide), (
+        "picks, positions of noise and rows that speak are 64-bit numbers"
+    )
     assert all(x.is_contiguous() for x in (*verified, *drafted, *ring)), "addresses follow from shapes"
     assert len(verified.input_ids) >= num_requests * (steps + 1) <= len(drafted.tokens), "rows of all"
     assert ring.rounds.shape[1:] == (num_requests, 3 * steps + 1), "a line a request"

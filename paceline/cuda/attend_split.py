@@ -1,7 +1,8 @@
 """The Triton kernel of cuda/attention.py: sums of a split. Splits are added by cuda/add_splits.py.
 
-A program that has one tile loads all it needs of it before it uses any, and cached keys before it waits for the kernel that computes
-queries; a longer split is a pipelined loop. Invariant: tiles of places are folded in one after another, so either way gives the same bits.
+A program that has one tile loads all it needs of it before it uses any, and cached keys before it waits for
+the kernel that computes queries; a longer split is a pipelined loop. Invariant: tiles of places are folded in
+one after another, so either way gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ NEAR = tl.constexpr(16)  # splits of the near size, at most; all after them are 
 
 @triton.jit
 def _request_of_tile(
-    starts: tl.tensor, prefix_lens: tl.tensor, tile: tl.tensor, num_requests: tl.tensor, ROWS: tl.constexpr, REQUESTS: tl.constexpr
+    starts: tl.tensor,
+    prefix_lens: tl.tensor,
+    tile: tl.tensor,
+    num_requests: tl.tensor,
+    ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ) -> tl.tensor:
-    """-> request, its first row, the row after its last, its prefix: all loaded at once, since each wait for memory counts.
+    """-> request, its first row, the row after its last, its prefix: all loaded at once, since each wait for
+    memory counts.
 
-    A request's first tile is its first row // ROWS + its index: room for its rows however many the others have.
+    A request's first tile is its first row // ROWS + its index: room for its rows however many the others
+    have.
     """
     index = tl.arange(0, REQUESTS)
     is_request = index < num_requests
@@ -33,19 +41,34 @@ def _request_of_tile(
     prefix = tl.load(prefix_lens + index, mask=is_request, other=0)
     request = tl.sum((is_request & (start // ROWS + index <= tile)).to(tl.int32), 0) - 1
     is_it = index == request
-    return request, tl.sum(tl.where(is_it, start, 0), 0), tl.sum(tl.where(is_it, end, 0), 0), tl.sum(tl.where(is_it, prefix, 0), 0)
+    return (
+        request,
+        tl.sum(tl.where(is_it, start, 0), 0),
+        tl.sum(tl.where(is_it, end, 0), 0),
+        tl.sum(tl.where(is_it, prefix, 0), 0),
+    )
 
 
 @triton.jit
-def _mask_bits(masks: tl.tensor, row: tl.tensor, is_row: tl.tensor, num_words: tl.tensor, offset: tl.tensor) -> tl.tensor:
-    """[M] uint64: bit i says whether the row sees the request's row `offset` + i. Before the first row lies the prefix, all seen."""
+def _mask_bits(
+    masks: tl.tensor, row: tl.tensor, is_row: tl.tensor, num_words: tl.tensor, offset: tl.tensor
+) -> tl.tensor:
+    """[M] uint64: bit i says whether the row sees the request's row `offset` + i. Before the first row lies
+    the prefix, all seen.
+    """
     word, shift = offset >> 6, (offset & 63).to(tl.uint64)
     at = masks + row * num_words + word
     before, long_before = tl.where(word < 0, -1, 0).to(tl.int64), tl.where(word < -1, -1, 0).to(tl.int64)
-    low = tl.load(at, mask=is_row & (word >= 0) & (word < num_words), other=before).to(tl.uint64, bitcast=True)
-    high = tl.load(at + 1, mask=is_row & (word >= -1) & (word + 1 < num_words), other=long_before).to(tl.uint64, bitcast=True)
+    low = tl.load(at, mask=is_row & (word >= 0) & (word < num_words), other=before).to(
+        tl.uint64, bitcast=True
+    )
+    high = tl.load(at + 1, mask=is_row & (word >= -1) & (word + 1 < num_words), other=long_before).to(
+        tl.uint64, bitcast=True
+    )
     one = tl.full((), 1, tl.uint64)
-    return (low >> shift) | ((high << one) << (one * 63 - shift))  # in two steps, since a shift by 64 is undefined
+    return (low >> shift) | (
+        (high << one) << (one * 63 - shift)
+    )  # in two steps, since a shift by 64 is undefined
 
 
 @triton.jit
@@ -59,9 +82,13 @@ def _is_seen(
     key_position: tl.tensor,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """[M, N] whether a row sees the request's row `offset` + i; places before the first row are the prefix."""
+    """[M, N] whether a row sees the request's row `offset` + i; places before the first row are the
+    prefix.
+    """
     bit, bits = tl.arange(0, PLACES), _mask_bits(masks, row, is_row, num_words, offset)  # [N], [M]
-    half = tl.where((bit < 32)[None, :], bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None])  # shifts of 64 bits are slow
+    half = tl.where(
+        (bit < 32)[None, :], bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
+    )  # shifts of 64 bits are slow
     is_seen = ((half >> (bit % 32).to(tl.uint32)[None, :]) & 1) != 0
     if WINDOW:
         is_seen = is_seen & (position[:, None] - key_position[None, :] < WINDOW)
@@ -69,9 +96,15 @@ def _is_seen(
 
 
 @triton.jit
-def _or_fresh(cached: tl.tensor, fresh: tl.tensor, place: tl.tensor, prefix: tl.tensor, highest: tl.tensor) -> tl.tensor:
+def _or_fresh(
+    cached: tl.tensor, fresh: tl.tensor, place: tl.tensor, prefix: tl.tensor, highest: tl.tensor
+) -> tl.tensor:
     """[N] `cached` within the prefix, and after it the column `fresh` of the request's rows."""
-    return tl.where(place < prefix, cached, tl.load(fresh + place - prefix, mask=(place >= prefix) & (place < highest), other=0))
+    return tl.where(
+        place < prefix,
+        cached,
+        tl.load(fresh + place - prefix, mask=(place >= prefix) & (place < highest), other=0),
+    )
 
 
 @triton.jit
@@ -99,7 +132,9 @@ def _load_tile(
     kv_head: tl.tensor, DTYPE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """-> keys and values [N, D] from a place on, [N] where they begin, [M, N] whether rows see them: before a product waits for keys."""
+    """-> keys and values [N, D] from a place on, [N] where they begin, [M, N] whether rows see them: before a
+    product waits for keys.
+    """
     WIDTH: tl.constexpr = DIM + SCALE_BYTES if keys.dtype.element_ty == tl.int8 else DIM
     place, d = first + tl.arange(0, PLACES), tl.arange(0, PADDED)
     line = _line_of(place, table, fresh_slots, prefix, highest, kv_head, KV_HEADS, WIDTH, IS_MASKED)
@@ -109,7 +144,12 @@ def _load_tile(
     key_position = place
     if WINDOW:
         key_position = _or_fresh(place, fresh_positions, place, prefix, highest)
-    return key, value, line, _is_seen(masks, row, is_row, num_words, first - prefix, position, key_position, WINDOW)
+    return (
+        key,
+        value,
+        line,
+        _is_seen(masks, row, is_row, num_words, first - prefix, position, key_position, WINDOW),
+    )
 
 
 @triton.jit
@@ -125,7 +165,9 @@ def _add_tile(
     if IS_MASKED:
         score = tl.where(is_seen, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1) * scale)
-    level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: infinity less infinity is no number
+    level = tl.where(
+        higher == float("-inf"), 0.0, higher
+    )  # nothing seen yet: infinity less infinity is no number
     # Fused by name, since with a mask between product and difference the compiler would round twice.
     weight = tl.exp2(tl.fma(score, scale, -level[:, None]))
     fade = tl.exp2(peak - level)
@@ -143,7 +185,9 @@ def _at_once(
     row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, kv_head: tl.tensor,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """One tile of places, all loaded before any is used; queries last, which the kernel before may still compute."""
+    """One tile of places, all loaded before any is used; queries last, which the kernel before may still
+    compute.
+    """
     DTYPE: tl.constexpr = of_query.dtype.element_ty
     n = tl.arange(0, PLACES)
     key, value, line, is_seen = _load_tile(
@@ -155,8 +199,14 @@ def _at_once(
     query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
     # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
     is_place = lowest + n < highest
-    query, key, value = tl.where(is_query, query, 0.0), tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
-    return _add_tile(query, key, value, line, is_seen, is_place, keys, values, peak, total, acc, scale, DIM, True)
+    query, key, value = (
+        tl.where(is_query, query, 0.0),
+        tl.where(is_place[:, None], key, 0.0),
+        tl.where(is_place[:, None], value, 0.0),
+    )
+    return _add_tile(
+        query, key, value, line, is_seen, is_place, keys, values, peak, total, acc, scale, DIM, True
+    )
 
 
 @triton.jit
@@ -167,9 +217,15 @@ def _in_turn(
     row: tl.tensor, is_row: tl.tensor, position: tl.tensor, num_words: tl.tensor, prefix: tl.tensor, kv_head: tl.tensor,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, NUM_LOOPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """First the tiles that every row sees in full, then those that need a mask: the same sums, fewer instructions."""
+    """First the tiles that every row sees in full, then those that need a mask: the same sums, fewer
+    instructions.
+    """
     n, query = tl.arange(0, PLACES), tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
-    masked = lowest if WINDOW or NUM_LOOPS < 2 else tl.maximum(lowest, tl.minimum(highest, prefix) // PLACES * PLACES)
+    masked = (
+        lowest
+        if WINDOW or NUM_LOOPS < 2
+        else tl.maximum(lowest, tl.minimum(highest, prefix) // PLACES * PLACES)
+    )
     for IS_MASKED in tl.static_range(0 if NUM_LOOPS == 2 else 1, 2):
         from_place = masked if IS_MASKED else lowest
         num_tiles = tl.cdiv((highest if IS_MASKED else masked) - from_place, PLACES)
@@ -180,7 +236,22 @@ def _in_turn(
                 query.dtype, KV_HEADS, DIM, PADDED, WINDOW, IS_MASKED,
             )  # fmt: skip
             is_place = first + n < highest
-            peak, total, acc = _add_tile(query, key, value, line, is_seen, is_place, keys, values, peak, total, acc, scale, DIM, IS_MASKED)
+            peak, total, acc = _add_tile(
+                query,
+                key,
+                value,
+                line,
+                is_seen,
+                is_place,
+                keys,
+                values,
+                peak,
+                total,
+                acc,
+                scale,
+                DIM,
+                IS_MASKED,
+            )
     return peak, total, acc
 
 
@@ -190,7 +261,9 @@ def _split_of(place: tl.tensor, near_size: tl.tensor, far_size: tl.tensor) -> tl
     return tl.where(beyond < 0, place // near_size, NEAR + beyond // far_size)
 
 
-@triton.jit(do_not_specialize=["num_requests", "table_width", "num_words", "num_splits", "near_size", "far_size"])
+@triton.jit(
+    do_not_specialize=["num_requests", "table_width", "num_words", "num_splits", "near_size", "far_size"]
+)
 def attend_split(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, peaks: tl.tensor, totals: tl.tensor, sums: tl.tensor,
     starts: tl.tensor, prefix_lens: tl.tensor, slots: tl.tensor, positions: tl.tensor, tables: tl.tensor, masks: tl.tensor,
@@ -230,7 +303,8 @@ def attend_split(
         lowest = tl.maximum(lowest, bottom)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if IS_EARLY and (lowest >= highest or highest > prefix):
-        wait_for_previous()  # for keys of this pass; those of passes before are there, and come while queries are still computed
+        # for keys of this pass; those of passes before are there, and come while queries are still computed
+        wait_for_previous()
     if lowest >= highest:
         if counters is None:
             tl.store(peaks + at_split, peak, mask=is_row)

@@ -1,9 +1,10 @@
 """A batch in the memory of a GPU: one buffer, filled by one copy, padded to the sizes of a bucket.
 
-A CUDA graph reads from fixed addresses and launches fixed grids, so a batch is padded to a bucket of (rows, requests, rows of one request,
-context) and every bucket has its own buffer. Invariant: padding rows write only to the trash slot, which no request owns, and see one of
-themselves; padding requests have no rows but the last, one more than the bucket says, which has all padding rows, be they more than
-the bucket's requests have.
+A CUDA graph reads from fixed addresses and launches fixed grids, so a batch is padded to a bucket of (rows,
+requests, rows of one request, context) and every bucket has its own buffer. Invariant: padding rows write
+only to the trash slot, which no request owns, and see one of themselves; padding requests have no rows but
+the last, one more than the bucket says, which has all padding rows, be they more than the bucket's requests
+have.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paceline.types import Columns, Pick
+from paceline.core.types import Columns, Pick
 
 BLOCK_SIZE = 16
 WORD = 64  # bits of a word of the masks
@@ -49,7 +50,8 @@ class DeviceBatch(NamedTuple):
     starts: torch.Tensor  # [R + 1]
     prefix_lens: torch.Tensor  # [R]
     block_tables: torch.Tensor  # [R, B]
-    masks: torch.Tensor  # [T, W] int64: bit j of word w: row starts[r] + 64 w + j is an ancestor in this pass, or the row itself
+    # [T, W] int64: bit j of word w: row starts[r] + 64 w + j is an ancestor in this pass, or the row itself
+    masks: torch.Tensor
 
 
 def next_size(sizes: tuple[int, ...], size: int) -> int:
@@ -74,7 +76,9 @@ def bucket_of(num_rows: int, num_requests: int, longest: int, length: int) -> Bu
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
-    """[T, W] int64 masks, each row its parent's and its own bit. Bits wrap around, which only padding needs."""
+    """[T, W] int64 masks, each row its parent's and its own bit. Bits wrap around, which only padding
+    needs.
+    """
     masks = [0] * len(parents)
     for first, end in pairwise(starts):
         for row in range(first, end):
@@ -96,20 +100,25 @@ NOTHING = Columns([], [], [], [], [], [0], [], [], [])
 
 
 class Inputs:
-    """The buffer of one bucket, on the device and twice here: a pass may be filled in while the copy for the one before is on its way."""
+    """The buffer of one bucket, on the device and twice here: a pass may be filled in while the copy for the
+    one before is on its way.
+    """
 
     def __init__(self, bucket: Bucket, trash_slot: int, device: torch.device) -> None:
         self.bucket, self.trash_slot = bucket, trash_slot
         rows, requests = bucket.rows, bucket.requests + 1
         blocks = bucket.context // BLOCK_SIZE + -(-bucket.max_rows // BLOCK_SIZE) + 1
         self._shapes: dict[str, tuple[int, ...]] = {
-            "picks": (3, 2 * rows), "masks": (rows, 2 * bucket.num_words),  # first, so that their 64-bit words are aligned
+            # first, so that their 64-bit words are aligned
+            "picks": (3, 2 * rows), "masks": (rows, 2 * bucket.num_words),
             "input_ids": (rows,), "positions": (rows,), "slots": (rows,), "parents": (rows,), "request_of": (rows,),
             "starts": (requests + 1,), "prefix_lens": (requests,), "block_tables": (requests, blocks),
         }  # fmt: skip
         size = sum(int(np.prod(shape)) for shape in self._shapes.values())
         hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
-        self._hosts = [(host, {name: part.numpy() for name, part in self._cut(host).items()}) for host in hosts]
+        self._hosts = [
+            (host, {name: part.numpy() for name, part in self._cut(host).items()}) for host in hosts
+        ]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         parts = self._cut(self._device)
         temperatures, self.seeds, self.places = parts.pop("picks").view(torch.int64)  # [T] each
@@ -120,30 +129,44 @@ class Inputs:
 
     def _cut(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = flat.split([int(np.prod(shape)) for shape in self._shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+        return {
+            name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
 
     def fill(self, columns: Columns, picks: Sequence[Pick] | None) -> None:
-        """Copy a batch to the device. The last copy but one must have arrived: whoever read a pass's results has waited for it."""
+        """Copy a batch to the device. The last copy but one must have arrived: whoever read a pass's results
+        has waited for it.
+        """
         self._hosts.reverse()
         host, to = self._hosts[0]
         if picks is not None:
             _fill_picks(to["picks"].view(np.int64), columns, picks)
         rows, requests = len(columns.slots), len(columns.prefix_lens)
         extra, last = self.bucket.rows - rows, self.bucket.requests
-        for name, padding in (("input_ids", 0), ("positions", 0), ("slots", self.trash_slot), ("parents", -1), ("request_of", last)):
+        for name, padding in (
+            ("input_ids", 0),
+            ("positions", 0),
+            ("slots", self.trash_slot),
+            ("parents", -1),
+            ("request_of", last),
+        ):
             to[name][:rows] = getattr(columns, name)
             to[name][rows:] = padding
         to["starts"][: requests + 1] = columns.starts
         to["starts"][requests + 1 :] = rows
         to["starts"][-1] = self.bucket.rows
         to["prefix_lens"][:requests], to["prefix_lens"][requests:] = columns.prefix_lens, 0
-        tables = np.array(columns.block_tables, np.int32).reshape(requests, len(columns.block_tables) // max(requests, 1))
+        tables = np.array(columns.block_tables, np.int32).reshape(
+            requests, len(columns.block_tables) // max(requests, 1)
+        )
         width = min(tables.shape[1], to["block_tables"].shape[1])
         to["block_tables"][:requests, :width] = tables[:, :width]
         if rows == requests and self.bucket.rows <= len(_OWN) and self.bucket.num_words == 1:  # one row each
             to["masks"].view(np.int64)[:, 0] = np.concatenate((_FIRST[:rows], _OWN[:extra]))
         else:
-            words = ancestor_words([*columns.parents, *[-1] * extra], [*columns.starts, self.bucket.rows], self.bucket.num_words)
+            words = ancestor_words(
+                [*columns.parents, *[-1] * extra], [*columns.starts, self.bucket.rows], self.bucket.num_words
+            )
             to["masks"][:] = words.view(np.int32)
         self._device.copy_(host, non_blocking=True)
 

@@ -1,7 +1,9 @@
-"""DFlash on a GPU: a draft is one CUDA graph, from the target's hidden states to the tokens. The interface of cpu/block_head.py.
+"""DFlash on a GPU: a draft is one CUDA graph, from the target's hidden states to the tokens. The interface of
+cpu/block_head.py.
 
-Features of the text and rows of the block go through one product for keys and values; queries are the block's alone. Invariant: when a
-block attends, its own keys lie behind the text's, so its rows see a prefix of text and block, and nothing of the pass besides.
+Features of the text and rows of the block go through one product for keys and values; queries are the block's
+alone. Invariant: when a block attends, its own keys lie behind the text's, so its rows see a prefix of text
+and block, and nothing of the pass besides.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from paceline.cuda.head_inputs import (
 from paceline.cuda.head_weights import HeadReader
 from paceline.cuda.overlap import PLAIN_ROWS
 from paceline.cuda.weights import Layer
-from paceline.models.head_config import DflashConfig
-from paceline.models.head_rows import BlockFeed, Guesses, Speaker
+from paceline.heads.config import DflashConfig
+from paceline.heads.rows import BlockFeed, Guesses, Speaker
 
 if TYPE_CHECKING:
     from paceline.cuda.decoder import CudaDecoder
@@ -53,18 +55,29 @@ class Bucket(NamedTuple):
 
 
 class CudaBlockHead:
-    def __init__(self, config: DflashConfig, tensors: Mapping[str, torch.Tensor], decoder: CudaDecoder, num_blocks: int) -> None:
+    def __init__(
+        self, config: DflashConfig, tensors: Mapping[str, torch.Tensor], decoder: CudaDecoder, num_blocks: int
+    ) -> None:
         self.config, self.device, self._decoder = config, decoder.device, decoder
         reader = HeadReader(tensors, decoder)
         self._layers = reader.layers(config, [f"layers.{i}." for i in range(config.num_layers)])
-        self._dtype, self._ids, self._fuse, self._speak = reader.dtype, reader.ids(), reader.matrix("fc"), reader.matrix("lm_head")
+        self._dtype, self._ids, self._fuse, self._speak = (
+            reader.dtype,
+            reader.ids(),
+            reader.matrix("fc"),
+            reader.matrix("lm_head"),
+        )
         self._hidden_norm, self._norm = reader.norm("hidden_norm"), reader.norm("norm")
         self._markov = (reader.table("markov_w1"), reader.matrix("markov_w2")) if config.markov_rank else None
-        words = np.full(config.vocab_size, config.draft_vocab_size, np.int32)  # target id -> draft id; the last: any other token
+        words = np.full(
+            config.vocab_size, config.draft_vocab_size, np.int32
+        )  # target id -> draft id; the last: any other token
         ids = np.arange(config.vocab_size) if self._ids is None else tensors["draft_ids"].cpu().numpy()
         words[ids] = np.arange(len(ids), dtype=np.int32)
         self._words = words
-        self._cache = HeadCache(config.num_layers, config.num_kv_heads, config.head_dim, self._dtype, self.device, num_blocks)
+        self._cache = HeadCache(
+            config.num_layers, config.num_kv_heads, config.head_dim, self._dtype, self.device, num_blocks
+        )
         self._graphs = Graphs(decoder.capture)
         self._nowhere = torch.zeros(config.hidden_size, dtype=self._dtype, device=self.device)
 
@@ -83,10 +96,21 @@ class CudaBlockHead:
         end = feed.start + len(feed.rows)
         feed.place.reserve(end)
         where = {"positions": Column((len(feed.rows),)), "slots": Column((len(feed.rows),))}
-        buffer = Buffer({"addresses": Column((len(feed.rows), len(self.config.taps)), np.int64), **where}, self.device)
+        buffer = Buffer(
+            {"addresses": Column((len(feed.rows), len(self.config.taps)), np.int64), **where}, self.device
+        )
         addresses = addresses_of(feed.rows, self.config.taps)
-        buffer.fill({"addresses": addresses, "positions": range(feed.start, end), "slots": feed.place.slots(feed.start, end)})
-        at, context = buffer.on_device, torch.empty((len(feed.rows), self.config.hidden_size), dtype=self._dtype, device=self.device)
+        buffer.fill(
+            {
+                "addresses": addresses,
+                "positions": range(feed.start, end),
+                "slots": feed.place.slots(feed.start, end),
+            }
+        )
+        at, context = (
+            buffer.on_device,
+            torch.empty((len(feed.rows), self.config.hidden_size), dtype=self._dtype, device=self.device),
+        )
         self._fused(at["addresses"], context)
         for i, layer in enumerate(self._layers):
             self._placed(i, layer, context, at)
@@ -119,7 +143,11 @@ class CudaBlockHead:
         return self._graphs.get((bucket, self._cache.generation), lambda: self._prepare(bucket))
 
     def _launch(self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int) -> Any:
-        feeds, size, ends = [self._tail(feed) for feed in feeds], self.config.block_size, [feed.start + len(feed.rows) for feed in feeds]
+        feeds, size, ends = (
+            [self._tail(feed) for feed in feeds],
+            self.config.block_size,
+            [feed.start + len(feed.rows) for feed in feeds],
+        )
         for feed, end in zip(feeds, ends, strict=True):
             feed.place.reserve(end + size)
         num_rows = sum(len(feed.rows) for feed in feeds)
@@ -139,10 +167,19 @@ class CudaBlockHead:
     def _values(self, bucket: Bucket, feeds: Sequence[BlockFeed], ends: Sequence[int]) -> dict[str, Any]:
         size, mask, trash = self.config.block_size, self.config.mask_token_id, self._cache.trash_slot
         positions = [at for feed, end in zip(feeds, ends, strict=True) for at in range(feed.start, end)]
-        slots = [slot for feed, end in zip(feeds, ends, strict=True) for slot in feed.place.slots(feed.start, end)]
+        slots = [
+            slot for feed, end in zip(feeds, ends, strict=True) for slot in feed.place.slots(feed.start, end)
+        ]
         extra, absent = bucket.rows - len(positions), bucket.requests - len(feeds)
         positions += [*[0] * extra, *(at for end in ends for at in range(end, end + size))]
-        slots += [*[trash] * extra, *(slot for feed, end in zip(feeds, ends, strict=True) for slot in feed.place.slots(end, end + size))]
+        slots += [
+            *[trash] * extra,
+            *(
+                slot
+                for feed, end in zip(feeds, ends, strict=True)
+                for slot in feed.place.slots(end, end + size)
+            ),
+        ]
         return {
             "addresses": [address for feed in feeds for address in addresses_of(feed.rows, self.config.taps)],
             "positions": positions, "slots": slots, "tokens": [token for feed in feeds for token in (feed.root, *[mask] * (size - 1))],
@@ -162,13 +199,23 @@ class CudaBlockHead:
         }  # fmt: skip
         buffer = Buffer(columns, self.device)
         buffer.fill(self._values(bucket, (), ()))  # a capture launches before there is a batch
-        buffer.on_device["starts"] = torch.arange(0, num_rows + 1, self.config.block_size, dtype=torch.int32, device=self.device)
+        buffer.on_device["starts"] = torch.arange(
+            0, num_rows + 1, self.config.block_size, dtype=torch.int32, device=self.device
+        )
         return partial(self._run, bucket, buffer.on_device), buffer
 
     def _run(self, bucket: Bucket, at: dict[str, torch.Tensor]) -> torch.Tensor:
         """-> results [2, steps, requests] of guesses, or logits [steps, requests, words]."""
-        normed, requests, first = self._block(bucket, at), bucket.requests, 0 if self.config.sample_from_anchor else 1
-        kept = normed.view(requests, self.config.block_size, -1)[:, first : first + bucket.steps].transpose(0, 1).contiguous()
+        normed, requests, first = (
+            self._block(bucket, at),
+            bucket.requests,
+            0 if self.config.sample_from_anchor else 1,
+        )
+        kept = (
+            normed.view(requests, self.config.block_size, -1)[:, first : first + bucket.steps]
+            .transpose(0, 1)
+            .contiguous()
+        )
         logits = self._speak(kept.flatten(0, 1))  # [steps * requests, words]
         if not bucket.is_guessed:
             return logits.view(bucket.steps, requests, -1)
@@ -187,7 +234,11 @@ class CudaBlockHead:
 
     def _fused(self, addresses: torch.Tensor, out: torch.Tensor) -> None:
         """out [T, hidden]: what all layers read of the target."""
-        taken = torch.empty((len(addresses), addresses.shape[1] * self.config.hidden_size), dtype=self._dtype, device=self.device)
+        taken = torch.empty(
+            (len(addresses), addresses.shape[1] * self.config.hidden_size),
+            dtype=self._dtype,
+            device=self.device,
+        )
         gather(addresses, None, self.config.rms_eps, self.config.hidden_size, taken)
         rows.add_norm(self._fuse(taken), None, None, self._hidden_norm, self.config.rms_eps, out)
 
@@ -215,13 +266,25 @@ class CudaBlockHead:
         x = torch.empty((len(at["tokens"]), config.hidden_size), dtype=self._dtype, device=self.device)
         both = torch.empty((count + len(x), config.hidden_size), dtype=self._dtype, device=self.device)
         normed, added = torch.empty_like(x), None
-        sight = Sight(at["positions"][count:], at["slots"][count:], at["starts"], at["prefixes"], at["tables"], at["masks"])
+        sight = Sight(
+            at["positions"][count:],
+            at["slots"][count:],
+            at["starts"],
+            at["prefixes"],
+            at["tables"],
+            at["masks"],
+        )
         self._fused(at["addresses"], both[:count])
         rows.embed(at["tokens"], target.weights.embedding, target.config.embed_scale, x)
         for i, layer in enumerate(self._layers):
             rows.add_norm(x, added, None, layer.attention_norm, config.rms_eps, both[count:])
             q, (keys, values) = self._placed(i, layer, both, at)[count:], self._cache.layer(i)
-            out, scale, context, size = torch.empty_like(q), config.head_dim**-0.5, bucket.context, config.block_size
+            out, scale, context, size = (
+                torch.empty_like(q),
+                config.head_dim**-0.5,
+                bucket.context,
+                config.block_size,
+            )
             attend(
                 q, keys, values, sight, scale=scale, window=None, max_context=context, max_rows=size, out=out, is_prefix_old=False
             )  # fmt: skip

@@ -1,8 +1,9 @@
-"""A head that drafts token by token, on a GPU: EAGLE-3, EAGLE-1 or a distilled model. The interface of cpu/chain_head.py.
+"""A head that drafts token by token, on a GPU: EAGLE-3, EAGLE-1 or a distilled model. The interface of
+cpu/chain_head.py.
 
-A whole chain is one CUDA graph: it reads what the text has new, chooses a token, steps on from it, and the host waits once, for the tokens.
-A tree's levels are a graph each. Invariant: graphs are recorded for a bucket and for one memory of keys and values; padding writes to
-the trash slot alone.
+A whole chain is one CUDA graph: it reads what the text has new, chooses a token, steps on from it, and the
+host waits once, for the tokens. A tree's levels are a graph each. Invariant: graphs are recorded for a bucket
+and for one memory of keys and values; padding writes to the trash slot alone.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from paceline.cuda.head_inputs import (
 from paceline.cuda.head_weights import HeadReader
 from paceline.cuda.overlap import PLAIN_ROWS
 from paceline.cuda.weights import Layer
-from paceline.models.head_config import DraftConfig, EagleConfig, LayeredConfig
-from paceline.models.head_rows import Feed, Guesses, Node, Said, Speaker
-from paceline.models.other_heads import Eagle1Config
+from paceline.heads.config import DraftConfig, EagleConfig, LayeredConfig
+from paceline.heads.others import Eagle1Config
+from paceline.heads.rows import Feed, Guesses, Node, Said, Speaker
 
 if TYPE_CHECKING:
     from paceline.cuda.decoder import CudaDecoder
@@ -79,14 +80,25 @@ class CudaChainHead:
         """feature_norm: the target's last norm, for heads that read what comes out of it."""
         self.config, self.device, self._decoder = config, decoder.device, decoder
         reader = HeadReader(tensors, decoder)
-        prefixes = [f"layers.{i}." for i in range(config.num_layers)] if isinstance(config, DraftConfig) else ["midlayer."]
+        prefixes = (
+            [f"layers.{i}." for i in range(config.num_layers)]
+            if isinstance(config, DraftConfig)
+            else ["midlayer."]
+        )
         self._layers, self._dtype, self._ids = reader.layers(config, prefixes), reader.dtype, reader.ids()
         self._fuse = reader.matrix("fc") if reader.has("fc") else None
         self._hidden_norm, self._norm = reader.norm_if_any("midlayer.hidden_norm"), reader.norm_if_any("norm")
-        self._speak, self._feature_norm = reader.matrix("lm_head"), None if feature_norm is None else feature_norm.to(self.device)
-        self._cache = HeadCache(len(prefixes), config.num_kv_heads, config.head_dim, self._dtype, self.device, num_blocks)
+        self._speak, self._feature_norm = (
+            reader.matrix("lm_head"),
+            None if feature_norm is None else feature_norm.to(self.device),
+        )
+        self._cache = HeadCache(
+            len(prefixes), config.num_kv_heads, config.head_dim, self._dtype, self.device, num_blocks
+        )
         self._graphs = Graphs(decoder.capture)
-        self._nowhere = torch.zeros(config.hidden_size, dtype=self._dtype, device=self.device)  # padding's features
+        self._nowhere = torch.zeros(
+            config.hidden_size, dtype=self._dtype, device=self.device
+        )  # padding's features
         self._ones = torch.ones(config.hidden_size, device=self.device)
 
     @property
@@ -113,7 +125,9 @@ class CudaChainHead:
         for feed in feeds:
             for first in range(0, len(feed.tokens), CHUNK):
                 part = slice(first, first + CHUNK)
-                table = table_of_feeds([Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], self.taps)
+                table = table_of_feeds(
+                    [Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], self.taps
+                )
                 bucket = Bucket(len(table.tokens), 1, 1, context_for(table.prefixes[0]), 0, is_true=True)
                 # Nobody waits for it, and a recording's inputs are one buffer.
                 self._launch(bucket, self._rows(bucket, table), is_recorded=False)
@@ -143,7 +157,14 @@ class CudaChainHead:
             feed.place.reserve(end + steps)
         table = table_of_feeds(feeds, self.taps)
         requests = next_size(REQUESTS, len(feeds))
-        bucket = Bucket(rows_for(len(table.tokens)), requests, requests, context_for(max(ends) + steps), steps, is_true=True)
+        bucket = Bucket(
+            rows_for(len(table.tokens)),
+            requests,
+            requests,
+            context_for(max(ends) + steps),
+            steps,
+            is_true=True,
+        )
         return guesses_of(self._launch(bucket, self.values(bucket, table, feeds, speakers)), len(feeds))
 
     @torch.inference_mode()
@@ -154,7 +175,9 @@ class CudaChainHead:
                 self._recorded(Bucket(rows_for(1), 1, 1, context, count, is_true=True))
 
     def _tails(self, feeds: Sequence[Feed]) -> Sequence[Feed]:
-        """The feeds without what is too long for a recording, which is read now: all but the last row of a prompt."""
+        """The feeds without what is too long for a recording, which is read now: all but the last row of a
+        prompt.
+        """
         long = [feed for feed in feeds if len(feed.tokens) > TAIL]
         self.read([Feed(feed.place, feed.start, feed.tokens[:-1], feed.rows[:-1]) for feed in long])
         last = {id(f): Feed(f.place, f.start + len(f.tokens) - 1, f.tokens[-1:], f.rows[-1:]) for f in long}
@@ -177,7 +200,9 @@ class CudaChainHead:
         return self.config.hidden_layers
 
     def _ahead(self, feeds: Sequence[Feed], ends: Sequence[int], bucket: Bucket) -> dict[str, list[int]]:
-        """Where the rows of the steps after the first lie, [steps, requests]; a row sees what was before it."""
+        """Where the rows of the steps after the first lie, [steps, requests]; a row sees what was before
+        it.
+        """
         ahead: dict[str, list[int]] = {"next_positions": [], "next_slots": []}
         padding = max(bucket.requests, ALIGNED) - len(feeds)
         for step in range(bucket.steps - 1):
@@ -186,7 +211,9 @@ class CudaChainHead:
             ahead["next_slots"] += [*slots, *[self._cache.trash_slot] * padding]
         return ahead
 
-    def values(self, bucket: Bucket, table: Table, feeds: Sequence[Feed], speakers: Sequence[Speaker]) -> dict[str, Any]:
+    def values(
+        self, bucket: Bucket, table: Table, feeds: Sequence[Feed], speakers: Sequence[Speaker]
+    ) -> dict[str, Any]:
         """What chains after the feeds read."""
         ends = [feed.start + len(feed.tokens) for feed in feeds]
         return {**self._rows(bucket, table), **speaker_values(speakers), **self._ahead(feeds, ends, bucket)}
@@ -216,18 +243,30 @@ class CudaChainHead:
         )  # fmt: skip
         if bucket.steps:
             ahead = (max(bucket.steps - 1, 1), max(bucket.requests, ALIGNED))
-            columns |= {**speaker_columns(bucket.requests), "next_positions": Column(ahead), "next_slots": Column(ahead, padding=trash)}
+            columns |= {
+                **speaker_columns(bucket.requests),
+                "next_positions": Column(ahead),
+                "next_slots": Column(ahead, padding=trash),
+            }
         buffer = Buffer(columns, self.device)
         buffer.fill(self._rows(bucket, NO_ROWS))  # a capture launches before there is a batch
         if bucket.steps:
-            buffer.on_device["each"] = torch.arange(bucket.requests + 1, dtype=torch.int32, device=self.device)
-            buffer.on_device["alone"] = torch.ones((bucket.requests, 1), dtype=torch.int64, device=self.device)
+            buffer.on_device["each"] = torch.arange(
+                bucket.requests + 1, dtype=torch.int32, device=self.device
+            )
+            buffer.on_device["alone"] = torch.ones(
+                (bucket.requests, 1), dtype=torch.int64, device=self.device
+            )
         return partial(self._run, bucket, buffer.on_device), buffer
 
     def _run(self, bucket: Bucket, at: dict[str, torch.Tensor]) -> Any:
-        """-> results (`step_results`) of a chain, or logits [speaking, words] and outputs [speaking, hidden]."""
+        """-> results (`step_results`) of a chain, or logits [speaking, words] and outputs [speaking,
+        hidden].
+        """
         sight = Sight(at["positions"], at["stands"], at["starts"], at["prefixes"], at["tables"], at["masks"])
-        x, normed = self._pass(at["tokens"], self._features(bucket, at), at["slots"], sight, bucket.context, bucket.rows)
+        x, normed = self._pass(
+            at["tokens"], self._features(bucket, at), at["slots"], sight, bucket.context, bucket.rows
+        )
         x, normed = x[at["speaking"]], normed[at["speaking"]]
         logits = self._speak(normed)
         if not bucket.steps:
@@ -239,7 +278,9 @@ class CudaChainHead:
                 positions, slots = at["next_positions"][step - 1, :count], at["next_slots"][step - 1, :count]
                 sight = Sight(positions, slots, at["each"], positions, at["tables"][:-1], at["alone"])
                 features = self._output(x, normed)[None] if self.taps else None
-                x, normed = self._pass(results[0, step - 1, :count], features, slots, sight, bucket.context, 1)
+                x, normed = self._pass(
+                    results[0, step - 1, :count], features, slots, sight, bucket.context, 1
+                )
                 logits = self._speak(normed)
             guess(logits, how, step, results[:, step, :count])
         return results
@@ -252,15 +293,29 @@ class CudaChainHead:
         """[parts, T, hidden]: of the target and fused, or of this head."""
         if not self.taps:
             return None
-        out = torch.empty((bucket.rows, at["addresses"].shape[1] * self.config.hidden_size), dtype=self._dtype, device=self.device)
+        out = torch.empty(
+            (bucket.rows, at["addresses"].shape[1] * self.config.hidden_size),
+            dtype=self._dtype,
+            device=self.device,
+        )
         norm = self._feature_norm if bucket.is_true else None
         gather(at["addresses"], norm, self.config.rms_eps, self.config.hidden_size, out)
-        return self._fuse.parts(out) if self._fuse is not None and bucket.is_true and isinstance(self.config, EagleConfig) else out[None]
+        return (
+            self._fuse.parts(out)
+            if self._fuse is not None and bucket.is_true and isinstance(self.config, EagleConfig)
+            else out[None]
+        )
 
-    def _enter(self, tokens: torch.Tensor, features: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _enter(
+        self, tokens: torch.Tensor, features: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> the residual stream [T, hidden] and what the first layer reads of it."""
         config, target = self.config, self._decoder
-        table, scale, shape = target.weights.embedding, target.config.embed_scale, (len(tokens), config.hidden_size)
+        table, scale, shape = (
+            target.weights.embedding,
+            target.config.embed_scale,
+            (len(tokens), config.hidden_size),
+        )
         x = torch.empty(shape, dtype=self._dtype, device=self.device)
         if features is None:
             first = torch.empty_like(x)
@@ -279,9 +334,17 @@ class CudaChainHead:
         return x, both
 
     def _pass(
-        self, tokens: torch.Tensor, features: torch.Tensor | None, slots: torch.Tensor, sight: Sight, context: int, max_rows: int
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor | None,
+        slots: torch.Tensor,
+        sight: Sight,
+        context: int,
+        max_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> the residual stream after all layers, and what the output layer reads of it, [T, hidden] each."""
+        """-> the residual stream after all layers, and what the output layer reads of it, [T, hidden]
+        each.
+        """
         eps = self.config.rms_eps
         x, first = self._enter(tokens, features)
         normed = torch.empty_like(x)
@@ -313,5 +376,7 @@ class CudaChainHead:
             q,
         )
         out, scale = torch.empty_like(q), config.head_dim**-0.5
-        attend(q, keys, values, sight, scale=scale, window=None, max_context=context, max_rows=max_rows, out=out)
+        attend(
+            q, keys, values, sight, scale=scale, window=None, max_context=context, max_rows=max_rows, out=out
+        )
         return out.view(len(out), -1)

@@ -1,7 +1,9 @@
-"""What enters a learned head: the target's hidden states, from wherever passes left them, and embeddings beside them, one launch each.
+"""What enters a learned head: the target's hidden states, from wherever passes left them, and embeddings
+beside them, one launch each.
 
-Hidden states are found by their addresses, which the host writes among the inputs of a pass: no copy a request, and nothing of it outside
-a CUDA graph. Invariant: an address is of as many numbers, of the dtype of `out`, as a row of the target's residual stream has.
+Hidden states are found by their addresses, which the host writes among the inputs of a pass: no copy a
+request, and nothing of it outside a CUDA graph. Invariant: an address is of as many numbers, of the dtype of
+`out`, as a row of the target's residual stream has.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from paceline.cuda.rows import MAX_HIDDEN, added_up
 
 @triton.jit
 def _gather(
-    addresses_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, eps: tl.tensor, hidden: tl.constexpr, block: tl.constexpr
+    addresses_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     let_next_start()
     at, index = tl.arange(0, block), tl.program_id(0).to(tl.int64)
@@ -25,12 +32,20 @@ def _gather(
     source = tl.load(addresses_ptr + index).to(tl.pointer_type(out_ptr.dtype.element_ty))
     x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     if weight_ptr is not None:
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + eps) * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = (
+            x
+            * tl.rsqrt(tl.sum(x * x, 0) / hidden + eps)
+            * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        )
     tl.store(out_ptr + index * hidden + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gather(addresses: torch.Tensor, weight: torch.Tensor | None, eps: float, hidden: int, out: torch.Tensor) -> None:
-    """out [T, parts * hidden] = what lies at addresses [T, parts] int64, each part normed with weight [hidden] if there is one."""
+def gather(
+    addresses: torch.Tensor, weight: torch.Tensor | None, eps: float, hidden: int, out: torch.Tensor
+) -> None:
+    """out [T, parts * hidden] = what lies at addresses [T, parts] int64, each part normed with weight
+    [hidden] if there is one.
+    """
     num_rows, parts = addresses.shape
     assert out.shape == (num_rows, parts * hidden), "a part an address"
     assert hidden <= MAX_HIDDEN, "a row is one tile"
@@ -66,13 +81,23 @@ def _join(
         x = tl.load(table_ptr + token * hidden + at, mask=inside, other=0.0).to(tl.float32) * scale
         if left_weight_ptr is not None:
             x = x.to(dtype).to(tl.float32)
-            x = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + eps) * tl.load(left_weight_ptr + at, mask=inside, other=0.0)
+            x = (
+                x
+                * tl.rsqrt(tl.sum(x * x, 0) / hidden + eps)
+                * tl.load(left_weight_ptr + at, mask=inside, other=0.0)
+            )
         tl.store(out_ptr + row * 2 * hidden + at, x.to(dtype), mask=inside)
     else:
-        raw = added_up(features_ptr + row * hidden + at, tl.num_programs(0).to(tl.int64) * hidden, inside, splits, dtype)
+        raw = added_up(
+            features_ptr + row * hidden + at, tl.num_programs(0).to(tl.int64) * hidden, inside, splits, dtype
+        )
         x = raw
         if right_weight_ptr is not None:
-            x = raw * tl.rsqrt(tl.sum(raw * raw, 0) / hidden + eps) * tl.load(right_weight_ptr + at, mask=inside, other=0.0)
+            x = (
+                raw
+                * tl.rsqrt(tl.sum(raw * raw, 0) / hidden + eps)
+                * tl.load(right_weight_ptr + at, mask=inside, other=0.0)
+            )
         tl.store(out_ptr + row * 2 * hidden + hidden + at, x.to(dtype), mask=inside)
         if residual_ptr is not None:
             kept = x if keeps_normed else raw
@@ -84,7 +109,9 @@ def join(
     table: torch.Tensor,  # [vocab, hidden]
     scale: float,  # of embeddings
     features: torch.Tensor,  # [parts, T, hidden]: a product in parts
-    weights: tuple[torch.Tensor | None, torch.Tensor | None],  # [hidden] float32: norms of embeddings and of features
+    weights: tuple[
+        torch.Tensor | None, torch.Tensor | None
+    ],  # [hidden] float32: norms of embeddings and of features
     eps: float,
     out: torch.Tensor,  # [T, 2 * hidden]: embeddings, then features
     residual: torch.Tensor | None = None,  # [T, hidden]: gets the features

@@ -1,7 +1,8 @@
 """CUDA graphs of whole passes, one for each bucket, captured when first needed and replayed ever after.
 
-A launch costs the host a few microseconds and a pass has hundreds; a graph is one launch. Invariant: a recording's outputs lie at fixed
-addresses and are overwritten by the next replay of any recording, since all share one pool of memory: whoever replays copies what it keeps.
+A launch costs the host a few microseconds and a pass has hundreds; a graph is one launch. Invariant: a
+recording's outputs lie at fixed addresses and are overwritten by the next replay of any recording, since all
+share one pool of memory: whoever replays copies what it keeps.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         was_collecting = gc.isenabled()
-        gc.disable()  # pinned memory that is collected notes an event, and no event may be noted while a graph is captured
+        # pinned memory that is collected notes an event, and no event may be noted while a graph is captured
+        gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 outputs = run()
         finally:
-            gc.freeze()  # what a compiler leaves behind is much, and stays: no later collection need look at it
+            # what a compiler leaves behind is much, and stays: no later collection need look at it
+            gc.freeze()
             if was_collecting:
                 gc.enable()
         return Recording(graph.replay, outputs, run)
@@ -88,7 +91,9 @@ class Graphs:
         return key in self._recordings
 
     def get(self, key: Hashable, make: Callable[[], tuple[Run, Any]]) -> tuple[Recording, Any]:
-        """The recording of a key and what `make` gave along with it (its inputs); `make` says what to record if there is none."""
+        """The recording of a key and what `make` gave along with it (its inputs); `make` says what to record
+        if there is none.
+        """
         if key not in self._recordings:
             while len(self._recordings) >= self._limit:
                 self._recordings.popitem(last=False)

@@ -1,8 +1,9 @@
-"""A drafting head's guesses on the device: the likeliest token of each row, or with a temperature the one that the target's own noise makes
-win, and how sure the head is of it.
+"""A drafting head's guesses on the device: the likeliest token of each row, or with a temperature the one
+that the target's own noise makes win, and how sure the head is of it.
 
-The noise is that of cuda/pick.py, at the tokens' ids in the target's vocabulary. A guess that differs from the host's in the last bit costs
-a draft now and then and never changes the text. Invariant: a guess is a token of the draft vocabulary, whatever the logits are.
+The noise is that of cuda/pick.py, at the tokens' ids in the target's vocabulary. A guess that differs from
+the host's in the last bit costs a draft now and then and never changes the text. Invariant: a guess is a
+token of the draft vocabulary, whatever the logits are.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.core.noise import Purpose
 from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 from paceline.cuda.pick import BLOCK
-from paceline.verify.noise import Purpose
 
 _TARGET = tl.constexpr(int(Purpose.TARGET))
 
@@ -31,7 +32,9 @@ class Guessing(NamedTuple):
 
 @triton.jit
 def _noise(ids: tl.tensor, position: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """Gumbel noise of these tokens, float32; by way of float64, since a float32 next to 1 has no logarithm of a logarithm."""
+    """Gumbel noise of these tokens, float32; by way of float64, since a float32 next to 1 has no logarithm of
+    a logarithm.
+    """
     zero = tl.zeros_like(ids)
     a, b, c, d = tl.philox(seed, ids // 4, zero + position.to(tl.int32), zero + _TARGET, zero)
     lane = ids % 4
@@ -64,7 +67,9 @@ def _best_of_blocks(
     inside = words < vocab
     temperature = tl.load(temperatures_ptr + request).to(tl.float32)
     wait_for_previous()
-    score = tl.load(logits_ptr + row.to(tl.int64) * vocab + words, mask=inside, other=-float("inf")).to(tl.float32)
+    score = tl.load(logits_ptr + row.to(tl.int64) * vocab + words, mask=inside, other=-float("inf")).to(
+        tl.float32
+    )
     if added_ptr is not None:
         score += tl.load(added_ptr + row.to(tl.int64) * vocab + words, mask=inside, other=0.0).to(tl.float32)
     if temperature > 0:
@@ -111,7 +116,9 @@ def _best_of_rows(
 
 
 def step_results(steps: int, num_requests: int, device: torch.device) -> torch.Tensor:
-    """[2, steps, R or more] int32: what `guess` fills step by step, each from an aligned address, since kernels are compiled for that."""
+    """[2, steps, R or more] int32: what `guess` fills step by step, each from an aligned address, since
+    kernels are compiled for that.
+    """
     return torch.empty((2, steps, max(num_requests, 4)), dtype=torch.int32, device=device)
 
 
@@ -119,10 +126,13 @@ def guess(
     logits: torch.Tensor,  # [steps * R, words]: the first step's, then the next one's
     how: Guessing,
     step: int,  # of the first rows
-    results: torch.Tensor,  # [2, steps * R] int32: gets the tokens, and their chances as the bits of a float32
+    # [2, steps * R] int32: gets the tokens, and their chances as the bits of a float32
+    results: torch.Tensor,
     added: torch.Tensor | None = None,  # [steps * R, words]: what a Markov head adds
 ) -> torch.Tensor:
-    """-> [steps * R] int32: the tokens as draft ids. The chance is a softmax at temperature 1, of what the noise has been added to."""
+    """-> [steps * R] int32: the tokens as draft ids. The chance is a softmax at temperature 1, of what the
+    noise has been added to.
+    """
     num_rows, vocab = logits.shape
     num_requests, num_blocks = len(how.seeds), triton.cdiv(vocab, BLOCK)
     assert all(x is None or x.is_contiguous() for x in (logits, added)), "rows follow each other"
@@ -139,5 +149,7 @@ def guess(
     )  # fmt: skip
     tokens, chances = results[0], results[1].view(torch.float32)
     width = triton.next_power_of_2(num_blocks)
-    _best_of_rows[(num_rows,)](scores, sums, words, how.ids, tokens, chances, drafted, num_blocks, width, num_warps=1, **LAUNCH)
+    _best_of_rows[(num_rows,)](
+        scores, sums, words, how.ids, tokens, chances, drafted, num_blocks, width, num_warps=1, **LAUNCH
+    )
     return drafted

@@ -1,8 +1,10 @@
-"""Keys and values of a learned head on a GPU, in blocks: the CUDA graphs of a head read and write them at fixed addresses.
+"""Keys and values of a learned head on a GPU, in blocks: the CUDA graphs of a head read and write them at
+fixed addresses.
 
-A place is one sequence's blocks; row i of it lies in slot blocks[i // 16] * 16 + i % 16. The last slot is nobody's: padding writes there.
-Invariant: a block belongs to one place, until that is gone. Where blocks run out the memory is made anew, twice as large, and `generation`
-counts: what was recorded for the memory before is never replayed.
+A place is one sequence's blocks; row i of it lies in slot blocks[i // 16] * 16 + i % 16. The last slot is
+nobody's: padding writes there. Invariant: a block belongs to one place, until that is gone. Where blocks run
+out the memory is made anew, twice as large, and `generation` counts: what was recorded for the memory before
+is never replayed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ class PagedPlace:
 
 class HeadCache:
     def __init__(
-        self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, num_blocks: int
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_blocks: int,
     ) -> None:
         """num_blocks: as many as there may be use for; it begins with fewer if those are large."""
         per_block = 2 * num_layers * BLOCK_SIZE * num_kv_heads * head_dim * dtype.itemsize
@@ -50,7 +58,9 @@ class HeadCache:
 
     def _memory(self) -> torch.Tensor:
         layers, two, heads, dim = self._sizes
-        return torch.zeros((layers, two, self.num_blocks + 1, BLOCK_SIZE, heads, dim), dtype=self._dtype, device=self._device)
+        return torch.zeros(
+            (layers, two, self.num_blocks + 1, BLOCK_SIZE, heads, dim), dtype=self._dtype, device=self._device
+        )
 
     @property
     def trash_slot(self) -> int:

@@ -1,8 +1,9 @@
 """What a pass of a learned head reads, in the memory of a GPU: one buffer a bucket, filled by one copy.
 
-Columns that the host knows before a draft begins (where the rows of every step lie, what they see, with which noise tokens are chosen) are
-all here, so that the steps of a draft follow each other without the host. Invariant: what is not given is padding that writes to the trash
-slot and sees only itself; the copy before must have arrived, so whoever fills a buffer again has waited for the results.
+Columns that the host knows before a draft begins (where the rows of every step lie, what they see, with which
+noise tokens are chosen) are all here, so that the steps of a draft follow each other without the host.
+Invariant: what is not given is padding that writes to the trash slot and sees only itself; the copy before
+must have arrived, so whoever fills a buffer again has waited for the results.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from paceline.cuda.batch import BLOCK_SIZE, REQUESTS, WORD, context_for, mask_words, next_size
 from paceline.cuda.head_cache import PagedPlace
-from paceline.models.head_rows import Feed, Guesses, Node, Row, Speaker
+from paceline.heads.rows import Feed, Guesses, Node, Row, Speaker
 
 ALIGNED = 4  # numbers of 32 bits
 ROWS = (8, 32, 128, 256)  # of texts in a pass; beyond, kernel by kernel
@@ -50,8 +51,12 @@ class Buffer:
     """Named columns, here and on the device."""
 
     def __init__(self, columns: Mapping[str, Column], device: torch.device) -> None:
-        sizes = {name: int(np.prod(each.shape)) * np.dtype(each.dtype).itemsize for name, each in columns.items()}
-        total = sum(-(-size // 16) * 16 for size in sizes.values())  # aligned: else kernels would be compiled for every way to be not
+        sizes = {
+            name: int(np.prod(each.shape)) * np.dtype(each.dtype).itemsize for name, each in columns.items()
+        }
+        total = sum(
+            -(-size // 16) * 16 for size in sizes.values()
+        )  # aligned: else kernels would be compiled for every way to be not
         self._host = torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.uint8, device=device)
         self._columns, first = columns, 0
@@ -119,16 +124,26 @@ def table_of_feeds(feeds: Sequence[Feed], layers: Sequence[int]) -> Table:
 
 
 def table_of_rounds(feeds: Sequence[Feed], layers: Sequence[int], count: int, nowhere: int) -> Table:
-    """The same with `count` rows each: what follows the last of a text is junk, behind what is seen, and overwritten before it could be."""
+    """The same with `count` rows each: what follows the last of a text is junk, behind what is seen, and
+    overwritten before it could be.
+    """
     missing = [count - len(feed.tokens) for feed in feeds]
-    table = table_of_feeds([Feed(f.place, f.start, [*f.tokens, *[0] * extra], ()) for f, extra in zip(feeds, missing, strict=True)], ())
+    table = table_of_feeds(
+        [
+            Feed(f.place, f.start, [*f.tokens, *[0] * extra], ())
+            for f, extra in zip(feeds, missing, strict=True)
+        ],
+        (),
+    )
     for feed, extra in zip(feeds, missing, strict=True):
         table.addresses.extend([*addresses_of(feed.rows, layers), *[nowhere] * (extra * len(layers))])
     return table._replace(speaking=[i * count + len(feed.tokens) - 1 for i, feed in enumerate(feeds)])
 
 
 def table_of_nodes(nodes: Sequence[Node], trash_slot: int, nowhere: int, has_sources: bool) -> Table:
-    """A level of trees. Nodes of levels before stand in the pass for their keys alone: what is computed there is thrown away."""
+    """A level of trees. Nodes of levels before stand in the pass for their keys alone: what is computed there
+    is thrown away.
+    """
     table, speaking = Table([], [], [], [], [], [], [0], [], [], []), [0] * len(nodes)
     groups: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -146,7 +161,11 @@ def table_of_nodes(nodes: Sequence[Node], trash_slot: int, nowhere: int, has_sou
         for i in members:
             node, row = nodes[i], first + nodes[i].at - seen
             assert node.seen == seen, "nodes of a tree see the same text"
-            table.tokens[row], table.positions[row], table.slots[row] = node.token, node.position, table.stands[row]
+            table.tokens[row], table.positions[row], table.slots[row] = (
+                node.token,
+                node.position,
+                table.stands[row],
+            )
             table.masks[row] = sum(1 << (other - seen) for other in node.others)
             if has_sources:
                 table.addresses[row] = node.source.data_ptr()
@@ -166,7 +185,9 @@ def block_tables(places: Sequence[PagedPlace], width: int) -> np.ndarray:
     return tables.reshape(-1)
 
 
-def row_columns(rows: int, requests: int, speaking: int, context: int, features: int, trash_slot: int, nowhere: int) -> dict[str, Column]:
+def row_columns(
+    rows: int, requests: int, speaking: int, context: int, features: int, trash_slot: int, nowhere: int
+) -> dict[str, Column]:
     """Of a pass over a Table. The last request is one more than there are, and has all padding rows."""
     return {
         "addresses": Column((rows, features), np.int64, nowhere),
@@ -209,6 +230,8 @@ def speaker_values(speakers: Sequence[Speaker]) -> dict[str, Any]:
 
 
 def guesses_of(results: torch.Tensor, count: int) -> Guesses:
-    """results [2, steps, R or more] int32: tokens, and chances of single steps as the bits of float32. Waits for the device."""
+    """results [2, steps, R or more] int32: tokens, and chances of single steps as the bits of float32. Waits
+    for the device.
+    """
     tokens, chances = results.cpu().numpy()[:, :, :count]
     return Guesses(tokens.tolist(), np.ascontiguousarray(chances).view(np.float32).cumprod(0).tolist())

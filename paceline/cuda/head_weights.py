@@ -1,4 +1,6 @@
-"""A learned head's weights on a GPU, as the decoder's are: matrices in the dtype of the target's activations, norms in float32."""
+"""A learned head's weights on a GPU, as the decoder's are: matrices in the dtype of the target's activations,
+norms in float32.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 
 from paceline.cuda.linear import pack
 from paceline.cuda.weights import Layer, Matrix
-from paceline.models.head_config import LayeredConfig
+from paceline.heads.config import LayeredConfig
 from paceline.models.rope import RotaryTables, rotary_tables
 
 if TYPE_CHECKING:
@@ -38,7 +40,11 @@ class HeadReader:
     def matrix(self, *names: str) -> Matrix:
         """One matrix from the rows of several."""
         weight = torch.cat([self.table(name) for name in names])
-        biases = [self._tensors[f"{name}.bias"].to(self.device, self.dtype) for name in names if f"{name}.bias" in self._tensors]
+        biases = [
+            self._tensors[f"{name}.bias"].to(self.device, self.dtype)
+            for name in names
+            if f"{name}.bias" in self._tensors
+        ]
         return Matrix(pack(weight, 16), torch.cat(biases) if biases else None, is_exact=False)
 
     def ids(self) -> torch.Tensor | None:

@@ -1,8 +1,10 @@
-"""Products with weights of 4, 8, 16 or 32 bits that give a row the same bits whatever the other rows hold, up to FUSED_ROWS rows.
+"""Products with weights of 4, 8, 16 or 32 bits that give a row the same bits whatever the other rows hold, up
+to FUSED_ROWS rows.
 
-K is split over programs where W has too few rows to fill the device. The parts are added in order by whatever reads them next (`parts`:
-cuda/rows.py), or by a second kernel (`product`). Invariant: each output is a sum over its own row of x, and in exact mode how K is cut
-depends on W alone, so there the bits of a row do not depend on how many rows there are either. Kernels: cuda/multiply.py.
+K is split over programs where W has too few rows to fill the device. The parts are added in order by whatever
+reads them next (`parts`: cuda/rows.py), or by a second kernel (`product`). Invariant: each output is a sum
+over its own row of x, and in exact mode how K is cut depends on W alone, so there the bits of a row do not
+depend on how many rows there are either. Kernels: cuda/multiply.py.
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ __all__ = ["PackedWeight", "Tile", "dequantized", "launch", "pack", "parts", "pr
 
 Activation = Literal["silu", "gelu_tanh"]
 
-FUSED_ROWS = 256  # with more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies
-_ENOUGH, _MIDDLING, _FEW = 200, 150, 100  # programs that fill a device, well or just: of 132 multiprocessors, measured
-_SOME_ROWS = 16  # with more, sums are many: to write and add parts of them costs more than further programs gain
+FUSED_ROWS = (
+    256  # with more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies
+)
+_ENOUGH, _MIDDLING, _FEW = (
+    200,
+    150,
+    100,
+)  # programs that fill a device, well or just: of 132 multiprocessors, measured
+_SOME_ROWS = (
+    16  # with more, sums are many: to write and add parts of them costs more than further programs gain
+)
 _SHORTEST = 512  # inputs of a part of K, at least
 _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembly
 
@@ -31,7 +41,9 @@ _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter runs no assembl
 class Tile(NamedTuple):
     block_t: int  # rows of x
     block_n: int  # rows of W
-    warps: int  # four or eight: tiles of 16 rows and more then use the same tensor instruction, fewer would use another, with other bits
+    # four or eight: tiles of 16 rows and more then use the same tensor instruction, fewer would use another,
+    # with other bits
+    warps: int
     stages: int
     unroll: int = 1  # groups of K in a turn of the loop
 
@@ -63,7 +75,9 @@ def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int
 
 
 def _tile_without_parts(num_rows: int, block_t: int, num_outputs: int) -> Tile:
-    """For W of many rows. High tiles read x less often: with 64 rows a device is bound by its power as well."""
+    """For W of many rows. High tiles read x less often: with 64 rows a device is bound by its power as
+    well.
+    """
     if 8 < num_rows <= 16:
         return Tile(16, 64, 4, 5)
     if block_t == 64 and triton.cdiv(num_outputs, 256) >= _FEW:
@@ -72,7 +86,9 @@ def _tile_without_parts(num_rows: int, block_t: int, num_outputs: int) -> Tile:
 
 
 def _rows_of_tile(weight: PackedWeight) -> int:
-    """Of few rows, low tiles: as many programs with fewer parts. Small integers have too little to read for that."""
+    """Of few rows, low tiles: as many programs with fewer parts. Small integers have too little to read for
+    that.
+    """
     return 64 if weight.is_whole and triton.cdiv(weight.shape[0], 128) < _ENOUGH else 128
 
 
@@ -80,7 +96,9 @@ def splits_of(weight: PackedWeight, shortest: int = _SHORTEST, enough: int = 0) 
     """Parts K is cut into, for `enough` programs: a power of two."""
     (num_outputs, width), splits = weight.shape, 1
     enough = enough or (_MIDDLING if weight.is_whole else _ENOUGH)
-    while triton.cdiv(num_outputs, _rows_of_tile(weight)) * splits < enough and 2 * splits * shortest <= width:
+    while (
+        triton.cdiv(num_outputs, _rows_of_tile(weight)) * splits < enough and 2 * splits * shortest <= width
+    ):
         splits *= 2
     return splits
 
@@ -100,15 +118,21 @@ def way_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bo
 
 
 def ahead_of(weight: PackedWeight) -> int:
-    """Groups of weights asked for before the kernel that computes x has ended. Where that is a product there is no time for it, as before a
-    layer's last, which is wider than high; small integers gain nothing."""
+    """Groups of weights asked for before the kernel that computes x has ended. Where that is a product there
+    is no time for it, as before a layer's last, which is wider than high; small integers gain nothing."""
     return 2 if weight.bits == 16 and weight.shape[0] >= weight.shape[1] else 0
 
 
 def product(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, activation: Activation | None = None, is_exact: bool = False
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    is_exact: bool = False,
 ) -> torch.Tensor:
-    """x [T, K] -> y = x @ W.T + bias, [T, N] of x's dtype; with `activation`: act(first half of y) * second half, [T, N / 2].
+    """x [T, K] -> y = x @ W.T + bias, [T, N] of x's dtype; with `activation`: act(first half of y) * second
+    half, [T, N / 2].
 
     `is_exact`: more rows than FUSED_ROWS have the same bits as fewer, too.
     """
@@ -123,12 +147,18 @@ def product(
 
 
 def parts(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, is_exact: bool = False, is_early: bool = False
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    is_exact: bool = False,
+    is_early: bool = False,
 ) -> torch.Tensor:
     """x [T, K] -> [S, T, N]: x @ W.T + bias is their sum; float32 if there are several, else of x's dtype.
 
-    `is_early`: the next kernel may start when this one has, and wait. It helps where many small ones follow; a large one takes the room
-    that these programs need. Somewhere in each layer one must not be let: see `attend`.
+    `is_early`: the next kernel may start when this one has, and wait. It helps where many small ones follow;
+    a large one takes the room that these programs need. Somewhere in each layer one must not be let: see
+    `attend`.
     """
     tile, splits = way_of(len(x), weight, x.dtype, is_exact)
     if splits == 1 or len(x) > FUSED_ROWS:
@@ -143,12 +173,16 @@ def _check(x: torch.Tensor, weight: PackedWeight, activation: str | None) -> Non
     assert len(x), "at least one row"
     assert x.is_contiguous(), "rows of x lie one after another"
     assert x.shape[1] == weight.shape[1], f"x is {tuple(x.shape)}, the weight {weight.shape}"
-    assert not weight.is_whole or x.dtype == weight.packed.dtype, f"x is {x.dtype}, the weight {weight.packed.dtype}"
+    assert not weight.is_whole or x.dtype == weight.packed.dtype, (
+        f"x is {x.dtype}, the weight {weight.packed.dtype}"
+    )
     assert activation in (None, "silu", "gelu_tanh"), f"no activation {activation}"
     assert activation is None or weight.shape[0] % 2 == 0, "a gate and an up half"
 
 
-def _multiply_whole(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
+def _multiply_whole(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: Activation | None
+) -> torch.Tensor:
     whole = torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
     if activation is None:
         return whole
@@ -169,7 +203,17 @@ def launch(
     sums = torch.empty((splits, num_rows, num_outputs), dtype=torch.float32, device=x.device)
     _multiply(x, weight, bias, sums, tile, splits, None)
     grid = (triton.cdiv(out.shape[1], 512), num_rows)
-    add_parts[grid](sums, out, num_rows, num_outputs, SPLITS=splits, BLOCK=512, ACTIVATION=activation, num_warps=4, **LAUNCH)
+    add_parts[grid](
+        sums,
+        out,
+        num_rows,
+        num_outputs,
+        SPLITS=splits,
+        BLOCK=512,
+        ACTIVATION=activation,
+        num_warps=4,
+        **LAUNCH,
+    )
 
 
 def _multiply(
@@ -178,11 +222,18 @@ def _multiply(
 ) -> None:  # fmt: skip
     (num_rows, width), num_outputs = x.shape, weight.shape[0]
     if weight.is_whole:  # [N, K]
-        groups, rows, row_step, group_step = triton.cdiv(width, weight.group), num_outputs, width, weight.group
+        groups, rows, row_step, group_step = (
+            triton.cdiv(width, weight.group),
+            num_outputs,
+            width,
+            weight.group,
+        )
     else:  # [groups, rows, words]
         groups, rows, row_step = weight.packed.shape
         group_step = rows * row_step
-    per_tile, size = (tile.block_n, num_outputs) if activation is None else (tile.block_n // 2, num_outputs // 2)
+    per_tile, size = (
+        (tile.block_n, num_outputs) if activation is None else (tile.block_n // 2, num_outputs // 2)
+    )
     grid = (triton.cdiv(num_rows, tile.block_t), triton.cdiv(size, per_tile), splits)
     is_filled = size % per_tile == 0
     can_ask = width % weight.group == 0 and (weight.is_whole or is_filled)  # for whole runs of bytes

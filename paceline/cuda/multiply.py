@@ -1,8 +1,10 @@
-"""The Triton kernels of cuda/linear.py: a product, the sum of the parts of a split product, and whole weights from small integers.
+"""The Triton kernels of cuda/linear.py: a product, the sum of the parts of a split product, and whole weights
+from small integers.
 
-The weights are the left operand of the tensor cores: [rows of W, K] times [K, T]. Small integers become bfloat16 in registers.
-Invariant: a row of the result is a sum over its own row of x, in an order that K and the number of splits fix; where a product ends in
-a gate, it is rounded to the dtype first, so the bits are those of separate kernels.
+The weights are the left operand of the tensor cores: [rows of W, K] times [K, T]. Small integers become
+bfloat16 in registers. Invariant: a row of the result is a sum over its own row of x, in an order that K and
+the number of splits fix; where a product ends in a gate, it is rounded to the dtype first, so the bits are
+those of separate kernels.
 """
 
 from __future__ import annotations
@@ -48,8 +50,12 @@ _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;
 
 
 @triton.jit
-def _part(words: tl.tensor, scales: tl.tensor, i: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """The weights of part i, by way of float32, which holds them exactly: rounded once, as the assembly does."""
+def _part(
+    words: tl.tensor, scales: tl.tensor, i: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
+    """The weights of part i, by way of float32, which holds them exactly: rounded once, as the assembly
+    does.
+    """
     scale = (scales << 16).to(tl.float32, bitcast=True)
     if BITS == 4:
         offset = (scales & -65536).to(tl.float32, bitcast=True)
@@ -60,19 +66,27 @@ def _part(words: tl.tensor, scales: tl.tensor, i: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def _parts(words: tl.tensor, scales: tl.tensor, BITS: tl.constexpr, ASSEMBLY: tl.constexpr, dtype: tl.constexpr) -> tl.tuple:
+def _parts(
+    words: tl.tensor, scales: tl.tensor, BITS: tl.constexpr, ASSEMBLY: tl.constexpr, dtype: tl.constexpr
+) -> tl.tuple:
     """words [N, W] int16, scales [N, 1] int32 -> the weights of each part of the group, [N, W] each."""
     if ASSEMBLY:
         # Twice, for two words at a time; made for a row and not for each of its words.
-        scale = tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [scales], tl.int32, is_pure=True, pack=1)
+        scale = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [scales], tl.int32, is_pure=True, pack=1
+        )
         if BITS == 4:
-            offset = tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [scales], tl.int32, is_pure=True, pack=1)
+            offset = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [scales], tl.int32, is_pure=True, pack=1
+            )
             parts = tl.inline_asm_elementwise(
                 _FOUR, "=r,=r,=r,=r,r,r,r,r,r", [words, scale, offset], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
                 pack=2,
             )  # fmt: skip
         else:
-            parts = tl.inline_asm_elementwise(_TWO, "=r,=r,r,r,r", [words, scale], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+            parts = tl.inline_asm_elementwise(
+                _TWO, "=r,=r,r,r,r", [words, scale], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
     elif BITS == 4:
         parts = (
             _part(words, scales, 0, BITS, dtype),
@@ -87,9 +101,16 @@ def _parts(words: tl.tensor, scales: tl.tensor, BITS: tl.constexpr, ASSEMBLY: tl
 
 @triton.jit
 def _rows_of_tile(
-    i: tl.tensor, tile: tl.tensor, num_outputs: tl.tensor, BLOCK_N: tl.constexpr, GATED: tl.constexpr, FILLED: tl.constexpr
+    i: tl.tensor,
+    tile: tl.tensor,
+    num_outputs: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+    FILLED: tl.constexpr,
 ) -> tl.tensor:
-    """Which rows of W are those at i in a tile; a gated one has rows of the gate and then the same rows of the up half."""
+    """Which rows of W are those at i in a tile; a gated one has rows of the gate and then the same rows of
+    the up half.
+    """
     if GATED:
         HALF: tl.constexpr = BLOCK_N // 2
         n = tile * HALF + i % HALF
@@ -107,7 +128,9 @@ def _fetch(
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, FILLED: tl.constexpr,
     AHEAD: tl.constexpr, THREADS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Ask for the first AHEAD groups of a tile, into the second-level cache: one run of bytes for each thread and no thread twice."""
+    """Ask for the first AHEAD groups of a tile, into the second-level cache: one run of bytes for each thread
+    and no thread twice.
+    """
     i, num_ahead = tl.arange(0, THREADS), tl.minimum(end - first, AHEAD)
     if BITS >= 16:  # a row's groups are one run: whole ones, or, with more threads than rows, pieces
         PIECES: tl.constexpr = THREADS // BLOCK_N
@@ -117,7 +140,11 @@ def _fetch(
     else:  # a group's rows are one run; of a gated tile's two, none goes over into the other
         RUNS: tl.constexpr = min(THREADS // AHEAD, BLOCK_N)
         n = _rows_of_tile(i % RUNS * (BLOCK_N // RUNS), tile, num_outputs, BLOCK_N, GATED, FILLED)
-        group, words, inside = first + tl.minimum(i // RUNS, num_ahead - 1), BLOCK_N // RUNS * (GROUP * BITS // 16), 0
+        group, words, inside = (
+            first + tl.minimum(i // RUNS, num_ahead - 1),
+            BLOCK_N // RUNS * (GROUP * BITS // 16),
+            0,
+        )
     lines = packed + n.to(tl.int64) * row_step + group * group_step + inside
     sizes = tl.zeros((THREADS,), tl.int32) + words * (2 if BITS < 16 else BITS // 8)
     tl.inline_asm_elementwise(_FETCH, "=r,l,r", [lines.to(tl.int64), sizes], tl.int32, is_pure=False, pack=1)
@@ -125,7 +152,9 @@ def _fetch(
 
 @triton.jit
 def _activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """Like cuda/rows.py: (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a sigmoid."""
+    """Like cuda/rows.py: (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a
+    sigmoid.
+    """
     steepness = gate if ACTIVATION == "silu" else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(-steepness)) * up
 
@@ -139,19 +168,27 @@ def multiply(
     WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr,
     AHEAD: tl.constexpr, THREADS: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or [T, N / 2] if gated."""
+    """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or
+    [T, N / 2] if gated.
+    """
     if IS_EARLY:
         let_next_start()
     WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
     split, t = tl.program_id(2), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = _rows_of_tile(tl.arange(0, BLOCK_N), tl.program_id(1), num_outputs, BLOCK_N, ACTIVATION is not None, FILLED)
+    n = _rows_of_tile(
+        tl.arange(0, BLOCK_N), tl.program_id(1), num_outputs, BLOCK_N, ACTIVATION is not None, FILLED
+    )
     j = tl.arange(0, WORDS)
     lines = packed + n[:, None].to(tl.int64) * row_step + j[None, :]
     is_row = (t < num_rows)[None, :]
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     first, end = groups * split // splits, groups * (split + 1) // splits
-    FEW: tl.constexpr = BLOCK_T == 8 and BITS < 16  # bound by instructions: fewer of those that only keep the loop going
-    if AHEAD and OVERLAPS:  # weights are nobody's result: the first of them come while the kernel before still runs
+    FEW: tl.constexpr = (
+        BLOCK_T == 8 and BITS < 16
+    )  # bound by instructions: fewer of those that only keep the loop going
+    if (
+        AHEAD and OVERLAPS
+    ):  # weights are nobody's result: the first of them come while the kernel before still runs
         _fetch(
             packed, tl.program_id(1), num_outputs, first, end, row_step, group_step,
             BITS, GROUP, BLOCK_N, ACTIVATION is not None, FILLED, AHEAD, THREADS,
@@ -163,7 +200,10 @@ def multiply(
             if WHOLE:
                 weights, mask = tl.load(lines + group * group_step), is_row
             else:
-                weights, mask = tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0), is_row & (k < width)[:, None]
+                weights, mask = (
+                    tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0),
+                    is_row & (k < width)[:, None],
+                )
             inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [GROUP, BLOCK_T]
             sums = tl.dot(weights, inputs, sums, input_precision="ieee")
         else:
@@ -174,14 +214,18 @@ def multiply(
             for i in tl.static_range(16 // BITS):
                 k = group * GROUP + i * WORDS + j
                 mask = is_row if WHOLE else is_row & (k < width)[:, None]
-                inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [WORDS, BLOCK_T]
+                inputs = tl.load(
+                    x + t[None, :] * width + k[:, None], mask=mask, other=0.0
+                )  # [WORDS, BLOCK_T]
                 of_group = tl.dot(parts[i], inputs, of_group, input_precision="ieee")
             sums = of_group if FEW else sums + of_group
     if not IS_EARLY:
         let_next_start()
     if bias is not None:
         sums += tl.where(split == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
-    _store(sums, out, tl.program_id(1), split * num_rows + t, is_row, num_outputs, BLOCK_N, BLOCK_T, ACTIVATION)
+    _store(
+        sums, out, tl.program_id(1), split * num_rows + t, is_row, num_outputs, BLOCK_N, BLOCK_T, ACTIVATION
+    )
 
 
 @triton.jit
@@ -232,7 +276,13 @@ def expand(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, WORDS)
     row = group * rows + n
-    parts = _parts(tl.load(packed + row[:, None] * WORDS + j[None, :]), tl.load(scales + row)[:, None], BITS, False, out.dtype.element_ty)
+    parts = _parts(
+        tl.load(packed + row[:, None] * WORDS + j[None, :]),
+        tl.load(scales + row)[:, None],
+        BITS,
+        False,
+        out.dtype.element_ty,
+    )
     for i in tl.static_range(16 // BITS):
         k = group * GROUP + i * WORDS + j
         place = n[:, None].to(tl.int64) * width + k[None, :]

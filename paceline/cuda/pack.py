@@ -1,11 +1,13 @@
 """Weights in the order the GPU kernels read them (cuda/linear.py): as small integers, or as they are.
 
-int8 is w = q * s with q in [-127, 127]; int4 is w = (16 + q) * s - c with q in [0, 15]: in bfloat16 the bits 0x4180 | q << 3 are 16 + q, so
-one multiply-add makes the weight. s and c are bfloat16, one pair for each group of consecutive inputs of a row. An int16 word holds the
-integers of four (int4) or two (int8) equal parts of its group: word j has inputs j, j + words, j + 2 * words ... from its lowest bits up.
-Tiles are thus whole words, the same place of all of them is one run of inputs, and a group of all rows is one run of memory.
-Weights of 16 and 32 bits stay [N, K], not copied, so an embedding can be the output layer too; their groups are but steps of the kernel.
-Invariant: `unpack(pack(q))` is q, and `weights` are exactly what the kernels multiply with.
+int8 is w = q * s with q in [-127, 127]; int4 is w = (16 + q) * s - c with q in [0, 15]: in bfloat16 the bits
+0x4180 | q << 3 are 16 + q, so one multiply-add makes the weight. s and c are bfloat16, one pair for each
+group of consecutive inputs of a row. An int16 word holds the integers of four (int4) or two (int8) equal
+parts of its group: word j has inputs j, j + words, j + 2 * words ... from its lowest bits up. Tiles are thus
+whole words, the same place of all of them is one run of inputs, and a group of all rows is one run of memory.
+Weights of 16 and 32 bits stay [N, K], not copied, so an embedding can be the output layer too; their groups
+are but steps of the kernel. Invariant: `unpack(pack(q))` is q, and `weights` are exactly what the kernels
+multiply with.
 """
 
 from __future__ import annotations
@@ -14,19 +16,23 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.errors import ModelFileError
-from paceline.loaders.quantize import padded
+from paceline.core.errors import ModelFileError
+from paceline.models.quantize import padded
 
 GROUP = 128  # inputs that share a scale
 GROUPS = (64, 128)
-STEP = 64  # inputs of weights of 16 bits a kernel loads at a time: three programs with four such stages fit a multiprocessor
+# inputs of weights of 16 bits a kernel loads at a time: three programs with four such stages fit a
+# multiprocessor
+STEP = 64
 ROWS = 128  # rows are filled up to a multiple: no kernel masks a load of weights
 _CHUNK = 8192  # rows quantized at a time: bounds the memory beside the weights
 
 
 class PackedWeight(NamedTuple):
     packed: torch.Tensor  # [groups, rows, words of a group] int16; whole: [N, K] bfloat16, float16 or float32
-    scales: torch.Tensor  # [groups, rows] int32: s in the low half, -c in the high half, both bfloat16; whole: empty
+    scales: (
+        torch.Tensor
+    )  # [groups, rows] int32: s in the low half, -c in the high half, both bfloat16; whole: empty
     bits: int
     group: int
     shape: tuple[int, int]  # N, K before filling up
@@ -43,8 +49,12 @@ class Integers(NamedTuple):
     offsets: torch.Tensor  # [N, groups] bfloat16; zeros for int8
 
 
-def pack(weight: torch.Tensor, bits: int, device: torch.device | None = None, group: int = GROUP) -> PackedWeight:
-    """weight [N, K] of any float dtype (16 and 32 bits: of its own); the result is on `device`, or where the weight is."""
+def pack(
+    weight: torch.Tensor, bits: int, device: torch.device | None = None, group: int = GROUP
+) -> PackedWeight:
+    """weight [N, K] of any float dtype (16 and 32 bits: of its own); the result is on `device`, or where the
+    weight is.
+    """
     if bits >= 16:
         return _whole(weight.to(device or weight.device))
     assert bits in (4, 8), f"no kernel for {bits} bits"
@@ -58,14 +68,18 @@ def pack(weight: torch.Tensor, bits: int, device: torch.device | None = None, gr
         integers = quantize(weight[first : first + _CHUNK].to(place), bits, group)
         last = first + len(integers.values)
         packed[:, first:last] = pack_values(integers.values, bits, group)
-        scales[:, first:last] = torch.stack([integers.scales, -integers.offsets], -1).view(torch.int32).squeeze(-1).T
+        scales[:, first:last] = (
+            torch.stack([integers.scales, -integers.offsets], -1).view(torch.int32).squeeze(-1).T
+        )
     return PackedWeight(packed, scales, bits, group, (num_rows, width))
 
 
 def _whole(weight: torch.Tensor) -> PackedWeight:
     assert weight.is_floating_point(), f"weights of {weight.dtype} are no numbers"
     scales = torch.empty((0, 0), dtype=torch.int32, device=weight.device)
-    return PackedWeight(weight.contiguous(), scales, 8 * weight.element_size(), STEP, (weight.shape[0], weight.shape[1]))
+    return PackedWeight(
+        weight.contiguous(), scales, 8 * weight.element_size(), STEP, (weight.shape[0], weight.shape[1])
+    )
 
 
 def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
@@ -82,7 +96,9 @@ def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
     scales = scales.bfloat16()
     offsets = (16 * scales.float() - low).bfloat16() if bits == 4 else torch.zeros_like(scales)
     if not bool(torch.isfinite(scales).all() & torch.isfinite(offsets).all()):
-        raise ModelFileError(f"weights as large as {weight.abs().max():.3g} cannot be quantized; use dtype bfloat16")
+        raise ModelFileError(
+            f"weights as large as {weight.abs().max():.3g} cannot be quantized; use dtype bfloat16"
+        )
     steps = torch.where(scales == 0, torch.ones_like(scales), scales).float()[..., None]
     exact = (grouped + offsets.float()[..., None]) / steps - (16 if bits == 4 else 0)
     return Integers(exact.round().clamp(lowest, highest).to(torch.int8).flatten(1), scales, offsets)
@@ -91,7 +107,9 @@ def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
 def weights(integers: Integers, bits: int, width: int) -> torch.Tensor:
     """-> [N, width] float32, before they are rounded to the dtype of the product."""
     grouped = integers.values.float().unflatten(1, (integers.scales.shape[1], -1)) + (16 if bits == 4 else 0)
-    return (grouped * integers.scales.float()[..., None] - integers.offsets.float()[..., None]).flatten(1)[:, :width]
+    return (grouped * integers.scales.float()[..., None] - integers.offsets.float()[..., None]).flatten(1)[
+        :, :width
+    ]
 
 
 def pack_values(values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -108,7 +126,9 @@ def unpack(weight: PackedWeight) -> Integers:
     num_rows, bits = weight.shape[0], weight.bits
     words = weight.packed[:, :num_rows].transpose(0, 1).int()  # [N, groups, words]
     shifted = [(words >> (i * bits)) & (2**bits - 1) for i in range(16 // bits)]
-    values = torch.stack(shifted, 2).to(torch.int8)  # [N, groups, parts, words]: above 127 wraps to the negative ones
+    values = torch.stack(shifted, 2).to(
+        torch.int8
+    )  # [N, groups, parts, words]: above 127 wraps to the negative ones
     pairs = weight.scales[:, :num_rows].T  # a bfloat16 is the upper half of the float32 of its value
     scales, offsets = (half.view(torch.float32).bfloat16() for half in (pairs << 16, pairs & -65536))
     return Integers(values.flatten(1), scales, -offsets)

@@ -1,9 +1,11 @@
-"""The target's choices on the device: a step copies no logits to the host, which follows the choices down the drafted trees.
+"""The target's choices on the device: a step copies no logits to the host, which follows the choices down the
+drafted trees.
 
-`pick` makes the choice of paceline/verify/sampling.py for requests without further options, with the same noise: the random words are
-those of paceline/verify/noise.py bit for bit, and scores are float64 as there. The only thing that may differ is the last bit of a
-logarithm, so a choice differs from the host's only where two scores agree to about 15 digits; it never differs between two runs here.
-Invariant: a row's choice depends on its logits, temperature, seed and position.
+`pick` makes the choice of paceline/core/sampling.py for requests without further options, with the same
+noise: the random words are those of paceline/core/noise.py bit for bit, and scores are float64 as there. The
+only thing that may differ is the last bit of a logarithm, so a choice differs from the host's only where two
+scores agree to about 15 digits; it never differs between two runs here. Invariant: a row's choice depends on
+its logits, temperature, seed and position.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.core.noise import Purpose
 from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
-from paceline.verify.noise import Purpose
 
 BLOCK = 1024  # ids a program looks at; four share a random counter
 _TARGET = tl.constexpr(int(Purpose.TARGET))
@@ -30,12 +32,17 @@ class Workspace(NamedTuple):
 
 def workspace(num_rows: int, vocab: int, device: torch.device | str) -> Workspace:
     shape = (num_rows, triton.cdiv(vocab, BLOCK))
-    return Workspace(torch.empty(shape, dtype=torch.float64, device=device), torch.empty(shape, dtype=torch.int32, device=device))
+    return Workspace(
+        torch.empty(shape, dtype=torch.float64, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+    )
 
 
 @triton.jit
 def noise_words(first: tl.tensor, position: tl.tensor, seed: tl.tensor, count: tl.constexpr) -> tl.tensor:
-    """[count] uint32: the words of ids first .. first + count - 1, both multiples of four. TARGET noise has no round."""
+    """[count] uint32: the words of ids first .. first + count - 1, both multiples of four. TARGET noise has
+    no round.
+    """
     counter = first // 4 + tl.arange(0, count // 4)
     zero = tl.zeros_like(counter)
     a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.int32), zero + _TARGET, zero)
@@ -96,13 +103,15 @@ def _best_of_rows(
 
 def pick(
     logits: torch.Tensor,  # [L, vocab] float32, bfloat16 or float16
-    temperature: torch.Tensor,  # [L] float64 for the host's choice; float32 is as valid a draw, of a temperature off by 3e-8
+    # [L] float64 for the host's choice; float32 is as valid a draw, of a temperature off by 3e-8
+    temperature: torch.Tensor,
     seeds: torch.Tensor,  # [L] int64: the 64 bits of each request's seed
     positions: torch.Tensor,  # [L] int64: of the token to be chosen, one past the row's own
     out_ids: torch.Tensor | None = None,  # [L] int64
     work: Workspace | None = None,  # of at least L rows
 ) -> torch.Tensor:
-    """The token of each row, [L] int64: its best where the temperature is 0, its seeded draw elsewhere; the lowest id wins a tie.
+    """The token of each row, [L] int64: its best where the temperature is 0, its seeded draw elsewhere; the
+    lowest id wins a tie.
 
     It is -1 where a row is broken: if any logit is NaN or +inf, or all are -inf.
     """
@@ -116,7 +125,9 @@ def pick(
     num_blocks = triton.cdiv(vocab, BLOCK)
     assert len(work.scores) >= num_rows, "a workspace of as many rows"
     assert work.scores.shape[1] == num_blocks, "a workspace of this vocabulary"
-    _best_of_blocks[(num_rows, num_blocks)](logits, temperature, seeds, positions, *work, vocab, BLOCK, num_warps=4, **LAUNCH)
+    _best_of_blocks[(num_rows, num_blocks)](
+        logits, temperature, seeds, positions, *work, vocab, BLOCK, num_warps=4, **LAUNCH
+    )
     width = triton.next_power_of_2(num_blocks)
     _best_of_rows[(num_rows,)](*work, logits, out_ids, vocab, num_blocks, width, num_warps=1, **LAUNCH)
     return out_ids

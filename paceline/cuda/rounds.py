@@ -1,9 +1,10 @@
-"""Rounds that a GPU runs by itself: a head drafts a chain, the target checks it, and both go on from what was accepted.
+"""Rounds that a GPU runs by itself: a head drafts a chain, the target checks it, and both go on from what was
+accepted.
 
-A round is one CUDA graph, replayed as often as rounds are wanted; the host fills the inputs of the first, learns how far the text has come
-from what each of them says while the next is running, and sends another after it. Invariant: between two rounds nothing but numbers at
-fixed addresses changes (cuda/advance.py), and the target's pass is the decoder's own over the same bucket of rows, so its bits are those of
-a usual step.
+A round is one CUDA graph, replayed as often as rounds are wanted; the host fills the inputs of the first,
+learns how far the text has come from what each of them says while the next is running, and sends another
+after it. Invariant: between two rounds nothing but numbers at fixed addresses changes (cuda/advance.py), and
+the target's pass is the decoder's own over the same bucket of rows, so its bits are those of a usual step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from paceline.core.types import Batch, Round
 from paceline.cuda import batch as device_batch
 from paceline.cuda.advance import Drafted, Ring, Verified, advance
 from paceline.cuda.batch import REQUESTS, Inputs, bucket_for, context_for, next_size
@@ -22,12 +24,13 @@ from paceline.cuda.chain_head import Bucket, CudaChainHead
 from paceline.cuda.decoder import CudaDecoder, Task
 from paceline.cuda.graphs import Graphs
 from paceline.cuda.head_inputs import Buffer, rows_for, table_of_rounds, warm_contexts
+from paceline.heads.rows import Feed, Orders, Speaker
 from paceline.models.attention import LayerCache
-from paceline.models.head_rows import Feed, Orders, Speaker
-from paceline.types import Batch, Round
 
 MOST_ROUNDS = 32  # in a row: taking off costs as much as a round, and slots are reserved for as many
-AHEAD = 2  # under way at a time, so that the device never waits for the host: what arrives waits for so many, and so many may be in vain
+# under way at a time, so that the device never waits for the host: what arrives waits for so many, and so
+# many may be in vain
+AHEAD = 2
 MOST_REQUESTS = 4  # of more, a pass hides what the host does, and each number of them is recorded for
 
 
@@ -40,7 +43,9 @@ class _Shape(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """What a recording reads and writes. The cache is kept too: another at the same address would be taken for it."""
+    """What a recording reads and writes. The cache is kept too: another at the same address would be taken
+    for it.
+    """
 
     buffer: Buffer
     inputs: Inputs
@@ -51,9 +56,13 @@ class _Room(NamedTuple):
 
 
 class CudaFlown:
-    """What rounds say, each on its way to the host: whoever looks first waits for it. Once others take off it is gone."""
+    """What rounds say, each on its way to the host: whoever looks first waits for it. Once others take off it
+    is gone.
+    """
 
-    def __init__(self, replay: Callable[[], None], room: _Room, layers: Sequence[int], most: int, is_first: bool) -> None:
+    def __init__(
+        self, replay: Callable[[], None], room: _Room, layers: Sequence[int], most: int, is_first: bool
+    ) -> None:
         """layers: of the hidden states; most: rounds that there is room for."""
         self.is_first = is_first
         self._replay, self._room, self._layers, self._most = replay, room, layers, most
@@ -66,7 +75,11 @@ class CudaFlown:
 
     def hidden(self, number: int) -> dict[int, torch.Tensor]:
         """The last round's: the next has read those before it."""
-        return dict(zip(self._layers, self._room.hidden.clone(), strict=True)) if number == self._count - 1 else {}
+        return (
+            dict(zip(self._layers, self._room.hidden.clone(), strict=True))
+            if number == self._count - 1
+            else {}
+        )
 
     @torch.inference_mode()
     def more(self) -> None:
@@ -101,18 +114,24 @@ class CudaRounds:
         return True
 
     @torch.inference_mode()
-    def launch(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders) -> CudaFlown:
-        """batch: the target's rows of the first round, chains of which only the roots are known; of each request as many slots are reserved
-        as `count` rounds could take, a few of which are sent now. feeds: what the head has not read of each text, no more rows than a chain
-        has."""
+    def launch(
+        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders
+    ) -> CudaFlown:
+        """batch: the target's rows of the first round, chains of which only the roots are known; of each
+        request as many slots are reserved as `count` rounds could take, a few of which are sent now. feeds:
+        what the head has not read of each text, no more rows than a chain has."""
         columns, rows = batch.columns, len(batch.columns.rows) // len(feeds)
         assert 1 <= count <= self.most_rounds, "a ring holds so many"
-        assert all(1 <= len(feed.tokens) <= rows for feed in feeds), "something to read, and as much as a round shows"
+        assert all(1 <= len(feed.tokens) <= rows for feed in feeds), (
+            "something to read, and as much as a round shows"
+        )
         for feed in feeds:  # before anything is recorded: more memory makes recordings useless
             feed.place.reserve(feed.start + len(feed.tokens) + count * rows)
         length = max(*columns.prefix_lens, *(feed.start + len(feed.tokens) for feed in feeds))
         shape = self._shape(len(feeds), rows - 1, context_for(length + count * rows))
-        assert shape.target._replace(context=0) == bucket_for(columns)._replace(context=0), "the bucket of a usual step"
+        assert shape.target._replace(context=0) == bucket_for(columns)._replace(context=0), (
+            "the bucket of a usual step"
+        )
         key = self._key(shape)
         is_first = key not in self._graphs
         recording, room = self._graphs.get(key, lambda: self._prepare(shape))
@@ -141,7 +160,9 @@ class CudaRounds:
         return shape, self._head.generation, id(self._kv)
 
     def _shape(self, requests: int, steps: int, context: int) -> _Shape:
-        """context: of the last round that is possible, for head and target alike, since each pair of them is recorded for."""
+        """context: of the last round that is possible, for head and target alike, since each pair of them is
+        recorded for.
+        """
         rows, most = requests * (steps + 1), next_size(REQUESTS, requests)
         target = device_batch.bucket_of(rows, requests, steps + 1, context)
         return _Shape(requests, Bucket(rows_for(rows), most, most, context, steps, is_true=True), target)
@@ -151,10 +172,21 @@ class CudaRounds:
         draft, buffer = head.prepare(shape.head)
         task = Task(shape.target, self._decoder.config.num_layers, self._layers, has_picks=True)
         check, inputs = self._decoder.prepare(task, self._kv)
-        hidden = torch.zeros((len(self._layers), shape.target.rows, size), dtype=self._decoder.weights.dtype, device=device)
-        said = torch.zeros((self.most_rounds, shape.requests, 3 * shape.head.steps + 1), dtype=torch.int32, device=device)
+        hidden = torch.zeros(
+            (len(self._layers), shape.target.rows, size), dtype=self._decoder.weights.dtype, device=device
+        )
+        said = torch.zeros(
+            (self.most_rounds, shape.requests, 3 * shape.head.steps + 1), dtype=torch.int32, device=device
+        )
         ring = Ring(torch.zeros(shape.requests, dtype=torch.int32, device=device), said)
-        room = _Room(buffer, inputs, hidden, ring, torch.zeros(said.shape, dtype=said.dtype, pin_memory=device.type == "cuda"), self._kv)
+        room = _Room(
+            buffer,
+            inputs,
+            hidden,
+            ring,
+            torch.zeros(said.shape, dtype=said.dtype, pin_memory=device.type == "cuda"),
+            self._kv,
+        )
         return partial(self._run, shape, draft, check, room, self._addresses(shape, hidden)), room
 
     def _addresses(self, shape: _Shape, hidden: torch.Tensor) -> torch.Tensor:
@@ -165,14 +197,33 @@ class CudaRounds:
                 found[row, i] = hidden[self._layers.index(layer), row].data_ptr()
         return found.to(hidden.device)
 
-    def _run(self, shape: _Shape, draft: Callable[[], Any], check: Callable[[], Any], room: _Room, addresses: torch.Tensor) -> None:
-        requests, steps, at, batch = shape.requests, shape.head.steps, room.buffer.on_device, room.inputs.batch
+    def _run(
+        self,
+        shape: _Shape,
+        draft: Callable[[], Any],
+        check: Callable[[], Any],
+        room: _Room,
+        addresses: torch.Tensor,
+    ) -> None:
+        requests, steps, at, batch = (
+            shape.requests,
+            shape.head.steps,
+            room.buffer.on_device,
+            room.inputs.batch,
+        )
         results = draft()
         chains = batch.input_ids[: requests * (steps + 1)].view(requests, steps + 1)
         chains[:, 1:] = results[0, :, :requests].T
         _, picked, hidden = check()
         verified = Verified(
-            picked, batch.input_ids, batch.positions, batch.slots, batch.starts, batch.prefix_lens, batch.block_tables, room.inputs.places
+            picked,
+            batch.input_ids,
+            batch.positions,
+            batch.slots,
+            batch.starts,
+            batch.prefix_lens,
+            batch.block_tables,
+            room.inputs.places,
         )
         drafted = Drafted(
             results, at["tokens"], at["positions"], at["slots"], at["stands"], at["prefixes"], at["tables"], at["speaking"], at["places"],

@@ -1,8 +1,10 @@
-"""What a decoder does to single rows between its products, one launch each: embed, add and norm, norm and rotate and store, gate.
+"""What a decoder does to single rows between its products, one launch each: embed, add and norm, norm and
+rotate and store, gate.
 
-Everything is computed in float32 and rounded where it is written; `add_norm` also rounds where the torch decoder does, so the residual
-stream has the same bits. `place` and `gate` round once, where torch in bfloat16 would round every step: they are nearer to float32.
-Invariant: a row's result depends on that row alone. Tiles follow from the model's sizes, never from the number of rows.
+Everything is computed in float32 and rounded where it is written; `add_norm` also rounds where the torch
+decoder does, so the residual stream has the same bits. `place` and `gate` round once, where torch in bfloat16
+would round every step: they are nearer to float32. Invariant: a row's result depends on that row alone. Tiles
+follow from the model's sizes, never from the number of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 SCALE_BYTES = tl.constexpr(16)  # as runtime/kv_cache.py has it
 MAX_HIDDEN = 16384  # a row of the residual stream is one tile
 TILE = 1024  # elements a program where a row need not be one tile
-HEADS = 2  # heads a program places, at most: a warp has enough to do, and one token still spreads over several multiprocessors
+# heads a program places, at most: a warp has enough to do, and one token still spreads over several
+# multiprocessors
+HEADS = 2
 
 
 def _warps(block: int) -> int:
@@ -28,7 +32,11 @@ def _warps(block: int) -> int:
 
 def _are_parts(parts: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
     """One part is of the activations' dtype, several are float32."""
-    return parts.shape[1:] == shape and parts.dtype == (dtype if len(parts) == 1 else torch.float32) and parts.is_contiguous()
+    return (
+        parts.shape[1:] == shape
+        and parts.dtype == (dtype if len(parts) == 1 else torch.float32)
+        and parts.is_contiguous()
+    )
 
 
 def _are_dense(*tensors: torch.Tensor) -> bool:
@@ -36,8 +44,12 @@ def _are_dense(*tensors: torch.Tensor) -> bool:
 
 
 @triton.jit
-def added_up(parts_ptr: tl.tensor, step: tl.tensor, mask: tl.tensor, splits: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """float32: what a product of so many parts gives (cuda/linear.py), `step` numbers from one part to the next, rounded as it would be."""
+def added_up(
+    parts_ptr: tl.tensor, step: tl.tensor, mask: tl.tensor, splits: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
+    """float32: what a product of so many parts gives (cuda/linear.py), `step` numbers from one part to the
+    next, rounded as it would be.
+    """
     total = tl.load(parts_ptr, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, splits):
         total += tl.load(parts_ptr + i * step, mask=mask, other=0.0)
@@ -71,7 +83,9 @@ def _add_norm(
     wait_for_previous()
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
-        added = added_up(added_ptr + start + at, tl.num_programs(0).to(tl.int64) * hidden, inside, splits, dtype)
+        added = added_up(
+            added_ptr + start + at, tl.num_programs(0).to(tl.int64) * hidden, inside, splits, dtype
+        )
         if after_ptr is not None:
             after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
             added = _normed(added, after, eps, hidden).to(dtype).to(tl.float32)
@@ -95,15 +109,21 @@ def add_norm(
     assert hidden <= MAX_HIDDEN, "a row is one tile"
     assert (out.shape, weight.shape) == (x.shape, (hidden,)), "a norm keeps its shape"
     assert added is None or _are_parts(added, x.shape, x.dtype), "what is added fits"
-    assert after_weight is None or (added is not None and after_weight.shape == (hidden,)), "something is added"
+    assert after_weight is None or (added is not None and after_weight.shape == (hidden,)), (
+        "something is added"
+    )
     assert _are_dense(x, out), "rows follow each other"
     block, splits = triton.next_power_of_2(hidden), 1 if added is None else len(added)
-    _add_norm[(num_rows,)](x, added, after_weight, weight, out, eps, hidden, splits, block, num_warps=_warps(block), **LAUNCH)
+    _add_norm[(num_rows,)](
+        x, added, after_weight, weight, out, eps, hidden, splits, block, num_warps=_warps(block), **LAUNCH
+    )
 
 
 @triton.jit
 def turned(left: tl.tensor, right: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
-    """Both halves of a head, rotated. Fused by name: which product is rounded is not the compiler's choice."""
+    """Both halves of a head, rotated. Fused by name: which product is rounded is not the compiler's
+    choice.
+    """
     return tl.fma(left, cos, -(right * sin)), tl.fma(right, cos, left * sin)
 
 
@@ -127,7 +147,9 @@ def _place(
     half_block: tl.constexpr,
     group: tl.constexpr,
 ) -> None:
-    """A tile is `group` heads by half a head: left and right halves turn together. Heads: queries, then keys, then values."""
+    """A tile is `group` heads by half a head: left and right halves turn together. Heads: queries, then keys,
+    then values.
+    """
     let_next_start()
     half: tl.constexpr = dim // 2
     row = tl.program_id(0).to(tl.int64)
@@ -152,7 +174,9 @@ def _place(
     if q_norm_ptr is not None:
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / dim + eps)[:, None]
         normed_left = left * scale * _head_weight(q_norm_ptr, k_norm_ptr, is_query, at, is_dim)
-        normed_right = right * scale * _head_weight(q_norm_ptr + half, k_norm_ptr + half, is_query, at, is_dim)
+        normed_right = (
+            right * scale * _head_weight(q_norm_ptr + half, k_norm_ptr + half, is_query, at, is_dim)
+        )
     turned_left, turned_right = turned(normed_left, normed_right, cos, sin)
 
     q_out = q_out_ptr + row * num_q * dim + offsets
@@ -164,13 +188,23 @@ def _place(
 
 @triton.jit
 def _keep(
-    cache_ptr: tl.tensor, line: tl.tensor, at: tl.tensor, left: tl.tensor, right: tl.tensor, mask: tl.tensor, dim: tl.constexpr
+    cache_ptr: tl.tensor,
+    line: tl.tensor,
+    at: tl.tensor,
+    left: tl.tensor,
+    right: tl.tensor,
+    mask: tl.tensor,
+    dim: tl.constexpr,
 ) -> None:
-    """Store heads [G, half] in lines [G, 1] of a cache; as integers, with their scale after them, if it is one of integers."""
+    """Store heads [G, half] in lines [G, 1] of a cache; as integers, with their scale after them, if it is
+    one of integers.
+    """
     half: tl.constexpr = dim // 2
     if cache_ptr.dtype.element_ty == tl.int8:
         start = cache_ptr + line * (dim + SCALE_BYTES)
-        highest = tl.maximum(tl.max(tl.abs(left), 1, keep_dims=True), tl.max(tl.abs(right), 1, keep_dims=True))  # [G, 1]
+        highest = tl.maximum(
+            tl.max(tl.abs(left), 1, keep_dims=True), tl.max(tl.abs(right), 1, keep_dims=True)
+        )  # [G, 1]
         scale = tl.where(highest > 0, highest, 1.0) / 127
         is_kept = tl.max(mask.to(tl.int32), 1, keep_dims=True) > 0
         tl.store((start + dim).to(tl.pointer_type(tl.float32), bitcast=True), scale, mask=is_kept)
@@ -182,7 +216,9 @@ def _keep(
 
 
 @triton.jit
-def _head_weight(q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, is_query: tl.tensor, at: tl.tensor, is_dim: tl.tensor) -> tl.tensor:
+def _head_weight(
+    q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, is_query: tl.tensor, at: tl.tensor, is_dim: tl.tensor
+) -> tl.tensor:
     of_queries = tl.load(q_norm_ptr + at, mask=is_dim, other=0.0).to(tl.float32)
     of_keys = tl.load(k_norm_ptr + at, mask=is_dim, other=0.0).to(tl.float32)
     return tl.where(is_query, of_queries, of_keys)
@@ -201,7 +237,9 @@ def place(
     eps: float,
     q_out: torch.Tensor,  # [T, heads, dim]
 ) -> None:
-    """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots. Slots of padding rows may coincide."""
+    """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots. Slots of
+    padding rows may coincide.
+    """
     num_rows, num_q, dim = q_out.shape
     num_kv = keys.shape[1]
     num_heads = num_q + 2 * num_kv
@@ -217,11 +255,28 @@ def place(
     grid = (num_rows, triton.cdiv(num_heads, group))
     half_block = triton.next_power_of_2(dim // 2)
     sizes = (num_q, num_kv, dim, len(qkv), half_block, group)
-    _place[grid](qkv, positions, slots, cos, sin, keys, values, q_norm, k_norm, q_out, eps, *sizes, num_warps=1, **LAUNCH)
+    _place[grid](
+        qkv,
+        positions,
+        slots,
+        cos,
+        sin,
+        keys,
+        values,
+        q_norm,
+        k_norm,
+        q_out,
+        eps,
+        *sizes,
+        num_warps=1,
+        **LAUNCH,
+    )
 
 
 @triton.jit
-def _gate(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.constexpr, is_silu: tl.constexpr, tile: tl.constexpr) -> None:
+def _gate(
+    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.constexpr, is_silu: tl.constexpr, tile: tl.constexpr
+) -> None:
     let_next_start()
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
@@ -230,7 +285,8 @@ def _gate(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.constexpr, is_si
     source = gate_up_ptr + row * 2 * width + at
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
-    # (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a sigmoid; 2 sqrt(2 / pi) = 1.5957691216...
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a sigmoid; 2 sqrt(2 / pi) =
+    # 1.5957691216...
     steepness = gate if is_silu else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     out = gate / (1.0 + tl.exp(-steepness)) * up
     tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -242,7 +298,9 @@ def gate(gate_up: torch.Tensor, activation: Literal["silu", "gelu_tanh"], out: t
     assert gate_up.shape == (num_rows, 2 * width), "two halves"
     assert activation in ("silu", "gelu_tanh"), f"no activation {activation}"
     assert _are_dense(gate_up, out), "rows follow each other"
-    _gate[(num_rows, triton.cdiv(width, TILE))](gate_up, out, width, activation == "silu", TILE, num_warps=4, **LAUNCH)
+    _gate[(num_rows, triton.cdiv(width, TILE))](
+        gate_up, out, width, activation == "silu", TILE, num_warps=4, **LAUNCH
+    )
 
 
 @triton.jit
@@ -262,10 +320,20 @@ def _embed(
     tl.store(out_ptr + row * hidden + at, x.to(out_ptr.dtype.element_ty), mask=at < hidden)
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor, picked: torch.Tensor | None = None) -> None:
-    """out [T, hidden] = rows `ids` [T] of the table [vocab, hidden], times scale. An id of -1 - i is picked[i]."""
+def embed(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    picked: torch.Tensor | None = None,
+) -> None:
+    """out [T, hidden] = rows `ids` [T] of the table [vocab, hidden], times scale. An id of -1 - i is
+    picked[i].
+    """
     num_rows, hidden = out.shape
     assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
     assert _are_dense(table, out), "rows follow each other"
     assert picked is None or picked.dtype == torch.int64, "as `pick` writes them"
-    _embed[(num_rows, triton.cdiv(hidden, TILE))](ids, table, out, picked, scale, hidden, TILE, num_warps=4, **LAUNCH)
+    _embed[(num_rows, triton.cdiv(hidden, TILE))](
+        ids, table, out, picked, scale, hidden, TILE, num_warps=4, **LAUNCH
+    )

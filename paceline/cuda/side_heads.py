@@ -1,4 +1,5 @@
-"""Medusa's heads on a GPU: a draft is one CUDA graph, from the target's hidden state to the tokens. The interface of cpu/medusa.py.
+"""Medusa's heads on a GPU: a draft is one CUDA graph, from the target's hidden state to the tokens. The
+interface of cpu/medusa.py.
 
 Invariant: all heads are computed together, rows in the order of heads and then of requests.
 """
@@ -17,10 +18,17 @@ from paceline.cuda.batch import REQUESTS, next_size
 from paceline.cuda.enter import gather
 from paceline.cuda.graphs import Graphs, Recording
 from paceline.cuda.guess import Guessing, guess
-from paceline.cuda.head_inputs import Buffer, Column, addresses_of, guesses_of, speaker_columns, speaker_values
+from paceline.cuda.head_inputs import (
+    Buffer,
+    Column,
+    addresses_of,
+    guesses_of,
+    speaker_columns,
+    speaker_values,
+)
 from paceline.cuda.head_weights import HeadReader
-from paceline.models.head_config import MedusaConfig
-from paceline.models.head_rows import Guesses, Row, Speaker
+from paceline.heads.config import MedusaConfig
+from paceline.heads.rows import Guesses, Row, Speaker
 
 if TYPE_CHECKING:
     from paceline.cuda.decoder import CudaDecoder
@@ -32,15 +40,25 @@ class Bucket(NamedTuple):
 
 
 class CudaMedusaHead:
-    def __init__(self, config: MedusaConfig, tensors: Mapping[str, torch.Tensor], norm: torch.Tensor, decoder: CudaDecoder) -> None:
+    def __init__(
+        self,
+        config: MedusaConfig,
+        tensors: Mapping[str, torch.Tensor],
+        norm: torch.Tensor,
+        decoder: CudaDecoder,
+    ) -> None:
         """norm: the target's last, or the trunk's."""
         self.config, self.device = config, decoder.device
         reader, heads = HeadReader(tensors, decoder), range(config.num_heads_ahead)
         self._dtype, self._ids, self._norm = reader.dtype, reader.ids(), norm.to(self.device)
         names = [[f"blocks.{head}.layers.{block}" for head in heads] for block in range(config.num_blocks)]
-        biases = [torch.stack([tensors[f"{name}.bias"] for name in each])[:, None].to(self.device, self._dtype) for each in names]
+        biases = [
+            torch.stack([tensors[f"{name}.bias"] for name in each])[:, None].to(self.device, self._dtype)
+            for each in names
+        ]
         self._blocks = [  # weights [heads, inputs, outputs] and biases [heads, 1, outputs]
-            (torch.stack([reader.table(name) for name in each]).transpose(1, 2), bias) for each, bias in zip(names, biases, strict=True)
+            (torch.stack([reader.table(name) for name in each]).transpose(1, 2), bias)
+            for each, bias in zip(names, biases, strict=True)
         ]
         # One output layer for all heads, or [heads, hidden, words] of their own.
         self._speak = (
@@ -100,6 +118,8 @@ class CudaMedusaHead:
         if not bucket.is_guessed:
             return logits.view(config.num_heads_ahead, bucket.requests, -1)
         how = Guessing(at["temperatures"], at["seeds"], at["places"], self._ids)
-        results = torch.empty((2, config.num_heads_ahead, bucket.requests), dtype=torch.int32, device=self.device)
+        results = torch.empty(
+            (2, config.num_heads_ahead, bucket.requests), dtype=torch.int32, device=self.device
+        )
         guess(logits, how, 0, results.flatten(1))
         return results

@@ -1,6 +1,8 @@
-"""A model's weights on a GPU: matrices in half precision or as small integers, norms and rotary tables in float32.
+"""A model's weights on a GPU: matrices in half precision or as small integers, norms and rotary tables in
+float32.
 
-Invariant: a matrix is on the device in its final form before the next is read, so loading needs little more memory than the model.
+Invariant: a matrix is on the device in its final form before the next is read, so loading needs little more
+memory than the model.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.core.errors import ConfigError
 from paceline.cuda.linear import Activation, PackedWeight, pack, parts, product
-from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.rope import RotaryTables, rotary_tables
 
@@ -24,10 +26,14 @@ class Matrix(NamedTuple):
     bias: torch.Tensor | None
     is_exact: bool  # the same bits with any number of rows, prompts too
 
-    def __call__(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:  # [T, K] -> [T, N], or [T, N / 2]
+    def __call__(
+        self, x: torch.Tensor, activation: Activation | None = None
+    ) -> torch.Tensor:  # [T, K] -> [T, N], or [T, N / 2]
         return product(x, self.weight, self.bias, activation=activation, is_exact=self.is_exact)
 
-    def parts(self, x: torch.Tensor, *, is_early: bool = False) -> torch.Tensor:  # [T, K] -> [S, T, N], to be added up
+    def parts(
+        self, x: torch.Tensor, *, is_early: bool = False
+    ) -> torch.Tensor:  # [T, K] -> [S, T, N], to be added up
         return parts(x, self.weight, self.bias, is_exact=self.is_exact, is_early=is_early)
 
     @property
@@ -65,7 +71,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def load_weights(
-    checkpoint: Any, config: ModelConfig, dtype: str, device: torch.device, is_exact: bool, progress: Callable[[int, int], None]
+    checkpoint: Any,
+    config: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    is_exact: bool,
+    progress: Callable[[int, int], None],
 ) -> Weights:
     reader = _Reader(checkpoint, config, dtype, device, is_exact)
     layers = []
@@ -82,7 +93,9 @@ def load_weights(
 
 
 class _Reader:
-    def __init__(self, checkpoint: Any, config: ModelConfig, dtype: str, device: torch.device, is_exact: bool) -> None:
+    def __init__(
+        self, checkpoint: Any, config: ModelConfig, dtype: str, device: torch.device, is_exact: bool
+    ) -> None:
         self.checkpoint, self.config, self.device = checkpoint, config, device
         self.dtype, self.bits, self.is_exact = dtype_of(dtype), BITS.get(dtype), is_exact
         self.tables = self._tables(config.rope)
@@ -98,7 +111,12 @@ class _Reader:
 
     def matrix(self, *names: str) -> Matrix:
         """One matrix from the rows of several: one launch instead of three."""
-        weight = torch.cat([self.tensor(f"{name}.weight").to(self.dtype if self.bits is None else torch.float32) for name in names])
+        weight = torch.cat(
+            [
+                self.tensor(f"{name}.weight").to(self.dtype if self.bits is None else torch.float32)
+                for name in names
+            ]
+        )
         has_bias = f"{names[0]}.bias" in self.config.weight_names()
         bias = torch.cat([self.tensor(f"{name}.bias").to(self.dtype) for name in names]) if has_bias else None
         return Matrix(pack(weight, self.bits or 16), bias, self.is_exact)
@@ -106,7 +124,12 @@ class _Reader:
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"layers.{index}."
         attention, mlp, is_local = f"{prefix}self_attn.", f"{prefix}mlp.", config.is_local(index)
-        names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        names = [
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ]
         norms = [self.tensor(f"{prefix}{name}.weight") for name in names[: 4 if config.sandwich_norm else 2]]
         return Layer(
             attention_norm=norms[0],

@@ -1,20 +1,23 @@
 """How often drafters are right when they say they are, over all requests and for each. No tensors.
 
-A drafter claims for each node the chance that it is accepted once its parent is; claims are counted in bins by depth, and what was seen
-outweighs the claim as it grows. A request that goes better or worse than the others has a factor of its own. Old counts fade, so both
-follow the text. Invariant: with nothing seen, a claim is taken at its word.
+A drafter claims for each node the chance that it is accepted once its parent is; claims are counted in bins
+by depth, and what was seen outweighs the claim as it grows. A request that goes better or worse than the
+others has a factor of its own. Old counts fade, so both follow the text. Invariant: with nothing seen, a
+claim is taken at its word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.types import Draft
 from paceline.engine.costs import Line, Median
-from paceline.types import Draft
 
 BINS = 12  # of claimed chances
 DEPTHS = 3  # told apart: 1, 2, and all deeper ones
-STANDINGS = 3  # told apart: what nobody else says anything about, what others say too, and what others contradict
+STANDINGS = (
+    3  # told apart: what nobody else says anything about, what others say too, and what others contradict
+)
 ALONE, AGREED, CONTRADICTED = range(STANDINGS)
 TRUST = 2.0  # observations that a claim itself is worth
 KNOWN_TRUST = 10.0  # and what was seen elsewhere
@@ -22,11 +25,18 @@ MANY = 20.0  # observations after which nothing but them counts
 MEMORY = 0.99  # of a count, from one observation in its bin to the next
 SURE = 0.995  # no claim is taken for more
 UNSAID = 0.5  # what a drafter that makes no claims is taken to claim
-OWN_MEMORY, OWN_PRIOR = 0.96, 10.0  # of a request's own acceptance: how long it is remembered, and the hits it starts with
+OWN_MEMORY, OWN_PRIOR = (
+    0.96,
+    10.0,
+)  # of a request's own acceptance: how long it is remembered, and the hits it starts with
 UNLIKELY, DOUBT = 0.002, 0.5  # a streak of mistakes so unlikely halves what is believed of a request, at once
 GAIN_MEMORY = 0.94  # of what asking a drafter gained
 USUAL_LENGTH = 200  # tokens of a request when it is first asked about, until some are
-GRANT, MOST_CREDIT, ALL_CREDIT = 32, 256, 4096  # asks that can be paid: when a request enters, at most, and for all requests together
+GRANT, MOST_CREDIT, ALL_CREDIT = (
+    32,
+    256,
+    4096,
+)  # asks that can be paid: when a request enters, at most, and for all requests together
 
 
 class Calibration:
@@ -50,14 +60,18 @@ class Calibration:
         return [hits / seen if seen else -1.0 for hits, seen in zip(self._hits, self._seen, strict=True)]
 
     def rates(self) -> list[float]:
-        """The same before anything is drafted, over all claims: at depth 1, 2, and deeper. What was never tried is as good as what
-        comes before it."""
+        """The same before anything is drafted, over all claims: at depth 1, 2, and deeper. What was never
+        tried is as good as what comes before it."""
         rates, before = [], UNSAID
         for depth in range(DEPTHS):
             before, trust = (self._known[depth], KNOWN_TRUST) if depth < len(self._known) else (before, TRUST)
             cells = slice(BINS * depth, BINS * (depth + 1))
             seen = sum(self._seen[cells])
-            before = (sum(self._hits[cells]) + trust * before) / (seen + trust) if seen < MANY else sum(self._hits[cells]) / seen
+            before = (
+                (sum(self._hits[cells]) + trust * before) / (seen + trust)
+                if seen < MANY
+                else sum(self._hits[cells]) / seen
+            )
             rates.append(before)
         return rates
 
@@ -72,11 +86,15 @@ class Calibration:
 
 
 def cell_of(depth: int, claimed: float, standing: int = 0) -> int:
-    return BINS * ((depth if depth < DEPTHS else DEPTHS) - 1 + DEPTHS * standing) + int(claimed * (BINS - 0.001))
+    return BINS * ((depth if depth < DEPTHS else DEPTHS) - 1 + DEPTHS * standing) + int(
+        claimed * (BINS - 0.001)
+    )
 
 
 def scaled(chance: float, factor: float) -> float:
-    """For a request that goes so much better than the others its odds, so that likely does not become certain, or so much worse."""
+    """For a request that goes so much better than the others its odds, so that likely does not become
+    certain, or so much worse.
+    """
     better = chance * factor
     if factor > 1.0:
         better /= 1.0 - chance + better
@@ -93,24 +111,47 @@ class Record:
         self.calibration = Calibration(known)
         self.seconds = Median(seconds)  # of asking it for one request
         self.line = Line(seconds / 2, seconds / 2)  # of asking one that runs a model, by the nodes it drafts
-        self.entry = Median(seconds / USUAL_LENGTH)  # of the first ask for a request, by token: it may read all of its text
-        self.rounds: dict[int, Median] = {}  # of one that runs them by itself, of a whole round, by how many requests have part in it
+        self.entry = Median(
+            seconds / USUAL_LENGTH
+        )  # of the first ask for a request, by token: it may read all of its text
+        self.rounds: dict[
+            int, Median
+        ] = {}  # of one that runs them by itself, of a whole round, by how many requests have part in it
         self.learning = Median(0.0)  # of showing it a request's part of a pass
-        self.credit = GRANT * seconds  # seconds that it has saved and not yet cost: new requests get their first asks out of it
+        self.credit = (
+            GRANT * seconds
+        )  # seconds that it has saved and not yet cost: new requests get their first asks out of it
 
 
 class Asked:
-    """One drafter's answer for one request. By node: the claimed chance given its parent, the cell in which it is counted, and the score
-    by which it is kept: the expected chance of its whole path. Where the draft was sampled, a node's score does not know its own token."""
+    """One drafter's answer for one request. By node: the claimed chance given its parent, the cell in which
+    it is counted, and the score by which it is kept: the expected chance of its whole path. Where the draft
+    was sampled, a node's score does not know its own token."""
 
-    __slots__ = ("added", "cells", "children", "claimed", "count", "draft", "is_falling", "record", "scores", "tally")
+    __slots__ = (
+        "added",
+        "cells",
+        "children",
+        "claimed",
+        "count",
+        "draft",
+        "is_falling",
+        "record",
+        "scores",
+        "tally",
+    )
 
     def __init__(self, draft: Draft, record: Record, tally: Tally) -> None:
         self.draft, self.record, self.tally = draft, record, tally
         self.children: list[list[int]] | None = None
         self.count, self.added = 0, 0.0  # nodes that are worth checking, and the seconds they take
         self.is_falling = True  # the first nodes are the best
-        parents, chances, chance_of, factor = draft.tree.parents, draft.chances, record.calibration.chance, tally.factor
+        parents, chances, chance_of, factor = (
+            draft.tree.parents,
+            draft.chances,
+            record.calibration.chance,
+            tally.factor,
+        )
         depths, claimed, cells, scores = [0], [1.0], [0], [1.0]
         self.claimed, self.cells, self.scores = claimed, cells, scores
         for node in range(1, len(parents)):
@@ -136,7 +177,9 @@ class Asked:
         return scaled(self.record.calibration.chance(self.cells[node], self.claimed[node]), self.tally.factor)
 
     def compare(self, standing: int) -> None:
-        """Another drafter says the same first token, or another. Scores that fall go on to do so: all but the root's change alike."""
+        """Another drafter says the same first token, or another. Scores that fall go on to do so: all but the
+        root's change alike.
+        """
         before = self.scores[1]
         self.cells[1] += standing * BINS * DEPTHS
         factor = self.expected(1) / before if before else 0.0

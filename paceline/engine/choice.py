@@ -1,4 +1,5 @@
-"""Of the drafted nodes of all requests in a step, those the target checks: the batch is expected to emit most tokens a second with them.
+"""Of the drafted nodes of all requests in a step, those the target checks: the batch is expected to emit most
+tokens a second with them.
 
 No tensors. Invariant: as in policy.py, a sampled token never decides whether it is itself checked.
 """
@@ -8,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.types import Draft
 from paceline.engine.calibrate import AGREED, CONTRADICTED, Asked, Record
 from paceline.engine.costs import CostModel
 from paceline.engine.load import Load
 from paceline.engine.nodes import Joined, Lone, admitted, best_start, first_of
 from paceline.engine.scheduler import Turn
-from paceline.types import Draft
 
 MARGIN = 1.005  # a draft must promise so much more than none
 
@@ -37,13 +38,17 @@ class Choice:
     seen_by_nodes: int = 0  # cached tokens that they see, summed
 
     def worth(self, asked: Asked, turn: Turn) -> float:
-        """Seconds that a draft is expected to save by itself; how many of its nodes are worth checking is kept with it."""
+        """Seconds that a draft is expected to save by itself; how many of its nodes are worth checking is
+        kept with it.
+        """
         if not self.can_lose:
             asked.count, asked.added = 0, 0.0
             return 0.0
         load, scores, costs = self.load, asked.scores[1 : 1 + turn.num_lookahead_tokens], self.costs
         base, each = costs.base(load.rows + len(scores)), costs.per_row_token * turn.request.cache.num_cached
-        asked.count, gained, asked.added = best_start(scores, load.speaking, load.seconds, base, load.rows, each, MARGIN)
+        asked.count, gained, asked.added = best_start(
+            scores, load.speaking, load.seconds, base, load.rows, each, MARGIN
+        )
         return gained * load.price - asked.added
 
     def make(self, turns: Sequence[Turn], asked: Mapping[int, list[Asked]]) -> None:
@@ -78,14 +83,26 @@ class Choice:
         asked.tally.saved(asked.record, saved, self.cost_of(asked.record))
 
     def _check_best(self, turns: Sequence[Turn], asked: Mapping[int, list[Asked]]) -> None:
-        trees = {i: Lone(answers[0]) if Lone.fits(answers, self.has_trees) else Joined(answers) for i, answers in asked.items()}
+        trees = {
+            i: Lone(answers[0]) if Lone.fits(answers, self.has_trees) else Joined(answers)
+            for i, answers in asked.items()
+        }
         kept: dict[int, list[int]] = {index: [] for index in trees}
         pool: list[tuple[float, int, int]] = []
         for index, tree in trees.items():
             if tree.q is None:
-                pool += [(-tree.scores[node], index, node) for node in (range(1, len(tree.scores)) if self.has_trees else tree.chain())]
-            elif isinstance(tree, Joined):  # drafted first nodes are checked whatever they are: that was decided before they were drawn
-                kept[index] = [n for n, score in enumerate(tree.scores) if n and (score >= self.threshold or tree.parents[n] == 0)]
+                pool += [
+                    (-tree.scores[node], index, node)
+                    for node in (range(1, len(tree.scores)) if self.has_trees else tree.chain())
+                ]
+            elif isinstance(
+                tree, Joined
+            ):  # drafted first nodes are checked whatever they are: that was decided before they were drawn
+                kept[index] = [
+                    n
+                    for n, score in enumerate(tree.scores)
+                    if n and (score >= self.threshold or tree.parents[n] == 0)
+                ]
         if pool and self.can_lose:
             pool.sort()
             self._admit(turns, pool, kept)
@@ -96,12 +113,16 @@ class Choice:
             tree = trees[index]
             self.seen_by_nodes += len(nodes) * turns[index].request.cache.num_cached
             for one in asked[index]:
-                saved = sum(tree.scores[n] * self.load.price - row_seconds for n in nodes if tree.owner(n) is one)
+                saved = sum(
+                    tree.scores[n] * self.load.price - row_seconds for n in nodes if tree.owner(n) is one
+                )
                 one.tally.saved(one.record, saved, self.cost_of(one.record))
             if nodes:
                 self.checked[index] = tree.cut(nodes)
 
-    def _admit(self, turns: Sequence[Turn], pool: Sequence[tuple[float, int, int]], kept: dict[int, list[int]]) -> None:
+    def _admit(
+        self, turns: Sequence[Turn], pool: Sequence[tuple[float, int, int]], kept: dict[int, list[int]]
+    ) -> None:
         """Keep the best nodes of all requests together."""
         load = self.load
         rows = load.rows + sum(len(nodes) for nodes in kept.values())
@@ -115,7 +136,9 @@ class Choice:
                 chosen.append((index, node))
                 scores.append(-negative)
                 added.append(base[rows + len(chosen)] - base[rows] + cached)
-        for index, node in chosen[: admitted(scores, load.speaking, load.seconds + self.spent, added, MARGIN)]:
+        for index, node in chosen[
+            : admitted(scores, load.speaking, load.seconds + self.spent, added, MARGIN)
+        ]:
             kept[index].append(node)
         for nodes in kept.values():
             nodes.sort()

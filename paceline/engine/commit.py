@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from paceline.core.errors import PacelineError
+from paceline.core.types import Draft, FinishReason, Request, TokenLogprobs, Verdict
 from paceline.engine.scheduler import Turn
 from paceline.engine.stats import SpecStats
 from paceline.engine.verdicts import Judged
-from paceline.errors import PacelineError
 from paceline.runtime.kv_cache import KvCache
-from paceline.types import Draft, FinishReason, Request, TokenLogprobs, Verdict
 
 
 class Emission(NamedTuple):
@@ -32,7 +32,13 @@ class Commits:
         finish: Callable[[Request, FinishReason], None],
     ) -> None:  # fmt: skip
         """stats: by request."""
-        self._kv, self._max_model_len, self._totals, self._stats, self._finish = kv, max_model_len, totals, stats, finish
+        self._kv, self._max_model_len, self._totals, self._stats, self._finish = (
+            kv,
+            max_model_len,
+            totals,
+            stats,
+            finish,
+        )
 
     def commit_all(
         self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Judged],
@@ -59,7 +65,9 @@ class Commits:
         return verdicts, emissions
 
     def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
-        """Text grows by what was accepted and the target's own token, up to the first that ends the request."""
+        """Text grows by what was accepted and the target's own token, up to the first that ends the
+        request.
+        """
         root, stats = len(request.tokens) - 1, self._stats[request.id]
         reason, emitted = None, 0
         for token in verdict.tokens:

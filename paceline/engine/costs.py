@@ -1,8 +1,10 @@
-"""What a draft is expected to gain: the formulas of speculative decoding, and a model of what passes cost. No clock and no tensors.
+"""What a draft is expected to gain: the formulas of speculative decoding, and a model of what passes cost. No
+clock and no tensors.
 
-α is the chance that a drafted token is accepted given that all before it were: one number for every depth, or a sequence with one for
-each. Costs are relative to a pass of the target over one token: `draft_cost` of drafting one token, `verify_cost` of the pass that
-checks the draft. Invariants: drafting nothing gains exactly 1; a pass never gets cheaper as rows are added.
+α is the chance that a drafted token is accepted given that all before it were: one number for every depth, or
+a sequence with one for each. Costs are relative to a pass of the target over one token: `draft_cost` of
+drafting one token, `verify_cost` of the pass that checks the draft. Invariants: drafting nothing gains
+exactly 1; a pass never gets cheaper as rows are added.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 Alpha = float | Sequence[float]
 PRECISION = 1e-9  # of a break-even α
@@ -24,7 +26,9 @@ FADE = 0.9  # of the weight of a row count's timings, from one look to the next
 
 
 def expected_tokens(alpha: Alpha, k: int) -> float:
-    """Tokens a pass gives on average when it checks a chain of k, the target's own included: (1 - α^(k+1)) / (1 - α) for one α."""
+    """Tokens a pass gives on average when it checks a chain of k, the target's own included: (1 - α^(k+1)) /
+    (1 - α) for one α.
+    """
     total, survival = 1.0, 1.0
     for depth in range(k):
         survival *= alpha if isinstance(alpha, (int, float)) else alpha[depth] if depth < len(alpha) else 0.0
@@ -38,7 +42,9 @@ def speedup(alpha: Alpha, k: int, draft_cost: float, verify_cost: float) -> floa
 
 
 def best_k(alpha: Alpha, draft_cost: float, verify_cost: Callable[[int], float], most: int) -> int:
-    """The length of draft that gains most, 0 if none gains; the shortest of equally good ones. verify_cost: of a pass over n tokens."""
+    """The length of draft that gains most, 0 if none gains; the shortest of equally good ones. verify_cost:
+    of a pass over n tokens.
+    """
     gains = [speedup(alpha, k, draft_cost, verify_cost(k + 1)) for k in range(most + 1)]
     return max(range(most + 1), key=lambda k: (gains[k], -k))
 
@@ -55,8 +61,9 @@ def break_even_alpha(k: int, draft_cost: float, verify_cost: float) -> float | N
 
 
 class Median:
-    """Of the last few numbers, cheap to ask for at any time. One much larger than it counts as FARTHEST times it: the first of a kind may
-    have waited for a compiler, and if nothing else were seen for long, that would be believed."""
+    """Of the last few numbers, cheap to ask for at any time. One much larger than it counts as FARTHEST times
+    it: the first of a kind may have waited for a compiler, and if nothing else were seen for long, that would
+    be believed."""
 
     __slots__ = ("_order", "_recent", "value")
 
@@ -75,14 +82,22 @@ class Median:
 
 
 class Line:
-    """Seconds of a call: fixed + each x count, fitted to the last few calls. One that took very long counts as twice what was expected."""
+    """Seconds of a call: fixed + each x count, fitted to the last few calls. One that took very long counts
+    as twice what was expected.
+    """
 
     __slots__ = ("_sums", "each", "fixed")
 
     def __init__(self, fixed: float, each: float) -> None:
         """What is expected until something is seen, worth two calls."""
         self.fixed, self.each = fixed, each
-        self._sums = (2.0, 6.0, 26.0, 2 * fixed + 6 * each, 6 * fixed + 26 * each)  # of 1, x, x^2, y and xy over counts of 1 and 5
+        self._sums = (
+            2.0,
+            6.0,
+            26.0,
+            2 * fixed + 6 * each,
+            6 * fixed + 26 * each,
+        )  # of 1, x, x^2, y and xy over counts of 1 and 5
 
     def add(self, count: float, seconds: float) -> None:
         y = min(seconds, 2 * (self.fixed + self.each * count) + 1e-9)
@@ -100,15 +115,19 @@ class CostModel:
     """Seconds of a pass of the target: base(rows) + per_request_token x (cached tokens of all requests)
     + per_row_token x (cached tokens that each row sees, summed).
 
-    The base is linear between the row counts of the profile. Timings that come later are kept as ratios to it, the median of the last
-    few at each row count; a row count not seen for long follows the others. So neither a wrong profile nor an hour on a busy machine
-    stays in the books.
+    The base is linear between the row counts of the profile. Timings that come later are kept as ratios to
+    it, the median of the last few at each row count; a row count not seen for long follows the others. So
+    neither a wrong profile nor an hour on a busy machine stays in the books.
     """
 
-    def __init__(self, seconds: Mapping[int, float], per_request_token: float = 0.0, per_row_token: float = 0.0) -> None:
+    def __init__(
+        self, seconds: Mapping[int, float], per_request_token: float = 0.0, per_row_token: float = 0.0
+    ) -> None:
         """seconds: of passes over so many rows with (nearly) nothing cached."""
         if not seconds or any(rows < 1 or not 0 < s < 1e6 for rows, s in seconds.items()):
-            raise ConfigError(f"a cost profile holds {dict(seconds)!r:.60}; measure it again with `paceline tune`")
+            raise ConfigError(
+                f"a cost profile holds {dict(seconds)!r:.60}; measure it again with `paceline tune`"
+            )
         self.seconds = dict(sorted(seconds.items()))
         self.per_request_token, self.per_row_token = per_request_token, per_row_token
         self._ratios: dict[int, Median] = {}
@@ -127,12 +146,16 @@ class CostModel:
 
     def _extend(self, most_rows: int) -> None:
         known, measured = sorted(self._corrected), list(self.seconds)
-        self._profile += [_linear(measured, self.seconds, rows) for rows in range(len(self._profile), most_rows + 1)]
+        self._profile += [
+            _linear(measured, self.seconds, rows) for rows in range(len(self._profile), most_rows + 1)
+        ]
         for rows in range(len(self._base), most_rows + 1):
             self._base.append(max(self._profile[rows] * _level(known, self._corrected, rows), self._base[-1]))
 
     def pass_seconds(self, rows: int, request_tokens: int = 0, row_tokens: int = 0) -> float:
-        return self.base(rows)[rows] + self.per_request_token * request_tokens + self.per_row_token * row_tokens
+        return (
+            self.base(rows)[rows] + self.per_request_token * request_tokens + self.per_row_token * row_tokens
+        )
 
     def observe(self, rows: int, request_tokens: int, row_tokens: int, seconds: float) -> None:
         """A pass in which every request was decoding took so long."""
@@ -148,12 +171,15 @@ class CostModel:
             self._look()
 
     def _look(self) -> None:
-        """Correct the profile by what was seen: each row count by its own timings, and by all of them as its own grow old."""
+        """Correct the profile by what was seen: each row count by its own timings, and by all of them as its
+        own grow old.
+        """
         self._weights = {rows: weight * FADE for rows, weight in self._weights.items()}
         total = sum(self._weights.values())
         common = sum(self._weights[rows] * seen.value for rows, seen in self._ratios.items()) / total
         self._corrected = {
-            rows: (common + self._weights[rows] * seen.value) / (1 + self._weights[rows]) for rows, seen in self._ratios.items()
+            rows: (common + self._weights[rows] * seen.value) / (1 + self._weights[rows])
+            for rows, seen in self._ratios.items()
         }
         self._base = [0.0]
         self.version += 1
@@ -175,7 +201,9 @@ class CostModel:
             seconds = {int(rows): float(s) for rows, s in data["seconds"].items()}
             return cls(seconds, float(data["per_request_token"]), float(data["per_row_token"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"a cost profile cannot be read ({error!r:.60}); measure it again with `paceline tune`") from None
+            raise ConfigError(
+                f"a cost profile cannot be read ({error!r:.60}); measure it again with `paceline tune`"
+            ) from None
 
 
 def _level(known: Sequence[int], values: Mapping[int, float], rows: int) -> float:
@@ -188,7 +216,9 @@ def _level(known: Sequence[int], values: Mapping[int, float], rows: int) -> floa
 
 
 def _linear(known: Sequence[int], values: Mapping[int, float], rows: int) -> float:
-    """Linear between the known, and beyond the last as steep as before it (in proportion, where only one is known)."""
+    """Linear between the known, and beyond the last as steep as before it (in proportion, where only one is
+    known).
+    """
     last = known[-1]
     if rows <= last:
         return _level(known, values, rows)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.types import Draft, Verdict
 from paceline.engine.calibrate import Asked, Tally
-from paceline.types import Draft, Verdict
 
 
 def is_right(one: Asked, verdict: Verdict) -> bool:
@@ -19,11 +19,18 @@ def is_right(one: Asked, verdict: Verdict) -> bool:
 
 
 def follow(one: Asked, node: int, tokens: Sequence[int]) -> int:
-    """Walk a draft along what was emitted, judging each child on the way; the node reached, 0 if it was wrong or has ended.
+    """Walk a draft along what was emitted, judging each child on the way; the node reached, 0 if it was wrong
+    or has ended.
 
-    A node that was not checked is judged too: had it been there, it would have been accepted if and only if its token was emitted.
+    A node that was not checked is judged too: had it been there, it would have been accepted if and only if
+    its token was emitted.
     """
-    observe, note, drafted, parents = one.record.calibration.observe, one.tally.note, one.draft.tree.tokens, one.draft.tree.parents
+    observe, note, drafted, parents = (
+        one.record.calibration.observe,
+        one.tally.note,
+        one.draft.tree.tokens,
+        one.draft.tree.parents,
+    )
     for token in tokens:
         reached = 0
         for child in range(node + 1, len(parents)):
@@ -39,21 +46,28 @@ def follow(one: Asked, node: int, tokens: Sequence[int]) -> int:
 
 
 def judge_sampled(one: Asked, checked: Draft, verdict: Verdict) -> None:
-    """Of a sampled draft only what was checked can be judged: the nodes on the accepted path, and the children beside it."""
+    """Of a sampled draft only what was checked can be judged: the nodes on the accepted path, and the
+    children beside it.
+    """
     children, place = checked.tree.children(), 0  # where the path is in the draft before it was cut
     for depth, node in enumerate(verdict.path):
         following = verdict.path[depth + 1] if depth + 1 < len(verdict.path) else -1
         reached = 0
         for child, original in zip(children[node], one.children_of(place), strict=False):
             is_hit = child == following
-            one.tally.note(one.record.calibration.observe(one.cells[original], one.claimed[original], is_hit), is_hit)
+            one.tally.note(
+                one.record.calibration.observe(one.cells[original], one.claimed[original], is_hit), is_hit
+            )
             reached = original if is_hit else reached
         place = reached
 
 
-def learn(tallies: Sequence[Tally], asked: Sequence[Asked], checked: Draft | None, verdict: Verdict) -> tuple[float, bool]:
-    """What a verdict says about the drafts of a request, and about those before that have been right so far (their shadows).
-    -> seconds of probes to give back, since they were right, and whether there is a shadow now."""
+def learn(
+    tallies: Sequence[Tally], asked: Sequence[Asked], checked: Draft | None, verdict: Verdict
+) -> tuple[float, bool]:
+    """What a verdict says about the drafts of a request, and about those before that have been right so far
+    (their shadows). -> seconds of probes to give back, since they were right, and whether there is a shadow
+    now."""
     refund = 0.0
     for tally in tallies:
         if tally.shadow is not None:

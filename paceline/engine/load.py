@@ -24,7 +24,9 @@ class Load:
         # Of the speaking requests alone: what a prompt's chunk takes is not theirs to pay.
         self.seconds = costs.pass_seconds(speaking, cached, cached) if speaking else 0.0
         self.price = self.seconds / speaking if speaking else 0.0  # of a token
-        self.by_row = costs.per_row_token * cached / speaking if speaking else 0.0  # what a row sees, on average
+        self.by_row = (
+            costs.per_row_token * cached / speaking if speaking else 0.0
+        )  # what a row sees, on average
 
     def added_by(self, count: int, each: float) -> list[float]:
         """Seconds that 1, 2, ... nodes add to the pass, with so many more for each."""

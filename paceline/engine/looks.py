@@ -1,6 +1,8 @@
-"""When a policy looks again at who might draft: a look among many requests takes as long as a good part of a pass. No clock of its own.
+"""When a policy looks again at who might draft: a look among many requests takes as long as a good part of a
+pass. No clock of its own.
 
-Invariant: while nothing is due, a step is plain whatever comes of the one before it, so that a device may begin it before that has landed.
+Invariant: while nothing is due, a step is plain whatever comes of the one before it, so that a device may
+begin it before that has landed.
 """
 
 from __future__ import annotations
@@ -8,12 +10,26 @@ from __future__ import annotations
 from paceline.engine.accounts import Accounts, thrift
 from paceline.engine.load import Load
 
-SHARE, MOST_QUIET = 0.005, 512  # of the time, at most, for looks that end with nobody asked; and steps without another then
+SHARE, MOST_QUIET = (
+    0.005,
+    512,
+)  # of the time, at most, for looks that end with nobody asked; and steps without another then
 MOST_OF = 0.9  # of the requests of the last look: while as many are there, it holds
 
 
 class Looks:
-    __slots__ = ("_accounts", "_load", "_num_requests", "is_quiet", "is_vain", "is_waking", "least_cost", "quiet", "seconds", "skipped")
+    __slots__ = (
+        "_accounts",
+        "_load",
+        "_num_requests",
+        "is_quiet",
+        "is_vain",
+        "is_waking",
+        "least_cost",
+        "quiet",
+        "seconds",
+        "skipped",
+    )
 
     def __init__(self, accounts: Accounts, load: Load, least_cost: float) -> None:
         self._accounts, self._load, self._num_requests = accounts, load, 0  # the last two of the last look
@@ -26,10 +42,16 @@ class Looks:
         self.least_cost = least_cost  # seconds of asking the cheapest drafter
 
     def are_over(self, num_requests: int) -> bool:
-        """For the next step: the last look holds among as many requests, or nearly; or nothing that came of another could be paid for."""
+        """For the next step: the last look holds among as many requests, or nearly; or nothing that came of
+        another could be paid for.
+        """
         if self.quiet > 0 and num_requests >= MOST_OF * self._num_requests:
             return True
-        return num_requests > 1 and not self.is_waking and self._accounts.is_broke(self._load, 1 + self.skipped, self.least_cost)
+        return (
+            num_requests > 1
+            and not self.is_waking
+            and self._accounts.is_broke(self._load, 1 + self.skipped, self.least_cost)
+        )
 
     def skip(self) -> None:
         self.quiet -= self.quiet > 0
@@ -50,7 +72,9 @@ class Looks:
         """The last look, all in all. If it asked nobody, the next one comes when it is paid for."""
         self.seconds = 0.0 if self.is_quiet else seconds
         if self.is_vain and not self.is_waking:
-            self.quiet = max(self.quiet, min(int(seconds / (SHARE * thrift(self._load) * self._load.seconds)), MOST_QUIET))
+            self.quiet = max(
+                self.quiet, min(int(seconds / (SHARE * thrift(self._load) * self._load.seconds)), MOST_QUIET)
+            )
 
     def left(self, num_requests: int) -> None:
         """One of so many is gone: who comes in its place may be worth asking about."""

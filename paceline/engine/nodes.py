@@ -1,19 +1,22 @@
 """Drafted nodes: the drafts of a request joined into one tree, weighed against what a pass costs, and cut.
 
-Invariant: a node's score is never above its parent's, so the best nodes of a tree are a tree with the same root.
+Invariant: a node's score is never above its parent's, so the best nodes of a tree are a tree with the same
+root.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.tree import Tree, join
+from paceline.core.types import Draft
 from paceline.engine.calibrate import AGREED, ALONE, BINS, CONTRADICTED, DEPTHS, Asked
-from paceline.types import Draft
-from paceline.verify.tree import Tree, join
 
 
 class Lone:
-    """One draft whose best nodes are its first: a chain, or a tree that was grown best first and is believed. By far the commonest."""
+    """One draft whose best nodes are its first: a chain, or a tree that was grown best first and is believed.
+    By far the commonest.
+    """
 
     __slots__ = ("asked", "q", "scores")
 
@@ -56,7 +59,9 @@ class Joined:
             self._compare()
 
     def _compare(self) -> None:
-        """Score anew by who else says so: a token that another drafter contradicts is right far less often than one it agrees with."""
+        """Score anew by who else says so: a token that another drafter contradicts is right far less often
+        than one it agrees with.
+        """
         speakers: dict[int, set[int]] = {}  # node -> those who drafted something after it
         for node, parent in enumerate(self.parents):
             speakers.setdefault(parent, set()).update(id(asked) for asked, _ in self.holders[node])
@@ -87,7 +92,11 @@ class Joined:
         for node in nodes:
             place[node] = len(place)
         parents = (-1, *(place[self.parents[node]] for node in nodes))
-        q = None if self.q is None else {place[n]: row for n, row in self.q.items() if place.get(n, -2) in parents}
+        q = (
+            None
+            if self.q is None
+            else {place[n]: row for n, row in self.q.items() if place.get(n, -2) in parents}
+        )
         kept = (0, *nodes)
         sources = tuple(asked.draft.source_of(own) for asked, own in (self.holders[n][0] for n in kept))
         tree = Tree(tuple(self.tokens[n] for n in kept), parents)
@@ -103,10 +112,12 @@ def first_of(draft: Draft, count: int) -> Draft:
     return Draft(Tree.known(tree.tokens[:end], tree.parents[:end]), draft.source, None, chances, sources)
 
 
-def admitted(scores: Sequence[float], tokens: float, seconds: float, added: Sequence[float], margin: float) -> int:
-    """How many of the best nodes to check so that tokens a second are most. scores: falling; `tokens` in `seconds` without any;
-    added[n]: seconds that the first n + 1 nodes take together. Costs have steps, so every length is looked at. 0 unless it is `margin`
-    times better than none."""
+def admitted(
+    scores: Sequence[float], tokens: float, seconds: float, added: Sequence[float], margin: float
+) -> int:
+    """How many of the best nodes to check so that tokens a second are most. scores: falling; `tokens` in
+    `seconds` without any; added[n]: seconds that the first n + 1 nodes take together. Costs have steps, so
+    every length is looked at. 0 unless it is `margin` times better than none."""
     best, best_rate = 0, margin * tokens / seconds
     for index, score in enumerate(scores):
         tokens += score
@@ -117,10 +128,18 @@ def admitted(scores: Sequence[float], tokens: float, seconds: float, added: Sequ
 
 
 def best_start(
-    scores: Sequence[float], tokens: float, seconds: float, base: Sequence[float], rows: int, each: float, margin: float, fixed: float = 0.0
+    scores: Sequence[float],
+    tokens: float,
+    seconds: float,
+    base: Sequence[float],
+    rows: int,
+    each: float,
+    margin: float,
+    fixed: float = 0.0,
 ) -> tuple[int, float, float]:
-    """The same for the nodes of one request in their order, each with a row of the pass and `each` seconds: how many, the tokens expected
-    of them, and the seconds that they add. base: seconds by rows, of which there are `rows` without any; fixed: for having a draft."""
+    """The same for the nodes of one request in their order, each with a row of the pass and `each` seconds:
+    how many, the tokens expected of them, and the seconds that they add. base: seconds by rows, of which
+    there are `rows` without any; fixed: for having a draft."""
     best, best_rate, gain, cost = 0, margin * tokens / seconds, 0.0, 0.0
     gained, start = 0.0, base[rows]
     for count, score in enumerate(scores, start=1):
@@ -134,11 +153,15 @@ def best_start(
 
 
 def first_branch(draft: Draft) -> Draft:
-    """The path of first children: all that is checked where side branches would not have the bits of plain decoding."""
+    """The path of first children: all that is checked where side branches would not have the bits of plain
+    decoding.
+    """
     children, path = draft.tree.children(), [0]
     while children[path[-1]]:
         path.append(children[path[-1]][0])
     tree = Tree.chain(draft.tree.tokens[0], [draft.tree.tokens[node] for node in path[1:]])
     q = {i: draft.q[node] for i, node in enumerate(path[:-1]) if node in draft.q} if draft.q else None
     chances = draft.chances and tuple(draft.chances[node] for node in path)
-    return Draft(tree, draft.source, q or None, chances, draft.sources and tuple(draft.sources[node] for node in path))
+    return Draft(
+        tree, draft.source, q or None, chances, draft.sources and tuple(draft.sources[node] for node in path)
+    )

@@ -1,14 +1,18 @@
-"""What a policy is asked, and the policy that always does what it was told. See policy.py for the one that weighs what pays."""
+"""What a policy is asked, and the policy that always does what it was told. See policy.py for the one that
+weighs what pays.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from paceline.core.types import Course, Draft, Proposer, Request, Verdict
 from paceline.engine.scheduler import Turn
-from paceline.types import Course, Draft, Proposer, Request, Verdict
 
-LONGEST_FLIGHT = 0.12  # seconds of rounds made in one go: nobody hears what they say before, and who arrives waits
+LONGEST_FLIGHT = (
+    0.12  # seconds of rounds made in one go: nobody hears what they say before, and who arrives waits
+)
 Proposed = Mapping[int, list[tuple[int, Draft]]]  # by turn: (drafter, its draft)
 
 
@@ -16,7 +20,9 @@ class Plan(NamedTuple):
     nodes: list[int]  # for each turn: most nodes it may get; empty if none gets any
     asks: list[list[tuple[int, int]]]  # for each drafter: (turn, most nodes)
     is_learning: bool  # whether drafters should be shown what the pass found likely
-    asleep: frozenset[int] = frozenset()  # drafters that are not even shown what the pass computes: nobody means to ask them
+    asleep: frozenset[int] = (
+        frozenset()
+    )  # drafters that are not even shown what the pass computes: nobody means to ask them
 
 
 class Policy(Protocol):
@@ -27,24 +33,45 @@ class Policy(Protocol):
     def reconsider(
         self, drafter: int, asks: Sequence[tuple[int, int]], turns: Sequence[Turn], is_flying: bool = False
     ) -> list[tuple[int, int]]: ...
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None: ...
+    def heard(
+        self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None
+    ) -> None: ...
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None: ...
     def trim(self, turns: Sequence[Turn], proposed: Proposed) -> dict[int, Draft]: ...
     def observe(
-        self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None, whole: float | None = None
+        self,
+        turns: Sequence[Turn],
+        verdicts: Mapping[int, Verdict],
+        seconds: float | None,
+        whole: float | None = None,
     ) -> None: ...
-    def may_fly(self, drafter: int, asks: Sequence[tuple[int, int]]) -> bool: ...  # whether it may run several rounds by itself
-    def lookouts(self, drafter: int, turns: Sequence[Turn]) -> list[tuple[int, list[tuple[int, int]]]]: ...  # whom to ask meanwhile
+    def may_fly(
+        self, drafter: int, asks: Sequence[tuple[int, int]]
+    ) -> bool: ...  # whether it may run several rounds by itself
+    def lookouts(
+        self, drafter: int, turns: Sequence[Turn]
+    ) -> list[tuple[int, list[tuple[int, int]]]]: ...  # whom to ask meanwhile
     def flown(
-        self, drafter: int, turns: Sequence[Turn], drafts: Mapping[int, Draft], verdicts: Mapping[int, Verdict], seconds: float | None
+        self,
+        drafter: int,
+        turns: Sequence[Turn],
+        drafts: Mapping[int, Draft],
+        verdicts: Mapping[int, Verdict],
+        seconds: float | None,
     ) -> None: ...  # one of these rounds: its drafts were checked whole, and it took so long
-    def course(self, drafter: int, other: int | None, length: int) -> Course: ...  # how one request's drafts are weighed meanwhile
+    def course(
+        self, drafter: int, other: int | None, length: int
+    ) -> Course: ...  # how one request's drafts are weighed meanwhile
     def replayed(
         self, turns: Sequence[Turn], answers: Sequence[tuple[int, Draft]], checked: Draft, verdicts: Mapping[int, Verdict], drafting: float,
         seconds: float | None,
     ) -> None: ...  # fmt: skip  # a round of one request: who said what, what was checked, seconds of the model that drafted and of all
-    def looked(self, seconds: float) -> None: ...  # the last plan took so long, and while it was made a device may have been idle
-    def stays_plain(self, num_requests: int) -> bool: ...  # nobody will be asked in the next step, whatever comes of this one
+    def looked(
+        self, seconds: float
+    ) -> None: ...  # the last plan took so long, and while it was made a device may have been idle
+    def stays_plain(
+        self, num_requests: int
+    ) -> bool: ...  # nobody will be asked in the next step, whatever comes of this one
     def charge(self, seconds: float) -> None: ...
     def release(self, request: Request) -> None: ...
 
@@ -64,7 +91,9 @@ class FixedPolicy:
         self._round_seconds = LONGEST_FLIGHT / 2  # until one is seen
 
     def plan(self, turns: Sequence[Turn]) -> Plan:
-        nodes = [min(turn.draft_limit, self.num_speculative_tokens) for turn in turns] if self.drafters else []
+        nodes = (
+            [min(turn.draft_limit, self.num_speculative_tokens) for turn in turns] if self.drafters else []
+        )
         return Plan(nodes, [[(i, count) for i, count in enumerate(nodes) if count]], bool(self.drafters))
 
     def reconsider(
@@ -72,7 +101,9 @@ class FixedPolicy:
     ) -> list[tuple[int, int]]:  # fmt: skip
         return list(asks)
 
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None:
+    def heard(
+        self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None
+    ) -> None:
         """Nothing depends on it."""
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
@@ -100,7 +131,20 @@ class FixedPolicy:
 
     def course(self, drafter: int, other: int | None, length: int) -> Course:
         """Everything is checked, since nothing costs anything."""
-        return Course(rounds_within(self._round_seconds), 1.0, [0.0] * (length + 1), 1.0, 0.0, 1.0, 1, 1, [-1.0] * 3, 1.0, [-1.0] * 3, 1.0)
+        return Course(
+            rounds_within(self._round_seconds),
+            1.0,
+            [0.0] * (length + 1),
+            1.0,
+            0.0,
+            1.0,
+            1,
+            1,
+            [-1.0] * 3,
+            1.0,
+            [-1.0] * 3,
+            1.0,
+        )
 
     def replayed(
         self, turns: Sequence[Turn], answers: Sequence[tuple[int, Draft]], checked: Draft, verdicts: Mapping[int, Verdict], drafting: float,

@@ -1,7 +1,9 @@
-"""What is known before the first step: what passes cost on this machine and how drafters did, kept as JSON in the cache folder.
+"""What is known before the first step: what passes cost on this machine and how drafters did, kept as JSON in
+the cache folder.
 
-Invariant: a profile is used only for the model, weights' type, device and threads it was measured with, and only while a quick look
-agrees with it; else it is measured anew. It changes how fast the first steps are, and nothing else.
+Invariant: a profile is used only for the model, weights' type, device and threads it was measured with, and
+only while a quick look agrees with it; else it is measured anew. It changes how fast the first steps are, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.core.errors import ConfigError
 from paceline.engine.costs import CostModel
-from paceline.errors import ConfigError
 from paceline.loaders.hub import cache_dir
 from paceline.runtime.runner import Runner
 from paceline.runtime.timing import Timed, measure
@@ -31,7 +33,9 @@ TOLERANCE = 1.25  # between the profile's cost of a few rows, relative to one, a
 @dataclass(frozen=True, slots=True)
 class DrafterProfile:
     seconds: float  # of asking it for one request; of one that runs a model, for each node
-    acceptance: tuple[float, ...] = ()  # by depth from 1 on: how often a node was accepted once its parent was
+    acceptance: tuple[
+        float, ...
+    ] = ()  # by depth from 1 on: how often a node was accepted once its parent was
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,10 @@ class Profile:
     drafters: Mapping[str, DrafterProfile] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        drafters = {name: {"seconds": d.seconds, "acceptance": list(d.acceptance)} for name, d in self.drafters.items()}
+        drafters = {
+            name: {"seconds": d.seconds, "acceptance": list(d.acceptance)}
+            for name, d in self.drafters.items()
+        }
         return {"version": VERSION, "costs": self.costs.to_json(), "drafters": drafters}
 
     @classmethod
@@ -57,7 +64,9 @@ class Profile:
                 raise ValueError("no pass over one row")
             return cls(costs, drafters)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"a profile cannot be read ({error!r:.60}); measure it again with `paceline tune`") from None
+            raise ConfigError(
+                f"a profile cannot be read ({error!r:.60}); measure it again with `paceline tune`"
+            ) from None
 
 
 def profile_path(fingerprint: str, dtype: str, runner: Runner) -> Path:
@@ -87,7 +96,9 @@ def load_profile(path: Path) -> Profile | None:
 
 def save_profile(path: Path, profile: Profile) -> bool:
     """Whether it could be written."""
-    with contextlib.suppress(OSError):  # a full or read-only disk costs the next start a third of a second, no more
+    with contextlib.suppress(
+        OSError
+    ):  # a full or read-only disk costs the next start a third of a second, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.part")
         draft.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -1,9 +1,10 @@
 """Decides who computes what in the next pass. No tensors here.
 
-There is no prefill and no decode: a request has tokens known (`num_tokens`, and with its draft `num_tokens_with_spec`) and
-tokens computed (`num_cached`), and the second catches up with the first under a token budget. Drafts come last, for those whom the
-policy chose, from what the budget and the free blocks leave (`num_lookahead_tokens`), and never cost another request its turn.
-Invariant: every scheduled request has slots for all its rows, its alone to write.
+There is no prefill and no decode: a request has tokens known (`num_tokens`, and with its draft
+`num_tokens_with_spec`) and tokens computed (`num_cached`), and the second catches up with the first under a
+token budget. Drafts come last, for those whom the policy chose, from what the budget and the free blocks
+leave (`num_lookahead_tokens`), and never cost another request its turn. Invariant: every scheduled request
+has slots for all its rows, its alone to write.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.config import EngineConfig
+from paceline.core.options import EngineConfig
+from paceline.core.types import FinishReason, Request, Status
 from paceline.runtime.kv_cache import KvCache
-from paceline.types import FinishReason, Request, Status
 
 
 class Turn:
@@ -86,13 +87,16 @@ class Scheduler:
             self._budget -= turn.num_lookahead_tokens
 
     def give_rounds(self, turns: Sequence[Turn], num_tokens: int) -> bool:
-        """Slots for so many tokens of each turn, its root among them. False if blocks run out: what was given until then goes with the
-        next commit, as what is given for drafts does."""
-        return all(self.kv.reserve(turn.request.cache, turn.request.cache.num_cached + num_tokens) for turn in turns)
+        """Slots for so many tokens of each turn, its root among them. False if blocks run out: what was given
+        until then goes with the next commit, as what is given for drafts does."""
+        return all(
+            self.kv.reserve(turn.request.cache, turn.request.cache.num_cached + num_tokens) for turn in turns
+        )
 
     def follow(self, turns: Sequence[Turn]) -> list[tuple[int, Turn]] | None:
-        """Of plain turns that are still under way: whose next token is wanted whatever this one is, and a turn for it, with a slot. None if
-        somebody has a seat waiting, or blocks run out (what was given until then goes with the next commit)."""
+        """Of plain turns that are still under way: whose next token is wanted whatever this one is, and a
+        turn for it, with a slot. None if somebody has a seat waiting, or blocks run out (what was given until
+        then goes with the next commit)."""
         going = [(i, turn.request) for i, turn in enumerate(turns) if not turn.request.is_finished]
         has_seats = bool(self.waiting) and len(self.running) < self.config.max_num_seqs
         if has_seats or len(going) < len(self.running):
@@ -103,7 +107,10 @@ class Scheduler:
         return [(i, Turn(request, 1)) for i, request in lasting]
 
     def _ends_with_next(self, request: Request) -> bool:
-        return request.num_output + 1 >= request.params.max_tokens or request.num_tokens + 1 >= self.config.max_model_len
+        return (
+            request.num_output + 1 >= request.params.max_tokens
+            or request.num_tokens + 1 >= self.config.max_model_len
+        )
 
     def _continue(self, request: Request) -> None:
         cache = request.cache
@@ -130,7 +137,11 @@ class Scheduler:
 
     def _waits_for_leader(self, request: Request) -> bool:
         leader = request.leader
-        return leader is not None and leader.status is Status.RUNNING and leader.cache.num_cached < request.num_prompt
+        return (
+            leader is not None
+            and leader.status is Status.RUNNING
+            and leader.cache.num_cached < request.num_prompt
+        )
 
     def _start(self, request: Request) -> bool:
         """Find shared blocks, reserve the first chunk. False, with nothing held, if there is no room yet."""
@@ -158,7 +169,11 @@ class Scheduler:
         asked = self.config.num_speculative_tokens
         if params.num_speculative_tokens is not None:
             asked = min(asked, params.num_speculative_tokens)
-        return min(asked, params.max_tokens - request.num_output - 1, self.config.max_model_len - request.num_tokens - 1)
+        return min(
+            asked,
+            params.max_tokens - request.num_output - 1,
+            self.config.max_model_len - request.num_tokens - 1,
+        )
 
     def _preempt(self, request: Request) -> None:
         """Take all its blocks; its tokens stay and are computed again when it comes back."""

@@ -1,4 +1,6 @@
-"""Counts of speculation, per request and in all, and where the time of a step goes. num_tokens == num_accepted + num_own, always."""
+"""Counts of speculation, per request and in all, and where the time of a step goes. num_tokens ==
+num_accepted + num_own, always.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,14 @@ import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields
 
-from paceline.types import Draft, Proposer, Verdict
+from paceline.core.types import Draft, Proposer, Verdict
 
-NEVER_RIGHT, AFTER = 0.01, 200  # a drafter is reported whose first token was right less often than this in so many drafts
-TOO_RARE = 0.4  # or less often than this share of what was measured when it was trained: texts differ, but not as much
+NEVER_RIGHT, AFTER = (
+    0.01,
+    200,
+)  # a drafter is reported whose first token was right less often than this in so many drafts
+# or less often than this share of what was measured when it was trained: texts differ, but not as much
+TOO_RARE = 0.4
 
 
 @dataclass(slots=True)
@@ -174,13 +180,17 @@ class Suspicion:
             return
         if draft.q is None:
             tree = draft.tree
-            is_right = any(tree.tokens[n] == verdict.tokens[0] for n, parent in enumerate(tree.parents) if parent == 0)
+            is_right = any(
+                tree.tokens[n] == verdict.tokens[0] for n, parent in enumerate(tree.parents) if parent == 0
+            )
         else:
             is_right = verdict.num_accepted > 0
         self.note(drafter.name, is_right, getattr(drafter, "usual", 0.0))
 
     def note(self, name: str, is_right: bool, usual: float = 0.0) -> None:
-        """Was the first token of a draft right? usual: how often it was when the drafter was trained, 0 if not known."""
+        """Was the first token of a draft right? usual: how often it was when the drafter was trained, 0 if
+        not known.
+        """
         seen = self._seen[name] = self._seen.get(name, 0) + 1
         right = self._right[name] = self._right.get(name, 0) + is_right
         if seen == AFTER and right < max(NEVER_RIGHT, TOO_RARE * usual) * AFTER:

@@ -1,4 +1,5 @@
-"""What a pass says about each request that speaks in it: a verdict, or why there is none; and what it shows to drafters. Changes nothing.
+"""What a pass says about each request that speaks in it: a verdict, or why there is none; and what it shows
+to drafters. Changes nothing.
 
 Invariant: a token that the device has picked is the one `accept` would choose from the same logits.
 """
@@ -8,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from paceline.core.accept import accept, follow
+from paceline.core.errors import PacelineError
+from paceline.core.sampling import not_finite
+from paceline.core.types import Draft, Output, Request, Round, Seen, Verdict
+from paceline.core.watch import Watch
 from paceline.engine.scheduler import Turn
-from paceline.errors import PacelineError
-from paceline.types import Draft, Output, Request, Round, Seen, Verdict
-from paceline.verify.accept import accept, follow
-from paceline.verify.sampling import not_finite
-from paceline.verify.watch import Watch
 
 if TYPE_CHECKING:
     import torch
 
-Judged = Verdict | PacelineError | None  # None: a part of a prompt, or of a request that was stopped meanwhile
+Judged = (
+    Verdict | PacelineError | None
+)  # None: a part of a prompt, or of a request that was stopped meanwhile
 
 
 def judge(
@@ -49,7 +52,9 @@ def judge_round(turns: Sequence[Turn], drafts: Sequence[Draft], said: Round) -> 
     ]
 
 
-def _accepted(request: Request, draft: Draft, output: Output, nodes: slice, watch: Watch | None) -> Verdict | PacelineError:
+def _accepted(
+    request: Request, draft: Draft, output: Output, nodes: slice, watch: Watch | None
+) -> Verdict | PacelineError:
     try:
         picked = output.picked and output.picked[nodes]
         return accept(request, draft, output.logits[nodes], picked=picked, watch=watch)
@@ -68,7 +73,11 @@ def shown(
         end, end_row = first + nodes, first_row + turn.num_new + max(nodes - 1, 0)
         if not turn.request.is_finished:
             top = likely[first:end] if likely is not None and draft is not None else None
-            rows = {layer: x[first_row:end_row] for layer, x in hidden.items()} if len(turns) > 1 and hidden else hidden
+            rows = (
+                {layer: x[first_row:end_row] for layer, x in hidden.items()}
+                if len(turns) > 1 and hidden
+                else hidden
+            )
             seen.append(Seen(turn.request, turn.num_new, draft, verdicts.get(index), top, rows))
         first, first_row = end, end_row
     return seen

@@ -1,7 +1,8 @@
 """Renders a model's chat template: the messages of a chat as the one text the model was trained on.
 
-Invariant: templates come with model files and are untrusted: they run in template_sandbox.py, and whatever they do wrong ends in one
-line. The names a template may use are those of Hugging Face's `apply_chat_template`, so the text is the same.
+Invariant: templates come with model files and are untrusted: they run in template_sandbox.py, and whatever
+they do wrong ends in one line. The names a template may use are those of Hugging Face's
+`apply_chat_template`, so the text is the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.errors import ModelFileError, PacelineError, RequestError
+from paceline.core.errors import ModelFileError, PacelineError, RequestError
 
 if TYPE_CHECKING:
     import jinja2
@@ -43,7 +44,11 @@ def render(
     from paceline.loaders.template_sandbox import MAX_STRING, Budget, TooCostly
 
     _check_messages(messages)
-    ends = {name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None}
+    ends = {
+        name: token
+        for name, token in (("bos_token", bos_token), ("eos_token", eos_token))
+        if token is not None
+    }
     variables = {
         "messages": _plain(messages),
         "tools": None if tools is None else _plain(tools),
@@ -59,11 +64,15 @@ def render(
     except PacelineError:
         raise
     except TooCostly as error:
-        raise ModelFileError(f"the chat template was stopped: {error}; use generate, or pass another chat template") from error
+        raise ModelFileError(
+            f"the chat template was stopped: {error}; use generate, or pass another chat template"
+        ) from error
     except Exception as error:  # untrusted code may raise anything
         raise _in_one_line(error) from error
     if len(text) > MAX_STRING:
-        raise ModelFileError(f"the chat template wrote {len(text)} characters; shorten the messages to fit {MAX_STRING}")
+        raise ModelFileError(
+            f"the chat template wrote {len(text)} characters; shorten the messages to fit {MAX_STRING}"
+        )
     return text
 
 
@@ -71,7 +80,9 @@ def _in_one_line(error: Exception) -> PacelineError:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     if isinstance(error, _Refused):
         return RequestError(f"the chat template refuses these messages: {reason}; change the messages")
-    return ModelFileError(f"the chat template fails: {reason}; check the messages, or pass another chat template")
+    return ModelFileError(
+        f"the chat template fails: {reason}; check the messages, or pass another chat template"
+    )
 
 
 class _Refused(Exception):
@@ -81,7 +92,9 @@ class _Refused(Exception):
 @lru_cache(maxsize=16)
 def _compile(template: str) -> _Compiled:
     if len(template) > MAX_TEMPLATE:
-        raise ModelFileError(f"the chat template has {len(template)} characters; templates over {MAX_TEMPLATE} are not read")
+        raise ModelFileError(
+            f"the chat template has {len(template)} characters; templates over {MAX_TEMPLATE} are not read"
+        )
     from paceline.loaders.template_sandbox import BoundedEnvironment
 
     environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols", _generation_tag()])
@@ -93,7 +106,9 @@ def _compile(template: str) -> _Compiled:
 
 
 def _generation_tag() -> type[Any]:
-    """`{% generation %}` marks an assistant's words for training; when rendering, its body is all there is to it."""
+    """`{% generation %}` marks an assistant's words for training; when rendering, its body is all there is to
+    it.
+    """
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -121,17 +136,27 @@ def _now(pattern: str) -> str:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Without jinja2's escapes for HTML: models were trained on plain JSON."""
-    if (indent is not None and not 0 <= indent <= 16) or (separators is not None and max(map(len, separators)) > 16):
+    if (indent is not None and not 0 <= indent <= 16) or (
+        separators is not None and max(map(len, separators)) > 16
+    ):
         raise ValueError("tojson takes an indent of 0 to 16 and short separators")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages is {messages!r:.60}; give a list such as [{{'role': 'user', 'content': 'Hello'}}]")
+        raise RequestError(
+            f"messages is {messages!r:.60}; give a list such as [{{'role': 'user', 'content': 'Hello'}}]"
+        )
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"message {index} is {message!r:.60}; give a dict with 'role' and 'content'")

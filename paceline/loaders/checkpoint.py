@@ -1,7 +1,8 @@
 """What the engine needs from a model file, whichever format it has.
 
-Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time, so memory stays bounded by the
-largest tensor. See gguf.py and safetensors.py for the two formats and tokenizer.py for the reader of `TokenizerSource`.
+Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time, so memory stays
+bounded by the largest tensor. See gguf.py and safetensors.py for the two formats and tokenizer.py for the
+reader of `TokenizerSource`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.errors import ConfigError, ModelFileError
+from paceline.core.errors import ConfigError, ModelFileError
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +25,14 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 512
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """Where a tokenizer is described: a tokenizer.json, or the `tokenizer.*` section of a GGUF file. At most one is set."""
+    """Where a tokenizer is described: a tokenizer.json, or the `tokenizer.*` section of a GGUF file. At most
+    one is set.
+    """
 
     json_path: Path | None = None
-    gguf_metadata: Mapping[str, Any] | None = None  # full keys ("tokenizer.ggml.tokens") to plain Python values
+    gguf_metadata: Mapping[str, Any] | None = (
+        None  # full keys ("tokenizer.ggml.tokens") to plain Python values
+    )
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
     chat_template: str | None = None
     bos_id: int | None = None
@@ -48,10 +53,14 @@ class Checkpoint(Protocol):
     def tokenizer_source(self) -> TokenizerSource: ...
 
 
-def open_checkpoint(model: str, progress: bool = True, load_format: str = "auto", device: str = "cpu") -> Checkpoint:
-    """Find `model` (a path, the default model's name or a Hugging Face name), fetch it if need be, and open it.
+def open_checkpoint(
+    model: str, progress: bool = True, load_format: str = "auto", device: str = "cpu"
+) -> Checkpoint:
+    """Find `model` (a path, the default model's name or a Hugging Face name), fetch it if need be, and open
+    it.
 
-    With load_format "dummy" only its config is read (a shape's name will do), and weights are random, made on `device`.
+    With load_format "dummy" only its config is read (a shape's name will do), and weights are random, made on
+    `device`.
     """
     from paceline.loaders import hub
 
@@ -62,7 +71,9 @@ def open_checkpoint(model: str, progress: bool = True, load_format: str = "auto"
         name, config = describe(model)
         return DummyCheckpoint(config, device, name=name)
     if load_format != "auto":
-        raise ConfigError(f"load_format is {load_format!r}; use auto, or dummy for random weights of the model's shape")
+        raise ConfigError(
+            f"load_format is {load_format!r}; use auto, or dummy for random weights of the model's shape"
+        )
 
     path = hub.resolve(model, progress=progress)
     name = hub.display_name(model)
@@ -75,12 +86,18 @@ def open_checkpoint(model: str, progress: bool = True, load_format: str = "auto"
     return SafetensorsCheckpoint(path, name)
 
 
-def check_shapes(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Every wanted tensor is in the file with the shape the config asks for, or one error that names the first that is not."""
+def check_shapes(
+    path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Every wanted tensor is in the file with the shape the config asks for, or one error that names the
+    first that is not.
+    """
     missing = [name for name in wanted if name not in found]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ModelFileError(f"{path}: missing tensor {', '.join(missing[:3])}{more}; the file is incomplete, fetch it again")
+        raise ModelFileError(
+            f"{path}: missing tensor {', '.join(missing[:3])}{more}; the file is incomplete, fetch it again"
+        )
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ModelFileError(
@@ -95,7 +112,9 @@ def unique_ids(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...]:
 
 
 def fingerprint(paths: Sequence[Path], header_bytes: int) -> str:
-    """A cheap hash: each file's name, size and first bytes, and a spread of small samples so that a fine-tune differs from its base."""
+    """A cheap hash: each file's name, size and first bytes, and a spread of small samples so that a fine-tune
+    differs from its base.
+    """
     digest = hashlib.sha256()
     for path in sorted(paths):
         size = path.stat().st_size

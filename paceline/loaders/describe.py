@@ -1,4 +1,5 @@
-"""A model's description without its weights, for planning with models that are not here and might not even fit.
+"""A model's description without its weights, for planning with models that are not here and might not even
+fit.
 
 Invariant: at most a config.json or the header of a GGUF file is read, and at most a config.json fetched.
 """
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.errors import ModelFileError, ModelNotFound
+from paceline.core.errors import ModelFileError, ModelNotFound
 from paceline.models.config import ModelConfig
 
 CONFIG = "config.json"
@@ -51,7 +52,9 @@ def _local(path: Path) -> ModelConfig:
             return _json(path / CONFIG)
         files = sorted(path.glob("*.gguf"))
         if len(files) != 1:
-            raise ModelFileError(f"{path} has no {CONFIG} and {len(files)} GGUF files; name a {CONFIG} or one GGUF file")
+            raise ModelFileError(
+                f"{path} has no {CONFIG} and {len(files)} GGUF files; name a {CONFIG} or one GGUF file"
+            )
         return _gguf(files[0])
     return _json(path) if path.suffix == ".json" else _gguf(path)
 
@@ -68,7 +71,9 @@ def _gguf(path: Path) -> ModelConfig:
     from paceline.loaders.gguf_header import read_header
 
     header = read_header(path)
-    tensors = {name: info for name, info in header.tensors.items() if name != "rope_freqs.weight"}  # rotary details cost nothing
+    tensors = {
+        name: info for name, info in header.tensors.items() if name != "rope_freqs.weight"
+    }  # rotary details cost nothing
     return read_config(path, replace(header, tensors=tensors), tuple)
 
 
@@ -78,13 +83,17 @@ def _from_hub(repo: str, file: str | None) -> ModelConfig:
     if file is not None:
         here = huggingface_hub.try_to_load_from_cache(repo, file)
         if not isinstance(here, str):
-            raise ModelNotFound(f"{repo}:{file} is not here, and a GGUF file cannot be described without it; name {repo} or its original")
+            raise ModelNotFound(
+                f"{repo}:{file} is not here, and a GGUF file cannot be described without it; name {repo} or its original"
+            )
         return _gguf(Path(here))
     try:
         return _json(Path(huggingface_hub.hf_hub_download(repo, CONFIG)))
     except ModelFileError:
         raise
-    except Exception as error:  # the hub's errors have no common base, and each of them means the same to the user
+    except (
+        Exception
+    ) as error:  # the hub's errors have no common base, and each of them means the same to the user
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelNotFound(
             f"{CONFIG} of {repo} could not be fetched ({reason}); check the name and the connection, or give a local {CONFIG}"

@@ -1,7 +1,8 @@
 """Token ids to text, one token at a time, with stop strings.
 
-Invariant: without a stop, the text after `finish` is `tokenizer.decode(all ids)`. Text is *settled* once no later token can change or
-cut it: characters still missing bytes, and a tail that may yet become a stop string, are held back. Each token costs its own length.
+Invariant: without a stop, the text after `finish` is `tokenizer.decode(all ids)`. Text is *settled* once no
+later token can change or cut it: characters still missing bytes, and a tail that may yet become a stop
+string, are held back. Each token costs its own length.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 
 class TokenBytes(Protocol):
@@ -41,7 +42,9 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._num_unstoppable = min_tokens
-        self._unread: list[int] = []  # tokens that nobody has asked the text of yet: where nothing stops, they are decoded together
+        self._unread: list[
+            int
+        ] = []  # tokens that nobody has asked the text of yet: where nothing stops, they are decoded together
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._settled: list[str] = []
         self._num_taken = 0  # pieces of _settled already handed out
@@ -76,7 +79,9 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """No more tokens will come: settle all that is held back. Returns what the next take will, and does not take it."""
+        """No more tokens will come: settle all that is held back. Returns what the next take will, and does
+        not take it.
+        """
         self._read()
         if not self.is_stopped:
             self._add(self._decoder.decode(b"", final=True), can_stop=False)
@@ -108,7 +113,9 @@ class Detokenizer:
         return True
 
     def _earliest_stop(self, num_old: int) -> tuple[int, str] | None:
-        """The stop string that the text beyond `num_old` completes first; of those that end together, the one that begins first."""
+        """The stop string that the text beyond `num_old` completes first; of those that end together, the one
+        that begins first.
+        """
         found = [(self._tail.find(s, max(0, num_old - len(s) + 1)), s) for s in self._stop]
         complete = [(at + len(s), at, s) for at, s in found if at >= 0]
         return min(complete)[1:] if complete else None

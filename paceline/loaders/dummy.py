@@ -29,7 +29,9 @@ SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
 
 @dataclass(slots=True)
 class DummyCheckpoint:
-    """What a decoder reads from; tensors are made on the device that will hold them. Its text is bytes: each is a token."""
+    """What a decoder reads from; tensors are made on the device that will hold them. Its text is bytes: each
+    is a token.
+    """
 
     config: ModelConfig
     device: str = "cpu"
@@ -57,4 +59,6 @@ class DummyCheckpoint:
         from tokenizers.pre_tokenizers import ByteLevel
 
         section = {"model": "gpt2", "pre": "default", "tokens": sorted(ByteLevel.alphabet()), "merges": []}
-        return TokenizerSource(gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()})
+        return TokenizerSource(
+            gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()}
+        )

@@ -1,5 +1,5 @@
-"""Writes a head of ours as other projects read it: EAGLE-3 for `speculators`, vLLM and SGLang, Medusa for vLLM, DFlash for both, and
-DFlash with a Markov head as DSpark.
+"""Writes a head of ours as other projects read it: EAGLE-3 for `speculators`, vLLM and SGLang, Medusa for
+vLLM, DFlash for both, and DFlash with a Markov head as DSpark.
 
 Invariant: what the other format cannot say is an error, never left out.
 """
@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.heads.config import DflashConfig, EagleConfig, LayeredConfig, MedusaConfig, default_taps
 from paceline.loaders.head_files import Head
-from paceline.models.head_config import DflashConfig, EagleConfig, LayeredConfig, MedusaConfig, default_taps
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 Tensors = dict[str, torch.Tensor]
 Written = tuple[dict[str, Any], Tensors]
 
@@ -30,7 +35,9 @@ def export_head(head: Head, target: Checkpoint, form: str, folder: Path, verifie
     write = _WRITERS.get((head.config.kind, form))
     if write is None:
         known = [name for kind, name in _WRITERS if kind == head.config.kind]
-        raise ConfigError(f"format is {form!r}, which has no {head.config.kind} heads; use one of {', '.join(known) or 'no format'}")
+        raise ConfigError(
+            f"format is {form!r}, which has no {head.config.kind} heads; use one of {', '.join(known) or 'no format'}"
+        )
     values, tensors = write(head, target, verifier)
     from safetensors.torch import save_file
 
@@ -44,7 +51,9 @@ def export_head(head: Head, target: Checkpoint, form: str, folder: Path, verifie
 def _rope(config: LayeredConfig) -> dict[str, Any]:
     rope = config.rope
     if rope.divisors is not None or rope.kind == "yarn":
-        raise ConfigError(f"rope kind {rope.kind!r} with divisors or yarn cannot be written for other engines; use Paceline itself")
+        raise ConfigError(
+            f"rope kind {rope.kind!r} with divisors or yarn cannot be written for other engines; use Paceline itself"
+        )
     values: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
     if rope.kind == "linear":
         values["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
@@ -56,7 +65,9 @@ def _rope(config: LayeredConfig) -> dict[str, Any]:
     return values
 
 
-def _layer_config(config: LayeredConfig, target: Checkpoint, model_type: str, num_layers: int) -> dict[str, Any]:
+def _layer_config(
+    config: LayeredConfig, target: Checkpoint, model_type: str, num_layers: int
+) -> dict[str, Any]:
     return {
         "model_type": model_type, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size, "num_hidden_layers": num_layers, "num_attention_heads": config.num_heads,
@@ -78,7 +89,11 @@ def _words(head: Head) -> Tensors:
 
 def _weights(head: Head, layer: str) -> Tensors:
     """All but the draft vocabulary; the one layer of an EAGLE head under another name."""
-    return {name.replace("midlayer.", layer): tensor for name, tensor in head.tensors.items() if name != "draft_ids"}
+    return {
+        name.replace("midlayer.", layer): tensor
+        for name, tensor in head.tensors.items()
+        if name != "draft_ids"
+    }
 
 
 def _eagle_for_speculators(head: Head, target: Checkpoint, verifier: str) -> Written:
@@ -96,7 +111,12 @@ def _eagle_for_speculators(head: Head, target: Checkpoint, verifier: str) -> Wri
 
 
 def _proposal(algorithm: str, num_tokens: int, verifier: str, target: Checkpoint) -> dict[str, Any]:
-    method = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     architecture = ARCHITECTURES.get(target.config.family, "LlamaForCausalLM")
     return {
         "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [method],
@@ -129,9 +149,14 @@ def _eagle_published(head: Head, target: Checkpoint, verifier: str) -> Written:
     values, tensors = _eagle_plain(head, target, verifier)
     del values["eagle_aux_hidden_state_layer_ids"], values["norm_output"]
     if config.norm_before_residual:
-        raise ConfigError("norm_before_residual is true, which format eagle does not have; use format speculators")
+        raise ConfigError(
+            "norm_before_residual is true, which format eagle does not have; use format speculators"
+        )
     if config.taps != default_taps(config.target_layers):
-        values["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps]}
+        values["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
+        }
     return values, tensors
 
 
@@ -139,7 +164,9 @@ def _medusa_for_vllm(head: Head, target: Checkpoint, verifier: str) -> Written:
     config = head.config
     assert isinstance(config, MedusaConfig)
     if config.trunk is not None:
-        raise ConfigError("the head has a trunk, which vLLM's Medusa heads have not; use Paceline itself, or train without a trunk")
+        raise ConfigError(
+            "the head has a trunk, which vLLM's Medusa heads have not; use Paceline itself, or train without a trunk"
+        )
     values = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
         "num_heads": config.num_heads_ahead, "num_hidden_layers": config.num_blocks, "original_lm_head": True, "medusa_fc_bias": True,
@@ -150,8 +177,9 @@ def _medusa_for_vllm(head: Head, target: Checkpoint, verifier: str) -> Written:
 
 
 def _all_words(head: Head) -> torch.Tensor:
-    """An output layer of the whole vocabulary, since vLLM has a map of a reduced one but refuses files that use it (0.32: `token_map` "not
-    initialized"). Tokens that cannot be drafted get the mean of all rows: a mean is never above the best, and vLLM drafts the best."""
+    """An output layer of the whole vocabulary, since vLLM has a map of a reduced one but refuses files that
+    use it (0.32: `token_map` "not initialized"). Tokens that cannot be drafted get the mean of all rows: a
+    mean is never above the best, and vLLM drafts the best."""
     rows, ids = head.tensors["lm_head.weight"], head.tensors.get("draft_ids")
     if ids is None:
         return rows
@@ -165,7 +193,9 @@ def _dflash_plain(head: Head, target: Checkpoint, verifier: str) -> Written:
     config = head.config
     assert isinstance(config, DflashConfig)
     if config.has_lm_head or config.draft_vocab_size < config.vocab_size:
-        raise ConfigError("this DFlash head has an output layer of its own, which format vllm does not have; use format speculators")
+        raise ConfigError(
+            "this DFlash head has an output layer of its own, which format vllm does not have; use format speculators"
+        )
     if config.markov_rank or config.sample_from_anchor:
         raise ConfigError(
             "this DFlash head drafts from the root's row or has a Markov head, which format vllm cannot say; use speculators instead"
@@ -181,7 +211,9 @@ def _dflash_plain(head: Head, target: Checkpoint, verifier: str) -> Written:
 def _dflash_for_speculators(head: Head, target: Checkpoint, verifier: str) -> Written:
     config = head.config
     assert isinstance(config, DflashConfig)
-    algorithm, architecture = ("dspark", "Qwen3DSparkModel") if config.markov_rank else ("dflash", "DFlashSpeculator")
+    algorithm, architecture = (
+        ("dspark", "Qwen3DSparkModel") if config.markov_rank else ("dflash", "DFlashSpeculator")
+    )
     values = {
         "architectures": [architecture], "speculators_model_type": algorithm, "speculators_version": "0.1.0",
         "draft_vocab_size": config.draft_vocab_size, "block_size": config.block_size, "target_hidden_size": None,
@@ -192,7 +224,11 @@ def _dflash_for_speculators(head: Head, target: Checkpoint, verifier: str) -> Wr
     }  # fmt: skip
     if not config.markov_rank:
         return values, {**_weights(head, ""), **_words(head)}
-    markov = {"markov_rank": config.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+    markov = {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+    }
     plain = {name: tensor for name, tensor in _weights(head, "").items() if not name.startswith("markov")}
     return {**values, **markov}, {**plain, **_words(head), **_markov(head)}
 
@@ -202,7 +238,10 @@ def _markov(head: Head) -> Tensors:
     first, ids = head.tensors["markov_w1.weight"], head.tensors.get("draft_ids")
     rows = first[-1:].repeat(head.config.vocab_size, 1)
     rows[slice(None) if ids is None else ids] = first[:-1]
-    return {"markov_head.markov_w1.weight": rows, "markov_head.markov_w2.weight": head.tensors["markov_w2.weight"]}
+    return {
+        "markov_head.markov_w1.weight": rows,
+        "markov_head.markov_w2.weight": head.tensors["markov_w2.weight"],
+    }
 
 
 _WRITERS: dict[tuple[str, str], Callable[[Head, Any, str], Written]] = {

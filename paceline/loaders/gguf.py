@@ -1,7 +1,8 @@
 """GGUF files: quantized weights, config and tokenizer in one file.
 
-Invariant: opening checks every tensor's bounds, type and shape, so `tensor` can only fail if the file changes underneath.
-llama files store the rows of q and k interleaved for their kind of rotary embedding; that is undone here.
+Invariant: opening checks every tensor's bounds, type and shape, so `tensor` can only fail if the file changes
+underneath. llama files store the rows of q and k interleaved for their kind of rotary embedding; that is
+undone here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
 from paceline.loaders.checkpoint import TokenizerSource, check_shapes, fingerprint, unique_ids
 from paceline.loaders.fields import Fields
 from paceline.loaders.gguf_config import gguf_name, read_config
@@ -42,7 +43,10 @@ class GgufCheckpoint:
         self._stored = _stored(path, self.config, self._header)
         self._tokenizer = {k: v for k, v in self._header.metadata.items() if k.startswith("tokenizer.")}
         self.eos_ids = unique_ids(_end_ids(path, self._tokenizer), self.config.vocab_size)
-        bos = unique_ids(Fields(str(path), self._tokenizer).token_ids("tokenizer.ggml.bos_token_id"), self.config.vocab_size)
+        bos = unique_ids(
+            Fields(str(path), self._tokenizer).token_ids("tokenizer.ggml.bos_token_id"),
+            self.config.vocab_size,
+        )
         self.bos_id: int | None = bos[0] if bos else None
         self.fingerprint = fingerprint([path], self._header.data_start)
 
@@ -68,7 +72,9 @@ class GgufCheckpoint:
     def _rope_divisors(self) -> tuple[float, ...]:
         info = self._header.tensors["rope_freqs.weight"]
         if not 0 < math.prod(info.shape) <= 1 << 16:
-            raise ModelFileError(f"{self.path}: rope_freqs.weight has shape {list(info.shape)}, which fits no head; fetch the file again")
+            raise ModelFileError(
+                f"{self.path}: rope_freqs.weight has shape {list(info.shape)}, which fits no head; fetch the file again"
+            )
         _check_type(self.path, info)
         return tuple(self._read(info).reshape(-1).tolist())
 
@@ -79,9 +85,13 @@ class GgufCheckpoint:
         start, num_bytes = self._header.data_start + info.offset, _num_bytes(self.path, info)
         raw = np.fromfile(self.path, np.uint8, num_bytes, offset=start)
         if raw.size != num_bytes:
-            raise ModelFileError(f"{self.path} was cut short while it was being read, at tensor {info.name}; fetch it again")
+            raise ModelFileError(
+                f"{self.path} was cut short while it was being read, at tensor {info.name}; fetch it again"
+            )
         rows = raw.reshape(*info.shape[:-1], -1)  # [..., bytes of a row]
-        with np.errstate(all="ignore"):  # scales of damaged blocks may overflow; the weights are then just as damaged
+        with np.errstate(
+            all="ignore"
+        ):  # scales of damaged blocks may overflow; the weights are then just as damaged
             values: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind)
         return values.reshape(info.shape)
 
@@ -93,13 +103,23 @@ def _rows_in_halves(values: npt.NDArray[np.float32], head_dim: int) -> npt.NDArr
 
 
 def _stored(path: Path, config: ModelConfig, header: GgufHeader) -> dict[str, TensorInfo]:
-    """Where each weight of the config lies; every one is there, of its shape and of a type that can be read."""
+    """Where each weight of the config lies; every one is there, of its shape and of a type that can be
+    read.
+    """
     wanted = config.weight_names()
     names = {name: gguf_name(config, name) for name in wanted}
-    check_shapes(path, {n: t.shape for n, t in header.tensors.items()}, {names[n]: shape for n, shape in wanted.items()})
-    unused = [n for n in header.tensors.keys() - set(names.values()) if n.startswith("blk.") and "rot" not in n]
+    check_shapes(
+        path,
+        {n: t.shape for n, t in header.tensors.items()},
+        {names[n]: shape for n, shape in wanted.items()},
+    )
+    unused = [
+        n for n in header.tensors.keys() - set(names.values()) if n.startswith("blk.") and "rot" not in n
+    ]
     if unused:
-        raise ModelFileError(f"{path}: tensor {min(unused)} is not part of a {config.family} decoder; this variant is not supported")
+        raise ModelFileError(
+            f"{path}: tensor {min(unused)} is not part of a {config.family} decoder; this variant is not supported"
+        )
     stored = {name: header.tensors[names[name]] for name in wanted}
     for info in stored.values():
         _check_type(path, info)
@@ -113,7 +133,9 @@ def _check_bounds(path: Path, header: GgufHeader) -> None:
     for info in header.tensors.values():
         end = header.data_start + info.offset + _num_bytes(path, info)
         if end > header.file_size:
-            raise ModelFileError(f"{path} is truncated: tensor {info.name} ends at byte {end} of {header.file_size}; fetch it again")
+            raise ModelFileError(
+                f"{path} is truncated: tensor {info.name} ends at byte {end} of {header.file_size}; fetch it again"
+            )
 
 
 def _num_bytes(path: Path, info: TensorInfo) -> int:
@@ -122,10 +144,14 @@ def _num_bytes(path: Path, info: TensorInfo) -> int:
     try:
         block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.kind)]
     except (ValueError, KeyError) as error:
-        raise ModelFileError(f"{path}: tensor {info.name} has the unknown quantization type {info.kind}; use another file") from error
+        raise ModelFileError(
+            f"{path}: tensor {info.name} has the unknown quantization type {info.kind}; use another file"
+        ) from error
     row = info.shape[-1] if info.shape else 1
     if row % block:
-        raise ModelFileError(f"{path}: tensor {info.name} has rows of {row} values, no multiple of its block size {block}; fetch it again")
+        raise ModelFileError(
+            f"{path}: tensor {info.name} has rows of {row} values, no multiple of its block size {block}; fetch it again"
+        )
     return math.prod(info.shape) // block * width
 
 
@@ -137,7 +163,9 @@ def _check_type(path: Path, info: TensorInfo) -> None:
     try:
         gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError as error:
-        raise ModelFileError(f"{path}: tensor {info.name} has type {kind.name}, which cannot be read; use another quantization") from error
+        raise ModelFileError(
+            f"{path}: tensor {info.name} has type {kind.name}, which cannot be read; use another quantization"
+        ) from error
 
 
 def _end_ids(path: Path, metadata: dict[str, Any]) -> Iterator[int]:
@@ -146,4 +174,8 @@ def _end_ids(path: Path, metadata: dict[str, Any]) -> Iterator[int]:
         yield from keys.token_ids(f"tokenizer.ggml.{key}_token_id")
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, list):
-        yield from (i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL and text in END_TEXTS)
+        yield from (
+            i
+            for i, (text, kind) in enumerate(zip(tokens, types, strict=False))
+            if kind == CONTROL and text in END_TEXTS
+        )

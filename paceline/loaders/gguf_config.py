@@ -12,14 +12,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import MAX_LAYERS, Fields, check_config
 from paceline.loaders.gguf_header import GgufHeader
 from paceline.models.config import Family, ModelConfig, RopeConfig
 
-FAMILIES: dict[str, Family] = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+FAMILIES: dict[str, Family] = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3",
+}
 REFUSED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
-GEMMA3_27B_LAYERS = 62  # the one gemma 3 whose attention scale is not that of its head size, and its files do not say so
+GEMMA3_27B_LAYERS = (
+    62  # the one gemma 3 whose attention scale is not that of its head size, and its files do not say so
+)
 
 TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LAYER_NAMES = {
@@ -52,11 +60,17 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     return f"blk.{layer}.{names[part]}.{kind}"
 
 
-def read_config(path: Path, header: GgufHeader, read_divisors: Callable[[], tuple[float, ...]]) -> ModelConfig:
-    """The config of a supported architecture; `read_divisors` reads the rotary divisors where the file stores them."""
+def read_config(
+    path: Path, header: GgufHeader, read_divisors: Callable[[], tuple[float, ...]]
+) -> ModelConfig:
+    """The config of a supported architecture; `read_divisors` reads the rotary divisors where the file stores
+    them.
+    """
     arch = Fields(str(path), header.metadata).text("general.architecture")
     if arch not in FAMILIES:
-        raise ModelFileError(f"{path}: architecture {arch!r} is not supported; use one of {', '.join(FAMILIES)}")
+        raise ModelFileError(
+            f"{path}: architecture {arch!r} is not supported; use one of {', '.join(FAMILIES)}"
+        )
     keys = _of_architecture(path, arch, header.metadata)
     for key in REFUSED:
         if keys.get(key):
@@ -67,7 +81,9 @@ def read_config(path: Path, header: GgufHeader, read_divisors: Callable[[], tupl
 
 
 def _of_architecture(path: Path, arch: str, metadata: Mapping[str, Any]) -> Fields:
-    """The keys of this architecture without its prefix, floats as they were written before they became float32."""
+    """The keys of this architecture without its prefix, floats as they were written before they became
+    float32.
+    """
     prefix = arch + "."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     values = {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in values.items()}
@@ -76,7 +92,11 @@ def _of_architecture(path: Path, arch: str, metadata: Mapping[str, Any]) -> Fiel
 
 def _config(arch: str, keys: Fields, header: GgufHeader, divisors: tuple[float, ...] | None) -> ModelConfig:
     is_gemma = arch == "gemma3"
-    hidden, heads, layers = keys.count("embedding_length"), keys.count("attention.head_count"), keys.count("block_count")
+    hidden, heads, layers = (
+        keys.count("embedding_length"),
+        keys.count("attention.head_count"),
+        keys.count("block_count"),
+    )
     embedding = header.tensors.get("token_embd.weight")
     head_dim = keys.count("attention.key_length", hidden // heads or None)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -121,7 +141,9 @@ def _attention_scale(is_gemma_27b: bool, hidden: int, heads: int, keys: Fields) 
 
 
 def _local_layers(keys: Fields, layers: int, default_period: int) -> tuple[bool, ...]:
-    """Which layers slide: a flag a layer, or every layer but the last of each period; a period of 0 is all of them."""
+    """Which layers slide: a flag a layer, or every layer but the last of each period; a period of 0 is all of
+    them.
+    """
     pattern = keys.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         return tuple(bool(flag) for flag in pattern)

@@ -1,8 +1,9 @@
 """The header of a GGUF file: its metadata and where each tensor lies.
 
-Invariant: every count, length and offset is checked against the bytes that are really there before it sizes anything, so a
-damaged or hostile file costs no more memory than itself. (The reader of the gguf package makes an array a token, which takes
-seconds for a vocabulary, and trusts counts; only its dequantizers are used, in gguf.py.)
+Invariant: every count, length and offset is checked against the bytes that are really there before it sizes
+anything, so a damaged or hostile file costs no more memory than itself. (The reader of the gguf package makes
+an array a token, which takes seconds for a vocabulary, and trusts counts; only its dequantizers are used, in
+gguf.py.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -66,13 +67,19 @@ class _Cursor:
 
     def header(self) -> GgufHeader:
         if self.take(4) != MAGIC:
-            raise ModelFileError(f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r} instead of {MAGIC!r}")
+            raise ModelFileError(
+                f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r} instead of {MAGIC!r}"
+            )
         version = self.number("I")
         if version not in VERSIONS:
-            raise self.damage(f"GGUF version {version} is not one of {VERSIONS} (big-endian files are not read)")
+            raise self.damage(
+                f"GGUF version {version} is not one of {VERSIONS} (big-endian files are not read)"
+            )
         num_tensors, num_keys = self.number("Q"), self.number("Q")
         if max(num_tensors, num_keys) > MAX_ENTRIES:
-            raise self.damage(f"{num_tensors} tensors and {num_keys} metadata keys, more than the {MAX_ENTRIES} allowed")
+            raise self.damage(
+                f"{num_tensors} tensors and {num_keys} metadata keys, more than the {MAX_ENTRIES} allowed"
+            )
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.text()
@@ -109,7 +116,9 @@ class _Cursor:
         kind, length = self.number("I"), self.number("Q")
         self.elements_left -= length
         if self.elements_left < 0:
-            raise self.damage(f"metadata array {key!r} has {length} elements, more than the {MAX_ELEMENTS} allowed")
+            raise self.damage(
+                f"metadata array {key!r} has {length} elements, more than the {MAX_ELEMENTS} allowed"
+            )
         if kind == STRING:
             text = self.text
             return [text() for _ in range(length)]
@@ -122,7 +131,8 @@ class _Cursor:
         length = self.number("Q")
         if length > MAX_STRING:
             raise self.damage(f"a string of {length} bytes, more than the {MAX_STRING} allowed")
-        # Some vocabularies hold tokens that are cut inside a character; a tokenizer must see that they are there.
+        # Some vocabularies hold tokens that are cut inside a character; a tokenizer must see that they are
+        # there.
         return self.take(length).decode("utf-8", errors="replace")
 
     def number(self, code: str) -> Any:
@@ -145,7 +155,9 @@ class _Cursor:
         entries[name] = value
 
     def truncated(self) -> ModelFileError:
-        return ModelFileError(f"{self.path} is truncated: it ends inside its header, at {self.size} bytes; fetch it again")
+        return ModelFileError(
+            f"{self.path} is truncated: it ends inside its header, at {self.size} bytes; fetch it again"
+        )
 
     def damage(self, what: str) -> ModelFileError:
         return ModelFileError(f"{self.path} has a damaged GGUF header: {what}; fetch it again")

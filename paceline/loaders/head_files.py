@@ -1,7 +1,7 @@
 """The files of a learned head: a folder with config.json and safetensors, read tensor by tensor.
 
-Invariant: names, types and shapes are checked against what the head's config asks for before anything is read, every number that is
-read is finite, and nothing but safetensors is ever opened.
+Invariant: names, types and shapes are checked against what the head's config asks for before anything is
+read, every number that is read is finite, and nothing but safetensors is ever opened.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
+from paceline.heads.config import HeadConfig
 from paceline.loaders.checkpoint import check_shapes
 from paceline.loaders.fields import Fields, read_json
-from paceline.loaders.quantize import GROUP, STORED, padded
 from paceline.loaders.safetensors import TYPES, tensors_of, weight_files
-from paceline.models.head_config import HeadConfig
+from paceline.models.quantize import GROUP, STORED, padded
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,9 @@ class HeadFiles:
     def __init__(self, folder: Path) -> None:
         self.folder, self.where = folder, str(folder)
         if not (folder / "config.json").is_file():
-            raise ModelFileError(f"{folder} has no config.json; give the folder of a head: config.json and .safetensors")
+            raise ModelFileError(
+                f"{folder} has no config.json; give the folder of a head: config.json and .safetensors"
+            )
         self.values: dict[str, Any] = read_json(folder / "config.json")
         self.fields = Fields(str(folder / "config.json"), self.values)
         self.found = tensors_of(weight_files(folder))  # name -> file, type, shape
@@ -54,18 +56,27 @@ class HeadFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.found:
-            raise ModelFileError(f"{self.where}: missing tensor {name}; the file is incomplete or of another kind of head")
+            raise ModelFileError(
+                f"{self.where}: missing tensor {name}; the file is incomplete or of another kind of head"
+            )
         return self.found[name][2]
 
-    def read(self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
+    def read(
+        self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, str] | None = None
+    ) -> dict[str, torch.Tensor]:
         """The tensors of these shapes; `stored` gives the name in the file where it is another."""
         names = {name: (stored or {}).get(name, name) for name in shapes}
         scaled = {name for name, there in names.items() if self.has(_scales(there))}
-        found = {names[n]: self._shape_of(names[n], shapes[n], n in scaled) for n in shapes if self.has(names[n])}
+        found = {
+            names[n]: self._shape_of(names[n], shapes[n], n in scaled) for n in shapes if self.has(names[n])
+        }
         check_shapes(self.folder, found, {names[n]: shape for n, shape in shapes.items()})
         for name in shapes:
             self._check_type(names[name], name in scaled)
-        return {name: self._scaled(names[name], shapes[name]) if name in scaled else self._tensor(names[name]) for name in shapes}
+        return {
+            name: self._scaled(names[name], shapes[name]) if name in scaled else self._tensor(names[name])
+            for name in shapes
+        }
 
     def _shape_of(self, name: str, wanted: tuple[int, ...], is_scaled: bool) -> tuple[int, ...]:
         """As if it were stored in floats: integers are filled up to whole groups."""
@@ -73,14 +84,21 @@ class HeadFiles:
         if not is_scaled or len(wanted) != 2:
             return shape
         width = padded(wanted[1], GROUP[8])
-        is_right = shape == (wanted[0], width) and self.found[_scales(name)][2] == (wanted[0], width // GROUP[8])
+        is_right = shape == (wanted[0], width) and self.found[_scales(name)][2] == (
+            wanted[0],
+            width // GROUP[8],
+        )
         return wanted if is_right else shape
 
     def _check_type(self, name: str, is_scaled: bool) -> None:
         kind = self.found[name][1]
-        allowed = ("I8",) if is_scaled else WHOLE if name.endswith(("draft_ids", "d2t", "token_map")) else TYPES
+        allowed = (
+            ("I8",) if is_scaled else WHOLE if name.endswith(("draft_ids", "d2t", "token_map")) else TYPES
+        )
         if kind not in allowed:
-            raise ModelFileError(f"{self.where}: tensor {name} has type {kind}, which is not read; use one of {', '.join(allowed)}")
+            raise ModelFileError(
+                f"{self.where}: tensor {name} has type {kind}, which is not read; use one of {', '.join(allowed)}"
+            )
 
     def _tensor(self, name: str) -> torch.Tensor:
         """Floats as float32, whole numbers as int64."""
@@ -91,14 +109,18 @@ class HeadFiles:
             return raw.to(torch.int64)
         weight = raw.to(torch.float32)
         if not bool(torch.isfinite(weight).all()):
-            raise ModelFileError(f"{self.where}: tensor {name} holds numbers that are not finite; the file is damaged, fetch it again")
+            raise ModelFileError(
+                f"{self.where}: tensor {name} holds numbers that are not finite; the file is damaged, fetch it again"
+            )
         return weight
 
     def _scaled(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         import torch
 
         values, scales = self._raw(name).to(torch.float32), self._tensor(_scales(name)) / STORED
-        return (values.unflatten(1, (-1, GROUP[8])) * scales[:, :, None]).flatten(1)[:, : shape[1]].contiguous()
+        return (
+            (values.unflatten(1, (-1, GROUP[8])) * scales[:, :, None]).flatten(1)[:, : shape[1]].contiguous()
+        )
 
     def _raw(self, name: str) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
@@ -108,7 +130,9 @@ class HeadFiles:
             with safe_open(file, framework="pt") as tensors:
                 weight: torch.Tensor = tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch the file again") from error
+            raise ModelFileError(
+                f"{file}: tensor {name} cannot be read ({error}); fetch the file again"
+            ) from error
         return weight
 
 

@@ -1,7 +1,8 @@
-"""Opens a learned head for a target: our own format, and those of other projects, told apart by what their config says.
+"""Opens a learned head for a target: our own format, and those of other projects, told apart by what their
+config says.
 
-Invariant: what comes out fits the target, or it is an error that names both; a head in our format says by a hash for which weights it was
-trained, one of another project is known by its sizes alone.
+Invariant: what comes out fits the target, or it is an error that names both; a head in our format says by a
+hash for which weights it was trained, one of another project is known by its sizes alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
+from paceline.heads.config import HeadConfig, check_target, read_head_config
 from paceline.loaders.head_files import Head, HeadFiles
-from paceline.models.head_config import HeadConfig, check_target, read_head_config
 
 if TYPE_CHECKING:
     import torch
@@ -35,17 +36,25 @@ def open_head(model: str, target: Checkpoint, kinds: Sequence[str], progress: bo
 
     folder = hub.resolve(model, progress=progress)
     if not folder.is_dir():
-        raise ModelFileError(f"{folder} is a model file where a head is expected; give the folder of a head: config.json and .safetensors")
+        raise ModelFileError(
+            f"{folder} is a model file where a head is expected; give the folder of a head: config.json and .safetensors"
+        )
     files = HeadFiles(folder)
     head = _read(files, target)
     if head.config.kind not in kinds:
-        raise ModelFileError(f"{folder} holds a head of kind {head.config.kind!r}, not {' or '.join(map(repr, kinds))}; use that method")
+        raise ModelFileError(
+            f"{folder} holds a head of kind {head.config.kind!r}, not {' or '.join(map(repr, kinds))}; use that method"
+        )
     _check_sizes(head.config, target, head.where)
     _check_ids(head)
     if not head.config.has_lm_head and head.config.kind in ("eagle", "dflash", "draft"):
         head.tensors["lm_head.weight"] = _output_rows(target, head.tensors.get("draft_ids"))
     log.info(
-        "%s: a %s head in the %s format, reading the target's layers %s", folder, head.config.kind, head.dialect, head.config.hidden_layers
+        "%s: a %s head in the %s format, reading the target's layers %s",
+        folder,
+        head.config.kind,
+        head.dialect,
+        head.config.hidden_layers,
     )
     return head
 
@@ -73,7 +82,11 @@ def _dialects() -> list[Dialect]:
 
 def _check_sizes(config: HeadConfig, target: Checkpoint, where: str) -> None:
     model = target.config
-    wanted = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size, "target_layers": model.num_layers}
+    wanted = {
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "target_layers": model.num_layers,
+    }
     for name, size in wanted.items():
         if getattr(config, name) != size:
             raise ModelFileError(
@@ -88,7 +101,9 @@ def _check_ids(head: Head) -> None:
         return
     is_inside = int(ids.min()) >= 0 and int(ids.max()) < head.config.vocab_size
     if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
-        raise ModelFileError(f"{head.where}: the draft vocabulary is not an ascending list of the target's tokens; the file is damaged")
+        raise ModelFileError(
+            f"{head.where}: the draft vocabulary is not an ascending list of the target's tokens; the file is damaged"
+        )
 
 
 def _output_rows(target: Checkpoint, ids: torch.Tensor | None) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""DFlash heads of other projects: z-lab's, whose layer numbers name layers that put out what is read, and those of `speculators`, which
-count hidden states as we do and may have a vocabulary and a Markov head of their own."""
+"""DFlash heads of other projects: z-lab's, whose layer numbers name layers that put out what is read, and
+those of `speculators`, which count hidden states as we do and may have a vocabulary and a Markov head of
+their own."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.errors import ConfigError, ModelFileError
+from paceline.core.errors import ConfigError, ModelFileError
+from paceline.heads.config import DflashConfig
 from paceline.loaders.fields import Fields
 from paceline.loaders.head_files import Head, HeadFiles
 from paceline.loaders.hf_config import rope_of
-from paceline.models.head_config import DflashConfig
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
@@ -23,7 +24,10 @@ MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
 
 def matches(files: HeadFiles) -> bool:
-    return "dflash_config" in files.values or files.values.get("speculators_model_type") in ("dflash", "dspark")
+    return "dflash_config" in files.values or files.values.get("speculators_model_type") in (
+        "dflash",
+        "dspark",
+    )
 
 
 def read(files: HeadFiles, target: Checkpoint) -> Head:
@@ -55,11 +59,20 @@ def _refuse(files: HeadFiles, keys: Fields, own: Fields) -> None:
     if isinstance(types, list) and any(kind != "full_attention" for kind in types):
         raise keys.refuse("layer_types", "holds other kinds than full_attention, which are not supported")
     if (files.folder / "mask_embedding.pt").exists():
-        raise ModelFileError(f"{files.where}: mask_embedding.pt is pickled and is not read; use a head whose mask is a token of the target")
+        raise ModelFileError(
+            f"{files.where}: mask_embedding.pt is pickled and is not read; use a head whose mask is a token of the target"
+        )
 
 
 def _config(
-    files: HeadFiles, keys: Fields, own: Fields, target: Checkpoint, vocab: int, size: int, rank: int, is_speculators: bool
+    files: HeadFiles,
+    keys: Fields,
+    own: Fields,
+    target: Checkpoint,
+    vocab: int,
+    size: int,
+    rank: int,
+    is_speculators: bool,
 ) -> DflashConfig:
     heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")
     mask = own.get("mask_token_id")
@@ -83,7 +96,11 @@ def _config(
 def _taps(files: HeadFiles, own: Fields, is_speculators: bool) -> tuple[int, ...]:
     name, shift = ("aux_hidden_state_layer_ids", 0) if is_speculators else ("target_layer_ids", 1)
     ids = own.get(name)
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    ):
         raise own.refuse(name, "is not a list of layers; the config is damaged")
     taps = tuple(i + shift for i in ids)
     log.info("%s: %s %s are the residual stream after %s layers", files.where, name, ids, taps)
@@ -91,16 +108,26 @@ def _taps(files: HeadFiles, own: Fields, is_speculators: bool) -> tuple[int, ...
 
 
 def _markov(files: HeadFiles, config: DflashConfig, ids: torch.Tensor | None) -> dict[str, Any]:
-    """Their first matrix has a row for every token of the target; ours for every draft token, and one for all others."""
-    shapes = {"first": (config.vocab_size, config.markov_rank), "second": (config.draft_vocab_size, config.markov_rank)}
+    """Their first matrix has a row for every token of the target; ours for every draft token, and one for all
+    others.
+    """
+    shapes = {
+        "first": (config.vocab_size, config.markov_rank),
+        "second": (config.draft_vocab_size, config.markov_rank),
+    }
     found = files.read(shapes, dict(zip(shapes, MARKOV, strict=True)))
     first = found["first"]
     rows = first if ids is None else first[ids]
-    return {"markov_w1.weight": torch.cat([rows, _other_row(first, ids)]), "markov_w2.weight": found["second"]}
+    return {
+        "markov_w1.weight": torch.cat([rows, _other_row(first, ids)]),
+        "markov_w2.weight": found["second"],
+    }
 
 
 def _other_row(first: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-    """[1, rank]: what the tokens that cannot be drafted have in common; zero where they differ, or where there are none."""
+    """[1, rank]: what the tokens that cannot be drafted have in common; zero where they differ, or where
+    there are none.
+    """
     is_other = torch.ones(len(first), dtype=torch.bool)
     is_other[slice(None) if ids is None else ids] = False
     others = first[is_other]

@@ -1,4 +1,6 @@
-"""Medusa heads of other projects: as published, with an output layer a head, and in vLLM's form, which may share one."""
+"""Medusa heads of other projects: as published, with an output layer a head, and in vLLM's form, which may
+share one.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.errors import ConfigError, ModelFileError
+from paceline.core.errors import ConfigError, ModelFileError
+from paceline.heads.config import MedusaConfig
+from paceline.heads.others import SeparateMedusaConfig
 from paceline.loaders.head_files import Head, HeadFiles
-from paceline.models.head_config import MedusaConfig
-from paceline.models.other_heads import SeparateMedusaConfig
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
@@ -26,7 +28,14 @@ def read(files: HeadFiles, target: Checkpoint) -> Head:
 
 
 def _config(
-    files: HeadFiles, target: Checkpoint, is_shared: bool, heads: int, blocks: int, hidden: int, vocab: int, words: int
+    files: HeadFiles,
+    target: Checkpoint,
+    is_shared: bool,
+    heads: int,
+    blocks: int,
+    hidden: int,
+    vocab: int,
+    words: int,
 ) -> MedusaConfig:
     kind = MedusaConfig if is_shared else SeparateMedusaConfig
     fields: dict[str, Any] = {
@@ -52,25 +61,40 @@ def _published(files: HeadFiles, target: Checkpoint) -> Head:
     blocks = files.fields.count("medusa_num_layers", 1)
     prefix = next((p for p in PREFIXES if files.has(f"{p}0.0.linear.weight")), "")
     found = sum(files.has(f"{prefix}{i}.0.linear.weight") for i in range(64))
-    heads = min(files.fields.count("medusa_num_heads", found or None), found or 1)  # configs were uploaded that name more than there are
+    heads = min(
+        files.fields.count("medusa_num_heads", found or None), found or 1
+    )  # configs were uploaded that name more than there are
     vocab, hidden = files.shape(f"{prefix}0.{blocks}.weight")
     config = _config(files, target, False, heads, blocks, hidden, vocab, vocab)
     stored = {f"lm_heads.{i}.weight": f"{prefix}{i}.{blocks}.weight" for i in range(heads)}
     for part in ("weight", "bias"):
-        stored |= {f"blocks.{i}.layers.{b}.{part}": f"{prefix}{i}.{b}.linear.{part}" for i in range(heads) for b in range(blocks)}
+        stored |= {
+            f"blocks.{i}.layers.{b}.{part}": f"{prefix}{i}.{b}.linear.{part}"
+            for i in range(heads)
+            for b in range(blocks)
+        }
     return Head(config, _read(files, config, stored), files.where, "medusa")
 
 
 def _vllm(files: HeadFiles, target: Checkpoint) -> Head:
-    fields, prefix = files.fields, next((p for p in PREFIXES if files.has(f"{p}blocks.0.layers.0.weight")), "")
+    fields, prefix = (
+        files.fields,
+        next((p for p in PREFIXES if files.has(f"{p}blocks.0.layers.0.weight")), ""),
+    )
     is_shared = fields.flag("original_lm_head", False)
     vocab = fields.count("vocab_size")
     words = fields.count("truncated_vocab_size", vocab)
-    heads, blocks, hidden = fields.count("num_heads"), fields.count("num_hidden_layers", 1), fields.count("hidden_size")
+    heads, blocks, hidden = (
+        fields.count("num_heads"),
+        fields.count("num_hidden_layers", 1),
+        fields.count("hidden_size"),
+    )
     config = _config(files, target, is_shared, heads, blocks, hidden, vocab, words)
     stored = {name: prefix + name for name in config.tensor_shapes()}
     if is_shared:
-        stored["lm_head.weight"] = prefix + ("lm_head.weight" if files.has(f"{prefix}lm_head.weight") else "lm_heads.0.weight")
+        stored["lm_head.weight"] = prefix + (
+            "lm_head.weight" if files.has(f"{prefix}lm_head.weight") else "lm_heads.0.weight"
+        )
     if words < vocab:
         stored["draft_ids"] = f"{prefix}token_map"
     return Head(config, _read(files, config, stored), files.where, "vllm")

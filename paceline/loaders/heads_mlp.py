@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.errors import ConfigError, ModelFileError
+from paceline.core.errors import ConfigError, ModelFileError
+from paceline.heads.others import MlpSpeculatorConfig
 from paceline.loaders.head_files import Head, HeadFiles
-from paceline.models.other_heads import MlpSpeculatorConfig
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
@@ -33,4 +33,6 @@ def read(files: HeadFiles, target: Checkpoint) -> Head:
     except (ConfigError, TypeError, ValueError) as error:
         raise ModelFileError(f"{files.where}: {error}") from error
     shapes = config.tensor_shapes()
-    return Head(config, files.read(shapes, {name: prefix + name for name in shapes}), files.where, "mlp speculator")
+    return Head(
+        config, files.read(shapes, {name: prefix + name for name in shapes}), files.where, "mlp speculator"
+    )

@@ -1,7 +1,8 @@
 """config.json of a Hugging Face folder to a ModelConfig.
 
-Invariant: what the family's defaults are, an absent key means; a key that asks for something the decoder does not do is refused
-by name. Rotary settings are read in both spellings: `rope_theta` + `rope_scaling`, and the newer `rope_parameters`.
+Invariant: what the family's defaults are, an absent key means; a key that asks for something the decoder does
+not do is refused by name. Rotary settings are read in both spellings: `rope_theta` + `rope_scaling`, and the
+newer `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import MAX_LAYERS, Fields, check_config
 from paceline.models.config import Family, ModelConfig, RopeConfig
 
@@ -23,7 +24,13 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
 }
-ACTIVATIONS = {"llama": "silu", "mistral": "silu", "qwen2": "silu", "qwen3": "silu", "gemma3": "gelu_pytorch_tanh"}
+ACTIVATIONS = {
+    "llama": "silu",
+    "mistral": "silu",
+    "qwen2": "silu",
+    "qwen3": "silu",
+    "gemma3": "gelu_pytorch_tanh",
+}
 REFUSED = (
     "quantization_config",
     "num_local_experts",
@@ -59,10 +66,14 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     outer = Fields(source, values)
     model_type = outer.text("model_type")
     if model_type not in FAMILIES:
-        raise ModelFileError(f"{source}: model type {model_type!r} is not supported; use one of {', '.join(FAMILIES)}")
+        raise ModelFileError(
+            f"{source}: model type {model_type!r} is not supported; use one of {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[model_type]
     if outer.get("quantization_config"):
-        raise outer.refuse("quantization_config", "is not supported; use the unquantized model or a GGUF file")
+        raise outer.refuse(
+            "quantization_config", "is not supported; use the unquantized model or a GGUF file"
+        )
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
     _refuse_unsupported(family, keys)
@@ -127,8 +138,13 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
         return ()
     types = keys.get("layer_types")
     if types is not None:
-        if not isinstance(types, list) or not all(t in ("full_attention", "sliding_attention") for t in types):
-            raise keys.refuse("layer_types", "holds other kinds than full_attention and sliding_attention, which are not supported")
+        if not isinstance(types, list) or not all(
+            t in ("full_attention", "sliding_attention") for t in types
+        ):
+            raise keys.refuse(
+                "layer_types",
+                "holds other kinds than full_attention and sliding_attention, which are not supported",
+            )
         return tuple(t == "sliding_attention" for t in types)
     if family == "gemma3":
         period = keys.count("sliding_window_pattern")
@@ -149,7 +165,9 @@ def _rope(keys: Fields, layer_type: str, default_theta: float) -> RopeConfig:
     theta = parameters.number("rope_theta", keys.number("rope_theta", default_theta))
     partial = parameters.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} is not supported; use a model that rotates whole heads")
+        raise ModelFileError(
+            f"{keys.source}: partial_rotary_factor = {partial} is not supported; use a model that rotates whole heads"
+        )
     return _scaled_rope(parameters, theta, keys)
 
 
@@ -160,7 +178,9 @@ def rope_of(keys: Fields) -> RopeConfig:
 
 def _gemma_local_rope(keys: Fields) -> RopeConfig:
     local = keys.section("rope_parameters").section("sliding_attention")
-    return _scaled_rope(local, local.number("rope_theta", keys.number("rope_local_base_freq", 10_000.0)), keys)
+    return _scaled_rope(
+        local, local.number("rope_theta", keys.number("rope_local_base_freq", 10_000.0)), keys
+    )
 
 
 def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
@@ -174,10 +194,19 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
     original = parameters.count("original_max_position_embeddings", keys.count("max_position_embeddings"))
     if kind == "llama3":
         low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
-        return RopeConfig(theta=theta, kind="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high, original_context=original)
+        return RopeConfig(
+            theta=theta,
+            kind="llama3",
+            factor=factor,
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_context=original,
+        )
     if kind == "yarn":
         return _yarn(parameters, theta, factor, original)
-    raise parameters.refuse(key, "is not supported; use a model with default, linear, llama3 or yarn rotary embedding")
+    raise parameters.refuse(
+        key, "is not supported; use a model with default, linear, llama3 or yarn rotary embedding"
+    )
 
 
 def _yarn(parameters: Fields, theta: float, factor: float, original: int) -> RopeConfig:
@@ -193,5 +222,7 @@ def _yarn(parameters: Fields, theta: float, factor: float, original: int) -> Rop
         original_context=original,
         beta_fast=parameters.number("beta_fast", 32.0),
         beta_slow=parameters.number("beta_slow", 1.0),
-        attention_factor=parameters.number("attention_factor") if parameters.get("attention_factor") is not None else None,
+        attention_factor=parameters.number("attention_factor")
+        if parameters.get("attention_factor") is not None
+        else None,
     )

@@ -1,7 +1,8 @@
 """Finds a model by name: a path, the default model, a model in Paceline's cache, or a Hugging Face name.
 
-Invariant: `resolve` returns a .gguf file or a folder that exists, or raises one error that says what would have been valid.
-Nothing is ever fetched but safetensors, GGUF, JSON and templates: no pickled weights, no code.
+Invariant: `resolve` returns a .gguf file or a folder that exists, or raises one error that says what would
+have been valid. Nothing is ever fetched but safetensors, GGUF, JSON and templates: no pickled weights, no
+code.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from paceline.errors import ModelFileError, ModelNotFound
+from paceline.core.errors import ModelFileError, ModelNotFound
 from paceline.loaders.fetch import WheelModel, fetch, is_whole
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -84,7 +85,9 @@ def display_name(model: str) -> str:
 def local_models() -> list[LocalModel]:
     """The default model, here or not, then everything in Paceline's and Hugging Face's caches."""
     default = cache_dir() / "models" / DEFAULT_WHEEL.file_name
-    first = LocalModel(DEFAULT_MODEL, default, DEFAULT_WHEEL.num_bytes, "gguf", is_whole(default, DEFAULT_WHEEL))
+    first = LocalModel(
+        DEFAULT_MODEL, default, DEFAULT_WHEEL.num_bytes, "gguf", is_whole(default, DEFAULT_WHEEL)
+    )
     return [first, *_in_cache(), *_in_hf_cache()]
 
 
@@ -102,14 +105,22 @@ def _in_folder(folder: Path) -> Path:
         return folder
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
-        raise ModelNotFound(f"{folder} has {len(files)} GGUF files; name one of them: {_listed([str(file) for file in files])}")
-    return files[0] if files else folder  # a folder without weights is for the loader to refuse: it says what it found instead
+        raise ModelNotFound(
+            f"{folder} has {len(files)} GGUF files; name one of them: {_listed([str(file) for file in files])}"
+        )
+    return (
+        files[0] if files else folder
+    )  # a folder without weights is for the loader to refuse: it says what it found instead
 
 
 def _gguf_file(path: Path) -> Path:
     if path.suffix.lower() == ".gguf":
         return path
-    remedy = f"give its folder, {path.parent}" if path.suffix == ".safetensors" else "only .gguf files and safetensors folders are read"
+    remedy = (
+        f"give its folder, {path.parent}"
+        if path.suffix == ".safetensors"
+        else "only .gguf files and safetensors folders are read"
+    )
     raise ModelFileError(f"{path} is not a GGUF file; {remedy}")
 
 
@@ -126,7 +137,13 @@ def _in_cache() -> Iterator[LocalModel]:
         if path.suffix == ".gguf" and path.name != DEFAULT_WHEEL.file_name:
             yield LocalModel(path.stem, path, path.stat().st_size, "gguf", True)
         elif any(path.glob("*.safetensors")):
-            yield LocalModel(path.name, path, sum(f.stat().st_size for f in path.glob("*.safetensors")), "safetensors", True)
+            yield LocalModel(
+                path.name,
+                path,
+                sum(f.stat().st_size for f in path.glob("*.safetensors")),
+                "safetensors",
+                True,
+            )
 
 
 def _in_hf_cache() -> Iterator[LocalModel]:
@@ -145,7 +162,9 @@ def _in_hf_cache() -> Iterator[LocalModel]:
         if any(name.endswith(".safetensors") for name in files):
             yield LocalModel(repo.repo_id, revision.snapshot_path, sum(files.values()), "safetensors", True)
         for file in sorted(name for name in files if name.endswith(".gguf")):
-            yield LocalModel(f"{repo.repo_id}:{file}", revision.snapshot_path / file, files[file], "gguf", True)
+            yield LocalModel(
+                f"{repo.repo_id}:{file}", revision.snapshot_path / file, files[file], "gguf", True
+            )
 
 
 def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
@@ -158,7 +177,9 @@ def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
         return _download_repo(repo, file)
     except ModelNotFound:
         raise
-    except Exception as error:  # the hub's errors have no common base, and each of them means the same to the user
+    except (
+        Exception
+    ) as error:  # the hub's errors have no common base, and each of them means the same to the user
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelNotFound(
             f"{_short(repo)} could not be fetched from Hugging Face ({reason}); check the name and the connection, or {_valid_names()}"
@@ -173,7 +194,9 @@ def _download_repo(repo: str, file: str | None) -> Path:
 
     if file is not None:
         return Path(huggingface_hub.hf_hub_download(repo, file))
-    folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=HF_PATTERNS, ignore_patterns=HF_IGNORED))
+    folder = Path(
+        huggingface_hub.snapshot_download(repo, allow_patterns=HF_PATTERNS, ignore_patterns=HF_IGNORED)
+    )
     if any(folder.glob("*.safetensors")):
         return folder
     if any(folder.glob("*.gguf")):  # fetched earlier by its name
@@ -182,8 +205,12 @@ def _download_repo(repo: str, file: str | None) -> Path:
     if len(files) == 1:
         return Path(huggingface_hub.hf_hub_download(repo, files[0]))
     if files:
-        raise ModelNotFound(f"{repo} has {len(files)} GGUF files; name one of them: {_listed([f'{repo}:{name}' for name in files])}")
-    raise ModelNotFound(f"{repo} has neither safetensors nor GGUF weights; only those are read, choose another model")
+        raise ModelNotFound(
+            f"{repo} has {len(files)} GGUF files; name one of them: {_listed([f'{repo}:{name}' for name in files])}"
+        )
+    raise ModelNotFound(
+        f"{repo} has neither safetensors nor GGUF weights; only those are read, choose another model"
+    )
 
 
 def _short(name: str) -> str:

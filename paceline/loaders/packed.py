@@ -1,8 +1,9 @@
-"""A model's weights in the layout of the CPU kernels: quantized and packed once, then kept on disk and memory-mapped.
+"""A model's weights in the layout of the CPU kernels: quantized and packed once, then kept on disk and
+memory-mapped.
 
-Invariant: a cached file is used only if its name (fingerprint, sizes and dates of the model's files, type, version of the layout) and
-its tensors' names, types and shapes are the ones asked for; anything else is packed anew. It is a safetensors file whose data start
-at a multiple of 64.
+Invariant: a cached file is used only if its name (fingerprint, sizes and dates of the model's files, type,
+version of the layout) and its tensors' names, types and shapes are the ones asked for; anything else is
+packed anew. It is a safetensors file whose data start at a multiple of 64.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.loaders.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, pack_linear, padded
 from paceline.models.config import ModelConfig
+from paceline.models.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
 
 LAYOUT = 2  # raise it when the layout changes
 ALIGNMENT = 64
@@ -45,20 +46,19 @@ class Source(Protocol):
     def tensor(self, name: str) -> torch.Tensor: ...  # float32
 
 
-def head_bits(bits: int) -> int:
-    """Embedding and head stay in int8 when the layers are int4: they hold what every token says, and int4 costs them most."""
-    return 8 if bits == 4 else bits
-
-
 def load_packed(source: Source, bits: int, progress: Progress | None = None) -> Tensors:
-    """From the cache if it is there, else packed, and put there. Float weights are only a reordering: too large to keep twice."""
+    """From the cache if it is there, else packed, and put there. Float weights are only a reordering: too
+    large to keep twice.
+    """
     if bits == 32:
         return pack_model(source, bits, progress)
     path = cache_path(source, bits)
     found = read(path, source.config, bits)
     if found is None:
         tensors = pack_model(source, bits, progress)
-        with contextlib.suppress(OSError):  # a full or read-only disk costs the next start some seconds, no more
+        with contextlib.suppress(
+            OSError
+        ):  # a full or read-only disk costs the next start some seconds, no more
             write(path, tensors)
         found = read(path, source.config, bits) or tensors
     return found
@@ -72,7 +72,9 @@ def cache_path(source: Source, bits: int) -> Path:
 
 
 def _version(model: Path) -> str:
-    """Of the layout and of the files: the fingerprint samples them, and a change of one tensor must not be missed."""
+    """Of the layout and of the files: the fingerprint samples them, and a change of one tensor must not be
+    missed.
+    """
     files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr((LAYOUT, stamps)).encode()).hexdigest()[:12]
@@ -93,7 +95,9 @@ def _vectors(config: ModelConfig) -> list[str]:
 
 
 def gate_up_order(inner: int) -> list[int]:
-    """64 rows of the gate, then the 64 of the other half that it gates, and so on: a thread's outputs are what it needs next."""
+    """64 rows of the gate, then the 64 of the other half that it gates, and so on: a thread's outputs are
+    what it needs next.
+    """
     starts = range(0, inner, GATE_ROWS)
     blocks = [range(start, min(start + GATE_ROWS, inner)) for start in starts]
     return [row + half for block in blocks for half in (0, inner) for row in block]
@@ -136,7 +140,11 @@ def write(path: Path, tensors: Tensors) -> None:
     header: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors.items():
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + _size(tensor)]}
+        header[name] = {
+            "dtype": TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + _size(tensor)],
+        }
         at += _size(tensor)
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
@@ -150,7 +158,9 @@ def write(path: Path, tensors: Tensors) -> None:
         part.replace(path)
         for old in path.parent.glob(f"{path.name.rsplit('-', 1)[0]}-*.safetensors"):
             if old != path:
-                old.unlink(missing_ok=True)  # packed from an earlier version of the same model; who has it mapped keeps it
+                old.unlink(
+                    missing_ok=True
+                )  # packed from an earlier version of the same model; who has it mapped keeps it
     finally:
         part.unlink(missing_ok=True)
 

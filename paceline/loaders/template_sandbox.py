@@ -1,7 +1,8 @@
 """A jinja2 environment for templates that nobody has read: no side effects, and bounded work and memory.
 
-Invariant: every loop turn, call, filter, test and built string is charged to the render's budget *before* or as it is made, so a
-hostile template ends in `TooCostly` after at most about two seconds. chat_template.py is the only user.
+Invariant: every loop turn, call, filter, test and built string is charged to the render's budget *before* or
+as it is made, so a hostile template ends in `TooCostly` after at most about two seconds. chat_template.py is
+the only user.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ SAFE_ATTRIBUTES: tuple[tuple[type, frozenset[str]], ...] = (
     (float, frozenset()),
 )
 # Filters that look at the top of their input only; all others are charged for every element below it.
-SHALLOW_FILTERS = _words("count d default first items last length list map reject rejectattr reverse safe select selectattr")
+SHALLOW_FILTERS = _words(
+    "count d default first items last length list map reject rejectattr reverse safe select selectattr"
+)
 DEEP_FILTERS = _words("""
     abs attr capitalize dictsort e escape float groupby indent int join lower max min replace round sort string title tojson trim
     unique upper wordcount""")
@@ -76,7 +79,9 @@ class Budget:
         return value
 
     def weigh(self, value: Any) -> Any:
-        """Charge for all elements of a nested value, which may share parts and so be far larger than its memory."""
+        """Charge for all elements of a nested value, which may share parts and so be far larger than its
+        memory.
+        """
         stack, count = [value], 0
         while stack:
             part = stack.pop()
@@ -102,14 +107,24 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, extensions: Iterable[Any] = ()) -> None:
         # Not optimized: constants would be folded, hence work done, before there is a budget.
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions), optimized=False, finalize=_charged_output)
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=list(extensions),
+            optimized=False,
+            finalize=_charged_output,
+        )
         self.budget = Budget()
         self.num_literal = 0  # characters of plain text in the template
         del self.globals["lipsum"]
 
     def charge_filters_and_tests(self) -> None:
         """Last step of setting up: only the known filters stay, and every filter and test pays."""
-        self.filters = {n: self._charged(f, n in DEEP_FILTERS) for n, f in self.filters.items() if n in SHALLOW_FILTERS | DEEP_FILTERS}
+        self.filters = {
+            n: self._charged(f, n in DEEP_FILTERS)
+            for n, f in self.filters.items()
+            if n in SHALLOW_FILTERS | DEEP_FILTERS
+        }
         self.filters["join"] = self._join
         self.tests = {name: self._charged(test, is_deep=True) for name, test in self.tests.items()}
 
@@ -138,7 +153,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if re.search(r"\*|\d{4}", left):
                 raise TooCostly("it formats with a width of four digits or more")
             self.budget.weigh(right)
-        elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+        elif (
+            operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple))
+        ):
             _check(len(left) + len(right), MAX_STRING)
         return self.budget.built(super().call_binop(context, operator, left, right))
 
@@ -189,7 +206,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         return charged
 
-    def _generate(self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False) -> str:
+    def _generate(
+        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
+    ) -> str:
         self.num_literal = _num_literal(source)
         bounded = _Bounding().visit(source)
         bounded.set_environment(self)

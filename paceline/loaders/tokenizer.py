@@ -1,7 +1,7 @@
 """Text to token ids and back, for both kinds of model file.
 
-Invariant: `decode(ids)` is the UTF-8 text of the tokens' bytes in order (broken bytes become U+FFFD), so that detokenize.py can do the
-same one token at a time. Encoding is the `tokenizers` library's own.
+Invariant: `decode(ids)` is the UTF-8 text of the tokens' bytes in order (broken bytes become U+FFFD), so that
+detokenize.py can do the same one token at a time. Encoding is the `tokenizers` library's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError, ModelFileError, RequestError
+from paceline.core.errors import ConfigError, ModelFileError, RequestError
 from paceline.loaders.checkpoint import TokenizerSource
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class Tokenizer:
                 f"the tokenizer's decoder {sorted(decoders)} is unknown; Paceline reads byte-level and SentencePiece tokenizers"
             )
         self._is_byte_level = "ByteLevel" in decoders
-        self.strips_leading_space = not decoders.isdisjoint({"Strip", "Metaspace"})  # the space that encoding puts in front
+        self.strips_leading_space = not decoders.isdisjoint(
+            {"Strip", "Metaspace"}
+        )  # the space that encoding puts in front
         added = backend.get_added_tokens_decoder()
         self.bos_id = source.bos_id
         self.eos_ids = frozenset(source.eos_ids)
@@ -64,16 +66,24 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that has a token. The model's own vocabulary may be padded beyond it."""
+        """One more than the largest id that has a token. The model's own vocabulary may be padded beyond
+        it.
+        """
         return len(self._tokens)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"cannot encode {text!r:.60}: {error}; give a string of valid Unicode") from error
-        wants_bos = add_special and self._source.config.get("add_bos_token") is True and self.bos_id is not None
-        return [self.bos_id, *ids] if wants_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
+            raise RequestError(
+                f"cannot encode {text!r:.60}: {error}; give a string of valid Unicode"
+            ) from error
+        wants_bos = (
+            add_special and self._source.config.get("add_bos_token") is True and self.bos_id is not None
+        )
+        return (
+            [self.bos_id, *ids] if wants_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
+        )
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         hidden = self.special_ids if skip_special else frozenset()
@@ -81,7 +91,9 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text: maybe only a part of a character. Ids without a token add nothing."""
+        """What the token adds to a text: maybe only a part of a character. Ids without a token add
+        nothing.
+        """
         known = self._bytes.get(token)
         if known is None:  # the whole vocabulary at once would take a tenth of a second of the first answer
             name = self.token_name(token)
@@ -109,11 +121,15 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> str:
-        """The messages as the model's chat template writes them. `extra` goes to the template (for example enable_thinking=False)."""
+        """The messages as the model's chat template writes them. `extra` goes to the template (for example
+        enable_thinking=False).
+        """
         from paceline.loaders.chat_template import render
 
         if self._source.chat_template is None:
-            raise ConfigError("the model has no chat template; use generate with a plain prompt, or pass a chat template")
+            raise ConfigError(
+                "the model has no chat template; use generate with a plain prompt, or pass a chat template"
+            )
         return render(
             self._source.chat_template,
             messages,
@@ -151,7 +167,13 @@ class Tokenizer:
         stated = self._source.config.get(f"{name}_token")
         stated = stated.get("content") if isinstance(stated, Mapping) else stated
         listed = (self._source.gguf_metadata or {}).get(f"tokenizer.ggml.{name}_token_id", index)
-        return stated if isinstance(stated, str) else self.token_name(listed) if isinstance(listed, int) else None
+        return (
+            stated
+            if isinstance(stated, str)
+            else self.token_name(listed)
+            if isinstance(listed, int)
+            else None
+        )
 
 
 def _read_json(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -160,11 +182,15 @@ def _read_json(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise ModelFileError(f"{path}: no such tokenizer file; fetch the model again")
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise ModelFileError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB; this is no tokenizer.json, fetch the model again")
+        raise ModelFileError(
+            f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB; this is no tokenizer.json, fetch the model again"
+        )
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise ModelFileError(f"{path}: not a tokenizer.json ({error!s:.100}); fetch the model again") from error
+        raise ModelFileError(
+            f"{path}: not a tokenizer.json ({error!s:.100}); fetch the model again"
+        ) from error
     _add_configured_tokens(backend, config)
     return backend
 
@@ -177,7 +203,10 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, A
     known = set(backend.get_added_tokens_decoder())
     for index in sorted(int(i) for i in listed if str(i).isdecimal() and int(i) not in known):
         entry = listed[str(index)]
-        flags = {key: bool(entry.get(key, False)) for key in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        flags = {
+            key: bool(entry.get(key, False))
+            for key in ("lstrip", "rstrip", "single_word", "normalized", "special")
+        }
         backend.add_tokens([AddedToken(str(entry.get("content", "")), **flags)])
         if backend.token_to_id(str(entry.get("content", ""))) != index:
             raise ModelFileError(
@@ -189,7 +218,9 @@ def _tokens_by_id(backend: tokenizers.Tokenizer) -> list[str | None]:
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values(), default=-1) + 1
     if size > 2 * len(vocab) + 65_536:
-        raise ModelFileError(f"the tokenizer has {len(vocab)} tokens with ids up to {size - 1}; the file is damaged, fetch it again")
+        raise ModelFileError(
+            f"the tokenizer has {len(vocab)} tokens with ids up to {size - 1}; the file is damaged, fetch it again"
+        )
     tokens: list[str | None] = [None] * size
     for token, index in vocab.items():
         tokens[index] = token
@@ -205,7 +236,9 @@ def _decoder_kinds(decoder: Mapping[str, Any] | None) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: itself where it is printable, else the next free one from U+0100."""
+    """Byte-level BPE writes each byte as one printable character: itself where it is printable, else the next
+    free one from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,7 +1,8 @@
 """Rebuilds a `tokenizers.Tokenizer` from the `tokenizer.*` section of a GGUF file.
 
-Invariant: the rebuilt tokenizer gives the ids of the tokenizer.json the file was converted from. Two kinds exist: `gpt2` (byte-level
-BPE with listed merges, split by the rule that `tokenizer.ggml.pre` names) and `llama` (SentencePiece BPE: merges follow from scores).
+Invariant: the rebuilt tokenizer gives the ids of the tokenizer.json the file was converted from. Two kinds
+exist: `gpt2` (byte-level BPE with listed merges, split by the rule that `tokenizer.ggml.pre` names) and
+`llama` (SentencePiece BPE: merges follow from scores).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ModelFileError
+from paceline.core.errors import ModelFileError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,18 +33,25 @@ _DIGIT = r"\p{N}"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN35 = rf"{_CONTRACTIONS}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_TEKKEN = (
+    rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
 _GPT4O = (
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
-_DEEPSEEK3 = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _SPACES
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    + _SPACES
+)
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How a byte-level tokenizer cuts text before BPE: one pattern after the other, each match a piece of its own."""
+    """How a byte-level tokenizer cuts text before BPE: one pattern after the other, each match a piece of its
+    own.
+    """
 
     patterns: tuple[str, ...]
     normalizes_nfc: bool = False
@@ -55,7 +63,10 @@ _AS_LLAMA3 = Splitting((_LLAMA3,), ignores_merges=True, adds_bos=True)
 _AS_DEEPSEEK3 = Splitting((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3))
 _FAMILIES: tuple[tuple[str, Splitting], ...] = (
     ("default", Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-    ("gpt-2 phi-2 jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert", Splitting((_GPT2,))),
+    (
+        "gpt-2 phi-2 jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert",
+        Splitting((_GPT2,)),
+    ),
     ("olmo mpt", Splitting((_GPT2,), normalizes_nfc=True)),
     ("smollm starcoder refact codeshell exaone minerva-7b mellum2", Splitting((_DIGIT, _GPT2))),
     ("command-r", Splitting((_DIGIT, _GPT2), normalizes_nfc=True)),
@@ -72,16 +83,22 @@ _FAMILIES: tuple[tuple[str, Splitting], ...] = (
     ("bloom poro-chat gpt3-finnish", Splitting((_BLOOM,))),
     ("viking", Splitting((_BLOOM, _DIGIT))),
 )
-SPLITTINGS: Mapping[str, Splitting] = {name: splitting for names, splitting in _FAMILIES for name in names.split()}
+SPLITTINGS: Mapping[str, Splitting] = {
+    name: splitting for names, splitting in _FAMILIES for name in names.split()
+}
 
 
 def rebuild(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer a GGUF file describes, special tokens and BOS/EOS rules included."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise ModelFileError(f"tokenizer.ggml.model is {kind!r}; Paceline reads 'gpt2' and 'llama', or give the folder with tokenizer.json")
+        raise ModelFileError(
+            f"tokenizer.ggml.model is {kind!r}; Paceline reads 'gpt2' and 'llama', or give the folder with tokenizer.json"
+        )
     tokens, types = _read_vocab(metadata)
-    tokenizer = _byte_level(metadata, tokens, types) if kind == "gpt2" else _sentence_piece(metadata, tokens, types)
+    tokenizer = (
+        _byte_level(metadata, tokens, types) if kind == "gpt2" else _sentence_piece(metadata, tokens, types)
+    )
     _add_whole_tokens(tokenizer, tokens, types)
     _add_ends(tokenizer, metadata, tokens, bos_by_default=kind == "llama" or _splitting(metadata).adds_bos)
     return tokenizer
@@ -89,8 +106,14 @@ def rebuild(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 def _read_vocab(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, Sequence) or not 0 < len(tokens) <= MAX_VOCAB or not all(isinstance(t, str) for t in tokens):
-        raise ModelFileError(f"tokenizer.ggml.tokens is no list of 1 to {MAX_VOCAB} strings; the file is damaged, fetch it again")
+    if (
+        not isinstance(tokens, Sequence)
+        or not 0 < len(tokens) <= MAX_VOCAB
+        or not all(isinstance(t, str) for t in tokens)
+    ):
+        raise ModelFileError(
+            f"tokenizer.ggml.tokens is no list of 1 to {MAX_VOCAB} strings; the file is damaged, fetch it again"
+        )
     if max(map(len, tokens)) > MAX_TOKEN_CHARS:
         raise ModelFileError(
             f"tokenizer.ggml.tokens holds a token of over {MAX_TOKEN_CHARS} characters; the file is damaged, fetch it again"
@@ -119,7 +142,9 @@ def _splitting(metadata: Mapping[str, Any]) -> Splitting:
     name = metadata.get("tokenizer.ggml.pre") or "default"
     if name not in SPLITTINGS:
         known = ", ".join(sorted(SPLITTINGS))
-        raise ModelFileError(f"tokenizer.ggml.pre {name!r} is unknown; give the folder with tokenizer.json, or a file of one of: {known}")
+        raise ModelFileError(
+            f"tokenizer.ggml.pre {name!r} is unknown; give the folder with tokenizer.json, or a file of one of: {known}"
+        )
     return SPLITTINGS[name]
 
 
@@ -128,13 +153,19 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
 
     splitting, merges = _splitting(metadata), metadata.get("tokenizer.ggml.merges")
     if merges is None:
-        raise ModelFileError("tokenizer.ggml.merges is missing; the file cannot encode text, give the folder with tokenizer.json")
+        raise ModelFileError(
+            "tokenizer.ggml.merges is missing; the file cannot encode text, give the folder with tokenizer.json"
+        )
     pairs = [_pair(merge) for merge in merges]
-    tokenizer = Tokenizer(_bpe(models.BPE, _ids(tokens, types), pairs, ignore_merges=splitting.ignores_merges))
+    tokenizer = Tokenizer(
+        _bpe(models.BPE, _ids(tokens, types), pairs, ignore_merges=splitting.ignores_merges)
+    )
     if splitting.normalizes_nfc:
         tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -142,7 +173,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
 def _pair(merge: object) -> tuple[str, str]:
     parts = merge.split(" ") if isinstance(merge, str) else []
     if len(parts) != 2:
-        raise ModelFileError(f"tokenizer.ggml.merges holds {merge!r}, which is no pair; the file is damaged, fetch it again")
+        raise ModelFileError(
+            f"tokenizer.ggml.merges holds {merge!r}, which is no pair; the file is damaged, fetch it again"
+        )
     return parts[0], parts[1]
 
 
@@ -150,16 +183,21 @@ def _bpe(model: Any, vocab: dict[str, int], pairs: list[tuple[str, str]], **opti
     try:
         return model(vocab=vocab, merges=pairs, **options)
     except Exception as error:  # the library raises bare Exception for merges that name no token
-        raise ModelFileError(f"tokenizer.ggml.merges do not fit the vocabulary ({error}); the file is damaged, fetch it again") from error
+        raise ModelFileError(
+            f"tokenizer.ggml.merges do not fit the vocabulary ({error}); the file is damaged, fetch it again"
+        ) from error
 
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    # Gemma files spell runs of spaces as user-defined tokens of real spaces; text reaches BPE with visible ones.
+    # Gemma files spell runs of spaces as user-defined tokens of real spaces; text reaches BPE with visible
+    # ones.
     tokens[:] = [SPACE * len(t) if t and not t.strip(" ") else t for t in tokens]
     vocab = _ids(tokens, types)
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", types.index(UNKNOWN) if UNKNOWN in types else None)
+    unknown = metadata.get(
+        "tokenizer.ggml.unknown_token_id", types.index(UNKNOWN) if UNKNOWN in types else None
+    )
     model = _bpe(
         models.BPE,
         vocab,
@@ -178,11 +216,17 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[
     return tokenizer
 
 
-def _merges_from_scores(metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens is a merge; the best score merges first, runs of spaces before all, ties in id order."""
+def _merges_from_scores(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocab: dict[str, int]
+) -> list[tuple[str, str]]:
+    """Every cut of a token into two tokens is a merge; the best score merges first, runs of spaces before
+    all, ties in id order.
+    """
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
-        raise ModelFileError("tokenizer.ggml.scores is missing or of another length than the tokens; the file is damaged, fetch it again")
+        raise ModelFileError(
+            "tokenizer.ggml.scores is missing or of another length than the tokens; the file is damaged, fetch it again"
+        )
     ranked: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for token, index in vocab.items():
         is_spaces = not token.strip(SPACE)
@@ -197,17 +241,23 @@ def _merges_from_scores(metadata: Mapping[str, Any], tokens: list[str], types: l
 
 
 def _add_whole_tokens(tokenizer: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens (special) and user-defined ones (plain) are found whole in the text, before any splitting."""
+    """Control tokens (special) and user-defined ones (plain) are found whole in the text, before any
+    splitting.
+    """
     from tokenizers import AddedToken
 
     def of_type(*kinds: int) -> list[str]:
         return [t for t, kind in zip(tokens, types, strict=True) if kind in kinds and t.strip(SPACE)]
 
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in of_type(UNKNOWN, CONTROL)])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t in of_type(UNKNOWN, CONTROL)]
+    )
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in of_type(USER_DEFINED)])
 
 
-def _add_ends(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos_by_default: bool) -> None:
+def _add_ends(
+    tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos_by_default: bool
+) -> None:
     from tokenizers import processors
 
     def end(name: str, by_default: bool) -> list[tuple[str, int]]:

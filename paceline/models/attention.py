@@ -1,7 +1,8 @@
-"""Attention of one pass in plain torch. Norm and rotate queries and keys, write keys and values at the batch's slots, attend.
+"""Attention of one pass in plain torch. Norm and rotate queries and keys, write keys and values at the
+batch's slots, attend.
 
-The oracle of the compiled attention in paceline/cpu/paged.py. Built once a pass from the batch and called once a layer. A row sees its
-request's cached prefix, its ancestors, itself.
+The oracle of the compiled attention in paceline/cpu/paged.py. Built once a pass from the batch and called
+once a layer. A row sees its request's cached prefix, its ancestors, itself.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.core.types import BatchTensors
 from paceline.models.rope import RotaryTables, rotate
-from paceline.types import BatchTensors
 
 LARGEST_WEIGHT = 16383  # as in paceline/cpu/value_tiles.py
-LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim]
+LayerCache = tuple[
+    torch.Tensor, torch.Tensor
+]  # keys and values of a layer, [num_slots, num_kv_heads, head_dim]
 
 
 class Heads(NamedTuple):
@@ -25,7 +28,8 @@ class Heads(NamedTuple):
     eps: float
     scale: float
     window: int | None  # a row sees this many positions, itself included
-    is_rounded: bool = False  # queries and keys as int8 with a scale for each half, values with one, as the CPU kernels have them
+    # queries and keys as int8 with a scale for each half, values with one, as the CPU kernels have them
+    is_rounded: bool = False
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,8 +51,8 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_weights(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """weights [kv_heads, group, n, C] of rounded values [C, kv_heads, dim] as paceline/cpu/value_tiles.py sees them: a weight times its
-    value's scale has 14 bits of the largest such product of its row."""
+    """weights [kv_heads, group, n, C] of rounded values [C, kv_heads, dim] as paceline/cpu/value_tiles.py
+    sees them: a weight times its value's scale has 14 bits of the largest such product of its row."""
     scales = values.abs().amax(-1).T[:, None, None]  # [kv_heads, 1, 1, C], 127 times as large
     scaled = weights * scales
     units = scaled.amax(-1, keepdim=True) / LARGEST_WEIGHT
@@ -68,12 +72,16 @@ class TorchAttention:
     def __init__(self, batch: BatchTensors) -> None:
         self.batch = batch
         starts, prefixes = batch.starts.tolist(), batch.prefix_lens.tolist()
-        self.spans = [self._span(r, slice(starts[r], starts[r + 1]), prefix) for r, prefix in enumerate(prefixes)]
+        self.spans = [
+            self._span(r, slice(starts[r], starts[r + 1]), prefix) for r, prefix in enumerate(prefixes)
+        ]
 
     def _span(self, request: int, rows: slice, prefix: int) -> _Span:
         batch, size = self.batch, self.batch.block_size
         cached = torch.arange(prefix, device=batch.slots.device)
-        slots = torch.cat([batch.block_tables[request][cached // size] * size + cached % size, batch.slots[rows]])
+        slots = torch.cat(
+            [batch.block_tables[request][cached // size] * size + cached % size, batch.slots[rows]]
+        )
         above = _ancestors(batch.parents[rows].tolist(), rows.start).to(slots.device)
         visible = torch.cat([above.new_ones(len(above), prefix), above], 1)
         positions = torch.cat([cached, batch.positions[rows]])
@@ -93,7 +101,9 @@ class TorchAttention:
         keys[self.batch.slots], values[self.batch.slots] = k.to(keys.dtype), v.to(values.dtype)
         return torch.cat([self._attend(q, keys, values, span, heads) for span in self.spans]).flatten(1)
 
-    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: _Span, heads: Heads) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: _Span, heads: Heads
+    ) -> torch.Tensor:
         query = q[span.rows].unflatten(1, (keys.shape[1], -1))  # [n, kv_heads, group, dim]
         k, v = keys[span.slots].to(q.dtype), values[span.slots].to(q.dtype)  # [C, kv_heads, dim]
         scores = torch.einsum("nkgd,ckd->kgnc", query, k).float() * heads.scale

@@ -1,7 +1,8 @@
 """What a dense decoder is, independent of the file it came from.
 
-Both loaders (GGUF and safetensors) produce this one description, and the decoder is built from it alone. Weight names are
-Hugging Face's without the leading `model.`; norm weights multiply as they are (gemma's "+1" is folded in by the loader).
+Both loaders (GGUF and safetensors) produce this one description, and the decoder is built from it alone.
+Weight names are Hugging Face's without the leading `model.`; norm weights multiply as they are (gemma's "+1"
+is folded in by the loader).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `inv_freq` scalings: none, linear (position interpolation), llama3 (NTK by parts), yarn, or explicit
-    per-frequency divisors as GGUF files store them."""
+    """Rotary embedding. `inv_freq` scalings: none, linear (position interpolation), llama3 (NTK by parts),
+    yarn, or explicit per-frequency divisors as GGUF files store them."""
 
     theta: float = 10_000.0
     kind: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -61,7 +62,9 @@ class ModelConfig:
         return bool(self.local_layers) and self.local_layers[layer]
 
     def weight_names(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the decoder reads, with its shape: loaders check files against it before reading any weight."""
+        """Every tensor the decoder reads, with its shape: loaders check files against it before reading any
+        weight.
+        """
         h, d = self.hidden_size, self.head_dim
         names: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
         if not self.tie_embeddings:

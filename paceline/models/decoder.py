@@ -1,7 +1,7 @@
 """One decoder for all families, in plain torch: a stack of attention and MLP blocks described by ModelConfig.
 
-The reference on the CPU, where paceline/cpu/ has the fast one with the same interface. Invariant: `forward` depends on the batch and the
-caches alone; K/V of a row go to its slot and nowhere else.
+The reference on the CPU, where paceline/cpu/ has the fast one with the same interface. Invariant: `forward`
+depends on the batch and the caches alone; K/V of a row go to its slot and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch.nn import functional
 
-from paceline.loaders.packed import head_bits
-from paceline.loaders.quantize import bits_of
+from paceline.core.types import Batch, Output
 from paceline.models.attention import Heads, LayerCache, TorchAttention, rms_norm
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.linear import Linear
+from paceline.models.quantize import bits_of, head_bits
 from paceline.models.rope import RotaryTables, rotary_tables
-from paceline.types import Batch, Output
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -51,7 +50,9 @@ def _gate(x: torch.Tensor, activation: str) -> torch.Tensor:
 class Decoder:
     """Built by `Decoder.load`."""
 
-    def __init__(self, config: ModelConfig, embedding: Linear, layers: list[Layer], norm: torch.Tensor, head: Linear) -> None:
+    def __init__(
+        self, config: ModelConfig, embedding: Linear, layers: list[Layer], norm: torch.Tensor, head: Linear
+    ) -> None:
         self.config = config
         self.embedding, self.layers, self.norm, self.head = embedding, layers, norm, head
 
@@ -60,13 +61,17 @@ class Decoder:
         cls,
         checkpoint: Checkpoint,
         *,
-        dtype: str = "float32",  # of the weights; "int8" and "int4" round as the CPU kernels do, and save nothing
+        # of the weights; "int8" and "int4" round as the CPU kernels do, and save nothing
+        dtype: str = "float32",
         device: str = "cpu",
         context: int | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """Read every weight; positions from `context` on will not be asked for."""
-        config = replace(checkpoint.config, max_context=min(checkpoint.config.max_context, context or checkpoint.config.max_context))
+        config = replace(
+            checkpoint.config,
+            max_context=min(checkpoint.config.max_context, context or checkpoint.config.max_context),
+        )
         builder = _Builder(checkpoint, config, device, bits_of(dtype))
         layers = []
         for i in range(config.num_layers):
@@ -97,7 +102,9 @@ class Decoder:
     @property
     def num_bytes(self) -> int:
         """Memory held by weights; norms and rotary tables not counted."""
-        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        linears = [
+            linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
         ends = [self.head] if self.head is self.embedding else [self.head, self.embedding]
         return sum(linear.num_bytes for linear in linears + ends)
 
@@ -114,10 +121,15 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, kv: Sequence[LayerCache], *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
+        self,
+        batch: Batch,
+        kv: Sequence[LayerCache],
+        *,
+        num_layers: int | None = None,
+        hidden_layers: Sequence[int] = (),
     ) -> Output:
-        """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early; hidden[n] is the residual stream
-        after n layers, hidden[0] the embeddings."""
+        """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early;
+        hidden[n] is the residual stream after n layers, hidden[0] the embeddings."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         tensors, hidden = batch.tensors(), {}
@@ -131,7 +143,9 @@ class Decoder:
             hidden[depth] = x
         return Output(self.logits(x[tensors.rows]), hidden)
 
-    def _block(self, layer: Layer, x: torch.Tensor, attention: TorchAttention, cache: LayerCache) -> torch.Tensor:
+    def _block(
+        self, layer: Layer, x: torch.Tensor, attention: TorchAttention, cache: LayerCache
+    ) -> torch.Tensor:
         """One layer: x [T, hidden] -> [T, hidden], in new memory."""
         eps = self.config.rms_eps
         added = layer.out(attention(layer.qkv(rms_norm(x, layer.attention_norm, eps)), cache, layer.heads))
@@ -168,8 +182,15 @@ class _Builder:
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"layers.{index}."
-        norms = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        before, after, *sandwich = [self.tensor(f"{prefix}{n}.weight") for n in norms[: 4 if config.sandwich_norm else 2]]
+        norms = [
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ]
+        before, after, *sandwich = [
+            self.tensor(f"{prefix}{n}.weight") for n in norms[: 4 if config.sandwich_norm else 2]
+        ]
         return Layer(
             attention_norm=before,
             qkv=self.linear("q_proj", "k_proj", "v_proj", prefix=f"{prefix}self_attn."),
@@ -189,4 +210,11 @@ class _Builder:
             prefix = f"layers.{index}.self_attn."
             norms = (self.tensor(f"{prefix}q_norm.weight"), self.tensor(f"{prefix}k_norm.weight"))
         window = config.sliding_window if is_local else None
-        return Heads(self.local_tables if is_local else self.tables, norms, config.rms_eps, config.scale, window, self.bits < 32)
+        return Heads(
+            self.local_tables if is_local else self.tables,
+            norms,
+            config.rms_eps,
+            config.scale,
+            window,
+            self.bits < 32,
+        )

@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies for every scaling, and the tables of cosines and sines.
 
-Layout is rotate-half: dimension i turns with dimension i + head_dim / 2. Angles are float32 products like the models were trained
-with; a table row depends on its position alone.
+Layout is rotate-half: dimension i turns with dimension i + head_dim / 2. Angles are float32 products like the
+models were trained with; a table row depends on its position alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.models.config import RopeConfig
 
 
@@ -30,7 +30,9 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Frequencies:
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.divisors is not None:
         if len(rope.divisors) != head_dim // 2:
-            raise ConfigError(f"{len(rope.divisors)} rotary divisors for a head of {head_dim}; the model file should hold {head_dim // 2}")
+            raise ConfigError(
+                f"{len(rope.divisors)} rotary divisors for a head of {head_dim}; the model file should hold {head_dim // 2}"
+            )
         return Frequencies(plain / torch.tensor(rope.divisors), 1.0)
     if rope.kind == "linear":
         return Frequencies(plain / rope.factor, 1.0)
@@ -52,7 +54,9 @@ def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """The same idea with the blend linear in the dimension's index, between those of beta_fast and beta_slow turns."""
+    """The same idea with the blend linear in the dimension's index, between those of beta_fast and beta_slow
+    turns.
+    """
 
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -66,7 +70,8 @@ def _yarn(plain: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
 def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> RotaryTables:
     inverse, factor = frequencies(rope, head_dim)
     angles = np.outer(np.arange(num_positions, dtype=np.float32), inverse.numpy()).astype(np.float64)
-    # numpy in float64, not torch: torch's vector and scalar cosines differ, and which one a position gets depends on the length
+    # numpy in float64, not torch: torch's vector and scalar cosines differ, and which one a position gets
+    # depends on the length
     cos, sin = (torch.from_numpy((wave(angles) * factor).astype(np.float32)) for wave in (np.cos, np.sin))
     return RotaryTables(cos, sin)
 

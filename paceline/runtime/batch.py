@@ -1,15 +1,19 @@
-"""Flattens the requests of one pass into a Batch. Prefill is a longer query, a draft is a few more rows, plain decoding is one row."""
+"""Flattens the requests of one pass into a Batch. Prefill is a longer query, a draft is a few more rows,
+plain decoding is one row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.types import Batch, Columns, Draft, Pick, Request, Segment
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
-from paceline.types import Batch, Columns, Draft, Pick, Request, Segment
 
 
 def segment_of(request: Request, num_new: int, draft: Draft | None, pick: Pick | None = None) -> Segment:
-    """A request's rows: `num_new` known tokens, then the nodes of its draft, which hangs from the last known token."""
+    """A request's rows: `num_new` known tokens, then the nodes of its draft, which hangs from the last known
+    token.
+    """
     cache = request.cache
     known = request.tokens[cache.num_cached : cache.num_cached + num_new]
     if draft is None:

@@ -1,8 +1,9 @@
 """The KV cache's bookkeeping: which block belongs to whom. No tensors here.
 
-A block holds `block_size` tokens and is counted by its holders. A full block may be *registered* under the chained hash of
-its tokens; when its last holder lets go it stays findable until it is the least recently used free block and is needed.
-Invariant: every block is either held (count > 0) or free, never both; free + used == total.
+A block holds `block_size` tokens and is counted by its holders. A full block may be *registered* under the
+chained hash of its tokens; when its last holder lets go it stays findable until it is the least recently used
+free block and is needed. Invariant: every block is either held (count > 0) or free, never both; free + used
+== total.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from itertools import pairwise
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The name of a full block: its tokens and everything before them."""
-    return hashlib.blake2b(parent + b"".join(t.to_bytes(4, "little") for t in tokens), digest_size=16).digest()
+    return hashlib.blake2b(
+        parent + b"".join(t.to_bytes(4, "little") for t in tokens), digest_size=16
+    ).digest()
 
 
 class BlockPool:
@@ -23,7 +26,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._holders = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently freed first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
+            range(num_blocks)
+        )  # least recently freed first
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -36,7 +41,9 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` fresh blocks, or None if there are not enough. Reuses the least recently used; what it held is forgotten."""
+        """`count` fresh blocks, or None if there are not enough. Reuses the least recently used; what it held
+        is forgotten.
+        """
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -52,7 +59,9 @@ class BlockPool:
         self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder fewer each. The tail of a sequence becomes reusable before its head, which others are likelier to share."""
+        """One holder fewer each. The tail of a sequence becomes reusable before its head, which others are
+        likelier to share.
+        """
         for block in reversed(blocks):
             self._holders[block] -= 1
             assert self._holders[block] >= 0, f"block {block} released more often than held"
@@ -71,7 +80,9 @@ class BlockPool:
             self._hash_of[block] = name
 
     def is_private(self, block: int) -> bool:
-        """May its holder write to it? Not if there are others, or if others can find it by name: they would read what it held before."""
+        """May its holder write to it? Not if there are others, or if others can find it by name: they would
+        read what it held before.
+        """
         return self._holders[block] == 1 and block not in self._hash_of
 
     def _forget(self, block: int) -> None:
@@ -86,7 +97,9 @@ class BlockPool:
             for block in blocks:
                 counts[block] += 1
         assert counts == self._holders, "a block's count differs from the number of sequences that list it"
-        assert all((self._holders[b] == 0) == (b in self._free) for b in range(self.num_blocks)), "a block is both held and free"
+        assert all((self._holders[b] == 0) == (b in self._free) for b in range(self.num_blocks)), (
+            "a block is both held and free"
+        )
         assert self.num_free + self.num_used == self.num_blocks
         assert all(self._hash_of[b] == name for name, b in self._by_hash.items())
         assert len(self._by_hash) == len(self._hash_of)

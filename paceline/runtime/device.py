@@ -7,9 +7,9 @@ import platform
 
 import torch
 
-from paceline.errors import ConfigError
-from paceline.loaders.quantize import bits_of
+from paceline.core.errors import ConfigError
 from paceline.models.config import ModelConfig
+from paceline.models.quantize import bits_of
 from paceline.runtime.kv_cache import FLOATS, Kept
 
 SPARE_ON_GPU = 2**31  # bytes left for activations and graphs
@@ -24,13 +24,15 @@ def resolve(name: str) -> torch.device:
     if name != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r} and no CUDA device can be used here; choose cpu")
     if name[5:] and int(name[5:]) >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name!r} and there are {torch.cuda.device_count()} CUDA devices; choose cuda:0 or another")
+        raise ConfigError(
+            f"device is {name!r} and there are {torch.cuda.device_count()} CUDA devices; choose cuda:0 or another"
+        )
     return torch.device(name)
 
 
 def cache_dtype(device: torch.device, dtype: str, asked: str = "auto", kernels: str = "exact") -> Kept:
-    """Of keys and values: as exact as the arithmetic of the pass, unless integers are asked for. On a CPU those of a quantized model are
-    integers, as its weights and activations are."""
+    """Of keys and values: as exact as the arithmetic of the pass, unless integers are asked for. On a CPU
+    those of a quantized model are integers, as its weights and activations are."""
     if asked not in ("auto", "int8"):
         raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
     if asked == "int8":
@@ -47,7 +49,9 @@ def cache_dtype(device: torch.device, dtype: str, asked: str = "auto", kernels: 
 
 
 def free_memory(device: torch.device, model: ModelConfig, dtype: str) -> int:
-    """Bytes that a KV cache can have: on a CPU what the system can give without swapping, on a GPU what the weights will leave."""
+    """Bytes that a KV cache can have: on a CPU what the system can give without swapping, on a GPU what the
+    weights will leave.
+    """
     if device.type == "cpu":
         return _free_on_cpu()
     weights = sum(torch.Size(shape).numel() for shape in model.weight_names().values())

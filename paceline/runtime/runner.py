@@ -1,4 +1,6 @@
-"""A model and its KV cache: the one thing that runs forward passes. Target and draft models are both Runners."""
+"""A model and its KV cache: the one thing that runs forward passes. Target and draft models are both
+Runners.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,20 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.errors import ConfigError
-from paceline.loaders.quantize import bits_of
+from paceline.core.errors import ConfigError
+from paceline.core.types import Batch, Cached, Output, Segment
 from paceline.models.config import ModelConfig
+from paceline.models.quantize import bits_of
 from paceline.runtime.batch import build
 from paceline.runtime.kv_cache import KvCache
-from paceline.types import Batch, Cached, Output, Segment
 
 CPU = torch.device("cpu")
 
 
 class Decoder(Protocol):
-    """What runs a pass: models/decoder.py in torch, cpu/decoder.py compiled, cuda/decoder.py as CUDA graphs."""
+    """What runs a pass: models/decoder.py in torch, cpu/decoder.py compiled, cuda/decoder.py as CUDA
+    graphs.
+    """
 
     @property
     def config(self) -> ModelConfig: ...
@@ -30,14 +34,24 @@ class Decoder(Protocol):
     @property
     def checks_trees(self) -> bool: ...  # a node has the same bits wherever in a tree it is
     @property
-    def runs_by_itself(self) -> bool: ...  # `forward` returns before the pass has ended; whoever looks at its output waits
+    def runs_by_itself(
+        self,
+    ) -> bool: ...  # `forward` returns before the pass has ended; whoever looks at its output waits
     @property
-    def latest(self) -> Sequence[int] | None: ...  # the picks that the next pass may read by ids below zero (see types.Columns)
-    def forward(self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output: ...
+    def latest(
+        self,
+    ) -> (
+        Sequence[int] | None
+    ): ...  # the picks that the next pass may read by ids below zero (see types.Columns)
+    def forward(
+        self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
+    ) -> Output: ...
 
 
 def default_dtype(device: torch.device, kernels: str) -> str:
-    """What "auto" means: int8 with the compiled kernels of the CPU, bfloat16 on a GPU, float32 with torch's."""
+    """What "auto" means: int8 with the compiled kernels of the CPU, bfloat16 on a GPU, float32 with
+    torch's.
+    """
     if kernels == "torch":
         return "float32"
     return "int8" if device.type == "cpu" else "bfloat16"
@@ -67,7 +81,9 @@ def load_decoder(
     if device.type == "cuda":
         from paceline.cuda.decoder import CudaDecoder
 
-        return CudaDecoder.load(source, dtype=dtype, device=str(device), context=context, exact=exact, **options)
+        return CudaDecoder.load(
+            source, dtype=dtype, device=str(device), context=context, exact=exact, **options
+        )
     from paceline.cpu.decoder import CpuDecoder
 
     return CpuDecoder.load(source, dtype=dtype, context=context, **options)
@@ -80,7 +96,9 @@ class Runner:
 
     @property
     def num_recordings(self) -> int:
-        """CUDA graphs recorded and kernels compiled so far, by whoever shares the device: what went on meanwhile took longer than usual."""
+        """CUDA graphs recorded and kernels compiled so far, by whoever shares the device: what went on
+        meanwhile took longer than usual.
+        """
         return getattr(getattr(self.decoder, "capture", None), "num_recordings", 0)
 
     @property
@@ -88,15 +106,24 @@ class Runner:
         return self.decoder.config
 
     def forward(
-        self, segments: Sequence[Segment], *, num_layers: int | None = None, hidden_layers: Sequence[int] = (), top_tokens: int = 0
+        self,
+        segments: Sequence[Segment],
+        *,
+        num_layers: int | None = None,
+        hidden_layers: Sequence[int] = (),
+        top_tokens: int = 0,
     ) -> Output:
         """Logits of the rows each segment asks for, in order. Stops after `num_layers` layers if given."""
         batch = build(segments, self.kv)
-        output = self.decoder.forward(batch, self.kv.layers, num_layers=num_layers, hidden_layers=hidden_layers)
+        output = self.decoder.forward(
+            batch, self.kv.layers, num_layers=num_layers, hidden_layers=hidden_layers
+        )
         return output._replace(top=_top(output.logits, top_tokens)) if top_tokens else output
 
     def warm_up(self, top_tokens: int = 0) -> None:
-        """One token through all layers: what is compiled or read lazily is done before anybody waits for an answer."""
+        """One token through all layers: what is compiled or read lazily is done before anybody waits for an
+        answer.
+        """
         cached = Cached()
         if self.kv.reserve(cached, 1):
             self.forward([Segment([0], cached, num_logits=1)], top_tokens=top_tokens)

@@ -1,7 +1,9 @@
-"""What passes of a model take here and now: some rows over a cached context, timed. Nothing is committed, so every pass is alike.
+"""What passes of a model take here and now: some rows over a cached context, timed. Nothing is committed, so
+every pass is alike.
 
-Invariant: a pass follows right after another, as in decoding, and of several alike the quickest counts: whatever else a machine does can
-only make them slower. So can more rows, and a pass that was slower than one over more rows is taken to have been disturbed.
+Invariant: a pass follows right after another, as in decoding, and of several alike the quickest counts:
+whatever else a machine does can only make them slower. So can more rows, and a pass that was slower than one
+over more rows is taken to have been disturbed.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from paceline.core.types import Cached, Output, Pick, Segment
 from paceline.runtime.kv_cache import BLOCK_SIZE
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Output, Pick, Segment
 
 ROWS = (1, 2, 4, 8, 3, 6, 16, 12)  # the first ones say most, should time run out
 ROWS_ON_GPU = (1, 8, 64)  # few, since something is recorded for each; between them a pass changes little
@@ -27,7 +29,9 @@ class Timings(NamedTuple):
 
 
 class Timed:
-    """Passes of one request whose context is made up: what lies in its blocks does not change what a pass takes."""
+    """Passes of one request whose context is made up: what lies in its blocks does not change what a pass
+    takes.
+    """
 
     def __init__(self, runner: Runner, most_tokens: int) -> None:
         self._runner, self._cache = runner, Cached()
@@ -42,7 +46,9 @@ class Timed:
         self._cache.num_cached = context
         tokens = [(STRIDE * i) % self._runner.config.vocab_size for i in range(rows)]
         output, taken = self._timed(tokens)
-        return self._timed(tokens)[1] if output.is_first else taken  # what was recorded on the way is no cost of a pass
+        return (
+            self._timed(tokens)[1] if output.is_first else taken
+        )  # what was recorded on the way is no cost of a pass
 
     def _timed(self, tokens: list[int]) -> tuple[Output, float]:
         started = time.perf_counter()
@@ -56,7 +62,9 @@ class Timed:
 
 
 def measure(runner: Runner, seconds: float = 0.3) -> Timings:
-    """As far as the time goes: every row count once at least where passes are short, the smallest ones where they are long."""
+    """As far as the time goes: every row count once at least where passes are short, the smallest ones where
+    they are long.
+    """
     rows_of_interest = ROWS if runner.kv.device.type == "cpu" else ROWS_ON_GPU
     passes = Timed(runner, CONTEXT + max(rows_of_interest))
     try:
@@ -73,7 +81,11 @@ def _measure(passes: Timed, sizes: list[int], until: float) -> Timings:
     seen: dict[tuple[int, int], list[float]] = {}
     # A short pass and a long one over the context tell what a request's and what a row's view of it cost.
     wide = max(n for n in sizes if n <= 8)
-    wanted = [(n, 0) for n in sizes[:4]] + [(1, context), (wide, context)] * (context > 0) + [(n, 0) for n in sizes[4:]]
+    wanted = (
+        [(n, 0) for n in sizes[:4]]
+        + [(1, context), (wide, context)] * (context > 0)
+        + [(n, 0) for n in sizes[4:]]
+    )
     for _ in range(MOST_SWEEPS):
         for size, cached in wanted:
             if time.perf_counter() > until and len(seen) >= min(2, len(sizes)):
@@ -86,7 +98,9 @@ def _measure(passes: Timed, sizes: list[int], until: float) -> Timings:
     return Timings(dict(sorted(base.items())), *_slopes(found, base, wide, context))
 
 
-def _slopes(found: dict[tuple[int, int], float], base: dict[int, float], wide: int, context: int) -> tuple[float, float]:
+def _slopes(
+    found: dict[tuple[int, int], float], base: dict[int, float], wide: int, context: int
+) -> tuple[float, float]:
     if (wide, context) not in found or wide == 1 or context == 0:
         return 0.0, 0.0
     one, many = ((found[n, context] - base[n]) / context for n in (1, wide))

@@ -1,4 +1,5 @@
-"""Answers in OpenAI's shapes: whole ones, and the chunks of a stream. Chats and completions differ in names only.
+"""Answers in OpenAI's shapes: whole ones, and the chunks of a stream. Chats and completions differ in names
+only.
 
 Invariant: the texts of a stream's chunks, joined, are the text of the whole answer.
 """
@@ -47,7 +48,11 @@ class Writer:
         return ("chatcmpl-" if self.is_chat else "cmpl-") + self.call.name
 
     def _frame(self, is_chunk: bool) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
+        kind = (
+            ("chat.completion.chunk" if is_chunk else "chat.completion")
+            if self.is_chat
+            else "text_completion"
+        )
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
     def _metrics(self) -> dict[str, Any]:
@@ -66,7 +71,12 @@ class Writer:
                 if delta.details is not None:
                     choice.details = {key: choice.details[key] + delta.details[key] for key in choice.details}
         written = [self._choice_json(index, choice) for index, choice in enumerate(choices)]
-        return {**self._frame(False), "choices": written, "usage": self.call.usage(), "metrics": self._metrics()}
+        return {
+            **self._frame(False),
+            "choices": written,
+            "usage": self.call.usage(),
+            "metrics": self._metrics(),
+        }
 
     def _echo(self, index: int) -> str:
         return self.call.echoes[index // self.call.num_choices] if self.job.echo else ""
@@ -78,10 +88,17 @@ class Writer:
             written |= {"text": choice.text, "finish_reason": reason}
         else:
             text, calls = self._read_tools(index, choice.text, is_last=True)
-            message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": text if text or not calls else None,
+                "refusal": None,
+            }
             if calls:
                 message["tool_calls"] = calls
-            written |= {"message": message, "finish_reason": "tool_calls" if calls and reason == "stop" else reason}
+            written |= {
+                "message": message,
+                "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
+            }
         if self.job.has_details:
             written["speculative"] = choice.details
         return written
@@ -106,7 +123,11 @@ class Writer:
         if not self.is_chat and not self.job.echo:
             return
         for index in range(self.call.total_choices):
-            said = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": self._echo(index)}
+            said = (
+                {"delta": {"role": "assistant", "content": ""}}
+                if self.is_chat
+                else {"text": self._echo(index)}
+            )
             yield self._chunk([{"index": index, **said, "logprobs": None, "finish_reason": None}])
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -114,20 +135,32 @@ class Writer:
         return chunk | {"usage": None} if self.job.has_usage else chunk
 
     def _delta_json(self, delta: Delta) -> dict[str, Any] | None:
-        """None where nothing can be shown yet: half a character, or what may become a stop string or a call."""
+        """None where nothing can be shown yet: half a character, or what may become a stop string or a
+        call.
+        """
         text, calls = self._read_tools(delta.index, delta.text, is_last=delta.end is not None)
         if not (text or calls or delta.logprobs or delta.details or delta.end):
             return None
-        written: dict[str, Any] = {"index": delta.index, "logprobs": self._logprobs_json(delta.index, delta.logprobs)}
+        written: dict[str, Any] = {
+            "index": delta.index,
+            "logprobs": self._logprobs_json(delta.index, delta.logprobs),
+        }
         reason = FINISHED[delta.end] if delta.end else None
         if not self.is_chat:
             written |= {"text": text, "finish_reason": reason}
         else:
             first = self._num_calls.get(delta.index, 0)
             self._num_calls[delta.index] = first + len(calls)
-            listed = {"tool_calls": [{"index": first + i, **call} for i, call in enumerate(calls)]} if calls else {}
+            listed = (
+                {"tool_calls": [{"index": first + i, **call} for i, call in enumerate(calls)]}
+                if calls
+                else {}
+            )
             has_called = self._num_calls[delta.index] > 0 and reason == "stop"
-            written |= {"delta": ({"content": text} if text else {}) | listed, "finish_reason": "tool_calls" if has_called else reason}
+            written |= {
+                "delta": ({"content": text} if text else {}) | listed,
+                "finish_reason": "tool_calls" if has_called else reason,
+            }
         if delta.details is not None:
             written["speculative"] = delta.details
         return written
@@ -157,6 +190,8 @@ class Writer:
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
+            ],
             "text_offset": offsets,
         }

@@ -1,4 +1,5 @@
-"""The routes. Each turns a body into a job, opens a call, and hands it to a writer; nothing here waits for anything but the engine's news.
+"""The routes. Each turns a body into a job, opens a call, and hands it to a writer; nothing here waits for
+anything but the engine's news.
 
 Invariant: no route runs model code, reads a tokenizer or touches a file after the start.
 """
@@ -24,12 +25,20 @@ from paceline.server.errors import ApiError, bad_request
 from paceline.server.keys import Keys
 from paceline.server.metrics import Metrics
 from paceline.server.middleware import Guarded, Logged, response_of
-from paceline.server.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorBody, TokenizeRequest
+from paceline.server.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorBody,
+    TokenizeRequest,
+)
 from paceline.server.pages import add_pages
 from paceline.server.streaming import ClientGone, EventStream, JsonResponse, json_unless_gone
 from paceline.server.translate import Job, Translator, check_model
 
-ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 429, 503, 504)}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 429, 503, 504)
+}
 
 
 class Service:
@@ -42,7 +51,9 @@ class Service:
     @property
     def translator(self) -> Translator:
         if not self.engine.info:
-            raise ApiError(503, "the engine is starting; try again in a moment", "engine_unavailable", None, 2)
+            raise ApiError(
+                503, "the engine is starting; try again in a moment", "engine_unavailable", None, 2
+            )
         return Translator(self.config, self.engine.info)
 
     def health(self) -> dict[str, Any]:
@@ -61,7 +72,9 @@ class Service:
         }
 
     async def answer(self, request: Request, job: Job, is_chat: bool) -> Response:
-        """Open the call first: what the engine refuses is an error with its own status, not a stream that fails."""
+        """Open the call first: what the engine refuses is an error with its own status, not a stream that
+        fails.
+        """
         async with AsyncExitStack() as stack:
             call = await stack.enter_async_context(self.engine.call(job.parts, job.num_choices))
             num_spec = self.engine.info["speculative"]["num_speculative_tokens"]
@@ -83,9 +96,20 @@ class Service:
         """For the log: sizes and times, no words."""
         call = writer.call
         fields = request.scope["state"]["fields"]
-        fields |= {"id": writer.name, "stream": job.is_stream, "choices": call.total_choices, "completion_tokens": call.num_tokens}
-        fields |= {"prompt_tokens": sum(call.prompts.values()), "first_token_s": call.timings()["first_token_s"]}
-        fields |= {"finish": sorted(set(call.reasons.values())), "error": call.error.code if call.error else None}
+        fields |= {
+            "id": writer.name,
+            "stream": job.is_stream,
+            "choices": call.total_choices,
+            "completion_tokens": call.num_tokens,
+        }
+        fields |= {
+            "prompt_tokens": sum(call.prompts.values()),
+            "first_token_s": call.timings()["first_token_s"],
+        }
+        fields |= {
+            "finish": sorted(set(call.reasons.values())),
+            "error": call.error.code if call.error else None,
+        }
 
 
 def make_app(service: Service) -> FastAPI:
@@ -96,9 +120,19 @@ def make_app(service: Service) -> FastAPI:
     _add_errors(app, service.metrics)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     config = service.config
-    app.add_middleware(Guarded, keys=Keys(read_keys(config)), max_bytes=config.max_request_bytes, body_timeout=config.body_timeout)
+    app.add_middleware(
+        Guarded,
+        keys=Keys(read_keys(config)),
+        max_bytes=config.max_request_bytes,
+        body_timeout=config.body_timeout,
+    )
     if config.cors_origin:
-        app.add_middleware(CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
     app.add_middleware(Logged, metrics=service.metrics)
     return app
 
@@ -128,7 +162,9 @@ def _add_small_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
         check_model(body.model, service.model)
-        return JsonResponse(await service.engine.ask({"do": "tokenize", "prompt": service.translator.tokenize(body)}))
+        return JsonResponse(
+            await service.engine.ask({"do": "tokenize", "prompt": service.translator.tokenize(body)})
+        )
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -169,7 +205,12 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         words = {404: "there is no such route", 405: "this route does not take that method"}
-        return await api_error(request, ApiError(error.status_code, words.get(error.status_code, "the body could not be read; send JSON")))
+        return await api_error(
+            request,
+            ApiError(
+                error.status_code, words.get(error.status_code, "the body could not be read; send JSON")
+            ),
+        )
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -181,8 +222,12 @@ def _as_bad_request(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid" or not place:
-        return bad_request("the body is not a JSON object; send one with content-type application/json", code="invalid_json")
-    what = "is not a field of this route" if first["type"] == "extra_forbidden" else f"is wrong: {first['msg']}"
+        return bad_request(
+            "the body is not a JSON object; send one with content-type application/json", code="invalid_json"
+        )
+    what = (
+        "is not a field of this route" if first["type"] == "extra_forbidden" else f"is wrong: {first['msg']}"
+    )
     return bad_request(f"{'.'.join(place)[:200]} {what}", place[0][:80])
 
 

@@ -1,7 +1,7 @@
 """The engine as the HTTP side sees it: a table of calls, a process that is kept alive, and the queue's bound.
 
-Invariant: every call ends: by its own end, an abort, an error of the engine, or the engine's death. A call that nobody waits for is
-aborted, which frees its blocks before the next step.
+Invariant: every call ends: by its own end, an abort, an error of the engine, or the engine's death. A call
+that nobody waits for is aborted, which frees its blocks before the next step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from paceline.errors import ModelError
+from paceline.core.errors import ModelError
 from paceline.server import wire
 from paceline.server.calls import Call
 from paceline.server.config import ServerConfig
@@ -73,7 +73,9 @@ class EngineClient:
         for index, part in enumerate(parts):
             self._calls[f"{name}.{index}"] = (call, index)
             process.send({"do": "add", "id": f"{name}.{index}", **part})
-        timer = asyncio.get_running_loop().call_later(self.config.request_timeout, call.fail, self._too_slow())
+        timer = asyncio.get_running_loop().call_later(
+            self.config.request_timeout, call.fail, self._too_slow()
+        )
         try:
             await call.admitted()
             yield call
@@ -97,23 +99,38 @@ class EngineClient:
 
     def _too_slow(self) -> ApiError:
         return ApiError(
-            504, f"the request took longer than {self.config.request_timeout:g} seconds; ask for fewer tokens", "request_timeout"
+            504,
+            f"the request took longer than {self.config.request_timeout:g} seconds; ask for fewer tokens",
+            "request_timeout",
         )
 
     def _check_open(self) -> None:
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down; send the request to another", "draining", None, 5)
+            raise ApiError(
+                503, "the server is shutting down; send the request to another", "draining", None, 5
+            )
         if not self._is_ready:
-            raise ApiError(503, f"the engine is {self.state}; try again in a moment", "engine_unavailable", None, 2)
+            raise ApiError(
+                503, f"the engine is {self.state}; try again in a moment", "engine_unavailable", None, 2
+            )
 
     def _check_room(self, num_new: int) -> None:
         room, now = self.info["max_num_seqs"] + self.config.max_queue, self.num_sequences
         if num_new > room:
             raise ApiError(
-                400, f"the request asks for {num_new} answers, and {room} may run or wait; ask for fewer", "too_many_choices", "n"
+                400,
+                f"the request asks for {num_new} answers, and {room} may run or wait; ask for fewer",
+                "too_many_choices",
+                "n",
             )
         if now + num_new > room:
-            raise ApiError(429, f"{now} answers are running or waiting, and {room} may; try again later", "queue_full", None, 1)
+            raise ApiError(
+                429,
+                f"{now} answers are running or waiting, and {room} may; try again later",
+                "queue_full",
+                None,
+                1,
+            )
 
     def _leave(self, call: Call) -> None:
         """Forget a call; what of it is still running is stopped."""
@@ -121,7 +138,12 @@ class EngineClient:
             name = f"{call.name}.{index}"
             first = index * call.num_choices
             is_done = all(choice in call.ends for choice in range(first, first + call.num_choices))
-            if self._calls.pop(name, None) is not None and not is_done and self._process is not None and self._is_ready:
+            if (
+                self._calls.pop(name, None) is not None
+                and not is_done
+                and self._process is not None
+                and self._is_ready
+            ):
                 self._process.send({"do": "abort", "id": name})
 
     # Listening
@@ -147,7 +169,11 @@ class EngineClient:
     async def _serve_one(self) -> None:
         """One engine process from its birth to its death."""
         started = time.monotonic()
-        setup = {"engine": self.config.engine_options(), "limits": self.config.limits(), "log_level": self.config.log_level}
+        setup = {
+            "engine": self.config.engine_options(),
+            "limits": self.config.limits(),
+            "log_level": self.config.log_level,
+        }
         async with EngineProcess.start(setup) as process:
             self._process, self._heard_at = process, time.monotonic()
             self.metrics.gauge("engine_pid", process.pid)
@@ -160,7 +186,9 @@ class EngineClient:
                 guard.cancel()
             status = await process.wait()
             if not self._is_ready and not self.started.is_set() and self.fatal is None:
-                self.fatal = f"the engine ended with status {status} while it was starting; see the lines above"
+                self.fatal = (
+                    f"the engine ended with status {status} while it was starting; see the lines above"
+                )
                 self.started.set()
             log("engine ended", logging.WARNING, status=status, calls=self.num_calls)
 
@@ -194,7 +222,10 @@ class EngineClient:
             self.info, self._is_ready = message, True
             self.metrics.engine_up(True, time.monotonic() - started)
             log(
-                "engine ready", seconds=round(time.monotonic() - started, 2), context=message["max_model_len"], blocks=message["num_blocks"]
+                "engine ready",
+                seconds=round(time.monotonic() - started, 2),
+                context=message["max_model_len"],
+                blocks=message["num_blocks"],
             )
             self.started.set()
         elif kind == "failed":
@@ -231,7 +262,11 @@ class EngineClient:
         """End what is still running: the time to finish is up."""
         for call, _ in list(self._calls.values()):
             if not call.is_over:
-                call.fail(ApiError(503, "the server is shutting down; send the request to another", "draining", None, 5))
+                call.fail(
+                    ApiError(
+                        503, "the server is shutting down; send the request to another", "draining", None, 5
+                    )
+                )
 
     async def drained(self, seconds: float) -> bool:
         """Wait until no call is left; False if that took too long."""

@@ -1,7 +1,9 @@
-"""All settings of the server, once: flags, PACELINE_* variables and a TOML file are three spellings of the same fields.
+"""All settings of the server, once: flags, PACELINE_* variables and a TOML file are three spellings of the
+same fields.
 
-A flag wins over a variable, a variable over the file, the file over the default. Invariant: what comes out of `resolve` was checked; a
-name that no setting has and a value of the wrong kind are errors that say where they stood.
+A flag wins over a variable, a variable over the file, the file over the default. Invariant: what comes out of
+`resolve` was checked; a name that no setting has and a value of the wrong kind are errors that say where they
+stood.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from paceline.config import nearest, require
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.core.options import nearest, require
 
 PREFIX = "PACELINE_"
 MIB = 2**20
@@ -33,42 +35,73 @@ def _setting(default: Any, panel: str, text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    model: str = _setting("default", ENGINE, "The default model, a local folder or .gguf file, or a Hugging Face name.")
-    served_model_name: str | None = _setting(None, HTTP, "The name clients ask for; left out: the model's own.")
+    model: str = _setting(
+        "default", ENGINE, "The default model, a local folder or .gguf file, or a Hugging Face name."
+    )
+    served_model_name: str | None = _setting(
+        None, HTTP, "The name clients ask for; left out: the model's own."
+    )
     dtype: str = _setting("auto", ENGINE, "Of the weights: auto, int8, int4, float32, bfloat16, float16.")
     device: str = _setting("auto", ENGINE, "auto (a GPU if there is one), cpu, cuda or cuda:N.")
-    exact: bool = _setting(False, ENGINE, "On a GPU, check drafts with the very arithmetic of plain decoding.")
+    exact: bool = _setting(
+        False, ENGINE, "On a GPU, check drafts with the very arithmetic of plain decoding."
+    )
     load_format: str = _setting("auto", ENGINE, "dummy: random weights of the model's shape.")
-    kv_cache_dtype: str = _setting("auto", ENGINE, "int8, on a GPU: half the memory for keys and values, rounded.")
+    kv_cache_dtype: str = _setting(
+        "auto", ENGINE, "int8, on a GPU: half the memory for keys and values, rounded."
+    )
     max_model_len: int | None = _setting(None, ENGINE, "Longest prompt and answer together, in tokens.")
-    kv_cache_memory: int | float | None = _setting(None, ENGINE, "For the KV cache: bytes, or a fraction of the free memory such as 0.2.")
+    kv_cache_memory: int | float | None = _setting(
+        None, ENGINE, "For the KV cache: bytes, or a fraction of the free memory such as 0.2."
+    )
     max_num_seqs: int = _setting(16, ENGINE, "Answers written at the same time; more wait.")
     max_num_batched_tokens: int = _setting(512, ENGINE, "Tokens in one pass of the model.")
-    enable_prefix_caching: bool = _setting(True, ENGINE, "Keep the K/V of prompts for others that begin alike.")
+    enable_prefix_caching: bool = _setting(
+        True, ENGINE, "Keep the K/V of prompts for others that begin alike."
+    )
     speculative_config: dict[str, Any] | str | None = _setting(  # noqa: RUF009
-        "auto", SPECULATION, 'Who drafts: auto, off, or JSON: {"method": "ngram", "num_speculative_tokens": 3}.', flags=("-sc",)
+        "auto",
+        SPECULATION,
+        'Who drafts: auto, off, or JSON: {"method": "ngram", "num_speculative_tokens": 3}.',
+        flags=("-sc",),
     )
     host: str = _setting("127.0.0.1", HTTP, "Where to listen; 0.0.0.0 is every address of the machine.")
     port: int = _setting(8000, HTTP, "0 takes a free one and says which.")
     playground: bool = _setting(True, HTTP, "Serve the page at /.")
-    log_level: str = _setting("info", HTTP, "debug, info, warning or error; one JSON object a line on stderr.")
+    log_level: str = _setting(
+        "info", HTTP, "debug, info, warning or error; one JSON object a line on stderr."
+    )
     api_key: tuple[str, ...] = _setting(
-        (), ACCESS, "A key clients must show; may be repeated. Better in a file: a flag can be seen by others."
+        (),
+        ACCESS,
+        "A key clients must show; may be repeated. Better in a file: a flag can be seen by others.",
     )
     api_key_file: str | None = _setting(None, ACCESS, "A file with one key a line.")
-    cors_origin: tuple[str, ...] = _setting((), ACCESS, "A web page's origin that may call the server; may be repeated; * is any.")
+    cors_origin: tuple[str, ...] = _setting(
+        (), ACCESS, "A web page's origin that may call the server; may be repeated; * is any."
+    )
     ssl_certfile: str | None = _setting(None, ACCESS, "The certificate, for https.")
     ssl_keyfile: str | None = _setting(None, ACCESS, "Its private key.")
-    max_queue: int = _setting(256, LIMITS, "Answers that may wait for their turn; beyond that clients get 429.")
+    max_queue: int = _setting(
+        256, LIMITS, "Answers that may wait for their turn; beyond that clients get 429."
+    )
     max_request_bytes: int = _setting(MIB, LIMITS, "Largest request body.")
-    max_prompt_tokens: int | None = _setting(None, LIMITS, "Longest prompt; left out: what the context holds.")
-    max_completion_tokens: int | None = _setting(None, LIMITS, "Longest answer a client may ask for; left out: what the context holds.")
+    max_prompt_tokens: int | None = _setting(
+        None, LIMITS, "Longest prompt; left out: what the context holds."
+    )
+    max_completion_tokens: int | None = _setting(
+        None, LIMITS, "Longest answer a client may ask for; left out: what the context holds."
+    )
     max_choices: int = _setting(64, LIMITS, "Most answers of one request: its prompts times n.")
-    max_grammar_bytes: int = _setting(65_536, LIMITS, "Largest JSON schema, expression, list of choices or grammar.")
+    max_grammar_bytes: int = _setting(
+        65_536, LIMITS, "Largest JSON schema, expression, list of choices or grammar."
+    )
     request_timeout: float = _setting(600.0, LIMITS, "Seconds after which a request is given up.")
     body_timeout: float = _setting(30.0, LIMITS, "Seconds a client has to send a request's body.")
     drain_timeout: float = _setting(30.0, LIMITS, "Seconds that running requests have after SIGTERM.")
-    engine_timeout: float = _setting(120.0, LIMITS, "Seconds without a sign of life after which the engine is started anew.")
+    engine_timeout: float = _setting(
+        120.0, LIMITS, "Seconds without a sign of life after which the engine is started anew."
+    )
 
     def __post_init__(self) -> None:
         for name, low, high, remedy in (
@@ -94,8 +127,12 @@ class ServerConfig:
             self.ssl_keyfile,
             "give --ssl-certfile and --ssl-keyfile",
         )
-        if any(not key.strip() or not key.isascii() for key in self.api_key):  # the key itself is not for the screen
-            raise ConfigError("api_key holds an empty key or one that is not ASCII; give one or more characters")
+        if any(
+            not key.strip() or not key.isascii() for key in self.api_key
+        ):  # the key itself is not for the screen
+            raise ConfigError(
+                "api_key holds an empty key or one that is not ASCII; give one or more characters"
+            )
 
     def engine_options(self) -> dict[str, Any]:
         chosen = {name: getattr(self, name) for name in ENGINE_FIELDS}
@@ -103,7 +140,10 @@ class ServerConfig:
 
     def limits(self) -> dict[str, Any]:
         """What the engine process checks where it knows the tokens."""
-        return {"max_prompt_tokens": self.max_prompt_tokens, "max_completion_tokens": self.max_completion_tokens}
+        return {
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "max_completion_tokens": self.max_completion_tokens,
+        }
 
     def to_log(self) -> dict[str, Any]:
         """All settings but the keys."""
@@ -116,8 +156,12 @@ def all_settings() -> list[tuple[Field[Any], Any]]:
     return [(setting, hints[setting.name]) for setting in fields(ServerConfig)]
 
 
-def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None) -> ServerConfig:
-    """The settings from all three places. `flags` holds what was written on the command line, None for what was not."""
+def resolve(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None
+) -> ServerConfig:
+    """The settings from all three places. `flags` holds what was written on the command line, None for what
+    was not.
+    """
     file = file or environment.get(PREFIX + "CONFIG")
     chosen: dict[str, Any] = _from_file(file) if file else {}
     for setting, kind in all_settings():
@@ -127,7 +171,9 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: str 
         if flags.get(setting.name) not in (None, (), []):
             flag = "--" + setting.name.replace("_", "-")
             value = flags[setting.name]
-            chosen[setting.name] = tuple(value) if isinstance(value, list | tuple) else _parsed(flag, value, kind)
+            chosen[setting.name] = (
+                tuple(value) if isinstance(value, list | tuple) else _parsed(flag, value, kind)
+            )
     return ServerConfig(**chosen)
 
 
@@ -135,7 +181,9 @@ def _from_file(path: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a TOML file you can read") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give a TOML file you can read"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML ({error}); write lines such as port = 8000") from None
     kinds = {setting.name: kind for setting, kind in all_settings()}
@@ -157,7 +205,11 @@ def _parsed(where: str, value: Any, kind: Any) -> Any:
         return tuple(part.strip() for part in parts if part.strip())
     kinds = set(getattr(kind, "__args__", (kind,)))
     if not isinstance(value, str):
-        is_ok = type(value) in kinds or (type(value) is int and float in kinds) or (isinstance(value, dict) and _takes_object(kinds))
+        is_ok = (
+            type(value) in kinds
+            or (type(value) is int and float in kinds)
+            or (isinstance(value, dict) and _takes_object(kinds))
+        )
         if not is_ok:
             raise ConfigError(f"{where} is {shown}; give {_in_words(kinds)}")
         return value
@@ -166,7 +218,16 @@ def _parsed(where: str, value: Any, kind: Any) -> Any:
 
 def _from_text(where: str, text: str, kinds: set[Any], shown: str) -> Any:
     if bool in kinds:
-        words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         if text.lower() not in words:
             raise ConfigError(f"{where} is {shown}; give true or false")
         return words[text.lower()]
@@ -183,7 +244,9 @@ def _from_text(where: str, text: str, kinds: set[Any], shown: str) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise ConfigError(f'{where} is {shown}, not JSON; write an object such as {{"method": "ngram"}}') from None
+            raise ConfigError(
+                f'{where} is {shown}, not JSON; write an object such as {{"method": "ngram"}}'
+            ) from None
     return text
 
 
@@ -208,7 +271,9 @@ def read_keys(config: ServerConfig) -> tuple[str, ...]:
     try:
         lines = Path(config.api_key_file).read_text(encoding="ascii").split()
     except OSError as error:
-        raise ConfigError(f"api_key_file {config.api_key_file}: cannot be read ({error.strerror}); give a file you can read") from None
+        raise ConfigError(
+            f"api_key_file {config.api_key_file}: cannot be read ({error.strerror}); give a file you can read"
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"api_key_file {config.api_key_file}: is not ASCII; write one key a line") from None
     if not lines:

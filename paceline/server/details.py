@@ -1,6 +1,7 @@
 """What is shown of single steps to those who ask: who proposed each token, p, q, and the draft it stood in.
 
-Invariant: only requests that asked are recorded; the engine is watched only while there is one, so others pay nothing.
+Invariant: only requests that asked are recorded; the engine is watched only while there is one, so others pay
+nothing.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.explain_steps import Recorder, Step
-from paceline.types import Verdict
-from paceline.verify.watch import Begun, Choice, Coin, Redraw
+from paceline.core.types import Verdict
+from paceline.core.watch import Begun, Choice, Coin, Redraw
 
 if TYPE_CHECKING:
+    from paceline.core.types import Request
     from paceline.engine.commit import Emission
     from paceline.loaders.tokenizer import Tokenizer
-    from paceline.types import Request
 
 TARGET = "target"
 
 
 class Watcher:
-    """Give it to an engine as its `watch`. Passes what it is shown to the recorder of the request being judged."""
+    """Give it to an engine as its `watch`. Passes what it is shown to the recorder of the request being
+    judged.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -81,4 +84,10 @@ def _step_json(step: Step, number: int, emission: Emission) -> dict[str, Any]:
          "fate": node.fate}
         for node in step.nodes
     ]  # fmt: skip
-    return {"step": number, "rule": step.rule, "accepted": emission.num_accepted, "emitted": len(emission.tokens), "draft": draft}
+    return {
+        "step": number,
+        "rule": step.rule,
+        "accepted": emission.num_accepted,
+        "emitted": len(emission.tokens),
+        "draft": draft,
+    }

@@ -1,6 +1,7 @@
 """What a client is told when a request cannot be answered, in OpenAI's shape with the status that fits.
 
-Invariant: every failure of a request becomes one `ApiError`; its message names the value and the remedy and holds no secret.
+Invariant: every failure of a request becomes one `ApiError`; its message names the value and the remedy and
+holds no secret.
 """
 
 from __future__ import annotations
@@ -23,10 +24,21 @@ KINDS = {
 
 class ApiError(Exception):
     def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, retry_after: float | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param, self.retry_after = status, message, code, param, retry_after
+        self.status, self.message, self.code, self.param, self.retry_after = (
+            status,
+            message,
+            code,
+            param,
+            retry_after,
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -44,7 +56,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def engine_lost() -> ApiError:
     return ApiError(
-        503, "the engine stopped while it was answering and is being started again; send the request again", "engine_lost", None, 2
+        503,
+        "the engine stopped while it was answering and is being started again; send the request again",
+        "engine_lost",
+        None,
+        2,
     )
 
 

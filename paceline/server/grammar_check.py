@@ -1,5 +1,6 @@
-"""Grammars come from strangers, and no bound on their size bounds the time that compiling them takes. So a process apart compiles each
-first, under a limit of time and memory; what it could not do in time is refused, and the process is replaced.
+"""Grammars come from strangers, and no bound on their size bounds the time that compiling them takes. So a
+process apart compiles each first, under a limit of time and memory; what it could not do in time is refused,
+and the process is replaced.
 
 Invariant: the engine's process compiles only what was compiled within the limits before.
 """
@@ -18,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import GrammarError, PacelineError
-from paceline.params import StructuredOutputs
+from paceline.core.errors import GrammarError, PacelineError
+from paceline.core.grammar import GrammarCompiler, GrammarTokenizer
+from paceline.core.params import StructuredOutputs
 from paceline.server import wire
-from paceline.verify.grammar import GrammarCompiler, GrammarTokenizer
 
 LIMIT_S = 2.0
 START_S = 60.0  # for the process to read the tokenizer, on a busy machine
@@ -58,7 +59,9 @@ class GrammarChecker:
             answer = None
         if answer is None:
             self._stop()
-            raise GrammarError(f"the grammar or schema takes more than {LIMIT_S:g} seconds or too much memory to compile; simplify it")
+            raise GrammarError(
+                f"the grammar or schema takes more than {LIMIT_S:g} seconds or too much memory to compile; simplify it"
+            )
         if answer["error"] is not None:
             raise GrammarError(answer["error"])
 
@@ -70,12 +73,19 @@ class GrammarChecker:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         self._channel = ours
         ours.settimeout(START_S)
-        setup = {"json": tokenizer.json(), "eos_ids": sorted(tokenizer.eos_ids), "size": tokenizer.vocab_size, "vocab_size": vocab_size}
+        setup = {
+            "json": tokenizer.json(),
+            "eos_ids": sorted(tokenizer.eos_ids),
+            "size": tokenizer.vocab_size,
+            "vocab_size": vocab_size,
+        }
         ours.sendall(wire.pack(setup))
         answer = wire.read_blocking(ours)
         if answer is None or answer["error"] is not None:
             self._stop()
-            raise GrammarError("grammars cannot be used with this model" if answer is None else answer["error"])
+            raise GrammarError(
+                "grammars cannot be used with this model" if answer is None else answer["error"]
+            )
         return ours
 
     def _stop(self) -> None:

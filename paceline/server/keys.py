@@ -1,4 +1,6 @@
-"""API keys. Invariant: how long a comparison takes says nothing about the keys: every key is compared in full, by digest."""
+"""API keys. Invariant: how long a comparison takes says nothing about the keys: every key is compared in
+full, by digest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Structured logs: one JSON object a line on stderr. Invariant: no prompt, no answer and no key is ever handed to a log call.
+"""Structured logs: one JSON object a line on stderr. Invariant: no prompt, no answer and no key is ever
+handed to a log call.
 
 Error messages may quote what a client sent, so only an error's kind and place are logged, never its words.
 """
@@ -23,7 +24,13 @@ class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         fields: dict[str, Any] = getattr(record, "fields", {})
-        line = {"time": stamp, "level": record.levelname.lower(), "process": self._process, "event": record.getMessage(), **fields}
+        line = {
+            "time": stamp,
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "event": record.getMessage(),
+            **fields,
+        }
         if record.exc_info and record.exc_info[1] is not None:
             line |= describe(record.exc_info[1])
         return json.dumps(line, default=str)
@@ -31,7 +38,9 @@ class _Json(logging.Formatter):
 
 def describe(error: BaseException) -> dict[str, Any]:
     """An error's kind and where it arose, without its words."""
-    frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [
+        f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)
+    ]
     return {"error": type(error).__name__, "trace": frames[-12:]}
 
 

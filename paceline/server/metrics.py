@@ -1,6 +1,7 @@
 """/metrics: vLLM's names under the prefix `paceline:`, and what an operator needs of the server itself.
 
-Invariant: counters only grow, also over restarts of the engine: what an engine reports is counted as the difference to its last report.
+Invariant: counters only grow, also over restarts of the engine: what an engine reports is counted as the
+difference to its last report.
 """
 
 from __future__ import annotations
@@ -9,19 +10,51 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.process_collector import ProcessCollector
 
 from paceline.server.calls import Call
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 LAG = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", SECONDS),
     "inter_token_latency_seconds": ("Between one message of tokens and the next, for each token.", SHORT),
-    "request_time_per_output_token_seconds": ("Of a finished request: seconds after its first token, for each further one.", SHORT),
+    "request_time_per_output_token_seconds": (
+        "Of a finished request: seconds after its first token, for each further one.",
+        SHORT,
+    ),
     "e2e_request_latency_seconds": ("From a request's arrival to its last token.", SECONDS),
     "request_queue_time_seconds": ("From the arrival at the engine to its first step.", SECONDS),
     "request_prefill_time_seconds": ("From the first step to the first token.", SECONDS),
@@ -45,7 +78,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by place in the draft.", ("position",)),
     "spec_decode_num_draft_tokens_by_drafter": ("Drafted tokens by who proposed them.", ("drafter",)),
     "spec_decode_num_accepted_tokens_by_drafter": ("Accepted tokens by who proposed them.", ("drafter",)),
-    "spec_decode_num_accepted_tokens_per_pos_by_drafter": ("Accepted tokens by who proposed them and place.", ("drafter", "position")),
+    "spec_decode_num_accepted_tokens_per_pos_by_drafter": (
+        "Accepted tokens by who proposed them and place.",
+        ("drafter", "position"),
+    ),
     "http_requests": ("Requests by route and status.", ("route", "status")),
     "requests_rejected": ("Requests that were turned away, by the error's code.", ("reason",)),
     "client_disconnects": ("Clients that left before their answer was complete.", ()),
@@ -70,10 +106,16 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._model = model_name
         self._histograms = {
-            n: Histogram(f"paceline:{n}", h, ["model_name"], buckets=b, registry=self.registry) for n, (h, b) in HISTOGRAMS.items()
+            n: Histogram(f"paceline:{n}", h, ["model_name"], buckets=b, registry=self.registry)
+            for n, (h, b) in HISTOGRAMS.items()
         }
-        self._counters = {n: Counter(f"paceline:{n}", h, ["model_name", *ls], registry=self.registry) for n, (h, ls) in COUNTERS.items()}
-        self._gauges = {n: Gauge(f"paceline:{n}", h, ["model_name"], registry=self.registry) for n, h in GAUGES.items()}
+        self._counters = {
+            n: Counter(f"paceline:{n}", h, ["model_name", *ls], registry=self.registry)
+            for n, (h, ls) in COUNTERS.items()
+        }
+        self._gauges = {
+            n: Gauge(f"paceline:{n}", h, ["model_name"], registry=self.registry) for n, h in GAUGES.items()
+        }
         self._last: dict[tuple[str, ...], float] = {}  # what the engine last reported
         self._bound: dict[str, Any] = {}
         for name in (*HISTOGRAMS, *GAUGES, *(n for n, (_, labels) in COUNTERS.items() if not labels)):
@@ -84,7 +126,9 @@ class Metrics:
         return generate_latest(self.registry)
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        (self._bound[name] if not labels else self._counters[name].labels(model_name=self._model, **labels)).inc(amount)
+        (
+            self._bound[name] if not labels else self._counters[name].labels(model_name=self._model, **labels)
+        ).inc(amount)
 
     def observe(self, name: str, value: float) -> None:
         self._bound[name].observe(value)
@@ -98,7 +142,12 @@ class Metrics:
             self.gauge("engine_start_seconds", seconds)
         if not is_up:  # the next one counts from zero, and holds nothing
             self._last.clear()
-            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_cache_blocks_used"):
+            for name in (
+                "num_requests_running",
+                "num_requests_waiting",
+                "kv_cache_usage_perc",
+                "kv_cache_blocks_used",
+            ):
                 self.gauge(name, 0)
 
     def heard(self, call: Call, said: Mapping[str, Any]) -> None:
@@ -125,7 +174,9 @@ class Metrics:
         self.observe("request_decode_time_seconds", usage["decode_s"])
         self.observe("request_inference_time_seconds", usage["prefill_s"] + usage["decode_s"])
         if usage["completion_tokens"] > 1:
-            self.observe("request_time_per_output_token_seconds", usage["decode_s"] / (usage["completion_tokens"] - 1))
+            self.observe(
+                "request_time_per_output_token_seconds", usage["decode_s"] / (usage["completion_tokens"] - 1)
+            )
 
     def step(self, message: Mapping[str, Any]) -> None:
         if message.get("said"):
@@ -143,7 +194,10 @@ class Metrics:
         self._grow("num_preemptions", figures["num_preemptions"])
         self._grow("prefix_cache_queries", figures["prefix_queries"])
         self._grow("prefix_cache_hits", figures["prefix_hits"])
-        self._grow("spec_decode_num_drafts", sum(count for length, count in stats["lengths"].items() if length != "0"))
+        self._grow(
+            "spec_decode_num_drafts",
+            sum(count for length, count in stats["lengths"].items() if length != "0"),
+        )
         self._grow("spec_decode_num_draft_tokens", stats["num_drafted"])
         self._grow("spec_decode_num_accepted_tokens", stats["num_accepted"])
         for position, count in enumerate(stats["accepted_at"]):
@@ -152,7 +206,12 @@ class Metrics:
             self._grow("spec_decode_num_draft_tokens_by_drafter", each["num_drafted"], drafter=drafter)
             self._grow("spec_decode_num_accepted_tokens_by_drafter", each["num_accepted"], drafter=drafter)
             for position, count in enumerate(each["accepted_at"]):
-                self._grow("spec_decode_num_accepted_tokens_per_pos_by_drafter", count, drafter=drafter, position=str(position))
+                self._grow(
+                    "spec_decode_num_accepted_tokens_per_pos_by_drafter",
+                    count,
+                    drafter=drafter,
+                    position=str(position),
+                )
 
     def _grow(self, name: str, total: float, **labels: str) -> None:
         key = (name, *labels.values())

@@ -1,7 +1,7 @@
 """What every request passes: a name, a key, a bound on its body; and a line in the log when it is over.
 
-Invariant: whatever happens inside, the client gets an answer in OpenAI's shape, and exactly one line is logged, without any of the
-client's words.
+Invariant: whatever happens inside, the client gets an answer in OpenAI's shape, and exactly one line is
+logged, without any of the client's words.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Logged:
         except Exception as error:  # a mistake of ours: the client is told so, the log where
             log_error("request failed", error, request_id=name)
             if not state["status"]:
-                await response_of(ApiError(500, "the server made a mistake; its log has the request id", "internal_error"))(
-                    scope, receive, send_named
-                )
+                await response_of(
+                    ApiError(500, "the server made a mistake; its log has the request id", "internal_error")
+                )(scope, receive, send_named)
         finally:
             self._note(scope, state)
 
@@ -98,14 +98,24 @@ class Guarded:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if needs_key(scope["path"]) and scope["method"] != "OPTIONS" and not self.keys.allow(headers.get("authorization")):
-            raise ApiError(401, "there is no valid API key in the request; send the header Authorization: Bearer KEY", "invalid_api_key")
+        if (
+            needs_key(scope["path"])
+            and scope["method"] != "OPTIONS"
+            and not self.keys.allow(headers.get("authorization"))
+        ):
+            raise ApiError(
+                401,
+                "there is no valid API key in the request; send the header Authorization: Bearer KEY",
+                "invalid_api_key",
+            )
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length[:20]) > self.max_bytes:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self.max_bytes:,} bytes; send less", "request_too_large")
+        return ApiError(
+            413, f"the body has more than {self.max_bytes:,} bytes; send less", "request_too_large"
+        )
 
     async def _body(self, receive: Receive) -> bytes:
         """All of it, before anything is done with it."""
@@ -122,7 +132,11 @@ class Guarded:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self.body_timeout:g} seconds; send it at once", "body_timeout") from None
+            raise ApiError(
+                408,
+                f"the body did not come within {self.body_timeout:g} seconds; send it at once",
+                "body_timeout",
+            ) from None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -1,6 +1,8 @@
-"""The bodies that clients send: OpenAI's, with vLLM's further fields. Their shapes only: values are checked by SamplingParams.
+"""The bodies that clients send: OpenAI's, with vLLM's further fields. Their shapes only: values are checked
+by SamplingParams.
 
-Invariant: a field that is not listed is refused by name; one that is listed is obeyed, or it is among the few that change no answer.
+Invariant: a field that is not listed is refused by name; one that is listed is obeyed, or it is among the few
+that change no answer.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from paceline.loaders.detokenize import Detokenizer
 
 if TYPE_CHECKING:
+    from paceline.core.types import Request, TokenLogprobs
     from paceline.engine.commit import Emission
     from paceline.engine.engine import Engine
     from paceline.engine.stats import SpecStats
     from paceline.loaders.tokenizer import Tokenizer
-    from paceline.types import Request, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -74,11 +74,17 @@ class Voice:
 
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.tokenizer.token_bytes(token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(data),
+        }
 
 
 def stats_json(stats: SpecStats) -> dict[str, Any]:
-    """Counts only, so that those of several choices can be added; what follows from them is worked out by usage.py."""
+    """Counts only, so that those of several choices can be added; what follows from them is worked out by
+    usage.py.
+    """
     return {
         "num_steps": stats.num_steps,
         "num_tokens": stats.num_tokens,

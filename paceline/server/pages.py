@@ -1,6 +1,7 @@
 """The playground's files, read once at the start and served under a strict content security policy.
 
-Invariant: only files that were in the folder at the start are served, by name; nothing a client sends becomes a path.
+Invariant: only files that were in the folder at the start are served, by name; nothing a client sends becomes
+a path.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ HEADERS = {
 
 
 def add_pages(app: FastAPI, is_wanted: bool) -> None:
-    files = {p.name: p.read_bytes() for p in sorted(FOLDER.glob("*")) if p.suffix in KINDS} if is_wanted and FOLDER.is_dir() else {}
+    files = (
+        {p.name: p.read_bytes() for p in sorted(FOLDER.glob("*")) if p.suffix in KINDS}
+        if is_wanted and FOLDER.is_dir()
+        else {}
+    )
 
     def page(name: str) -> Response:
         if name not in files:

@@ -1,6 +1,8 @@
-"""From what a client wrote to engine requests: chat templates, tokens, limits and grammars. Runs in the engine process, beside the steps.
+"""From what a client wrote to engine requests: chat templates, tokens, limits and grammars. Runs in the
+engine process, beside the steps.
 
-Invariant: what it refuses is refused before anything is queued, by a PacelineError; it changes nothing that the engine reads.
+Invariant: what it refuses is refused before anything is queued, by a PacelineError; it changes nothing that
+the engine reads.
 """
 
 from __future__ import annotations
@@ -9,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import RequestError
-from paceline.params import SamplingParams
+from paceline.core.errors import RequestError
+from paceline.core.params import SamplingParams
 from paceline.server.details import Watcher
 from paceline.server.grammar_check import GrammarChecker
 
 if TYPE_CHECKING:
-    from paceline.build import Built
+    from paceline.api.build import Built
+    from paceline.api.intake import Intake
+    from paceline.core.types import Request
     from paceline.engine.engine import Engine
-    from paceline.intake import Intake
     from paceline.loaders.tokenizer import Tokenizer
-    from paceline.types import Request
 
 
 class TooLong(RequestError):
@@ -61,7 +63,11 @@ class Preparer:
             return list(prompt["tokens"])
         if "text" in prompt:
             return self.tokenizer.encode(prompt["text"], add_special=prompt.get("add_special", True))
-        options = {"add_generation_prompt": prompt["add_generation_prompt"], "tools": prompt["tools"], **prompt["template_options"]}
+        options = {
+            "add_generation_prompt": prompt["add_generation_prompt"],
+            "tools": prompt["tools"],
+            **prompt["template_options"],
+        }
         return self.tokenizer.encode_chat(prompt["messages"], **options)
 
     def _requests(self, tokens: list[int], message: Mapping[str, Any]) -> list[Request]:
@@ -69,7 +75,9 @@ class Preparer:
         if limit is not None and len(tokens) > limit:
             raise TooLong(f"the prompt has {len(tokens):,} tokens; this server takes at most {limit:,}")
         if len(tokens) >= context:
-            raise TooLong(f"the prompt has {len(tokens):,} tokens and the context holds {context:,}; shorten it to at most {context - 1:,}")
+            raise TooLong(
+                f"the prompt has {len(tokens):,} tokens and the context holds {context:,}; shorten it to at most {context - 1:,}"
+            )
         options = dict(message["params"])
         if "max_tokens" not in options:  # as much as there is room for
             room = context - len(tokens)
@@ -91,12 +99,22 @@ class Preparer:
         return self.tokenizer.decode(tokens, skip_special=False)
 
 
-def description(built: Built, speculative_config: Mapping[str, Any] | str | None, seconds: float) -> dict[str, Any]:
+def description(
+    built: Built, speculative_config: Mapping[str, Any] | str | None, seconds: float
+) -> dict[str, Any]:
     """What the HTTP side must know of the model and the drafters."""
-    drafters = [each.name for drafter in built.engine.policy.drafters for each in (drafter, *getattr(drafter, "drafters", ()))]
+    drafters = [
+        each.name
+        for drafter in built.engine.policy.drafters
+        for each in (drafter, *getattr(drafter, "drafters", ()))
+    ]
     template = built.checkpoint.tokenizer_source().chat_template
     config, kv = built.engine.config, built.engine.runner.kv
-    asked = speculative_config.get("method", "draft_model") if isinstance(speculative_config, Mapping) else speculative_config or "off"
+    asked = (
+        speculative_config.get("method", "draft_model")
+        if isinstance(speculative_config, Mapping)
+        else speculative_config or "off"
+    )
     is_pinned = isinstance(speculative_config, Mapping) and "num_speculative_tokens" in speculative_config
     return {
         "max_model_len": config.max_model_len,

@@ -1,4 +1,6 @@
-"""An engine process and the socket to it. Invariant: when the block is left the process is gone, by itself or killed."""
+"""An engine process and the socket to it. Invariant: when the block is left the process is gone, by itself or
+killed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ PATIENCE_S = 3.0  # for a process whose socket is closed to end
 
 
 class EngineProcess:
-    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._process, self.reader, self._writer = process, reader, writer
 
     @classmethod
@@ -44,7 +48,9 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: dict[str, Any]) -> None:
-        """Never waits: what a dead process cannot take is lost, and its calls are failed by whoever reads from it."""
+        """Never waits: what a dead process cannot take is lost, and its calls are failed by whoever reads
+        from it.
+        """
         if not self._writer.is_closing():
             self._writer.write(wire.pack(message))
 

@@ -1,7 +1,7 @@
 """Puts the server together and runs it: the HTTP loop, the engine's process, signals, and the way out.
 
-SIGTERM or SIGINT: new requests are turned away, running ones finish, then the process ends with status 0. A second signal, or the
-end of `drain_timeout`, cuts off what is still running: status 1.
+SIGTERM or SIGINT: new requests are turned away, running ones finish, then the process ends with status 0. A
+second signal, or the end of `drain_timeout`, cuts off what is still running: status 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.server import logs
 from paceline.server.app import Service, make_app
 from paceline.server.client import EngineClient
@@ -45,7 +45,10 @@ def serve(config: ServerConfig) -> int:
     """Until a signal; the exit status."""
     logs.set_up(config.log_level, "server")
     http = _Http(_http_config(config))
-    with contextlib.closing(_listen(config)) as listener, asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
+    with (
+        contextlib.closing(_listen(config)) as listener,
+        asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner,
+    ):
         return runner.run(_main(config, listener, http))
 
 
@@ -73,7 +76,9 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that reads nothing at all for so long is gone
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(config.request_timeout, 2e6) * 1000))
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(config.request_timeout, 2e6) * 1000)
+        )
     try:
         listener.bind((config.host, config.port))
     except OSError as error:
@@ -99,14 +104,22 @@ async def _main(config: ServerConfig, listener: socket.socket, http: _Http) -> i
     engine = EngineClient(config, metrics)
     http.config.loaded_app = make_app(Service(config, engine, metrics, name))
     gc.collect()
-    gc.freeze()  # what is loaded is here to stay: a collection that looked at all of it would hold up the loop for 30 ms
+    # what is loaded is here to stay: a collection that looked at all of it would hold up the loop for 30 ms
+    gc.freeze()
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
-    log("listening", url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", model=name, settings=config.to_log())
-    tasks = [asyncio.create_task(work) for work in (http.serve([listener]), engine.run(), _watch_lag(metrics))]
+    log(
+        "listening",
+        url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+        model=name,
+        settings=config.to_log(),
+    )
+    tasks = [
+        asyncio.create_task(work) for work in (http.serve([listener]), engine.run(), _watch_lag(metrics))
+    ]
     try:
         return await _until_done(config, engine, signals)
     finally:
@@ -125,7 +138,10 @@ async def _until_done(config: ServerConfig, engine: EngineClient, signals: async
     number = await first
     engine.is_draining = True
     log("draining", signal=signal.Signals(number).name, calls=engine.num_calls, seconds=config.drain_timeout)
-    drained, second = asyncio.create_task(engine.drained(config.drain_timeout)), asyncio.create_task(signals.get())
+    drained, second = (
+        asyncio.create_task(engine.drained(config.drain_timeout)),
+        asyncio.create_task(signals.get()),
+    )
     await asyncio.wait((drained, second), return_when=asyncio.FIRST_COMPLETED)
     is_complete = drained.done() and drained.result()
     if not is_complete:

@@ -1,7 +1,7 @@
 """Sending an answer, whole or as server-sent events, to a client that may leave at any moment.
 
-Invariant: when the client is gone the engine's call is left at once, so its blocks are free before the next step; an error after the
-first byte is an event of its own, and the stream still ends with [DONE].
+Invariant: when the client is gone the engine's call is left at once, so its blocks are free before the next
+step; an error after the first byte is an event of its own, and the stream still ends with [DONE].
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from paceline.server.errors import ApiError
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 STATUS_OF_THE_GONE = 499  # nobody reads it but the log
 
 
@@ -29,7 +33,9 @@ class ClientGone(Exception):
 
 
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        "utf-8", "replace"
+    )
 
 
 class JsonResponse(Response):
@@ -61,7 +67,9 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """A stream of events. `stack` holds the engine's call and is closed with the response."""
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], stack: AsyncExitStack, on_gone: Callable[[], None]) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, Any]], stack: AsyncExitStack, on_gone: Callable[[], None]
+    ) -> None:
         super().__init__(status_code=200, headers=HEADERS)
         del self.headers["content-length"]
         self._chunks, self._stack, self._on_gone = chunks, stack, on_gone
@@ -78,9 +86,21 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
-                await send({"type": "http.response.body", "body": b"data: " + dumps(chunk) + b"\n\n", "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": b"data: " + dumps(chunk) + b"\n\n",
+                        "more_body": True,
+                    }
+                )
         except ApiError as error:
-            await send({"type": "http.response.body", "body": b"data: " + dumps(error.body()) + b"\n\n", "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": b"data: " + dumps(error.body()) + b"\n\n",
+                    "more_body": True,
+                }
+            )
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
 

@@ -1,9 +1,10 @@
 """Tools: what a chat's functions look like to the model, and what of its words is a call.
 
-A template that knows tools writes them itself. For one that does not, they are put into the system message in the form that most open
-models were trained on: JSON between <tool_call> tags. Read back are calls in those tags, and answers that are nothing but JSON naming a
-function (an object or a list), which is how other families call and how a forced call is written.
-Invariant: text that is no call comes out unchanged, in order; a call comes out once, whole.
+A template that knows tools writes them itself. For one that does not, they are put into the system message in
+the form that most open models were trained on: JSON between <tool_call> tags. Read back are calls in those
+tags, and answers that are nothing but JSON naming a function (an object or a list), which is how other
+families call and how a forced call is written. Invariant: text that is no call comes out unchanged, in order;
+a call comes out once, whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _SAYS_HOW = (
 Calls = list[dict[str, Any]]
 
 
-def for_plain_template(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def for_plain_template(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
     """The same conversation for a template that knows neither tools nor their answers."""
     written = [_in_words(message) for message in messages]
     if not tools:
@@ -40,8 +43,14 @@ def _in_words(message: dict[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
-    calls = [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in message["tool_calls"]]
-    return {"role": message["role"], "content": "\n".join([message["content"], *calls] if message["content"] else calls)}
+    calls = [
+        f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}"
+        for call in message["tool_calls"]
+    ]
+    return {
+        "role": message["role"],
+        "content": "\n".join([message["content"], *calls] if message["content"] else calls),
+    }
 
 
 def forced_schema(tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
@@ -50,7 +59,10 @@ def forced_schema(tools: Sequence[dict[str, Any]], name: str | None) -> dict[str
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": each["name"]}, "arguments": each.get("parameters") or {"type": "object"}},
+            "properties": {
+                "name": {"const": each["name"]},
+                "arguments": each.get("parameters") or {"type": "object"},
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
@@ -82,7 +94,9 @@ class ToolReader:
 
     names: frozenset[str]
     _held: str = ""  # not yet known to be text or call
-    _is_bare: bool | None = None  # the answer begins like JSON, so it may be a call without tags; None: nothing seen yet
+    _is_bare: bool | None = (
+        None  # the answer begins like JSON, so it may be a call without tags; None: nothing seen yet
+    )
     _is_after_call: bool = False  # line ends between calls are nobody's words
     calls: Calls = field(default_factory=list)
 

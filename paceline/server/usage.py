@@ -1,6 +1,8 @@
-"""How an answer went, in numbers: OpenAI's usage, vLLM's per-request speculation metrics, and Paceline's own statistics.
+"""How an answer went, in numbers: OpenAI's usage, vLLM's per-request speculation metrics, and Paceline's own
+statistics.
 
-Invariant: everything is worked out from counts that add up over choices, so that n > 1 and several prompts need no other rule.
+Invariant: everything is worked out from counts that add up over choices, so that n > 1 and several prompts
+need no other rule.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def added(parts: Iterable[Mapping[str, Any]]) -> Counts:
 
 def _plus(before: Any, value: Any) -> Any:
     if before is None:
-        return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else value
+        return (
+            dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else value
+        )
     if isinstance(value, Mapping):
         return added((before, value))
     if isinstance(value, list):
@@ -65,7 +69,9 @@ def speculative(stats: Counts) -> Counts:
 
 
 def spec_decode(stats: Counts, num_spec_tokens: int) -> Counts:
-    """The shape of vLLM's per-request metrics. A histogram's place j: steps with a draft that accepted j tokens."""
+    """The shape of vLLM's per-request metrics. A histogram's place j: steps with a draft that accepted j
+    tokens.
+    """
     lengths = stats.get("lengths", {})
     num_steps = sum(count for length, count in lengths.items() if length != "0")
     accepted_at = stats.get("accepted_at", [])
@@ -81,7 +87,9 @@ def spec_decode(stats: Counts, num_spec_tokens: int) -> Counts:
     }
 
 
-def usage_json(prompts: list[int], cached: list[int], num_output: int, stats: Counts, timings: Counts) -> Counts:
+def usage_json(
+    prompts: list[int], cached: list[int], num_output: int, stats: Counts, timings: Counts
+) -> Counts:
     """prompts, cached: of each prompt, once, however many choices it has."""
     num_accepted, num_drafted = stats.get("num_accepted", 0), stats.get("num_drafted", 0)
     return {
@@ -89,7 +97,10 @@ def usage_json(prompts: list[int], cached: list[int], num_output: int, stats: Co
         "completion_tokens": num_output,
         "total_tokens": sum(prompts) + num_output,
         "prompt_tokens_details": {"cached_tokens": sum(cached)},
-        "completion_tokens_details": {"accepted_prediction_tokens": num_accepted, "rejected_prediction_tokens": num_drafted - num_accepted},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_drafted - num_accepted,
+        },
         "speculative": speculative(stats),
         "timings": timings,
     }

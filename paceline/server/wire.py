@@ -1,6 +1,8 @@
-"""Messages between the HTTP process and the engine process: JSON objects, each behind its length, over a socket.
+"""Messages between the HTTP process and the engine process: JSON objects, each behind its length, over a
+socket.
 
-Invariant: no message is larger than MAX_MESSAGE, and neither side runs anything it reads (JSON, never pickle).
+Invariant: no message is larger than MAX_MESSAGE, and neither side runs anything it reads (JSON, never
+pickle).
 
 To the engine:   add, abort, tokenize, detokenize, ping         (key "do")
 From the engine: ready, failed, admitted, refused, step, answer, pong   (key "is")

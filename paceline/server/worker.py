@@ -1,9 +1,10 @@
-"""The engine process: reads commands from a socket, steps the engine while there is work, and writes one message a step.
+"""The engine process: reads commands from a socket, steps the engine while there is work, and writes one
+message a step.
 
-Four threads: one reads commands, one turns prompts into requests (preparing.py), one does so for those with a grammar to compile, and the
-main one owns the engine. So neither a long prompt nor a hard grammar holds up a step for longer than Python switches threads.
-Invariant: every id that is added is answered: refused, or admitted and then said to the end. When the other side is gone the process
-ends, whatever it is doing.
+Four threads: one reads commands, one turns prompts into requests (preparing.py), one does so for those with a
+grammar to compile, and the main one owns the engine. So neither a long prompt nor a hard grammar holds up a
+step for longer than Python switches threads. Invariant: every id that is added is answered: refused, or
+admitted and then said to the end. When the other side is gone the process ends, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PacelineError
+from paceline.core.errors import PacelineError
+from paceline.core.types import Status
 from paceline.server import logs, wire
-from paceline.types import Status
 
 if TYPE_CHECKING:
+    from paceline.core.types import Request
     from paceline.engine.engine import Engine
     from paceline.server.outputs import Voice
     from paceline.server.preparing import Preparer
-    from paceline.types import Request
 
 STATS_EVERY_S = 0.2  # while working; at once when there is nothing to do
 
@@ -47,14 +48,16 @@ def main() -> None:
         return
     try:
         worker.run()
-    except Exception as error:  # whatever it was, the engine's books may be wrong now: a new process starts with clean ones
+    except (
+        Exception
+    ) as error:  # whatever it was, the engine's books may be wrong now: a new process starts with clean ones
         logs.log_error("engine failed", error)
         os._exit(1)
 
 
 def _build(channel: socket.socket, setup: wire.Message) -> Worker:
-    from paceline.build import build
-    from paceline.intake import Intake
+    from paceline.api.build import build
+    from paceline.api.intake import Intake
     from paceline.server.preparing import Preparer, description
 
     if hasattr(os, "nice"):
@@ -75,13 +78,21 @@ class Worker:
     channel: socket.socket
     engine: Engine
     preparer: Preparer
-    _commands: queue.SimpleQueue[wire.Message] = field(default_factory=queue.SimpleQueue)  # for the main thread
-    _prompts: queue.SimpleQueue[wire.Message] = field(default_factory=queue.SimpleQueue)  # for the preparing thread
-    _grammars: queue.SimpleQueue[wire.Message] = field(default_factory=queue.SimpleQueue)  # the same for those with a grammar to compile
+    _commands: queue.SimpleQueue[wire.Message] = field(
+        default_factory=queue.SimpleQueue
+    )  # for the main thread
+    _prompts: queue.SimpleQueue[wire.Message] = field(
+        default_factory=queue.SimpleQueue
+    )  # for the preparing thread
+    _grammars: queue.SimpleQueue[wire.Message] = field(
+        default_factory=queue.SimpleQueue
+    )  # the same for those with a grammar to compile
     _preparing: set[str] = field(default_factory=set)  # ids between the reading thread and the main one
     _unwanted: set[str] = field(default_factory=set)  # of them, those aborted meanwhile
     _voices: dict[str, Voice] = field(default_factory=dict)  # by the engine's request id
-    _unstarted: dict[str, Voice] = field(default_factory=dict)  # of them, those still waiting for their first step
+    _unstarted: dict[str, Voice] = field(
+        default_factory=dict
+    )  # of them, those still waiting for their first step
     _owned: dict[str, list[Request]] = field(default_factory=dict)  # by the client's id
     _reported_at: float = 0.0
     _is_stale: bool = True  # something has changed since the last report of figures
@@ -129,9 +140,13 @@ class Worker:
                     message["made"] = self.preparer.prepare(message)
                 except PacelineError as error:
                     message["refused"] = {"kind": type(error).__name__, "message": str(error)}
-                except Exception as error:  # a mistake of ours fails this request alone: without its thread all later ones would hang
+                # a mistake of ours fails this request alone: without its thread all later ones would hang
+                except Exception as error:
                     logs.log_error("request could not be prepared", error)
-                    message["refused"] = {"kind": "Internal", "message": "the request could not be prepared; the server's log says where"}
+                    message["refused"] = {
+                        "kind": "Internal",
+                        "message": "the request could not be prepared; the server's log says where",
+                    }
             self._commands.put(message)
 
     def _obey(self) -> None:
@@ -217,7 +232,9 @@ class Worker:
         return said
 
     def _note_started(self, now: float) -> None:
-        for name in [name for name, voice in self._unstarted.items() if voice.request.status is not Status.WAITING]:
+        for name in [
+            name for name, voice in self._unstarted.items() if voice.request.status is not Status.WAITING
+        ]:
             self._unstarted.pop(name).started_at = now
 
     def _finish(self, voice: Voice) -> None:

@@ -1,7 +1,9 @@
-"""Held-out acceptance: what a greedy chain of the head's drafts would gain on answers that the target wrote greedily.
+"""Held-out acceptance: what a greedy chain of the head's drafts would gain on answers that the target wrote
+greedily.
 
-Along such an answer the text's own tokens are what the target chooses, so a head that reads them drafts as it would in use, up to its
-first mistake, which is all that counts. Invariant: τ walks through each answer as decoding would, from one accepted token to the next.
+Along such an answer the text's own tokens are what the target chooses, so a head that reads them drafts as it
+would in use, up to its first mistake, which is all that counts. Invariant: τ walks through each answer as
+decoding would, from one accepted token to the next.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def hits(head: Head, batch: Batch, num_steps: int, dtype: torch.dtype) -> torch.
         guesses = head.guesses(batch, seen, num_steps)
     for guess in guesses:
         nothing = torch.zeros(len(guess.rows), device=guess.rows.device)
-        _, guessed = agreement(guess.hidden.to(dtype), guess.weight, teacher, guess.rows, nothing, Mix(soft=0.0))
+        _, guessed = agreement(
+            guess.hidden.to(dtype), guess.weight, teacher, guess.rows, nothing, Mix(soft=0.0)
+        )
         is_right = (guess.rows >= 0) & (guessed == teacher.best[guess.rows.clamp(min=0)])
         found[guess.base, guess.step] = is_right
     return found
@@ -59,7 +63,9 @@ def measure(head: Head, batches: Iterable[Batch], num_steps: int, dtype: torch.d
 
 
 def walk(accepted: np.ndarray) -> tuple[int, int]:
-    """Decode one answer with drafts of which so many would be accepted at each row: -> steps, tokens. The last row has nothing to add."""
+    """Decode one answer with drafts of which so many would be accepted at each row: -> steps, tokens. The
+    last row has nothing to add.
+    """
     row = steps = tokens = 0
     while row < len(accepted) - 1:
         advance = 1 + int(accepted[row])

@@ -1,8 +1,10 @@
-"""Attention of simulated draft steps: a row sees the keys of the text up to its position, and the keys of its own earlier steps.
+"""Attention of simulated draft steps: a row sees the keys of the text up to its position, and the keys of its
+own earlier steps.
 
-The text's part is an ordinary causal attention (a fused kernel) that also gives its log-sum; the few keys of the row's own chain are
-added to it afterwards, and the fused backward, given the joined output and log-sum, is exact for the joined softmax. So no mask of
-steps by steps is ever made. Invariant: equal to attention over the concatenated keys, which tests/test_train.py checks.
+The text's part is an ordinary causal attention (a fused kernel) that also gives its log-sum; the few keys of
+the row's own chain are added to it afterwards, and the fused backward, given the joined output and log-sum,
+is exact for the joined softmax. So no mask of steps by steps is ever made. Invariant: equal to attention over
+the concatenated keys, which tests/test_train.py checks.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ from typing import Any
 import torch
 
 
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
     """-> output [B, H, S, D], log-sum [B, H, S], and what else the backward wants."""
     if q.device.type == "cpu":
-        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=None, scale=scale)
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, True, attn_mask=None, scale=scale
+        )
         return out, log_sum, ()
-    out, log_sum, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    out, log_sum, *rest = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, True, False, scale=scale
+    )
     return out, log_sum, tuple(rest[:6])
 
 
@@ -57,7 +65,9 @@ class _ChainAttention(torch.autograd.Function):
         scores = torch.einsum("nhd,nkhd->nhk", q.float(), own_k.float()) * scale
         total = torch.logsumexp(torch.cat([base[..., None], scores], -1), -1)  # [N, H]
         weights = (scores - total[..., None]).exp()
-        joined = mine * (base - total).exp()[..., None] + torch.einsum("nhk,nkhd->nhd", weights, own_v.float())
+        joined = mine * (base - total).exp()[..., None] + torch.einsum(
+            "nhk,nkhd->nhd", weights, own_v.float()
+        )
         joined = joined.to(q.dtype)
         ctx.save_for_backward(q, own_k, own_v, k, v, rows, joined, total, out, log_sum, weights)
         ctx.scale = scale
@@ -91,9 +101,17 @@ def _spread(x: torch.Tensor, rows: torch.Tensor, batch: int, length: int) -> tor
 
 
 def plain_chain_attention(
-    q: torch.Tensor, own_k: torch.Tensor, own_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, scale: float
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """The same by the book: scores of all positions with all, so memory grows with the square of the length."""
+    """The same by the book: scores of all positions with all, so memory grows with the square of the
+    length.
+    """
     batch, _, length, _ = k.shape
     b, t = rows // length, rows % length
     far = (_spread(q, rows, batch, length) @ k.transpose(-1, -2))[b, :, t].float() * scale  # [N, H, S]
@@ -106,7 +124,9 @@ def plain_chain_attention(
 
 @cache
 def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
-    """The fused kernels are torch's own business and may change: a small trial says whether they still mean what they did."""
+    """The fused kernels are torch's own business and may change: a small trial says whether they still mean
+    what they did.
+    """
     draw = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
@@ -117,12 +137,15 @@ def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
     try:
         with torch.enable_grad():
             found = [
-                torch.autograd.grad(way(*inputs, rows, dim**-0.5).square().sum(), inputs) for way in (_fused_way, plain_chain_attention)
+                torch.autograd.grad(way(*inputs, rows, dim**-0.5).square().sum(), inputs)
+                for way in (_fused_way, plain_chain_attention)
             ]
     except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
         return False
     loose = 0.1 if dtype != torch.float32 else 1e-3
-    return all(torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in zip(*found, strict=True))
+    return all(
+        torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in zip(*found, strict=True)
+    )
 
 
 def _fused_way(*arguments: Any) -> torch.Tensor:
@@ -131,9 +154,16 @@ def _fused_way(*arguments: Any) -> torch.Tensor:
 
 
 def chain_attention(
-    q: torch.Tensor, own_k: torch.Tensor, own_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, scale: float
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """q [N, H, D] of the rows (b * S + t); own_k, own_v [N, K, H, D] of their chains, K may be 0; k, v [B, H, S, D] of the text.
+    """q [N, H, D] of the rows (b * S + t); own_k, own_v [N, K, H, D] of their chains, K may be 0; k, v [B, H,
+    S, D] of the text.
 
     A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D].
     """

@@ -1,4 +1,6 @@
-"""Training curves as a picture: loss and held-out tokens a step over the tokens that were read. None where there is no matplotlib."""
+"""Training curves as a picture: loss and held-out tokens a step over the tokens that were read. None where
+there is no matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ def draw_curves(path: Path, curve: Sequence[dict[str, Any]], kind: str) -> bool:
     left.set(xlabel="million tokens read", ylabel="loss", title=f"{kind}: loss")
     right.plot(millions, [record["tau"] for record in curve], color="#0f766e", label="tokens a step")
     for k in range(len(curve[0]["by_position"])):
-        right.plot(millions, [record["by_position"][k] for record in curve], color="#0f766e", alpha=0.5 / (k + 1) + 0.1, linewidth=1)
+        right.plot(
+            millions,
+            [record["by_position"][k] for record in curve],
+            color="#0f766e",
+            alpha=0.5 / (k + 1) + 0.1,
+            linewidth=1,
+        )
     right.set(xlabel="million tokens read", title="held-out: tokens a step; below, chance of each position")
     right.set_ylim(bottom=0)
     for axes in (left, right):

@@ -1,6 +1,7 @@
 """The target writes training text into a folder of shards, until there is enough.
 
-Shards are saved on the way and counted when a run is taken up again. Invariant: every token in the folder was chosen by the target.
+Shards are saved on the way and counted when a run is taken up again. Invariant: every token in the folder was
+chosen by the target.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.llm import LLM
+from paceline.api.llm import LLM
 from paceline.train.shards import Texts, Written, from_written, joined, load_shard, save_shard
 from paceline.train.talk import conversations
 from paceline.train.writing import Writer
@@ -35,7 +36,9 @@ def write(
     num_tokens: int | None = None,
     seconds: float | None = None,
 ) -> Texts:
-    """Answers of so many tokens in all, or as many as can be written in the time; prompts: turn by turn, or none at all."""
+    """Answers of so many tokens in all, or as many as can be written in the time; prompts: turn by turn, or
+    none at all.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     before = read_shards(folder)
     done = before.num_answer_tokens if before is not None else 0
@@ -47,7 +50,9 @@ def write(
     def is_over() -> bool:
         return time.monotonic() > deadline or (num_tokens is not None and done + kept >= num_tokens)
 
-    talks = conversations(llm.tokenizer, prompts, seed + 1000 * number)  # further shards are other conversations
+    talks = conversations(
+        llm.tokenizer, prompts, seed + 1000 * number
+    )  # further shards are other conversations
 
     def save() -> None:
         save_shard(folder / f"text-{number:04d}.npz", from_written(made, llm.checkpoint.config.vocab_size))

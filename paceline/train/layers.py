@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.models.head_config import LayeredConfig
+from paceline.heads.config import LayeredConfig
 from paceline.models.rope import RotaryTables, rotary_tables, rotate
 
 
@@ -33,7 +33,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: LayeredConfig, width: int, has_norms: bool = False) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         self.q_proj = linear(width, config.num_heads * config.head_dim)
         self.k_proj = linear(width, config.num_kv_heads * config.head_dim)
         self.v_proj = linear(width, config.num_kv_heads * config.head_dim)
@@ -52,7 +56,9 @@ class Attention(nn.Module):
 
     def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[..., width] -> two of [..., kv_heads, dim]."""
-        k, v = (proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        k, v = (
+            proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)) for proj in (self.k_proj, self.v_proj)
+        )
         return (k if self.k_norm is None else self.k_norm(k).to(v.dtype)), v
 
     def for_all_heads(self, x: torch.Tensor) -> torch.Tensor:

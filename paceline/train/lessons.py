@@ -1,6 +1,8 @@
-"""What several heads can learn from together: the text, the target that reads it, and the tokens that can be drafted.
+"""What several heads can learn from together: the text, the target that reads it, and the tokens that can be
+drafted.
 
-The target's pass is half of the work of a small head's training, so heads of all kinds may share it. Invariant: one batch, one pass.
+The target's pass is half of the work of a small head's training, so heads of all kinds may share it.
+Invariant: one batch, one pass.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from paceline.heads.config import target_hash
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
-from paceline.models.head_config import target_hash
 from paceline.train.losses import Teacher, teach
 from paceline.train.recipes import Recipe
 from paceline.train.shards import Texts
@@ -52,11 +54,18 @@ class Known(NamedTuple):
 
 
 def prepare(
-    checkpoint: Checkpoint, texts: Texts, recipe: Recipe, device: torch.device, name: str = "", known: Known | None = None
+    checkpoint: Checkpoint,
+    texts: Texts,
+    recipe: Recipe,
+    device: torch.device,
+    name: str = "",
+    known: Known | None = None,
 ) -> Lessons:
-    """The recipe says how many tokens can be drafted, how long a sequence is and how many answers are held out.
+    """The recipe says how many tokens can be drafted, how long a sequence is and how many answers are held
+    out.
 
-    known: what a head that is to learn on knows already; otherwise the commonest tokens of the answers are drafted.
+    known: what a head that is to learn on knows already; otherwise the commonest tokens of the answers are
+    drafted.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     learned, held = split(texts, recipe.num_held_out)
@@ -84,7 +93,9 @@ def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarr
     is_chosen[chosen] = True
     lengths = np.diff(texts.starts)
     found = np.zeros(vocab_size, np.int64)
-    for begin in range(0, len(texts), 1 << 14):  # a piece at a time: an index of every token would be larger than the text
+    for begin in range(
+        0, len(texts), 1 << 14
+    ):  # a piece at a time: an index of every token would be larger than the text
         part = slice(begin, min(begin + (1 << 14), len(texts)))
         tokens = texts.tokens[texts.starts[part.start] : texts.starts[part.stop]]
         size = lengths[part]
@@ -95,7 +106,9 @@ def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarr
 
 
 def draft_vocabulary(frequency: np.ndarray, size: int, ends: tuple[int, ...]) -> Known:
-    """The most frequent tokens, the end tokens always among them, in ascending order; and the token that stands for a blank."""
+    """The most frequent tokens, the end tokens always among them, in ascending order; and the token that
+    stands for a blank.
+    """
     rank = frequency.astype(np.float64)
     rank[list(ends)] += frequency.sum() + 1
     chosen = np.sort(np.argsort(-rank, kind="stable")[: min(size, len(rank))]).astype(np.int64)

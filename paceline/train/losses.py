@@ -1,8 +1,9 @@
 """What a drafter is taught: agreement with the target's distribution over the tokens that can be drafted.
 
-`agreement` multiplies with the output layer, compares with the teacher and computes both gradients, a few thousand rows at a time, so
-the logits of a batch never lie in memory together. Soft cross-entropy is EAGLE-3's loss and, up to a constant, the KL divergence of
-distillation; hard is Medusa's and DFlash's; total variation is the chance of rejection itself. Invariant: rows of weight 0 change nothing.
+`agreement` multiplies with the output layer, compares with the teacher and computes both gradients, a few
+thousand rows at a time, so the logits of a batch never lie in memory together. Soft cross-entropy is
+EAGLE-3's loss and, up to a constant, the KL divergence of distillation; hard is Medusa's and DFlash's; total
+variation is the chance of rejection itself. Invariant: rows of weight 0 change nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ class _Agreement(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, teacher: Teacher, rows: torch.Tensor, scale: torch.Tensor, mix: Mix
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher: Teacher,
+        rows: torch.Tensor,
+        scale: torch.Tensor,
+        mix: Mix,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs = ctx.needs_input_grad[:2]
         to_hidden = torch.empty_like(hidden) if needs[0] else None
@@ -69,7 +76,9 @@ class _Agreement(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _compare(logits: torch.Tensor, chances: torch.Tensor, best: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor]:
+def _compare(
+    logits: torch.Tensor, chances: torch.Tensor, best: torch.Tensor, mix: Mix
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each row [n], and its slope with respect to the logits [n, vocabulary]."""
     p, log_q = chances.float(), logits.log_softmax(-1)
     q = log_q.exp()
@@ -90,7 +99,12 @@ def _compare(logits: torch.Tensor, chances: torch.Tensor, best: torch.Tensor, mi
 
 
 def agreement(
-    hidden: torch.Tensor, weight: torch.Tensor, teacher: Teacher, rows: torch.Tensor, scale: torch.Tensor, mix: Mix
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: Teacher,
+    rows: torch.Tensor,
+    scale: torch.Tensor,
+    mix: Mix,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [n, width], weight [draft vocabulary, width], rows [n] of the teacher (-1: none), scale [n].
 
@@ -102,7 +116,9 @@ def agreement(
 
 @torch.no_grad()
 def teach(final: torch.Tensor, head: torch.Tensor, draft_ids: torch.Tensor, chunk: int = CHUNK) -> Teacher:
-    """final [N, hidden]: what the target's output layer reads. Its first choice is over all tokens, its chances over those of the draft."""
+    """final [N, hidden]: what the target's output layer reads. Its first choice is over all tokens, its
+    chances over those of the draft.
+    """
     size, vocab = len(draft_ids), len(head)
     draft_of = torch.full((vocab,), -1, dtype=torch.int64, device=head.device)
     draft_of[draft_ids] = torch.arange(size, device=head.device)

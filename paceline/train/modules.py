@@ -1,8 +1,9 @@
 """The four kinds of heads in torch: what is trained, and the oracle of the compiled kernels.
 
-A head is shown a batch and what the target computed on it, and returns *guesses*: hidden states beside the output layer they are to be
-multiplied with, the row of the teacher each is measured against, and the step of the draft it belongs to. Invariant: `state_dict()` has
-exactly the names and shapes of the head's config (the draft ids excepted, which are no weights).
+A head is shown a batch and what the target computed on it, and returns *guesses*: hidden states beside the
+output layer they are to be multiplied with, the row of the teacher each is measured against, and the step of
+the draft it belongs to. Invariant: `state_dict()` has exactly the names and shapes of the head's config (the
+draft ids excepted, which are no weights).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.models.head_config import DflashConfig, DraftConfig, EagleConfig, HeadConfig, MedusaConfig
+from paceline.heads.config import DflashConfig, DraftConfig, EagleConfig, HeadConfig, MedusaConfig
 from paceline.train.chains import chain_attention
 from paceline.train.layers import Layer, Norm, Rotary, linear
 from paceline.train.stream import Batch
@@ -31,7 +32,9 @@ class Guess(NamedTuple):
 
 
 class Head(nn.Module):
-    """What all kinds share: the target's embedding by reference, and the output layer over the draft vocabulary."""
+    """What all kinds share: the target's embedding by reference, and the output layer over the draft
+    vocabulary.
+    """
 
     draft_ids: torch.Tensor
 
@@ -54,7 +57,9 @@ class Head(nn.Module):
         assert isinstance(found, torch.Tensor)
         return found
 
-    def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None) -> list[Guess]:
+    def guesses(
+        self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None
+    ) -> list[Guess]:
         """Without a generator, from every row."""
         raise NotImplementedError
 
@@ -89,20 +94,28 @@ class Eagle(Head):
         self.rotary = Rotary(config, max_length + 64)
 
     def start_from(self, seen: Seen, batch: Batch) -> None:
-        """Some channels of a residual stream are a thousand times larger than others: start with all of them alike."""
+        """Some channels of a residual stream are a thousand times larger than others: start with all of them
+        alike.
+        """
         features = seen.taps.flatten(0, 1)[batch.rows].float()
         spread = features.square().mean(0).sqrt().clamp(min=1e-6)
         self.fc.weight.data /= spread
 
-    def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None) -> list[Guess]:
+    def guesses(
+        self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None
+    ) -> list[Guess]:
         attention, rows = self.midlayer.self_attn, batch.rows
         fused = self.fc(seen.taps)  # [B, S, hidden]
         places = torch.arange(batch.ids.shape[1], device=rows.device).expand_as(batch.ids)
         following = functional.pad(batch.ids[:, 1:], (0, 1))
         k, v = self._keys_values(self._inputs(following, fused), places)
-        text_k, text_v = (attention.for_all_heads(x).transpose(1, 2).contiguous() for x in (k, v))  # [B, H, S, D]
+        text_k, text_v = (
+            attention.for_all_heads(x).transpose(1, 2).contiguous() for x in (k, v)
+        )  # [B, H, S, D]
         feature, found = fused.flatten(0, 1)[rows], []
-        own_k, own_v = (x.new_empty((len(rows), 0, attention.num_heads, attention.head_dim)) for x in (text_k, text_v))
+        own_k, own_v = (
+            x.new_empty((len(rows), 0, attention.num_heads, attention.head_dim)) for x in (text_k, text_v)
+        )
         for step in range(num_steps):
             inputs = self._inputs(batch.token_after(1 + step), feature)
             position = batch.position + step
@@ -124,7 +137,9 @@ class Eagle(Head):
         embedded = self.midlayer.input_layernorm(self.target.embed(tokens))
         return torch.cat([embedded, self.midlayer.hidden_norm(feature)], -1)
 
-    def _keys_values(self, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_values(
+        self, inputs: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self.midlayer.self_attn.keys_values(inputs)
         return self.rotary(k, positions), v
 
@@ -132,7 +147,9 @@ class Eagle(Head):
 class Medusa(Head):
     config: MedusaConfig
 
-    def __init__(self, config: MedusaConfig, target: Target, draft_ids: torch.Tensor, max_length: int) -> None:
+    def __init__(
+        self, config: MedusaConfig, target: Target, draft_ids: torch.Tensor, max_length: int
+    ) -> None:
         super().__init__(config, target, draft_ids)
         self.blocks = nn.ModuleList(nn.Module() for _ in range(config.num_heads_ahead))
         for block in self.blocks:
@@ -147,7 +164,9 @@ class Medusa(Head):
         if self.trunk is not None:
             self.trunk.start_from(seen, batch)
 
-    def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None) -> list[Guess]:
+    def guesses(
+        self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None
+    ) -> list[Guess]:
         if self.trunk is None:
             start = self.target.final(seen.last.flatten(0, 1)[batch.rows])  # [N, hidden]
         else:
@@ -182,7 +201,9 @@ class Draft(Head):
                     weight.data.copy_(theirs)
         self.norm.weight.data.copy_(self.target.norm)
 
-    def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None) -> list[Guess]:
+    def guesses(
+        self, batch: Batch, seen: Seen, num_steps: int, draw: torch.Generator | None = None
+    ) -> list[Guess]:
         """While training one guess a row: later steps are the same function of a longer text."""
         x = self.target.embed(batch.ids).to(self.norm.weight.dtype)
         places = torch.arange(batch.ids.shape[1], device=x.device).expand_as(batch.ids)
@@ -198,7 +219,9 @@ class Draft(Head):
         if draw is not None:
             return [Guess(hidden, self.output, base, base, 0)]
         after = [batch.row_after(1 + step) for step in range(num_steps)]
-        return [Guess(hidden[rows.clamp(min=0)], self.output, rows, base, step) for step, rows in enumerate(after)]
+        return [
+            Guess(hidden[rows.clamp(min=0)], self.output, rows, base, step) for step, rows in enumerate(after)
+        ]
 
 
 def build_head(config: HeadConfig, target: Target, draft_ids: torch.Tensor, max_length: int) -> Head:

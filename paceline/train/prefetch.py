@@ -12,7 +12,9 @@ DEPTH = 4
 
 
 def prefetched(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches in the same order. What a thread makes too much is thrown away; an error in it is raised here."""
+    """The same batches in the same order. What a thread makes too much is thrown away; an error in it is
+    raised here.
+    """
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(DEPTH)
     is_closed = threading.Event()
 

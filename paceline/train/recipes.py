@@ -1,7 +1,8 @@
 """How each kind is trained: one frozen recipe a kind, and the head's sizes for a given target.
 
-Losses and their weights are those of the papers (EAGLE-3: soft cross-entropy over simulated steps, 0.8 a step; Medusa: 0.8 a head;
-DFlash: exp(-k / 4); distillation: KL and total variation); rates and batches are ours, for small heads.
+Losses and their weights are those of the papers (EAGLE-3: soft cross-entropy over simulated steps, 0.8 a
+step; Medusa: 0.8 a head; DFlash: exp(-k / 4); distillation: KL and total variation); rates and batches are
+ours, for small heads.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.config import require
-from paceline.errors import ConfigError
-from paceline.models.config import ModelConfig
-from paceline.models.head_config import (
+from paceline.core.errors import ConfigError
+from paceline.core.options import require
+from paceline.heads.config import (
     DflashConfig,
     DraftConfig,
     EagleConfig,
@@ -21,6 +21,7 @@ from paceline.models.head_config import (
     default_taps,
     shared_fields,
 )
+from paceline.models.config import ModelConfig
 from paceline.train.losses import Mix
 
 WIDTH = 576  # of the model that the rates were found on
@@ -50,11 +51,22 @@ class Recipe:
     num_held_out: int = 512  # greedy answers that acceptance is measured on
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_tokens", "max_length", "draft_vocab_size", "num_layers", "num_taps", "num_blocks", "num_held_out"):
+        for name in (
+            "num_steps",
+            "batch_tokens",
+            "max_length",
+            "draft_vocab_size",
+            "num_layers",
+            "num_taps",
+            "num_blocks",
+            "num_held_out",
+        ):
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, name, value, "use a whole number, 1 or more")
         require(0 < self.rate <= 0.1, "rate", self.rate, "use a number up to 0.1, such as 1e-3")
-        require(0 <= self.average < 1, "average", self.average, "use a number from 0 to below 1, such as 0.999")
+        require(
+            0 <= self.average < 1, "average", self.average, "use a number from 0 to below 1, such as 0.999"
+        )
 
     def rate_for(self, width: int) -> float:
         """Wide layers add up more of every step, so they take smaller ones."""
@@ -75,7 +87,9 @@ def recipe_for(kind: str, **changes: Any) -> Recipe:
     return replace(RECIPES[kind], **changes)
 
 
-def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, mask_token_id: int) -> HeadConfig:
+def head_config(
+    recipe: Recipe, target: ModelConfig, name: str, digest: str, mask_token_id: int
+) -> HeadConfig:
     """The head that a recipe makes for a target."""
     shared: dict[str, Any] = {
         **shared_fields(target, name, digest, recipe.draft_vocab_size),
@@ -83,7 +97,9 @@ def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, mas
     }
     if recipe.kind == "medusa":
         trunk = _eagle_config(recipe, target, {**shared, "has_lm_head": False}) if recipe.has_trunk else None
-        return MedusaConfig(**shared, num_heads_ahead=recipe.num_steps, num_blocks=recipe.num_blocks, trunk=trunk)
+        return MedusaConfig(
+            **shared, num_heads_ahead=recipe.num_steps, num_blocks=recipe.num_blocks, trunk=trunk
+        )
     if recipe.kind == "eagle":
         return _eagle_config(recipe, target, shared)
     layered = {**shared, **_layer_fields(recipe, target)}
@@ -107,4 +123,6 @@ def _layer_fields(recipe: Recipe, target: ModelConfig) -> dict[str, Any]:
 
 
 def _eagle_config(recipe: Recipe, target: ModelConfig, shared: dict[str, Any]) -> EagleConfig:
-    return EagleConfig(**shared, **_layer_fields(recipe, target), taps=default_taps(target.num_layers, recipe.num_taps))
+    return EagleConfig(
+        **shared, **_layer_fields(recipe, target), taps=default_taps(target.num_layers, recipe.num_taps)
+    )

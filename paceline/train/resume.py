@@ -1,6 +1,8 @@
-"""A training's checkpoint: weights, averages, moments and the place in the data in one safetensors file, whole or absent.
+"""A training's checkpoint: weights, averages, moments and the place in the data in one safetensors file,
+whole or absent.
 
-Invariant: what is loaded belongs to the same recipe, target and text, or it is an error that says which differs.
+Invariant: what is loaded belongs to the same recipe, target and text, or it is an error that says which
+differs.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.errors import ConfigError, ModelFileError
+from paceline.core.errors import ConfigError, ModelFileError
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
@@ -43,7 +45,11 @@ def save_state(trainer: Trainer, folder: Path) -> None:
     place = {name: getattr(trainer.place, name) for name in trainer.place.__slots__}
     numbers = json.dumps({"identity": identity(trainer), "place": place})
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, folder / f"{STATE}.part", metadata={"numbers": numbers})
+    save_file(
+        {name: t.contiguous().cpu() for name, t in tensors.items()},
+        folder / f"{STATE}.part",
+        metadata={"numbers": numbers},
+    )
     (folder / f"{STATE}.part").replace(folder / STATE)
 
 
@@ -64,7 +70,9 @@ def load_state(trainer: Trainer, folder: Path) -> None:
     for name, value in identity(trainer).items():
         if theirs.get(name) != value:
             there = f"{theirs.get(name)!r:.90}"
-            raise ConfigError(f"{folder} was trained with {name} {there}, not {value!r:.90}; resume with the same, or start anew")
+            raise ConfigError(
+                f"{folder} was trained with {name} {there}, not {value!r:.90}; resume with the same, or start anew"
+            )
     from paceline.train.trainer import Place
 
     trainer.place = Place(**numbers["place"])
@@ -73,8 +81,12 @@ def load_state(trainer: Trainer, folder: Path) -> None:
         for name, weight in trainer.head.named_parameters():
             weight.copy_(tensors[f"weight:{name}"])
             if f"{MOMENTS[0]}:{name}" in tensors:
-                state: dict[str, Any] = {moment: tensors[f"{moment}:{name}"].to(weight.device) for moment in MOMENTS}
-                state["step"] = torch.tensor(float(trainer.place.step), device=weight.device if on_device else "cpu")
+                state: dict[str, Any] = {
+                    moment: tensors[f"{moment}:{name}"].to(weight.device) for moment in MOMENTS
+                }
+                state["step"] = torch.tensor(
+                    float(trainer.place.step), device=weight.device if on_device else "cpu"
+                )
                 trainer.optimizer.state[weight] = state
         for name in trainer.average:
             trainer.average[name].copy_(tensors[f"average:{name}"])

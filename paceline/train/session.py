@@ -1,6 +1,7 @@
 """A training from text to a head on disk: what `paceline train` and scripts/train_heads.py share.
 
-Writes DIR/model.safetensors, config.json, provenance.json and curves.png; what is needed to go on lies in DIR/state.
+Writes DIR/model.safetensors, config.json, provenance.json and curves.png; what is needed to go on lies in
+DIR/state.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 
 from paceline import __version__
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.heads.config import TRUNK, DflashConfig, EagleConfig, HeadConfig, MedusaConfig
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import read_json
-from paceline.models.head_config import TRUNK, DflashConfig, EagleConfig, HeadConfig, MedusaConfig
 from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
 from paceline.train.curves import draw_curves
@@ -51,13 +52,15 @@ def train(
 ) -> list[Acceptance]:
     """One head a recipe, all on the same passes of the target, each into its folder.
 
-    states: where checkpoints lie. start: a head whose weights are the first ones, or a folder of one for each kind. others: more texts to
-    measure acceptance on at the end.
+    states: where checkpoints lie. start: a head whose weights are the first ones, or a folder of one for each
+    kind. others: more texts to measure acceptance on at the end.
     """
     states = states or [folder / "state" for folder in folders]
     begun = next((state for state in states if (state / STATE).exists()), None)
     if begun is not None and not is_resumed:
-        raise ConfigError(f"{begun} holds a training that was begun; resume it (--resume), or choose another folder")
+        raise ConfigError(
+            f"{begun} holds a training that was begun; resume it (--resume), or choose another folder"
+        )
     starts = [_start_of(recipe, start) for recipe in recipes]
     lessons = prepare(checkpoint, texts, recipes[0], device, known=_known(starts))
     trainers = [Trainer(lessons, recipe, limit, seed) for recipe in recipes]
@@ -74,7 +77,13 @@ def train(
 
 
 def _finish(
-    trainer: Trainer, folder: Path, first: Path | None, command: Sequence[str], others: Mapping[str, Texts], bits: int, report: Report
+    trainer: Trainer,
+    folder: Path,
+    first: Path | None,
+    command: Sequence[str],
+    others: Mapping[str, Texts],
+    bits: int,
+    report: Report,
 ) -> Acceptance:
     """Measure once more, save, draw."""
     last = trainer.place.curve[-1]
@@ -82,7 +91,9 @@ def _finish(
     apart = {name: trainer.accept(text, np.arange(len(text))) for name, text in others.items()}
     notes = provenance(trainer, command, found, apart)
     if first is not None and (first / PROVENANCE).is_file():
-        notes["before"] = {name: value for name, value in read_json(first / PROVENANCE).items() if name != "curve"}
+        notes["before"] = {
+            name: value for name, value in read_json(first / PROVENANCE).items() if name != "curve"
+        }
     config = replace(trainer.config, first_accepted=round(found.by_position[0], 4))
     save_head(folder, config, trainer.tensors(), notes, bits)
     draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)
@@ -98,9 +109,13 @@ def _start_of(recipe: Recipe, start: Path | None) -> Path | None:
 
 
 def _known(starts: Sequence[Path | None]) -> Known | None:
-    """The tokens that heads draft, and the one that stands for a blank, are their own: other text does not change them."""
+    """The tokens that heads draft, and the one that stands for a blank, are their own: other text does not
+    change them.
+    """
     read = [read_head(folder) for folder in starts if folder is not None]
-    ids = next((tensors["draft_ids"].numpy().astype(np.int64) for _, tensors in read if "draft_ids" in tensors), None)
+    ids = next(
+        (tensors["draft_ids"].numpy().astype(np.int64) for _, tensors in read if "draft_ids" in tensors), None
+    )
     blank = next((config.mask_token_id for config, _ in read if isinstance(config, DflashConfig)), 0)
     return None if ids is None else Known(ids, blank)
 
@@ -111,12 +126,17 @@ def start_from(trainer: Trainer, folder: Path) -> None:
     wanted = trainer.config
     if isinstance(config, EagleConfig) and isinstance(wanted, MedusaConfig) and wanted.trunk is not None:
         config, wanted = replace(config, has_lm_head=False), wanted.trunk
-        tensors = {name if name in ("draft_ids", "lm_head.weight") else TRUNK + name: tensor for name, tensor in tensors.items()}
+        tensors = {
+            name if name in ("draft_ids", "lm_head.weight") else TRUNK + name: tensor
+            for name, tensor in tensors.items()
+        }
     config = _renamed(config, wanted.target_name)  # the hash says whose it is, not the name
     if config != wanted:
         differs = next(n for n in asdict(wanted) if getattr(config, n, None) != getattr(wanted, n))
         theirs, mine = getattr(config, differs, None), getattr(wanted, differs)
-        raise ConfigError(f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; start from a head of the same shape")
+        raise ConfigError(
+            f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; start from a head of the same shape"
+        )
     ids = tensors.pop("draft_ids", None)
     if ids is not None and not np.array_equal(ids.numpy(), trainer.lessons.draft_ids):
         raise ConfigError(f"{folder} drafts other tokens than the heads beside it; train it by itself")
@@ -136,7 +156,9 @@ def _renamed(config: HeadConfig, name: str) -> HeadConfig:
     return config
 
 
-def provenance(trainer: Trainer, command: Sequence[str], found: Acceptance, apart: Mapping[str, Acceptance]) -> dict[str, Any]:
+def provenance(
+    trainer: Trainer, command: Sequence[str], found: Acceptance, apart: Mapping[str, Acceptance]
+) -> dict[str, Any]:
     """How a head came to be."""
     place, device = trainer.place, trainer.device
     return {
@@ -153,9 +175,17 @@ def provenance(trainer: Trainer, command: Sequence[str], found: Acceptance, apar
         },
         "seed": trainer.seed,
         "recipe": asdict(trainer.recipe),
-        "trained": {"steps": place.step, "rounds": place.round, "tokens": place.tokens, "seconds": round(place.seconds, 1)},
+        "trained": {
+            "steps": place.step,
+            "rounds": place.round,
+            "tokens": place.tokens,
+            "seconds": round(place.seconds, 1),
+        },
         "torch": torch.__version__,
         "device": device_name(device),
-        "acceptance": {name: {"tau": a.tau, "by_position": list(a.by_position)} for name, a in {"held_out": found, **apart}.items()},
+        "acceptance": {
+            name: {"tau": a.tau, "by_position": list(a.by_position)}
+            for name, a in {"held_out": found, **apart}.items()
+        },
         "curve": place.curve,
     }

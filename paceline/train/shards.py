@@ -1,7 +1,8 @@
-"""Written text on disk: token ids, where each sequence starts, where its answer starts, and at which temperature it was written.
+"""Written text on disk: token ids, where each sequence starts, where its answer starts, and at which
+temperature it was written.
 
-A shard is one .npz of plain arrays, compressed, small enough to be carried around. Invariant: a sequence lies whole in one shard, and
-`starts[i] + num_prompt[i] < starts[i + 1]`: every sequence has an answer.
+A shard is one .npz of plain arrays, compressed, small enough to be carried around. Invariant: a sequence lies
+whole in one shard, and `starts[i] + num_prompt[i] < starts[i + 1]`: every sequence has an answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.errors import ConfigError, ModelFileError
+from paceline.core.errors import ConfigError, ModelFileError
 
 SHARD_TOKENS = 9_000_000  # about 13 MiB compressed
 
@@ -53,7 +54,9 @@ class Texts(NamedTuple):
 def from_written(written: Sequence[Written], vocab_size: int) -> Texts:
     lengths = [len(w.prompt) + len(w.answer) for w in written]
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    tokens = np.fromiter((t for w in written for part in (w.prompt, w.answer) for t in part), dtype, sum(lengths))
+    tokens = np.fromiter(
+        (t for w in written for part in (w.prompt, w.answer) for t in part), dtype, sum(lengths)
+    )
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     num_prompt = np.array([len(w.prompt) for w in written], np.int32)
     return Texts(tokens, starts, num_prompt, np.array([w.temperature for w in written], np.float32))
@@ -75,7 +78,10 @@ def piece(texts: Texts, first: int, last: int) -> Texts:
     """Sequences first .. last - 1."""
     begin, end = texts.starts[first], texts.starts[last]
     return Texts(
-        texts.tokens[begin:end], texts.starts[first : last + 1] - begin, texts.num_prompt[first:last], texts.temperature[first:last]
+        texts.tokens[begin:end],
+        texts.starts[first : last + 1] - begin,
+        texts.num_prompt[first:last],
+        texts.temperature[first:last],
     )
 
 
@@ -104,7 +110,9 @@ def load_shard(path: Path) -> Texts:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             texts = Texts(*(stored[name] for name in Texts._fields))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise ModelFileError(f"{path}: is not a whole shard of written text ({error}); write it again") from error
+        raise ModelFileError(
+            f"{path}: is not a whole shard of written text ({error}); write it again"
+        ) from error
     lengths = np.diff(texts.starts)
     is_sound = (
         len(texts.starts) == len(texts) + 1 == len(texts.temperature) + 1

@@ -1,9 +1,11 @@
-"""From written text to batches: sequences of like length together, filled up on the right, and the rows that are learned from.
+"""From written text to batches: sequences of like length together, filled up on the right, and the rows that
+are learned from.
 
-A *row* is a position t whose hidden state the drafter starts from, once the target has read up to t and chosen the token at t + 1: from
-the last token of the prompt to the last but one of the text. What is predicted from it step by step are the tokens at t + 2, t + 3, ...
-Rows of a sequence follow one another, so the teacher's word on step k of row i is row i + 1 + k, if that is still the same sequence.
-Invariant: the order of batches is a function of the seed and the round.
+A *row* is a position t whose hidden state the drafter starts from, once the target has read up to t and
+chosen the token at t + 1: from the last token of the prompt to the last but one of the text. What is
+predicted from it step by step are the tokens at t + 2, t + 3, ... Rows of a sequence follow one another, so
+the teacher's word on step k of row i is row i + 1 + k, if that is still the same sequence. Invariant: the
+order of batches is a function of the seed and the round.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.train.shards import Texts
 
 ROUND = 32  # lengths are filled up to a multiple of this
@@ -53,16 +55,24 @@ class Batch(NamedTuple):
 
 
 def split(texts: Texts, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of sequences to learn from, and of greedy ones that are held out: spread evenly over the data, so the same for every seed."""
+    """Indices of sequences to learn from, and of greedy ones that are held out: spread evenly over the data,
+    so the same for every seed.
+    """
     greedy = np.flatnonzero(texts.temperature == 0)
     if len(greedy) < 2:
-        raise ConfigError(f"the text has {len(greedy)} greedy answers; acceptance is measured on such, so write more text")
+        raise ConfigError(
+            f"the text has {len(greedy)} greedy answers; acceptance is measured on such, so write more text"
+        )
     held = greedy[:: max(1, len(greedy) // max(1, min(num_held_out, len(greedy) // 8 or 1)))]
     return np.setdiff1d(np.arange(len(texts)), held), held
 
 
-def batches(texts: Texts, chosen: np.ndarray, batch_tokens: int, max_length: int, draw: np.random.Generator | None) -> Iterator[Batch]:
-    """All chosen sequences once whose answers begin within the length; in random order, or sorted where nothing is drawn."""
+def batches(
+    texts: Texts, chosen: np.ndarray, batch_tokens: int, max_length: int, draw: np.random.Generator | None
+) -> Iterator[Batch]:
+    """All chosen sequences once whose answers begin within the length; in random order, or sorted where
+    nothing is drawn.
+    """
     chosen = chosen[texts.num_prompt[chosen] < max_length - 1]
     order = chosen if draw is None else draw.permutation(chosen)
     groups: list[list[int]] = []

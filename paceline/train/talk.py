@@ -1,8 +1,9 @@
-"""What the target is asked to write about: conversations from given prompts, and prompts that it invents itself.
+"""What the target is asked to write about: conversations from given prompts, and prompts that it invents
+itself.
 
-A model trained on chats also knows what users say: shown its own template up to the user's words, it writes a prompt. So no data set is
-needed. Half of the answers are greedy, half drawn at a temperature. Invariant: every conversation is drawn from the generator it is
-given, so a seed names a text.
+A model trained on chats also knows what users say: shown its own template up to the user's words, it writes a
+prompt. So no data set is needed. Half of the answers are greedy, half drawn at a temperature. Invariant:
+every conversation is drawn from the generator it is given, so a seed names a text.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ class Voice:
 
     def opening(self) -> list[Message]:
         """Now and then a system prompt of the user's own; else what the template says by itself."""
-        return [{"role": "system", "content": self.draw.choice(SYSTEM_PROMPTS)}] if self.draw.random() < 0.05 else []
+        return (
+            [{"role": "system", "content": self.draw.choice(SYSTEM_PROMPTS)}]
+            if self.draw.random() < 0.05
+            else []
+        )
 
     def read(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens).strip()
@@ -99,8 +104,12 @@ def raw(voice: Voice, text: str) -> Conversation:
         yield Ask(prompt, voice.temperature(), voice.length(), voice.seed())
 
 
-def about(voice: Voice, request: str, use: Callable[[str], str | None], times: int = 1, warmth: float = 0.9) -> Conversation:
-    """First the target writes a text (an article, a sentence in German, a question); then it is asked to do something with it."""
+def about(
+    voice: Voice, request: str, use: Callable[[str], str | None], times: int = 1, warmth: float = 0.9
+) -> Conversation:
+    """First the target writes a text (an article, a sentence in German, a question); then it is asked to do
+    something with it.
+    """
     opening = voice.tokenizer.encode_chat([{"role": "user", "content": request}])
     if len(opening) > voice.max_prompt:
         return
@@ -111,8 +120,12 @@ def about(voice: Voice, request: str, use: Callable[[str], str | None], times: i
             yield from chat(voice, [prompt])
 
 
-def conversations(tokenizer: Tokenizer, prompts: Sequence[Sequence[str]], seed: int) -> Iterator[Conversation]:
-    """Without end: the given prompts in a new order each time round, each sometimes with a follow-up; without prompts, invented ones."""
+def conversations(
+    tokenizer: Tokenizer, prompts: Sequence[Sequence[str]], seed: int
+) -> Iterator[Conversation]:
+    """Without end: the given prompts in a new order each time round, each sometimes with a follow-up; without
+    prompts, invented ones.
+    """
     voice = Voice(tokenizer, random.Random(seed))
     has_template = tokenizer.has_chat_template
     order = list(range(len(prompts)))
@@ -125,16 +138,40 @@ def conversations(tokenizer: Tokenizer, prompts: Sequence[Sequence[str]], seed: 
             else:
                 yield raw(voice, prompts[index][0])
         if not order or voice.draw.random() < 0.5:
-            yield invented(voice, voice.draw.choice((1, 1, 2))) if has_template else raw(voice, _opening_word(voice))
+            yield (
+                invented(voice, voice.draw.choice((1, 1, 2)))
+                if has_template
+                else raw(voice, _opening_word(voice))
+            )
 
 
 def _opening_word(voice: Voice) -> str:
     """A text has to start somewhere."""
-    return voice.draw.choice(("The", "A", "In", "When", "How", "It", "def", "1.", "#", "Dear", "We", "I", "There", "What", "On", "If"))
+    return voice.draw.choice(
+        (
+            "The",
+            "A",
+            "In",
+            "When",
+            "How",
+            "It",
+            "def",
+            "1.",
+            "#",
+            "Dear",
+            "We",
+            "I",
+            "There",
+            "What",
+            "On",
+            "If",
+        )
+    )
 
 
 QUESTION = re.compile(
-    r"(?:^|[.:\n]\s*|\")((?:who|what|where|when|why|how|which|is|are|does|do|can|did)\b[^.?!\n\"]{8,160}\?)", re.IGNORECASE
+    r"(?:^|[.:\n]\s*|\")((?:who|what|where|when|why|how|which|is|are|does|do|can|did)\b[^.?!\n\"]{8,160}\?)",
+    re.IGNORECASE,
 )
 
 

@@ -1,7 +1,8 @@
-"""The target as a teacher: a plain batched forward over whole sequences that gives hidden states and logits, and keeps no gradients.
+"""The target as a teacher: a plain batched forward over whole sequences that gives hidden states and logits,
+and keeps no gradients.
 
-Sequences are filled up on the right, so causal attention needs no other mask. The same arithmetic as models/decoder.py for every family;
-on a GPU in bfloat16. Invariant: nothing here is trained.
+Sequences are filled up on the right, so causal attention needs no other mask. The same arithmetic as
+models/decoder.py for every family; on a GPU in bfloat16. Invariant: nothing here is trained.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Seen(NamedTuple):
 
 
 class Target:
-    def __init__(self, config: ModelConfig, weights: Weights, tables: RotaryTables, local_tables: RotaryTables) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, tables: RotaryTables, local_tables: RotaryTables
+    ) -> None:
         self.config, self.weights = config, weights
         self.tables, self.local_tables = tables, local_tables
 
@@ -87,8 +90,14 @@ class Target:
         x = x + (norm(added, "post_attention_layernorm") if config.sandwich_norm else added)
         y = norm(x, before_mlp)
         gate = functional.linear(y, w[f"{prefix}mlp.gate_proj.weight"])
-        gate = functional.silu(gate) if config.activation == "silu" else functional.gelu(gate, approximate="tanh")
-        added = functional.linear(gate * functional.linear(y, w[f"{prefix}mlp.up_proj.weight"]), w[f"{prefix}mlp.down_proj.weight"])
+        gate = (
+            functional.silu(gate)
+            if config.activation == "silu"
+            else functional.gelu(gate, approximate="tanh")
+        )
+        added = functional.linear(
+            gate * functional.linear(y, w[f"{prefix}mlp.up_proj.weight"]), w[f"{prefix}mlp.down_proj.weight"]
+        )
         return x + (norm(added, "post_feedforward_layernorm") if config.sandwich_norm else added)
 
     def _attend(self, index: int, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +111,11 @@ class Target:
                 y = functional.rms_norm(y, y.shape[-1:], w[f"{prefix}{name}_norm.weight"], config.rms_eps)
             return y
 
-        q, k, v = project("q", config.num_heads), project("k", config.num_kv_heads), project("v", config.num_kv_heads)
+        q, k, v = (
+            project("q", config.num_heads),
+            project("k", config.num_kv_heads),
+            project("v", config.num_kv_heads),
+        )
         q, k = (turned(y, self.local_tables if is_local else self.tables) for y in (q, k))
         window = config.sliding_window if is_local else None
         out = causal(q, k, v, config.scale, window)
@@ -116,7 +129,9 @@ def turned(x: torch.Tensor, tables: RotaryTables, shift: int = 0) -> torch.Tenso
     return rotate(x.flatten(0, 1), cos, sin).view_as(x)
 
 
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
+def causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
     """[B, S, heads, dim] each, keys and values of fewer heads -> [B, S, heads * dim]."""
     group, length = q.shape[2] // k.shape[2], q.shape[1]
     q, k, v = q.transpose(1, 2), *(y.transpose(1, 2).repeat_interleave(group, 1) for y in (k, v))

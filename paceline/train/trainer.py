@@ -1,8 +1,10 @@
-"""The trainer: one loop for all kinds. The target reads a batch, heads guess, their disagreement with it is the loss.
+"""The trainer: one loop for all kinds. The target reads a batch, heads guess, their disagreement with it is
+the loss.
 
-Stops at a number of tokens or of seconds; the learning rate follows a cosine over the same measure. Everything that decides the next step
-(weights, moments, place in the data) is in the checkpoint, and batches and draws depend on seed and place alone, so that a run that was
-interrupted ends as one that was not (with a limit in tokens; seconds are never the same twice). Never pickled.
+Stops at a number of tokens or of seconds; the learning rate follows a cosine over the same measure.
+Everything that decides the next step (weights, moments, place in the data) is in the checkpoint, and batches
+and draws depend on seed and place alone, so that a run that was interrupted ends as one that was not (with a
+limit in tokens; seconds are never the same twice). Never pickled.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from paceline.config import require
-from paceline.errors import ConfigError
-from paceline.models.head_config import HeadConfig
+from paceline.core.errors import ConfigError
+from paceline.core.options import require
+from paceline.heads.config import HeadConfig
 from paceline.train.acceptance import Acceptance, measure
 from paceline.train.lessons import Lessons
 from paceline.train.losses import Teacher, agreement
@@ -40,7 +42,13 @@ class Limit(NamedTuple):
 
     def share(self, place: Place) -> float:
         """How much of it is done, 0 to 1."""
-        done = place.tokens / self.tokens if self.tokens else place.seconds / self.seconds if self.seconds else 1.0
+        done = (
+            place.tokens / self.tokens
+            if self.tokens
+            else place.seconds / self.seconds
+            if self.seconds
+            else 1.0
+        )
         return min(done, 1.0)
 
 
@@ -63,17 +71,32 @@ class Trainer:
     """One head that learns."""
 
     def __init__(self, lessons: Lessons, recipe: Recipe, limit: Limit, seed: int = 0) -> None:
-        require((limit.tokens or 0) > 0 or (limit.seconds or 0) > 0, "limit", tuple(limit), "train for some tokens or seconds")
+        require(
+            (limit.tokens or 0) > 0 or (limit.seconds or 0) > 0,
+            "limit",
+            tuple(limit),
+            "train for some tokens or seconds",
+        )
         self.lessons, self.recipe, self.limit, self.seed = lessons, recipe, limit, seed
         self.device, self.dtype = lessons.device, lessons.dtype
-        self.config: HeadConfig = head_config(recipe, lessons.config, lessons.name, lessons.target_hash, lessons.blank)
+        self.config: HeadConfig = head_config(
+            recipe, lessons.config, lessons.name, lessons.target_hash, lessons.blank
+        )
         torch.manual_seed(seed)
-        self.head: Head = build_head(self.config, lessons.target, torch.from_numpy(lessons.draft_ids), recipe.max_length)
+        self.head: Head = build_head(
+            self.config, lessons.target, torch.from_numpy(lessons.draft_ids), recipe.max_length
+        )
         weights = [p for p in self.head.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            weights, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=self.device.type == "cuda"
+            weights,
+            lr=recipe.rate,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
+            fused=self.device.type == "cuda",
         )
-        self.average = {name: p.detach().clone() for name, p in self.head.named_parameters()} if recipe.average else {}
+        self.average = (
+            {name: p.detach().clone() for name, p in self.head.named_parameters()} if recipe.average else {}
+        )
         self.place, self.last_loss, self.is_fresh = Place(), torch.zeros(()), True
 
     @property
@@ -84,7 +107,9 @@ class Trainer:
     def rest_of_round(self) -> Iterator[Batch]:
         """What is left of this time through the data."""
         draw = np.random.default_rng([self.seed, self.place.round])
-        made = batches(self.lessons.texts, self.lessons.learned, self.recipe.batch_tokens, self.recipe.max_length, draw)
+        made = batches(
+            self.lessons.texts, self.lessons.learned, self.recipe.batch_tokens, self.recipe.max_length, draw
+        )
         return prefetched(islice(made, self.place.batch, None))
 
     def learn(self, batch: Batch, seen: Seen, teacher: Teacher) -> dict[str, Any]:
@@ -100,7 +125,9 @@ class Trainer:
             best = teacher.best[guess.rows.clamp(min=0)]
             is_taught = (guess.rows >= 0) & (best >= 0)
             scale = is_taught.float() * recipe.decay**guess.step
-            loss, guessed = agreement(guess.hidden.to(self.dtype), guess.weight, teacher, guess.rows, scale, recipe.mix)
+            loss, guessed = agreement(
+                guess.hidden.to(self.dtype), guess.weight, teacher, guess.rows, scale, recipe.mix
+            )
             total, weight = total + loss, weight + scale.sum()
             right.append((is_taught & (guessed == best)).sum() / (guess.rows >= 0).sum().clamp(min=1))
         loss = total / weight.clamp(min=1)
@@ -133,9 +160,16 @@ class Trainer:
     def measure(self) -> dict[str, Any]:
         """Acceptance on what is held out, noted in the curve."""
         if not math.isfinite(float(self.last_loss)):
-            raise ConfigError(f"the loss is {float(self.last_loss)} after {self.place.step} steps; lower the learning rate")
+            raise ConfigError(
+                f"the loss is {float(self.last_loss)} after {self.place.step} steps; lower the learning rate"
+            )
         found = self.accept(self.lessons.texts, self.lessons.held)
-        record = {**self.numbers(), "loss": float(self.last_loss), "tau": found.tau, "by_position": list(found.by_position)}
+        record = {
+            **self.numbers(),
+            "loss": float(self.last_loss),
+            "tau": found.tau,
+            "by_position": list(found.by_position),
+        }
         self.place.curve.append(record)
         return record
 
@@ -175,11 +209,25 @@ class Averaged:
         self._swap()
 
 
-def run(trainers: Sequence[Trainer], folders: Sequence[Path], report: Report, is_over: Callable[[], bool], num_measures: int = 20) -> None:
-    """Train all of them on the same batches to their limit, or until `is_over`; a checkpoint of each lies in its folder."""
+def run(
+    trainers: Sequence[Trainer],
+    folders: Sequence[Path],
+    report: Report,
+    is_over: Callable[[], bool],
+    num_measures: int = 20,
+) -> None:
+    """Train all of them on the same batches to their limit, or until `is_over`; a checkpoint of each lies in
+    its folder.
+    """
     first, started = trainers[0], time.perf_counter()
-    assert all(t.lessons is first.lessons and t.limit == first.limit and t.place.batch == first.place.batch for t in trainers)
-    before, taps = first.place.seconds, sorted({tap for trainer in trainers for tap in trainer.config.hidden_layers})
+    assert all(
+        t.lessons is first.lessons and t.limit == first.limit and t.place.batch == first.place.batch
+        for t in trainers
+    )
+    before, taps = (
+        first.place.seconds,
+        sorted({tap for trainer in trainers for tap in trainer.config.hidden_layers}),
+    )
     next_measure = math.floor(first.share * num_measures + 1) / num_measures
     _measure_all([trainer for trainer in trainers if not trainer.place.curve], report)
     while first.share < 1 and not is_over():
@@ -201,7 +249,9 @@ def run(trainers: Sequence[Trainer], folders: Sequence[Path], report: Report, is
             for trainer in trainers:
                 trainer.place.round, trainer.place.batch = trainer.place.round + 1, 0
     _save_all(trainers, folders)
-    _measure_all([trainer for trainer in trainers if trainer.place.curve[-1]["step"] < trainer.place.step], report)
+    _measure_all(
+        [trainer for trainer in trainers if trainer.place.curve[-1]["step"] < trainer.place.step], report
+    )
 
 
 def _measure_all(trainers: Sequence[Trainer], report: Report) -> None:

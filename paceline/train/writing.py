@@ -1,8 +1,9 @@
 """The target writes: many conversations at once through one engine.
 
-A conversation is a generator that asks for a completion and is sent the tokens. New ones are admitted in bursts, so that most passes
-are plain decoding (on a GPU one recorded graph) and prompts are read many at a time. Invariant: what is asked goes through the engine's
-own step, with a seed, so a token is chosen where it is computed and a run can be repeated.
+A conversation is a generator that asks for a completion and is sent the tokens. New ones are admitted in
+bursts, so that most passes are plain decoding (on a GPU one recorded graph) and prompts are read many at a
+time. Invariant: what is asked goes through the engine's own step, with a seed, so a token is chosen where it
+is computed and a run can be repeated.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
-from paceline.llm import LLM
-from paceline.params import SamplingParams
+from paceline.api.llm import LLM
+from paceline.core.params import SamplingParams
+from paceline.core.types import FinishReason, Request
 from paceline.train.shards import Written
-from paceline.types import FinishReason, Request
 
 LOW_WATER = 0.6  # of the batch: below, new conversations are let in
 
@@ -25,7 +26,9 @@ class Ask(NamedTuple):
     temperature: float
     max_tokens: int
     seed: int
-    is_kept: bool = True  # a text to learn from; else only a step towards one (a prompt that the target invents)
+    is_kept: bool = (
+        True  # a text to learn from; else only a step towards one (a prompt that the target invents)
+    )
 
 
 Conversation = Generator[Ask, list[int], None]

@@ -1,4 +1,6 @@
-"""Kernels on a device where there is one, else through Triton's interpreter, which must be chosen before Triton is imported."""
+"""Kernels on a device where there is one, else through Triton's interpreter, which must be chosen before
+Triton is imported.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ if importlib.util.find_spec("triton") is None:
 
 
 def _mend_interpreter() -> None:
-    """Its scalars are arrays of one number, which numpy 2.4 no longer takes as a loop's bound (triton issue 9171), and its products
-    take bfloat16, which numpy does not have, for the 16-bit integers it is kept in."""
+    """Its scalars are arrays of one number, which numpy 2.4 no longer takes as a loop's bound (triton issue
+    9171), and its products take bfloat16, which numpy does not have, for the 16-bit integers it is kept
+    in."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -51,7 +54,9 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, a program takes milliseconds, also one that finds nothing to do: buckets no larger than what is in them."""
+    """Interpreted, a program takes milliseconds, also one that finds nothing to do: buckets no larger than
+    what is in them.
+    """
     if not torch.cuda.is_available():
         from paceline.cuda import batch, head_inputs
 

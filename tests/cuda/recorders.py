@@ -1,4 +1,6 @@
-"""A capture for devices without CUDA graphs: a replay runs the same launches again and writes the same outputs."""
+"""A capture for devices without CUDA graphs: a replay runs the same launches again and writes the same
+outputs.
+"""
 
 from __future__ import annotations
 

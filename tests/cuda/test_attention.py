@@ -8,18 +8,20 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from paceline.core.types import BatchTensors
 from paceline.cuda import attention
 from paceline.cuda.attention import PLANS, Launch, Plan, attend, launch_for
 from paceline.cuda.batch import DeviceBatch, ancestor_words
 from paceline.models.attention import Heads, TorchAttention
-from paceline.types import BatchTensors
 
 BLOCK = 16
 POOL = 160  # blocks of the cache, the last of them trash
 
 
 class Asked(NamedTuple):
-    """One request: its cached tokens and the parent of each of its rows, -1 for one that follows the prefix."""
+    """One request: its cached tokens and the parent of each of its rows, -1 for one that follows the
+    prefix.
+    """
 
     prefix: int
     parents: tuple[int, ...]
@@ -91,15 +93,28 @@ def noise(tag: str, count: int, shape: Shape, heads: int) -> torch.Tensor:
 
 
 def make(
-    requests: list[Asked], shape: Shape, device: torch.device, *, padding: int = 0, empty: int = 0, max_context: int = 64, max_rows: int = 0
+    requests: list[Asked],
+    shape: Shape,
+    device: torch.device,
+    *,
+    padding: int = 0,
+    empty: int = 0,
+    max_context: int = 64,
+    max_rows: int = 0,
 ) -> Case:
-    """Requests in scattered blocks, then `empty` requests without rows, then one of `padding` rows that see themselves."""
+    """Requests in scattered blocks, then `empty` requests without rows, then one of `padding` rows that see
+    themselves.
+    """
     free = list(range(POOL - 1))
     random.Random(len(requests)).shuffle(free)
     trash = POOL * BLOCK - 1
-    keys = torch.full((POOL * BLOCK, shape.kv_heads, shape.dim), 1e4, dtype=shape.dtype)  # what no row should see would be noticed
+    keys = torch.full(
+        (POOL * BLOCK, shape.kv_heads, shape.dim), 1e4, dtype=shape.dtype
+    )  # what no row should see would be noticed
     values, queries = keys.clone(), []
-    columns: dict[str, list[int]] = {name: [] for name in ("positions", "slots", "parents", "request_of", "prefix_lens")}
+    columns: dict[str, list[int]] = {
+        name: [] for name in ("positions", "slots", "parents", "request_of", "prefix_lens")
+    }
     starts, tables = [0], []
     for index, (prefix, parents) in enumerate(requests):
         table = [free.pop() for _ in range(-(-(prefix + len(parents)) // BLOCK))]
@@ -134,16 +149,22 @@ def make(
         **flat,
         input_ids=torch.zeros(starts[-1], dtype=torch.int32, device=device),
         starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        block_tables=torch.tensor([(table + [0] * width)[:width] for table in tables], dtype=torch.int32, device=device),
-        masks=torch.from_numpy(ancestor_words(columns["parents"], starts, -(-longest // 64)).copy()).to(device),
+        block_tables=torch.tensor(
+            [(table + [0] * width)[:width] for table in tables], dtype=torch.int32, device=device
+        ),
+        masks=torch.from_numpy(ancestor_words(columns["parents"], starts, -(-longest // 64)).copy()).to(
+            device
+        ),
     )
-    return Case(torch.cat(queries).to(device), keys.to(device), values.to(device), batch, shape, context, longest)
+    return Case(
+        torch.cat(queries).to(device), keys.to(device), values.to(device), batch, shape, context, longest
+    )
 
 
 def check(case: Case) -> None:
-    """float32: scores of `dim` products of size 1 and sums of at most 1000 terms, each rounded at 2^-24: 1e-5 is ten times that.
-    Narrow types: the weights, which sum to 1, are rounded once and so is the result (the interpreter cuts off), each by at most eps of
-    the largest value.
+    """float32: scores of `dim` products of size 1 and sums of at most 1000 terms, each rounded at 2^-24: 1e-5
+    is ten times that. Narrow types: the weights, which sum to 1, are rounded once and so is the result (the
+    interpreter cuts off), each by at most eps of the largest value.
     """
     expected, out = case.oracle(), case.attend().cpu().float()
     eps = 0.0 if case.shape.dtype == torch.float32 else torch.finfo(case.shape.dtype).eps
@@ -151,7 +172,10 @@ def check(case: Case) -> None:
     torch.testing.assert_close(out, expected, atol=1e-5 + 2 * eps * largest, rtol=0.0)
 
 
-RAGGED = [Asked(prefix, random_tree(rows, prefix)) for prefix, rows in ((0, 5), (1, 1), (15, 7), (16, 3), (17, 12), (130, 2))]
+RAGGED = [
+    Asked(prefix, random_tree(rows, prefix))
+    for prefix, rows in ((0, 5), (1, 1), (15, 7), (16, 3), (17, 12), (130, 2))
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -182,7 +206,9 @@ def test_more_splits_than_are_added_at_a_time(device: torch.device) -> None:
 @pytest.mark.parametrize("parents", [chain(150), random_tree(150, 3)], ids=["chain", "tree"])
 @pytest.mark.parametrize("prefix", [0, 63, 77])
 @pytest.mark.parametrize("window", [None, 33])
-def test_rows_of_several_mask_words(parents: tuple[int, ...], prefix: int, window: int | None, device: torch.device) -> None:
+def test_rows_of_several_mask_words(
+    parents: tuple[int, ...], prefix: int, window: int | None, device: torch.device
+) -> None:
     check(make([Asked(prefix, parents)], Shape(2, 1, 16, window=window), device))
 
 
@@ -194,7 +220,9 @@ def test_prompt_of_more_rows_than_are_split(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_whoever_shares_the_launch(dtype: torch.dtype, device: torch.device) -> None:
-    """In one bucket of 24 rows, at most 16 of a request: alone, among others, before further rows of its own request."""
+    """In one bucket of 24 rows, at most 16 of a request: alone, among others, before further rows of its own
+    request.
+    """
     shape, tree = Shape(2, 1, dtype=dtype), random_tree(9, 5)
     alone = make([Asked(300, tree)], shape, device, padding=15, max_rows=16).attend()[:9]
     others = [Asked(300, tree), Asked(17, chain(7)), Asked(0, chain(4))]
@@ -217,16 +245,23 @@ def test_bits_of_a_chain_however_it_is_cut(dtype: torch.dtype, prefix: int, devi
 
 
 def test_bits_of_a_row_in_any_bucket_of_contexts(device: torch.device) -> None:
-    """Splits of a bucket of short contexts are added all at once, those of a long one in turns, most of them empty."""
+    """Splits of a bucket of short contexts are added all at once, those of a long one in turns, most of them
+    empty.
+    """
     tree, shape = random_tree(6, 2), Shape(2, 1, 16, dtype=torch.bfloat16)
-    short, long = (make([Asked(500, tree)], shape, device, max_rows=8, max_context=size)._replace(is_exact=True) for size in (512, 4096))
+    short, long = (
+        make([Asked(500, tree)], shape, device, max_rows=8, max_context=size)._replace(is_exact=True)
+        for size in (512, 4096)
+    )
     assert short.launch.num_splits <= short.launch.together == long.launch.together < long.launch.num_splits
     assert torch.equal(short.attend(), long.attend())
 
 
 @pytest.mark.parametrize("num_loops", [1, 2])
 @pytest.mark.parametrize(("near", "far"), [(64, 64), (64, 192), (128, 256)])
-def test_every_plan_has_the_same_sums(near: int, far: int, num_loops: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_plan_has_the_same_sums(
+    near: int, far: int, num_loops: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "PLANS", ((1000, None, Plan(near, far, 32, 4, 3, num_loops, 8, 4)),))
     case = make([Asked(1200, random_tree(4, 1)), Asked(3, (-1,))], Shape(6, 2), device, padding=2)
     assert case.q.shape[0] * case.q.shape[1] % case.launch.at_once, "the last program has fewer to add"
@@ -239,7 +274,12 @@ def test_a_tile_at_once_has_the_bits_of_a_loop(
     rows: int, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also such as a window begins within; the other request ends within its first."""
-    case = make([Asked(330, random_tree(rows, 4)), Asked(3, (-1,))], Shape(4, 2, dtype=torch.bfloat16, window=window), device, padding=1)
+    case = make(
+        [Asked(330, random_tree(rows, 4)), Asked(3, (-1,))],
+        Shape(4, 2, dtype=torch.bfloat16, window=window),
+        device,
+        padding=1,
+    )
     assert case.launch.is_short
     check(case)
     at_once = case.attend()
@@ -252,9 +292,19 @@ def test_a_tile_at_once_has_the_bits_of_a_loop(
 def test_the_last_program_adds_splits_with_the_same_bits(
     window: int | None, together: int, by_last: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of requests with near and far splits, with one, and with rows for several tiles; splits in several chunks and in one."""
-    case = make([Asked(1200, (-1,)), Asked(3, (-1, 0)), Asked(77, chain(11))], Shape(3, 1, 16, torch.bfloat16, window), device, padding=2)
-    counters, plan = torch.zeros(len(case.q) + 4, dtype=torch.int32, device=device), Plan(64, 128, 16, 4, 3, 1, together, 4)
+    """Of requests with near and far splits, with one, and with rows for several tiles; splits in several
+    chunks and in one.
+    """
+    case = make(
+        [Asked(1200, (-1,)), Asked(3, (-1, 0)), Asked(77, chain(11))],
+        Shape(3, 1, 16, torch.bfloat16, window),
+        device,
+        padding=2,
+    )
+    counters, plan = (
+        torch.zeros(len(case.q) + 4, dtype=torch.int32, device=device),
+        Plan(64, 128, 16, 4, 3, 1, together, 4),
+    )
     monkeypatch.setattr(attention, "PLANS", ((1000, None, plan),))
     apart = case.attend()
     monkeypatch.setattr(attention, "PLANS", ((1000, None, plan._replace(by_last=by_last)),))
@@ -265,8 +315,14 @@ def test_the_last_program_adds_splits_with_the_same_bits(
 
 def test_plans_are_whole_tiles_in_order_of_rows() -> None:
     assert [rows for rows, _, _ in PLANS] == sorted(rows for rows, _, _ in PLANS)
-    assert all(size > 0 and size % attention.PLACES.value == 0 for *_, plan in PLANS for size in (plan.near_size, plan.far_size))
-    assert all(attention._plan_for(rows, 1 << 20) is not attention.UNSPLIT for rows, _, _ in PLANS), "a plan for every context"
+    assert all(
+        size > 0 and size % attention.PLACES.value == 0
+        for *_, plan in PLANS
+        for size in (plan.near_size, plan.far_size)
+    )
+    assert all(attention._plan_for(rows, 1 << 20) is not attention.UNSPLIT for rows, _, _ in PLANS), (
+        "a plan for every context"
+    )
 
 
 @pytest.mark.parametrize("dim", [32, 48])
@@ -282,4 +338,6 @@ def test_keys_and_values_of_integers(dim: int, device: torch.device) -> None:
 
     (keys, whole_keys), (values, whole_values) = keep(case.keys), keep(case.values)
     wanted = case._replace(keys=whole_keys, values=whole_values).oracle()
-    torch.testing.assert_close(case._replace(keys=keys, values=values).attend().float().cpu(), wanted, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(
+        case._replace(keys=keys, values=values).attend().float().cpu(), wanted, atol=4e-3, rtol=4e-3
+    )

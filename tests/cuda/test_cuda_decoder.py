@@ -1,4 +1,6 @@
-"""The decoder of GPUs says what the one in plain torch says, for prompts, plain steps and trees, and replays what it has recorded."""
+"""The decoder of GPUs says what the one in plain torch says, for prompts, plain steps and trees, and replays
+what it has recorded.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.core.errors import ConfigError
+from paceline.core.noise import Noise, Purpose
+from paceline.core.types import Cached, Columns, Output, Pick, Segment
 from paceline.cuda import attention
 from paceline.cuda import decoder as decoder_module
 from paceline.cuda.attention import Plan
 from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for, bucket_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Graphs, Recording
-from paceline.errors import ConfigError
 from paceline.loaders.dummy import DummyCheckpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.runtime.batch import build
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Columns, Output, Pick, Segment
-from paceline.verify.noise import Noise, Purpose
 from tests.cuda.recorders import CountingCapture, capture_on
 
 SHAPE: dict[str, Any] = {
@@ -53,12 +55,23 @@ class Pair:
 
     def __init__(self, name: str, device: torch.device, **options: Any) -> None:
         config = config_of(name)
-        ours = CudaDecoder.load(DummyCheckpoint(config), dtype="float32", device=str(device), capture=capture_on(device), **options)
+        ours = CudaDecoder.load(
+            DummyCheckpoint(config),
+            dtype="float32",
+            device=str(device),
+            capture=capture_on(device),
+            **options,
+        )
         theirs = Decoder.load(DummyCheckpoint(config))
-        self.runners = [Runner(ours, KvCache(config, 32, device=device, has_spare=True)), Runner(theirs, KvCache(config, 32))]
+        self.runners = [
+            Runner(ours, KvCache(config, 32, device=device, has_spare=True)),
+            Runner(theirs, KvCache(config, 32)),
+        ]
         self.caches: list[list[Cached]] = [[], []]
 
-    def forward(self, *parts: tuple[int, list[int], list[int] | None, int], pick: Pick | None = None, **options: Any) -> list[Output]:
+    def forward(
+        self, *parts: tuple[int, list[int], list[int] | None, int], pick: Pick | None = None, **options: Any
+    ) -> list[Output]:
         """parts: (request, tokens, parents, wanted logits)."""
         outputs = []
         for runner, caches in zip(self.runners, self.caches, strict=True):
@@ -66,7 +79,10 @@ class Pair:
                 caches.append(Cached())
             for request, tokens, _, _ in parts:
                 assert runner.kv.reserve(caches[request], caches[request].num_cached + len(tokens))
-            segments = [Segment(tokens, caches[request], parents, wanted, pick) for request, tokens, parents, wanted in parts]
+            segments = [
+                Segment(tokens, caches[request], parents, wanted, pick)
+                for request, tokens, parents, wanted in parts
+            ]
             outputs.append(runner.forward(segments, **options))
         return outputs
 
@@ -77,7 +93,9 @@ class Pair:
 
 def agree(ours: Output, theirs: Output) -> None:
     assert ours.logits.dtype is torch.float32
-    torch.testing.assert_close(ours.logits.cpu(), theirs.logits, atol=2e-5, rtol=2e-5)  # float32 sums in another order
+    torch.testing.assert_close(
+        ours.logits.cpu(), theirs.logits, atol=2e-5, rtol=2e-5
+    )  # float32 sums in another order
 
 
 def words(count: int, start: int = 3) -> list[int]:
@@ -115,11 +133,15 @@ def test_tokens_are_chosen_on_the_device(device: torch.device) -> None:
     positions = [depth + 1 for depth in (0, 1, 1, 2, 2, 2, 3)]
     rows = [row.double().numpy() / 0.7 for row in ours.logits.cpu()]
     assert ours.picked is not None
-    assert list(ours.picked) == [Noise(2**63 + 5).draw(row, at, Purpose.TARGET) for row, at in zip(rows, positions, strict=True)]
+    assert list(ours.picked) == [
+        Noise(2**63 + 5).draw(row, at, Purpose.TARGET) for row, at in zip(rows, positions, strict=True)
+    ]
 
 
 def test_a_pass_reads_what_the_one_before_picked(device: torch.device) -> None:
-    """Nobody here has seen it yet; in another order, and the second time in a bucket that is recorded first."""
+    """Nobody here has seen it yet; in another order, and the second time in a bucket that is recorded
+    first.
+    """
     pair = Pair("llama", device, exact=True)
     pair.forward((0, words(21), None, 1), (1, words(5, 9), None, 1))
     pair.keep(0, 21), pair.keep(1, 5)
@@ -138,11 +160,15 @@ def test_a_pass_reads_what_the_one_before_picked(device: torch.device) -> None:
     assert first.picked is not None
     assert second.picked is not None
     assert third.picked is not None
-    assert list(second.picked) == list(plain((first.picked[1], later(caches[1], 1)), (first.picked[0], later(caches[0], 1))).picked or ())
+    assert list(second.picked) == list(
+        plain((first.picked[1], later(caches[1], 1)), (first.picked[0], later(caches[0], 1))).picked or ()
+    )
     assert list(third.picked) == list(plain((second.picked[1], later(caches[0], 2))).picked or ())
 
 
-def test_picks_of_more_rows_than_a_graph_has_are_not_the_next_passs_to_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picks_of_more_rows_than_a_graph_has_are_not_the_next_passs_to_read(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decoder_module, "MAX_GRAPH_ROWS", 4)
     pair = Pair("llama", device)
     decoder = pair.runners[0].decoder
@@ -190,11 +216,15 @@ def test_a_row_keeps_its_bits_in_company(device: torch.device) -> None:
     assert torch.equal(alone, with_others)
 
 
-def test_attention_that_adds_splits_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_adds_splits_has_the_same_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of two tiles and two splits, and what they leave in the cache."""
     found = []
     for by_last in (0, 4):
-        monkeypatch.setattr(attention, "PLANS", ((16, None, Plan(64, 64, 16, 4, 2, 1, 16, 1, by_last, by_last > 0)),))
+        monkeypatch.setattr(
+            attention, "PLANS", ((16, None, Plan(64, 64, 16, 4, 2, 1, 16, 1, by_last, by_last > 0)),)
+        )
         pair = Pair("llama", device)
         pair.forward((0, words(59), None, 1))
         pair.keep(0, 59)
@@ -208,7 +238,8 @@ def test_a_bucket_is_recorded_once() -> None:
         pytest.skip("counts captures, which a GPU's capture does not")
     config, capture = config_of("llama"), CountingCapture()
     runner = Runner(
-        CudaDecoder.load(DummyCheckpoint(config), dtype="float32", device="cpu", capture=capture), KvCache(config, 8, has_spare=True)
+        CudaDecoder.load(DummyCheckpoint(config), dtype="float32", device="cpu", capture=capture),
+        KvCache(config, 8, has_spare=True),
     )
     cache = Cached()
     runner.kv.reserve(cache, 64)
@@ -260,4 +291,6 @@ def test_ancestors_beyond_a_word() -> None:
 
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ConfigError, match="bfloat15"):
-        CudaDecoder.load(DummyCheckpoint(config_of("llama")), dtype="bfloat15", device="cpu", capture=CountingCapture())
+        CudaDecoder.load(
+            DummyCheckpoint(config_of("llama")), dtype="bfloat15", device="cpu", capture=CountingCapture()
+        )

@@ -1,4 +1,6 @@
-"""Learned heads on a GPU say what those in plain torch say: chains, trees, blocks and side heads, alone and together."""
+"""Learned heads on a GPU say what those in plain torch say: chains, trees, blocks and side heads, alone and
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import EngineConfig
+from paceline.core.options import EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.core.types import Draft, Request
 from paceline.cuda import chain_head, head_inputs
 from paceline.cuda.block_head import CudaBlockHead
 from paceline.cuda.chain_head import CudaChainHead
@@ -22,20 +26,18 @@ from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.guess import Guessing, guess
 from paceline.cuda.head_cache import HeadCache
 from paceline.cuda.side_heads import CudaMedusaHead
+from paceline.drafters import registry
+from paceline.drafters.base import Surroundings
+from paceline.drafters.candidates import likeliest
 from paceline.engine.engine import Engine
-from paceline.models.block_head import TorchBlockHead
-from paceline.models.chain_head import TorchChainHead
+from paceline.heads.block import TorchBlockHead
+from paceline.heads.chain import TorchChainHead
+from paceline.heads.others import SeparateMedusaConfig
+from paceline.heads.rows import BlockFeed, Feed, Guesses, Node, Row, Speaker
+from paceline.heads.side import TorchMedusaHead
 from paceline.models.decoder import Decoder
-from paceline.models.head_rows import BlockFeed, Feed, Guesses, Node, Row, Speaker
-from paceline.models.other_heads import SeparateMedusaConfig
-from paceline.models.side_heads import TorchMedusaHead
-from paceline.params import SamplingParams
-from paceline.proposers import registry
-from paceline.proposers.base import Surroundings
-from paceline.proposers.candidates import likeliest
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
-from paceline.types import Draft, Request
 from tests.cuda.recorders import CountingCapture, capture_on
 from tests.heads import config_of, eagle_1, random_head, random_tensors
 from tests.laws.harness import CONFIG, RandomCheckpoint, request_of
@@ -59,18 +61,25 @@ def torch_target() -> Decoder:
 
 
 def target_on(device: torch.device, capture: Any = None) -> CudaDecoder:
-    return CudaDecoder.load(TARGET, dtype="float32", device=str(device), capture=capture or capture_on(device))
+    return CudaDecoder.load(
+        TARGET, dtype="float32", device=str(device), capture=capture or capture_on(device)
+    )
 
 
 def shown(device: torch.device) -> list[Row]:
     generator = torch.Generator().manual_seed(3)
-    hidden = {n: torch.randn(N, CONFIG.hidden_size, generator=generator).to(device) for n in range(CONFIG.num_layers + 1)}
+    hidden = {
+        n: torch.randn(N, CONFIG.hidden_size, generator=generator).to(device)
+        for n in range(CONFIG.num_layers + 1)
+    }
     return [Row(i, hidden, i) for i in range(N)]
 
 
 def tensors_of(config: Any, seed: int = 0) -> dict[str, torch.Tensor]:
     tensors = random_tensors(config, seed)
-    return tensors if config.has_lm_head else {**tensors, "lm_head.weight": TARGET.tensor("embed_tokens.weight")}
+    return (
+        tensors if config.has_lm_head else {**tensors, "lm_head.weight": TARGET.tensor("embed_tokens.weight")}
+    )
 
 
 def chain_heads(name: str, device: torch.device, num_blocks: int = 64) -> list[Any]:
@@ -92,14 +101,18 @@ def alike(ours: Guesses, theirs: Guesses) -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_and_trees_are_those_of_torch(name: str, device: torch.device) -> None:
-    """A text in two pieces, a tree's nodes (siblings, and a child of the second), then a chain in their place."""
+    """A text in two pieces, a tree's nodes (siblings, and a child of the second), then a chain in their
+    place.
+    """
     found: list[list[Any]] = []
     for head, rows in zip(chain_heads(name, device), (shown(device), shown(CPU)), strict=True):
         place = head.place()
         head.read([Feed(place, 0, TOKENS[:15], rows[:15])])
         said = head.begin([Feed(place, 15, TOKENS[15:18], rows[15:18])])
         first = said.logits.clone()
-        level = head.level([Node(place, 18 + i, 18, token, said.outputs[0], 18, [18 + i]) for i, token in enumerate((3, 9))])
+        level = head.level(
+            [Node(place, 18 + i, 18, token, said.outputs[0], 18, [18 + i]) for i, token in enumerate((3, 9))]
+        )
         second = level.logits.clone()
         deeper = head.level([Node(place, 20, 19, 5, level.outputs[1], 18, [19, 20])]).logits.clone()
         chain = head.guess([Feed(place, 18, TOKENS[18:20], rows[18:20])], [Speaker(0.0, 0, 21)], 3, 0.0)
@@ -110,7 +123,9 @@ def test_chains_and_trees_are_those_of_torch(name: str, device: torch.device) ->
 
 
 def test_sequences_in_one_call_are_drafted_as_alone(device: torch.device) -> None:
-    """Chains of three texts, and nodes of two trees in mixed order; more rows than blocks were made for at first."""
+    """Chains of three texts, and nodes of two trees in mixed order; more rows than blocks were made for at
+    first.
+    """
     heads, parts = chain_heads("eagle", device, num_blocks=2), [slice(0, 2), slice(3, 20), slice(10, 11)]
     (ours, theirs), generation = heads, heads[0]._cache.generation
     together = []
@@ -163,7 +178,9 @@ def test_a_chain_is_one_recording_replayed() -> None:
     head, rows = CudaChainHead(config, tensors_of(config), target_on(CPU, capture), 16), shown(CPU)
     place = head.place()
     for first, end in ((0, 3), (3, 7), (7, 11)):
-        head.guess([Feed(place, first, TOKENS[first:end], rows[first:end])], [Speaker(0.0, 0, end + 1)], 2, 0.0)
+        head.guess(
+            [Feed(place, first, TOKENS[first:end], rows[first:end])], [Speaker(0.0, 0, end + 1)], 2, 0.0
+        )
     assert capture.num_captured == 1
 
 
@@ -180,7 +197,9 @@ def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyP
     assert capture.num_captured == 2
 
 
-def test_a_prompt_is_read_before_and_not_recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_read_before_and_not_recorded(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chain_head, "TAIL", 4)
     chains = []
     for head, rows in zip(chain_heads("eagle", device), (shown(device), shown(CPU)), strict=True):
@@ -191,13 +210,22 @@ def test_a_prompt_is_read_before_and_not_recorded(device: torch.device, monkeypa
 
 @pytest.mark.parametrize(("rank", "from_anchor"), [(16, True), (0, False)])
 def test_blocks_are_those_of_torch(rank: int, from_anchor: bool, device: torch.device) -> None:
-    config: Any = config_of("dflash", CONFIG, draft_vocab=40, markov_rank=rank, sample_from_anchor=from_anchor, block_size=4)
+    config: Any = config_of(
+        "dflash", CONFIG, draft_vocab=40, markov_rank=rank, sample_from_anchor=from_anchor, block_size=4
+    )
     tensors, found = tensors_of(config, seed=1), []
-    ours, theirs = CudaBlockHead(config, tensors, target_on(device), 4), TorchBlockHead(config, tensors, torch_target(), CPU)
+    ours, theirs = (
+        CudaBlockHead(config, tensors, target_on(device), 4),
+        TorchBlockHead(config, tensors, torch_target(), CPU),
+    )
     for head, rows in ((ours, shown(device)), (theirs, shown(CPU))):
         places: list[Any] = [head.place(), head.place(), head.place()]
         head.read(BlockFeed(places[0], 0, rows[:17], 0))
-        feeds = [BlockFeed(places[0], 17, rows[17:19], 11), BlockFeed(places[1], 0, rows[:3], 2), BlockFeed(places[2], 0, rows[:1], 5)]
+        feeds = [
+            BlockFeed(places[0], 17, rows[17:19], 11),
+            BlockFeed(places[1], 0, rows[:3], 2),
+            BlockFeed(places[2], 0, rows[:1], 5),
+        ]
         logits = head.logits(feeds, config.num_drafts).clone()
         again = [BlockFeed(feed.place, feed.start + len(feed.rows), rows[20:21], feed.root) for feed in feeds]
         found.append([logits, head.guess(again, [Speaker(0.0, 0, 9)] * 3, config.num_drafts)])
@@ -224,7 +252,13 @@ class Listener:
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.said = inner, []  # type: Any, list[Draft]
-        self.name, self.needs, self.is_free, self.observe, self.release = inner.name, inner.needs, False, inner.observe, inner.release
+        self.name, self.needs, self.is_free, self.observe, self.release = (
+            inner.name,
+            inner.needs,
+            False,
+            inner.observe,
+            inner.release,
+        )
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         drafts: list[Draft] = self.inner.propose(requests, budgets)
@@ -243,7 +277,9 @@ DRAFTERS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "width", "fields"), DRAFTERS)
-def test_drafters_on_a_gpu_propose_what_they_do_in_torch(kind: str, width: int, fields: dict[str, Any], device: torch.device) -> None:
+def test_drafters_on_a_gpu_propose_what_they_do_in_torch(
+    kind: str, width: int, fields: dict[str, Any], device: torch.device
+) -> None:
     options = {
         "method": kind,
         "model": random_head(kind, TARGET, draft_vocab=40, **fields),
@@ -253,13 +289,17 @@ def test_drafters_on_a_gpu_propose_what_they_do_in_torch(kind: str, width: int, 
     found = []
     for decoder, place in ((target_on(device), device), (torch_target(), CPU)):
         runner = Runner(decoder, KvCache(CONFIG, 8, device=place, has_spare=True))
-        listener = Listener(registry.create(*registry.parse(options), Surroundings(runner, TARGET, None, lambda *_: None)))
+        listener = Listener(
+            registry.create(*registry.parse(options), Surroundings(runner, TARGET, None, lambda *_: None))
+        )
         engine = Engine(runner, listener, EngineConfig(max_model_len=100, num_speculative_tokens=4))
         request = request_of(TOKENS[:9], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
         engine.add(request)
         for _ in range(3):
             engine.step()
-        found.append((request.output, listener.said[:2]))  # where a pass runs by itself, a third draft is being checked already
+        found.append(
+            (request.output, listener.said[:2])
+        )  # where a pass runs by itself, a third draft is being checked already
     (ours, drafts), (theirs, expected) = found
     assert ours == theirs
     assert [draft.tree for draft in drafts] == [draft.tree for draft in expected]
@@ -268,14 +308,24 @@ def test_drafters_on_a_gpu_propose_what_they_do_in_torch(kind: str, width: int, 
         assert draft.chances == pytest.approx(other.chances, rel=0.02)
 
 
-@pytest.mark.skipif(find_spec("triton.backends.nvidia") is None, reason="Triton without a compiler for NVIDIA's GPUs")
+@pytest.mark.skipif(
+    find_spec("triton.backends.nvidia") is None, reason="Triton without a compiler for NVIDIA's GPUs"
+)
 def test_the_kernels_compile_where_no_gpu_is() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.cuda.compile_kernels"], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cuda.compile_kernels"], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def guessed(logits: torch.Tensor, speakers: Sequence[Speaker], ids: torch.Tensor | None, device: torch.device, step: int = 0) -> Any:
+def guessed(
+    logits: torch.Tensor,
+    speakers: Sequence[Speaker],
+    ids: torch.Tensor | None,
+    device: torch.device,
+    step: int = 0,
+) -> Any:
     def column(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
@@ -298,7 +348,10 @@ def test_a_seeded_guess_knows_the_targets_noise(words: int, device: torch.device
     full[:, ids.long()] = logits
     for seed in range(5):
         tokens = [1] * 20
-        requests = [request_of(tokens, SamplingParams(temperature=0.8, seed=seed)), request_of(tokens, SamplingParams(temperature=0.0))]
+        requests = [
+            request_of(tokens, SamplingParams(temperature=0.8, seed=seed)),
+            request_of(tokens, SamplingParams(temperature=0.0)),
+        ]
         speakers = [Speaker(0.8, requests[0].seed, 17), Speaker(0.0, 0, 17)]
         drafted, chosen, chances = guessed(logits, speakers, ids, device, step=3)
         for row in range(4):
@@ -311,6 +364,8 @@ def test_a_seeded_guess_knows_the_targets_noise(words: int, device: torch.device
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_guess_from_broken_logits_is_a_token_and_unsure(bad: float, device: torch.device) -> None:
     for temperature in (0.0, 1.0):
-        words, tokens, chances = guessed(torch.full((1, 1500), bad), [Speaker(temperature, 1, 0)], None, device)
+        words, tokens, chances = guessed(
+            torch.full((1, 1500), bad), [Speaker(temperature, 1, 0)], None, device
+        )
         assert 0 <= tokens[0] == words[0] < 1500
         assert chances == [0.0]

@@ -1,7 +1,8 @@
 """Products with weights of 4, 8 and 16 bits against float64 products with the same weights.
 
-Tolerance: a weight is rounded to the dtype once (eps / 2, or eps where Triton's interpreter cuts bfloat16 instead), the result once
-more, and float32 sums of K terms err by at most K * 2**-24 of the sum of |x| |w|, which the tests compute.
+Tolerance: a weight is rounded to the dtype once (eps / 2, or eps where Triton's interpreter cuts bfloat16
+instead), the result once more, and float32 sums of K terms err by at most K * 2**-24 of the sum of |x| |w|,
+which the tests compute.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import ModelFileError
 from paceline.cuda import linear
 from paceline.cuda.linear import PackedWeight, dequantized, pack, parts, product, splits_of
 from paceline.cuda.pack import GROUPS, pack_values, quantize, unpack, weights
 from paceline.cuda.rows import gate
-from paceline.errors import ModelFileError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (4, 8)
 ALL_BITS = (4, 8, 16)
 
 
-def noise(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
+def noise(
+    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
@@ -41,14 +44,22 @@ def kept(weight: PackedWeight) -> torch.Tensor:
 def check(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, got: torch.Tensor) -> None:
     exact, eps = kept(weight), torch.finfo(x.dtype).eps
     wanted = x.double() @ exact.T + (0 if bias is None else bias.double())
-    bound = (2 * eps + x.shape[1] * 2**-24) * (x.double().abs() @ exact.abs().T) + 2 * eps * wanted.abs() + 1e-7
+    bound = (
+        (2 * eps + x.shape[1] * 2**-24) * (x.double().abs() @ exact.abs().T) + 2 * eps * wanted.abs() + 1e-7
+    )
     assert (got.dtype, got.shape) == (x.dtype, wanted.shape)
     excess = (got.double() - wanted).abs() - bound
     assert bool((excess <= 0).all()), f"{excess.max()} beyond the bound"
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from(BITS), st.sampled_from(GROUPS), st.integers(1, 9), st.integers(1, 300), st.integers(0, 2**31))
+@given(
+    st.sampled_from(BITS),
+    st.sampled_from(GROUPS),
+    st.integers(1, 9),
+    st.integers(1, 300),
+    st.integers(0, 2**31),
+)
 def test_unpack_is_the_inverse_of_pack(bits: int, group: int, num_rows: int, width: int, seed: int) -> None:
     weight = noise(num_rows, width, seed=seed)
     integers = quantize(weight, bits, group)
@@ -69,7 +80,9 @@ def test_every_integer_survives_in_every_place(bits: int) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(BITS), st.sampled_from(GROUPS), st.integers(0, 2**31), st.floats(-3, 3))
 def test_the_error_is_half_a_step(bits: int, group: int, seed: int, shift: float) -> None:
-    """And the rounding of s and c to bfloat16, 2**-9 of what they stand for, where it moves the ends of the range."""
+    """And the rounding of s and c to bfloat16, 2**-9 of what they stand for, where it moves the ends of the
+    range.
+    """
     weight = noise(4, 2 * group, seed=seed) + shift
     integers = quantize(weight, bits, group)
     error = (weights(integers, bits, weight.shape[1]) - weight).abs().unflatten(1, (2, group)).amax(-1)
@@ -93,7 +106,9 @@ def test_weights_without_a_scale_are_refused() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", GROUPS)
-def test_dequantized_weights_are_those_kept(device: torch.device, dtype: torch.dtype, bits: int, group: int) -> None:
+def test_dequantized_weights_are_those_kept(
+    device: torch.device, dtype: torch.dtype, bits: int, group: int
+) -> None:
     weight = pack(noise(67, 200, device=device), bits, group=group)
     got = dequantized(weight, dtype)
     assert got.dtype == dtype
@@ -107,9 +122,20 @@ WAYS = [(dtype, bits) for dtype in DTYPES for bits in ALL_BITS]
 
 @pytest.mark.parametrize(("dtype", "bits"), WAYS)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "width", "group"), SHAPES)
-def test_product(device: torch.device, dtype: torch.dtype, bits: int, num_rows: int, num_outputs: int, width: int, group: int) -> None:
+def test_product(
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: int,
+    num_rows: int,
+    num_outputs: int,
+    width: int,
+    group: int,
+) -> None:
     weight = packed(noise(num_outputs, width, device=device), bits, dtype, group)
-    x, bias = noise(num_rows, width, dtype=dtype, device=device, seed=1), noise(num_outputs, dtype=dtype, device=device, seed=2)
+    x, bias = (
+        noise(num_rows, width, dtype=dtype, device=device, seed=1),
+        noise(num_outputs, dtype=dtype, device=device, seed=2),
+    )
     check(x, weight, None, product(x, weight))
     check(x, weight, bias, product(x, weight, bias))
 
@@ -121,7 +147,10 @@ def test_parts_add_up_to_the_product(
 ) -> None:
     """2112 inputs are cut in four; of few rows and four bits in two."""
     weight = packed(noise(num_outputs, width, device=device), bits, dtype, 64)
-    x, bias = noise(num_rows, width, dtype=dtype, device=device, seed=1), noise(num_outputs, dtype=dtype, device=device, seed=2)
+    x, bias = (
+        noise(num_rows, width, dtype=dtype, device=device, seed=1),
+        noise(num_outputs, dtype=dtype, device=device, seed=2),
+    )
     apart = parts(x, weight, bias)
     many = 2 if bits == 4 and dtype != torch.float32 else 4
     assert (len(apart), apart.dtype) == ((many, torch.float32) if width == 2112 else (1, dtype))
@@ -136,12 +165,19 @@ def test_parts_add_up_to_the_product(
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(3, 66, 200), (17, 256, 128), (2, 300, 1088)])
 def test_a_gate_has_the_bits_of_two_kernels(
-    device: torch.device, dtype: torch.dtype, bits: int, activation: Literal["silu", "gelu_tanh"], shape: tuple[int, int, int]
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: int,
+    activation: Literal["silu", "gelu_tanh"],
+    shape: tuple[int, int, int],
 ) -> None:
     num_rows, num_outputs, width = shape
     weight = packed(noise(num_outputs, width, device=device) / 32, bits, dtype, 64)
     assert splits_of(weight) == (2 if width == 1088 else 1)
-    x, bias = noise(num_rows, width, dtype=dtype, device=device, seed=1), noise(num_outputs, dtype=dtype, device=device, seed=2)
+    x, bias = (
+        noise(num_rows, width, dtype=dtype, device=device, seed=1),
+        noise(num_outputs, dtype=dtype, device=device, seed=2),
+    )
     wanted = torch.empty((num_rows, num_outputs // 2), dtype=dtype, device=device)
     gate(product(x, weight, bias), activation, wanted)
     assert torch.equal(product(x, weight, bias, activation=activation), wanted)
@@ -163,20 +199,31 @@ def test_weights_of_16_bits_are_not_copied(device: torch.device) -> None:
         pack(weight.int(), 16)
 
 
-@pytest.mark.parametrize("shape", [(6144, 4096, 2, 8), (4096, 4096, 4, 8), (28672, 4096, 1, 1), (4096, 14336, 4, 8), (128256, 4096, 1, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(6144, 4096, 2, 8), (4096, 4096, 4, 8), (28672, 4096, 1, 1), (4096, 14336, 4, 8), (128256, 4096, 1, 1)],
+)
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_large_products_fill_a_device(shape: tuple[int, int, int, int], bits: int) -> None:
     num_outputs, width, *splits = shape
-    weight = PackedWeight(torch.empty(0), torch.empty(0), bits, 64 if bits == 16 else 128, (num_outputs, width))
+    weight = PackedWeight(
+        torch.empty(0), torch.empty(0), bits, 64 if bits == 16 else 128, (num_outputs, width)
+    )
     assert splits_of(weight) == splits[bits < 16]
-    exact = [linear.way_of(count, weight, torch.bfloat16, is_exact=True) for count in (1, 16, 17, 64, 65, 256)]
+    exact = [
+        linear.way_of(count, weight, torch.bfloat16, is_exact=True) for count in (1, 16, 17, 64, 65, 256)
+    ]
     assert {(tile.warps % 4, cut) for tile, cut in exact} == {(0, splits[bits < 16])}
     if bits == 16:  # many rows have many sums: fewer parts of them
-        assert {linear.way_of(count, weight, torch.bfloat16, is_exact=False)[1] for count in (17, 64, 256)} == {min(splits[0], 2)}
+        assert {
+            linear.way_of(count, weight, torch.bfloat16, is_exact=False)[1] for count in (17, 64, 256)
+        } == {min(splits[0], 2)}
     if bits == 4:  # alone, and where bits may differ, parts are no shorter than 1024
-        assert linear.way_of(1, weight, torch.bfloat16, is_exact=False)[1] == {6144: 4, 28672: 1, 128256: 1}.get(
-            num_outputs, 4 if width == 4096 else 8
-        )
+        assert linear.way_of(1, weight, torch.bfloat16, is_exact=False)[1] == {
+            6144: 4,
+            28672: 1,
+            128256: 1,
+        }.get(num_outputs, 4 if width == 4096 else 8)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -198,7 +245,9 @@ def test_a_row_does_not_see_the_others(device: torch.device, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_many_rows_take_the_same_weights(device: torch.device, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_take_the_same_weights(
+    device: torch.device, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everything that may follow a product included."""
     dtype = torch.float16 if bits == 16 else torch.float32
     weight = packed(noise(40, 200, device=device) / 16, bits, dtype)
@@ -217,7 +266,9 @@ def test_many_rows_take_the_same_weights(device: torch.device, bits: int, monkey
 @pytest.mark.parametrize("num_rows", [8, 16])
 @pytest.mark.parametrize("bits", BITS)
 def test_assembly_makes_the_same_weights(bits: int, num_rows: int) -> None:
-    """x picks single weights, so a product is the weights themselves, every integer in every place among them."""
+    """x picks single weights, so a product is the weights themselves, every integer in every place among
+    them.
+    """
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     weight = pack(noise(256, 512, device="cuda"), bits)

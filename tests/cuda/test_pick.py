@@ -1,4 +1,4 @@
-"""Choices on the device against paceline.verify: the same noise bit for bit, the same tokens."""
+"""Choices on the device against paceline.core: the same noise bit for bit, the same tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.noise import Noise, Purpose, philox
 from paceline.cuda.pick import BLOCK, noise_words, pick, workspace
-from paceline.verify.noise import Noise, Purpose, philox
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = st.integers(0, 2**64 - 1)
@@ -46,7 +46,9 @@ def test_the_words_are_those_of_the_host(seed: int, position: int, block: int) -
 
 
 def random_logits(num_rows: int, vocab: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (4 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+    return (
+        (4 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -57,7 +59,9 @@ def random_logits(num_rows: int, vocab: int, seed: int, dtype: torch.dtype = tor
     position=POSITIONS,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_choices_are_those_of_the_host(vocab: int, temperatures: list[float], seed: int, position: int, dtype: torch.dtype) -> None:
+def test_choices_are_those_of_the_host(
+    vocab: int, temperatures: list[float], seed: int, position: int, dtype: torch.dtype
+) -> None:
     num_rows = len(temperatures)
     logits = random_logits(num_rows, vocab, seed % 1000, dtype)
     ids = torch.full((num_rows,), -7, device=DEVICE)
@@ -66,7 +70,11 @@ def test_choices_are_those_of_the_host(vocab: int, temperatures: list[float], se
     assert pick(logits, warmth, seeds, positions, ids, workspace(num_rows + 1, vocab, DEVICE)) is ids
     for row, temperature in enumerate(temperatures):
         values = logits[row].double().cpu().numpy()
-        wanted = Noise(seed).draw(values / temperature, position + row, Purpose.TARGET) if temperature else int(values.argmax())
+        wanted = (
+            Noise(seed).draw(values / temperature, position + row, Purpose.TARGET)
+            if temperature
+            else int(values.argmax())
+        )
         assert int(ids[row]) == wanted
     assert torch.equal(pick(logits, warmth, seeds, positions), ids)  # in memory of its own
 
@@ -75,7 +83,9 @@ def test_a_temperature_may_be_float32(device: torch.device) -> None:
     """One half has no rounding, so the draw is the host's."""
     logits = random_logits(4, 50, 3)
     picked = pick(logits, torch.full((4,), 0.5, device=device), longs(1, 2, 3, 4), longs(9, 9, 9, 9))
-    wanted = [Noise(row + 1).draw(logits[row].double().cpu().numpy() / 0.5, 9, Purpose.TARGET) for row in range(4)]
+    wanted = [
+        Noise(row + 1).draw(logits[row].double().cpu().numpy() / 0.5, 9, Purpose.TARGET) for row in range(4)
+    ]
     assert picked.tolist() == wanted
 
 
@@ -89,7 +99,9 @@ def test_the_lowest_id_wins_a_tie(device: torch.device, ties: tuple[int, int]) -
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("at", [4, BLOCK + 1])
-def test_a_broken_row_shows_and_breaks_no_other(device: torch.device, temperature: float, value: float, at: int) -> None:
+def test_a_broken_row_shows_and_breaks_no_other(
+    device: torch.device, temperature: float, value: float, at: int
+) -> None:
     logits = random_logits(2, BLOCK + 3, 1)
     alone = pick(logits[1:].clone(), torch.full((1,), temperature, device=device), longs(5), longs(6))
     logits[0, at] = value

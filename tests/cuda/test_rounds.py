@@ -1,6 +1,8 @@
-"""Rounds that a device runs by itself: the text is plain decoding's and the drafts are those of usual steps, whoever ends when.
+"""Rounds that a device runs by itself: the text is plain decoding's and the drafts are those of usual steps,
+whoever ends when.
 
-Target and head are those of tests/calm.py. How engines fare with rounds is tested in tests/laws, where a pass takes no second.
+Target and head are those of tests/calm.py. How engines fare with rounds is tested in tests/laws, where a pass
+takes no second.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.params import SamplingParams
+from paceline.core.types import FinishReason, Request
 from paceline.cuda import head_inputs, rounds
 from paceline.cuda.advance import Drafted, Ring, Verified, advance
 from paceline.cuda.decoder import CudaDecoder
@@ -20,10 +24,8 @@ from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.engine.flights import Rounds
 from paceline.models.decoder import Decoder
-from paceline.params import SamplingParams
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
-from paceline.types import FinishReason, Request
 from tests.calm import CHANGING, STEADY, TARGET, TINY, agree, config_with, drafter_of, flights_of, head_folder
 from tests.cuda.recorders import capture_on
 from tests.laws.harness import request_of, run
@@ -41,7 +43,9 @@ def torch_target() -> Decoder:
 
 
 def engine_on(device: torch.device, head: str, steps: int, exact: bool = False, limit: int = 100) -> Engine:
-    decoder = CudaDecoder.load(TARGET, dtype="float32", device=str(device), exact=exact, capture=capture_on(device))
+    decoder = CudaDecoder.load(
+        TARGET, dtype="float32", device=str(device), exact=exact, capture=capture_on(device)
+    )
     runner = Runner(decoder, KvCache(TINY, 16, device=device, has_spare=True))
     return ahead(Engine(runner, drafter_of(runner, head, steps), config_with(steps, limit)))
 
@@ -55,9 +59,17 @@ def usual(head: str, steps: int, requests: Sequence[Request], limit: int = 100) 
 GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.5, "seed": 4}
 
 
-@pytest.mark.parametrize(("steps", "count", "exact", "how"), [(3, 4, False, GREEDY), (1, 3, False, DRAWN), (4, 2, True, GREEDY)])
+@pytest.mark.parametrize(
+    ("steps", "count", "exact", "how"), [(3, 4, False, GREEDY), (1, 3, False, DRAWN), (4, 2, True, GREEDY)]
+)
 def test_rounds_are_usual_steps(
-    steps: int, count: int, exact: bool, how: dict[str, Any], head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    steps: int,
+    count: int,
+    exact: bool,
+    how: dict[str, Any],
+    head: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rounds.CudaRounds, "most_rounds", count)
     params = SamplingParams(**how, max_tokens=14 if steps == 3 else 9, ignore_eos=True)
@@ -69,8 +81,12 @@ def test_rounds_are_usual_steps(
     assert engine.totals.num_accepted >= 2
 
 
-def test_two_that_end_apart_and_usual_steps_between(head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ends in the middle of a flight by a token, the other by the end of the context; every second flight is a usual step."""
+def test_two_that_end_apart_and_usual_steps_between(
+    head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ends in the middle of a flight by a token, the other by the end of the context; every second flight
+    is a usual step.
+    """
     monkeypatch.setattr(rounds.CudaRounds, "most_rounds", 2)
     params = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(31,))
     ours, theirs = ([request_of(prompt, params) for prompt in (CHANGING, STEADY)] for _ in range(2))
@@ -107,7 +123,9 @@ def test_who_is_stopped_in_flight_is_gone_and_a_shape_is_recorded_once(
 
 
 def test_what_is_between_two_rounds(device: torch.device) -> None:
-    """Two requests of three, the last of them broken; one of its tables ends where a round to come would lie."""
+    """Two requests of three, the last of them broken; one of its tables ends where a round to come would
+    lie.
+    """
     steps, rows = 2, 3
 
     def column(numbers: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The row kernels against the torch decoder's own functions.
 
-Tolerances: two units in the last place of the dtype. Kernel and oracle round float32 results that differ by a few of float32's own, which
-can be one unit apart, and Triton's interpreter cuts bfloat16 where the device rounds, which is another.
+Tolerances: two units in the last place of the dtype. Kernel and oracle round float32 results that differ by a
+few of float32's own, which can be one unit apart, and Triton's interpreter cuts bfloat16 where the device
+rounds, which is another.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def close(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": step, "atol": step / 8}
 
 
-def noise(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
+def noise(
+    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
@@ -45,18 +48,32 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device 
 @pytest.mark.parametrize("hidden", [1, 24, 576])
 @pytest.mark.parametrize("kind", ["norm", "add", "sandwich"])
 def test_add_norm_is_the_decoders(device: torch.device, dtype: torch.dtype, hidden: int, kind: str) -> None:
-    x, added = noise(3, hidden, dtype=dtype, device=device), 3 * noise(3, hidden, dtype=dtype, device=device, seed=1)
+    x, added = (
+        noise(3, hidden, dtype=dtype, device=device),
+        3 * noise(3, hidden, dtype=dtype, device=device, seed=1),
+    )
     weight, after = noise(hidden, device=device, seed=2), noise(hidden, device=device, seed=3)
-    before, addend = x.clone(), {"norm": torch.zeros_like(x), "add": added, "sandwich": rms_norm(added, after, EPS)}[kind]
+    before, addend = (
+        x.clone(),
+        {"norm": torch.zeros_like(x), "add": added, "sandwich": rms_norm(added, after, EPS)}[kind],
+    )
     out = torch.full_like(x, float("nan"))
-    rows.add_norm(x, None if kind == "norm" else added[None], after if kind == "sandwich" else None, weight, EPS, out)
-    slack = close(dtype)["rtol"] * (before.float().abs() + addend.float().abs())  # what is added and the sum are rounded, each for itself
+    rows.add_norm(
+        x, None if kind == "norm" else added[None], after if kind == "sandwich" else None, weight, EPS, out
+    )
+    slack = close(dtype)["rtol"] * (
+        before.float().abs() + addend.float().abs()
+    )  # what is added and the sum are rounded, each for itself
     assert bool(((x.float() - (before + addend).float()).abs() <= slack).all())
-    torch.testing.assert_close(out, rms_norm(x, weight, EPS), **close(dtype))  # of x as it was rounded and written
+    torch.testing.assert_close(
+        out, rms_norm(x, weight, EPS), **close(dtype)
+    )  # of x as it was rounded and written
 
 
 def test_the_sum_is_rounded_before_its_norm(device: torch.device) -> None:
-    """2048 + 1 is 2048 in float16: the norm must see that, or the stream and its norm tell different stories."""
+    """2048 + 1 is 2048 in float16: the norm must see that, or the stream and its norm tell different
+    stories.
+    """
     x = torch.full((1, 2), 2048.0, dtype=torch.float16, device=device)
     added = torch.tensor([[1.0, 0.0]], dtype=torch.float16, device=device)
     out = torch.empty(1, 2, device=device)  # float32, which would show what float16 hides
@@ -66,7 +83,9 @@ def test_the_sum_is_rounded_before_its_norm(device: torch.device) -> None:
 
 
 def test_what_is_added_is_rounded_before_the_sum(device: torch.device) -> None:
-    """A norm a little above 2**-11 is 2**-11 in float16, and 1 + 2**-11 is a tie that goes to 1; without rounding it would go up."""
+    """A norm a little above 2**-11 is 2**-11 in float16, and 1 + 2**-11 is a tie that goes to 1; without
+    rounding it would go up.
+    """
     x, added = (torch.ones(1, 4, dtype=torch.float16, device=device) for _ in range(2))
     after = torch.full((4,), 2.0**-11 * (1 + 2.0**-12), device=device)
     assert torch.equal(x + rms_norm(added, after, EPS), x)
@@ -76,23 +95,43 @@ def test_what_is_added_is_rounded_before_the_sum(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_a_product_are_added_up_and_rounded_first(device: torch.device, dtype: torch.dtype) -> None:
-    x, parts, weight = noise(2, 24, dtype=dtype, device=device), noise(3, 2, 24, device=device, seed=1), noise(24, device=device, seed=2)
-    whole, streams, outs = (parts[0] + parts[1] + parts[2]).to(dtype), [x.clone(), x.clone()], [torch.empty_like(x) for _ in range(2)]
+    x, parts, weight = (
+        noise(2, 24, dtype=dtype, device=device),
+        noise(3, 2, 24, device=device, seed=1),
+        noise(24, device=device, seed=2),
+    )
+    whole, streams, outs = (
+        (parts[0] + parts[1] + parts[2]).to(dtype),
+        [x.clone(), x.clone()],
+        [torch.empty_like(x) for _ in range(2)],
+    )
     for added, stream, out in zip((parts, whole[None]), streams, outs, strict=True):
         rows.add_norm(stream, added, None, weight, EPS, out)
-    slack = {torch.bfloat16: 2**-6, torch.float16: 0, torch.float32: 0}[dtype]  # the interpreter cuts where torch rounds
+    slack = {torch.bfloat16: 2**-6, torch.float16: 0, torch.float32: 0}[
+        dtype
+    ]  # the interpreter cuts where torch rounds
     torch.testing.assert_close(streams[0], streams[1], atol=slack, rtol=slack)
     torch.testing.assert_close(outs[0], outs[1], atol=slack, rtol=slack)
 
 
-def placed(device: torch.device, dtype: torch.dtype, dim: int, num_q: int, num_kv: int, normed: bool, slots: list[int]) -> None:
+def placed(
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    num_q: int,
+    num_kv: int,
+    normed: bool,
+    slots: list[int],
+) -> None:
     """Place some rows and check queries, keys, values, and that no other slot was touched."""
     num_rows, context = len(slots), 40
     qkv = noise(num_rows, (num_q + 2 * num_kv) * dim, dtype=dtype, device=device)
     positions = torch.arange(num_rows, dtype=torch.int32, device=device) * 13 % context
     tables = [table.to(device) for table in rotary_tables(RopeConfig(), dim, context)]
     norms = (noise(dim, device=device, seed=1), noise(dim, device=device, seed=2)) if normed else (None, None)
-    keys, values = (torch.full((max(slots) + 2, num_kv, dim), 7.0, dtype=dtype, device=device) for _ in range(2))
+    keys, values = (
+        torch.full((max(slots) + 2, num_kv, dim), 7.0, dtype=dtype, device=device) for _ in range(2)
+    )
     q_out = torch.full((num_rows, num_q, dim), float("nan"), dtype=dtype, device=device)
     at = torch.tensor(slots, dtype=torch.int32, device=device)
     rows.place(qkv[None], positions, at, *tables, keys, values, *norms, EPS, q_out)
@@ -113,14 +152,22 @@ def placed(device: torch.device, dtype: torch.dtype, dim: int, num_q: int, num_k
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("dim", "num_q", "num_kv"), [(64, 9, 3), (16, 1, 1), (6, 4, 2), (80, 3, 3)])
-def test_place_norms_rotates_and_stores(device: torch.device, dtype: torch.dtype, normed: bool, dim: int, num_q: int, num_kv: int) -> None:
+def test_place_norms_rotates_and_stores(
+    device: torch.device, dtype: torch.dtype, normed: bool, dim: int, num_q: int, num_kv: int
+) -> None:
     placed(device, dtype, dim, num_q, num_kv, normed, [5, 0, 17])
 
 
 def test_place_keeps_integers_and_their_scales(device: torch.device) -> None:
     dim, num_q, num_kv = 24, 4, 2
-    qkv, at = noise(1, 3, (num_q + 2 * num_kv) * dim, device=device), torch.tensor([2, 0, 5], dtype=torch.int32, device=device)
-    tables, q = [table.to(device) for table in rotary_tables(RopeConfig(), dim, 8)], torch.empty(3, num_q, dim, device=device)
+    qkv, at = (
+        noise(1, 3, (num_q + 2 * num_kv) * dim, device=device),
+        torch.tensor([2, 0, 5], dtype=torch.int32, device=device),
+    )
+    tables, q = (
+        [table.to(device) for table in rotary_tables(RopeConfig(), dim, 8)],
+        torch.empty(3, num_q, dim, device=device),
+    )
     whole, small = ([torch.zeros(7, num_kv, width, dtype=dtype, device=device) for _ in range(2)] for width, dtype in
                     ((dim, torch.float32), (dim + 16, torch.int8)))  # fmt: skip
     for keys, values in (whole, small):
@@ -133,13 +180,17 @@ def test_place_keeps_integers_and_their_scales(device: torch.device) -> None:
 
 
 def test_place_leaves_values_as_they_are(device: torch.device) -> None:
-    """Half a value that is infinite must not reach the other half, as it would if values were turned by no angle."""
+    """Half a value that is infinite must not reach the other half, as it would if values were turned by no
+    angle.
+    """
     qkv = torch.zeros(1, 3 * 4, device=device)
     qkv[0, 8] = float("inf")
     cos, sin = torch.ones(1, 2, device=device), torch.zeros(1, 2, device=device)
     keys, values = torch.zeros(1, 1, 4, device=device), torch.zeros(1, 1, 4, device=device)
     zero = torch.zeros(1, dtype=torch.int32, device=device)
-    rows.place(qkv[None], zero, zero, cos, sin, keys, values, None, None, EPS, torch.empty(1, 1, 4, device=device))
+    rows.place(
+        qkv[None], zero, zero, cos, sin, keys, values, None, None, EPS, torch.empty(1, 1, 4, device=device)
+    )
     assert values.flatten().tolist() == [float("inf"), 0.0, 0.0, 0.0]
 
 
@@ -162,11 +213,18 @@ def test_gate_is_flat_far_out(device: torch.device, activation: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "scale"), [(7, 1.0), (1100, 24.0)])
-def test_embed_takes_rows_of_the_table(device: torch.device, dtype: torch.dtype, hidden: int, scale: float) -> None:
-    table, ids = noise(10, hidden, dtype=dtype, device=device), torch.tensor([3, 9, 0, 3], dtype=torch.int32, device=device)
+def test_embed_takes_rows_of_the_table(
+    device: torch.device, dtype: torch.dtype, hidden: int, scale: float
+) -> None:
+    table, ids = (
+        noise(10, hidden, dtype=dtype, device=device),
+        torch.tensor([3, 9, 0, 3], dtype=torch.int32, device=device),
+    )
     out = torch.full((4, hidden), float("nan"), dtype=dtype, device=device)
     rows.embed(ids, table, scale, out)
-    torch.testing.assert_close(out, table[ids.long()] * scale, **(close(dtype) if scale != 1 else {"rtol": 0, "atol": 0}))
+    torch.testing.assert_close(
+        out, table[ids.long()] * scale, **(close(dtype) if scale != 1 else {"rtol": 0, "atol": 0})
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -175,8 +233,14 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows: int, row: int, seed: i
     """All launchers but embed, which computes nothing: a row alone, and the same row among others."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     row, dim = row % num_rows, 16
-    x, added = noise(num_rows, 6 * dim, device=device, seed=seed), noise(num_rows, 6 * dim, device=device, seed=seed + 1)
-    weight, tables = noise(6 * dim, device=device), [table.to(device) for table in rotary_tables(RopeConfig(), dim, 8)]
+    x, added = (
+        noise(num_rows, 6 * dim, device=device, seed=seed),
+        noise(num_rows, 6 * dim, device=device, seed=seed + 1),
+    )
+    weight, tables = (
+        noise(6 * dim, device=device),
+        [table.to(device) for table in rotary_tables(RopeConfig(), dim, 8)],
+    )
     norm = weight[:dim].contiguous()
 
     def run(chosen: slice) -> list[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Exact enumeration: runs a random program once for every combination of its chances and adds up the probabilities."""
+"""Exact enumeration: runs a random program once for every combination of its chances and adds up the
+probabilities.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.verify.noise import Noise, Purpose
+from paceline.core.noise import Noise, Purpose
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""Drafters that no one would ship, to corner the verifier: always right, always wrong, random, ragged, empty, trees with and without q."""
+"""Drafters that no one would ship, to corner the verifier: always right, always wrong, random, ragged, empty,
+trees with and without q.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paceline.errors import GrammarError
-from paceline.proposers.base import chain, empty
-from paceline.types import Draft, Needs, Request, Seen
-from paceline.verify.noise import Purpose
-from paceline.verify.sampling import choose, guess, noise_of, probabilities, processed
-from paceline.verify.tree import Tree
+from paceline.core.errors import GrammarError
+from paceline.core.noise import Purpose
+from paceline.core.sampling import choose, guess, noise_of, probabilities, processed
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Needs, Request, Seen
+from paceline.drafters.base import chain, empty
 from tests.laws.harness import DEVICE, VOCAB, model
 
 
@@ -107,7 +109,9 @@ class SampledChain(Fake):
         rows: list[torch.Tensor | None] = []
         for _ in range(budget if request.constraint is None else 1):
             try:
-                token, q = guess(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)).to(DEVICE))
+                token, q = guess(
+                    request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)).to(DEVICE)
+                )
             except GrammarError:
                 break
             path.append(token)
@@ -122,11 +126,17 @@ class SampledTree(Fake):
         tokens, parents, q = [request.tokens[-1]], [-1], {}
         noise = noise_of(request)
         for node in range(budget):
-            if node >= len(tokens) or len(tokens) + 2 > budget + 1 or (node and request.constraint is not None):
+            if (
+                node >= len(tokens)
+                or len(tokens) + 2 > budget + 1
+                or (node and request.constraint is not None)
+            ):
                 break
             path = [tokens[n] for n in Tree(tuple(tokens), tuple(parents)).ancestors(node)[1:]]
             try:
-                logits = processed(request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)).to(DEVICE))
+                logits = processed(
+                    request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)).to(DEVICE)
+                )
             except GrammarError:
                 break
             if request.params.is_greedy:
@@ -134,8 +144,12 @@ class SampledTree(Fake):
             else:
                 q[node] = left = probabilities(request.params, logits)
                 picks = []
-                for _ in range(min(2, int((left > 0).sum()))):  # the best two of one noisy row: a sample without replacement
-                    picks.append(noise.draw(left.log().cpu().numpy(), request.num_tokens + len(path), Purpose.DRAFT))
+                for _ in range(
+                    min(2, int((left > 0).sum()))
+                ):  # the best two of one noisy row: a sample without replacement
+                    picks.append(
+                        noise.draw(left.log().cpu().numpy(), request.num_tokens + len(path), Purpose.DRAFT)
+                    )
                     left = left.clone()
                     left[picks[-1]] = 0
             tokens.extend(picks)
@@ -144,5 +158,6 @@ class SampledTree(Fake):
 
 
 FAKES: dict[str, type[Fake]] = {
-    kind.__name__: kind for kind in (Empty, AlwaysRight, AlwaysWrong, Random, Ragged, RandomTree, SampledChain, SampledTree)
+    kind.__name__: kind
+    for kind in (Empty, AlwaysRight, AlwaysWrong, Random, Ragged, RandomTree, SampledChain, SampledTree)
 }

@@ -1,4 +1,6 @@
-"""A grammar small enough to check by eye: no token may be followed by one that leaves the same rest when divided by 3."""
+"""A grammar small enough to check by eye: no token may be followed by one that leaves the same rest when
+divided by 3.
+"""
 
 from __future__ import annotations
 

@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.config import EngineConfig
+from paceline.core.options import EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.core.types import Cached, Draft, Proposer, Request, Segment, Verdict
+from paceline.drafters import registry
+from paceline.drafters.base import Surroundings
 from paceline.engine.commit import Emission
 from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
 from paceline.engine.policy import AutoPolicy
 from paceline.engine.scheduler import Turn
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.params import SamplingParams
-from paceline.proposers import registry
-from paceline.proposers.base import Surroundings
 from paceline.runtime.device import cache_dtype, resolve
 from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
 from paceline.runtime.runner import Decoder, Runner, default_dtype, load_decoder
-from paceline.types import Cached, Draft, Proposer, Request, Segment, Verdict
 
 VOCAB = 48
 END = 7
@@ -68,7 +68,8 @@ class RandomCheckpoint:
 
 DEVICE = resolve(os.environ.get("PACELINE_LAWS_DEVICE", "cpu"))
 EXACT = os.environ.get("PACELINE_LAWS_EXACT", "1") == "1"  # of a GPU; without it trees are checked too
-# What the engine uses when nothing is said; but where bits may differ by the number of rows, a type in which nothing is nearly a tie.
+# What the engine uses when nothing is said; but where bits may differ by the number of rows, a type in which
+# nothing is nearly a tie.
 DTYPE = default_dtype(DEVICE, "exact") if EXACT else "float32"
 
 # Families pad their vocabularies differently: model 2 has more ids than the target, model 3 fewer.
@@ -84,13 +85,18 @@ def decoder(seed: int = 0, dtype: str = DTYPE) -> Decoder:
 
 
 def runner(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE, role: str = "target") -> Runner:
-    return Runner(decoder(seed, dtype), (kv_cache.__wrapped__ if DEVICE.type == "cpu" else kv_cache)(num_blocks, seed, dtype, role))
+    return Runner(
+        decoder(seed, dtype),
+        (kv_cache.__wrapped__ if DEVICE.type == "cpu" else kv_cache)(num_blocks, seed, dtype, role),
+    )
 
 
 @functools.cache
 def kv_cache(num_blocks: int, seed: int, dtype: str, role: str) -> KvCache:
     """On a GPU used again, since graphs are recorded for a cache; every test leaves it empty."""
-    return KvCache(CONFIG, num_blocks, device=DEVICE, kept=cache_dtype(DEVICE, dtype), has_spare=DEVICE.type == "cuda")
+    return KvCache(
+        CONFIG, num_blocks, device=DEVICE, kept=cache_dtype(DEVICE, dtype), has_spare=DEVICE.type == "cuda"
+    )
 
 
 @functools.cache
@@ -111,7 +117,9 @@ def model(tokens: Sequence[int], seed: int = 0, dtype: str = DTYPE) -> np.ndarra
 class Untimed(AutoPolicy):
     """Never looks at the clock, so that what it chooses is the same every time."""
 
-    def heard(self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None) -> None:
+    def heard(
+        self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None
+    ) -> None:
         super().heard(drafter, asks, drafts, 1e-6)
 
     def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
@@ -137,8 +145,9 @@ def engine_with(
     is_timed: bool = True,
     **limits: Any,
 ) -> Engine:
-    """An engine over the tiny model. A dict is a speculative_config for a drafter of the registry. is_auto: the policy chooses what is
-    drafted and checked, as if checking cost almost nothing; not is_timed: and goes on believing so."""
+    """An engine over the tiny model. A dict is a speculative_config for a drafter of the registry. is_auto:
+    the policy chooses what is drafted and checked, as if checking cost almost nothing; not is_timed: and goes
+    on believing so."""
     target = runner(num_blocks, dtype=target_dtype)
     num_draft = limits.pop("num_speculative_tokens", 4)
     if isinstance(proposer, dict):
@@ -205,7 +214,9 @@ def check_sums(engine: Engine, request: Request, said: list[Emission]) -> None:
     assert [t for e in said for t in e.tokens] == request.output
     assert stats.num_tokens == request.num_output == stats.num_accepted + stats.num_own
     assert stats.num_steps - stats.num_own in (0, 1), "only a last step may end inside its draft"
-    assert stats.num_accepted == sum(e.num_accepted for e in said) == sum(stats.accepted_at) <= stats.num_drafted
+    assert (
+        stats.num_accepted == sum(e.num_accepted for e in said) == sum(stats.accepted_at) <= stats.num_drafted
+    )
     assert stats.num_steps == sum(bool(e.tokens) for e in said)
 
 

@@ -1,5 +1,6 @@
-"""The law: what plain decoding says, in the plainest code. No cache, no engine, no draft, no code of paceline.verify but the
-noise itself, which *defines* what a seed means. Everything in tests/laws is compared with `reference_loop`."""
+"""The law: what plain decoding says, in the plainest code. No cache, no engine, no draft, no code of
+paceline.core but the noise itself, which *defines* what a seed means. Everything in tests/laws is compared
+with `reference_loop`."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.params import SamplingParams
-from paceline.verify.noise import Purpose, gumbel
+from paceline.core.noise import Purpose, gumbel
+from paceline.core.params import SamplingParams
 
 Model = Callable[[Sequence[int]], np.ndarray]  # tokens -> raw logits [vocab] of the next one
 Allowed = Callable[[Sequence[int]], np.ndarray]  # output so far -> bool [vocab]: a grammar
@@ -80,7 +81,9 @@ def warped(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     if params.top_p < 1:
         order = np.sort(scores)[::-1]
         mass = np.cumsum(softmax(order))
-        scores = np.where(scores < order[min(int((mass < params.top_p).sum()), len(order) - 1)], -np.inf, scores)
+        scores = np.where(
+            scores < order[min(int((mass < params.top_p).sum()), len(order) - 1)], -np.inf, scores
+        )
     return scores
 
 
@@ -90,7 +93,13 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def distribution(
-    model: Model, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, allowed: Allowed | None = None
+    model: Model,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    allowed: Allowed | None = None,
 ) -> np.ndarray:
     """p(next | prompt, output) after every option."""
-    return softmax(warped(constrained(model([*prompt, *output]), prompt, output, params, allowed=allowed), params))
+    return softmax(
+        warped(constrained(model([*prompt, *output]), prompt, output, params, allowed=allowed), params)
+    )

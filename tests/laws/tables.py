@@ -1,4 +1,6 @@
-"""Language models that are tables, behind a real Runner and KV cache: each row's K holds its token, so a wrong slot or parent shows."""
+"""Language models that are tables, behind a real Runner and KV cache: each row's K holds its token, so a
+wrong slot or parent shows.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-import paceline.proposers.candidates as candidates_module
-import paceline.proposers.grow as grow_module
-import paceline.verify.accept as accept_module
-from paceline.proposers import registry
-from paceline.proposers.base import Surroundings
+import paceline.core.accept as accept_module
+import paceline.drafters.candidates as candidates_module
+import paceline.drafters.grow as grow_module
+from paceline.core.noise import Noise
+from paceline.core.types import Batch, Output, Proposer, Request, Segment
+from paceline.drafters import registry
+from paceline.drafters.base import Surroundings
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
-from paceline.types import Batch, Output, Proposer, Request, Segment
-from paceline.verify.noise import Noise
 from tests.laws.harness import CONFIG
 
 Table = Callable[[Sequence[int]], np.ndarray]
@@ -37,7 +39,9 @@ class TableDecoder:
         self.config = replace(CONFIG, vocab_size=vocab)
         self.num_rows: list[int] = []  # of each pass
 
-    def forward(self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()) -> Output:
+    def forward(
+        self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
+    ) -> Output:
         c = batch.columns
         table = self.table if num_layers is None else self.exits[num_layers]
         self.num_rows.append(len(c.input_ids))
@@ -47,7 +51,10 @@ class TableDecoder:
         for row, token in enumerate(c.input_ids):
             request, parent = c.request_of[row], c.parents[row]
             blocks = c.block_tables[request * width : (request + 1) * width]
-            slots = [blocks[i // batch.block_size] * batch.block_size + i % batch.block_size for i in range(c.prefix_lens[request])]
+            slots = [
+                blocks[i // batch.block_size] * batch.block_size + i % batch.block_size
+                for i in range(c.prefix_lens[request])
+            ]
             prefix = keys[slots, 0, 0].long().tolist()
             contexts.append([*(prefix if parent < 0 else contexts[parent]), token])
             assert c.positions[row] == len(contexts[-1]) - 1
@@ -64,11 +71,15 @@ def table_runner(table: Table, vocab: int, exits: dict[int, Table] | None = None
 def table_drafter(options: dict[str, Any], target: Runner, models: dict[str, Runner]) -> Proposer:
     """A drafter of the registry; draft models are looked up by name."""
     kind, config = registry.parse(options)
-    return registry.create(kind, config, Surroundings(target, None, None, lambda name: (None, None, models[name])))  # type: ignore[arg-type, return-value]
+    return registry.create(
+        kind, config, Surroundings(target, None, None, lambda name: (None, None, models[name]))
+    )  # type: ignore[arg-type, return-value]
 
 
 def ready(runner: Runner, request: Request, budget: int) -> None:
-    """The target has read all of the text but its newest token, and has room for a draft: what an engine guarantees."""
+    """The target has read all of the text but its newest token, and has room for a draft: what an engine
+    guarantees.
+    """
     runner.kv.reserve(request.cache, request.num_tokens + budget)
     unread = request.tokens[request.cache.num_cached : -1]
     if unread:

@@ -1,4 +1,6 @@
-"""Each accept rule, enumerated exactly on a vocabulary of 5: draft and verdict together must have the target's own law."""
+"""Each accept rule, enumerated exactly on a vocabulary of 5: draft and verdict together must have the
+target's own law.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-import paceline.verify.accept as accept_module
-from paceline.params import SamplingParams
-from paceline.proposers.base import chain
-from paceline.types import Draft, Request
-from paceline.verify.accept import accept
-from paceline.verify.noise import Noise, Purpose
-from paceline.verify.sampling import guess, probabilities, processed
-from paceline.verify.tree import Tree
+import paceline.core.accept as accept_module
+from paceline.core.accept import accept
+from paceline.core.noise import Noise, Purpose
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import guess, probabilities, processed
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Request
+from paceline.drafters.base import chain
 from tests.laws.chances import enumerate_law
 from tests.laws.grammar import NoEqualRests, allowed_after
 from tests.laws.reference import distribution
@@ -38,7 +40,14 @@ OPTIONS = {
     "grammar": {"grammar": True},
     "end": {"end": True},
     "grammar, end, penalty": {"grammar": True, "end": True, "frequency_penalty": 1.0, "temperature": 0.8},
-    "all": {"temperature": 1.3, "top_k": 4, "top_p": 0.95, "min_p": 0.02, "frequency_penalty": 0.4, "logit_bias": {1: 0.5}},
+    "all": {
+        "temperature": 1.3,
+        "top_k": 4,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "frequency_penalty": 0.4,
+        "logit_bias": {1: 0.5},
+    },
 }
 
 
@@ -64,7 +73,9 @@ def request_with(options: dict[str, object]) -> Request:
 
 
 def target_logits(request: Request, tree: Tree) -> torch.Tensor:
-    contexts = [[*request.tokens[:-1], *(tree.tokens[n] for n in tree.ancestors(i))] for i in range(len(tree.tokens))]
+    contexts = [
+        [*request.tokens[:-1], *(tree.tokens[n] for n in tree.ancestors(i))] for i in range(len(tree.tokens))
+    ]
     return torch.stack([torch.from_numpy(target(c)) for c in contexts])
 
 
@@ -153,7 +164,11 @@ def emitted_law(options: dict[str, object], draft_of: Callable[[Request, Noise],
         assert len(verdict.tokens) == len(verdict.path)
         assert [draft.tree.tokens[n] for n in verdict.path[1:]] == list(verdict.tokens[:-1])
         assert request.constraint is None or not request.constraint.output, "the grammar was not rolled back"  # type: ignore[attr-defined]
-        return next(verdict.tokens[:n] for n in range(1, 9) if n == len(verdict.tokens) or is_whole(verdict.tokens[:n], options))
+        return next(
+            verdict.tokens[:n]
+            for n in range(1, 9)
+            if n == len(verdict.tokens) or is_whole(verdict.tokens[:n], options)
+        )
 
     law: Law = {}
     for emitted, mass in enumerate_law(program).items():
@@ -180,7 +195,9 @@ DRAFTS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("draft_of", DRAFTS.values(), ids=DRAFTS)
-def test_draft_and_verdict_have_the_targets_law(draft_of: Callable[[Request, Noise], Draft], options: dict[str, object]) -> None:
+def test_draft_and_verdict_have_the_targets_law(
+    draft_of: Callable[[Request, Noise], Draft], options: dict[str, object]
+) -> None:
     law = emitted_law(options, draft_of)
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
     assert largest_error(law, options) < 1e-9
@@ -221,13 +238,25 @@ Break = Callable[[pytest.MonkeyPatch], None]
 BREAKS: dict[str, tuple[Break, str, str]] = {  # the mistake, and the draft and options it shows with
     "resample from p": (lambda m: m.setattr(accept_module, "_excess", lambda p, q: p), "token", "plain"),
     "always accept": (lambda m: m.setattr(accept_module, "_ratio", lambda p, q: 1.0), "block", "plain"),
-    "forget the missing mass": (lambda m: m.setattr(accept_module, "_share", lambda left, missing: float(left > 0)), "block", "plain"),
-    "raw p": (lambda m: m.setattr(accept_module, "processed", lambda request, path, row: row), "token", "penalties"),
+    "forget the missing mass": (
+        lambda m: m.setattr(accept_module, "_share", lambda left, missing: float(left > 0)),
+        "block",
+        "plain",
+    ),
+    "raw p": (
+        lambda m: m.setattr(accept_module, "processed", lambda request, path, row: row),
+        "token",
+        "penalties",
+    ),
 }
 
 
 @pytest.mark.parametrize(("broken", "draft", "options"), BREAKS.values(), ids=BREAKS)
-def test_a_broken_rule_is_seen(broken: Break, draft: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The laws can fail: each of these mistakes, all seen in the wild, moves the law by far more than the tolerance."""
+def test_a_broken_rule_is_seen(
+    broken: Break, draft: str, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The laws can fail: each of these mistakes, all seen in the wild, moves the law by far more than the
+    tolerance.
+    """
     broken(monkeypatch)
     assert largest_error(emitted_law(OPTIONS[options], DRAFTS[draft]), OPTIONS[options]) > 1e-3

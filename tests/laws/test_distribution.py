@@ -1,4 +1,6 @@
-"""Unseeded sampling through the whole engine, drafting included, has the target's distribution: chi-square against exact probabilities."""
+"""Unseeded sampling through the whole engine, drafting included, has the target's distribution: chi-square
+against exact probabilities.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.params import SamplingParams
-from paceline.proposers.reading import Reading
-from paceline.proposers.staged import Staged
-from paceline.types import Draft, Request
-from paceline.verify.accept import accept
-from paceline.verify.chi_square import chi_square_p_value
-from paceline.verify.noise import Noise, Purpose
-from paceline.verify.sampling import guess
-from paceline.verify.tree import Tree
+from paceline.core.accept import accept
+from paceline.core.chi_square import chi_square_p_value
+from paceline.core.noise import Noise, Purpose
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import guess
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Request
+from paceline.drafters.reading import Reading
+from paceline.drafters.staged import Staged
 from tests.laws.harness import model, prompts, request_of, run
 from tests.laws.reference import distribution
 from tests.laws.test_engine_laws import make
@@ -27,14 +29,18 @@ LENGTH = 3
 
 
 def p_value_of(drafter: str | None, samples: int, **options: Any) -> float:
-    """Of the joint law of the first tokens. By the clock a policy would draft now more, now less, and one run in a thousand be unlucky."""
+    """Of the joint law of the first tokens. By the clock a policy would draft now more, now less, and one run
+    in a thousand be unlucky.
+    """
     options = {"max_tokens": LENGTH, "allowed_token_ids": (3, 9, 14, 20), **options}
     params = SamplingParams(temperature=8.0, ignore_eos=True, **options)
     engine = make(drafter, is_timed=False, max_num_seqs=64, max_num_batched_tokens=512)
     requests = [request_of(PROMPT, params, seed=7919 * i + 13) for i in range(samples)]
     run(engine, requests)
     if options["max_tokens"] > LENGTH:
-        assert 0 < engine.totals.num_accepted < engine.totals.num_drafted, "a test of drafts, without any to judge"
+        assert 0 < engine.totals.num_accepted < engine.totals.num_drafted, (
+            "a test of drafts, without any to judge"
+        )
     return chi_square_p_value(Counter(tuple(r.output) for r in requests), exact_law(params))
 
 
@@ -50,20 +56,40 @@ def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
     return law
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "early_exit", "quantized", "RandomTree", "SampledChain", "SampledTree"])
+@pytest.mark.parametrize(
+    "drafter",
+    [None, "ngram", "draft_model", "early_exit", "quantized", "RandomTree", "SampledChain", "SampledTree"],
+)
 def test_unseeded_sampling_has_the_targets_distribution(drafter: str | None) -> None:
     assert p_value_of(drafter, samples=1500) > 1e-3
 
 
-@pytest.mark.parametrize("options", [{"frequency_penalty": 1.0}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"frequency_penalty": 1.0}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.5}]
+)
 def test_unseeded_sampling_with_options(options: dict[str, Any]) -> None:
     assert p_value_of("SampledChain", samples=1000, **options) > 1e-3
 
 
-GROWN = ["draft_model", "draft_model_tree", "early_exit_tree", "early_exit_unsure", "quantized_tree", "SampledTree"]
-POLICED = ["auto early_exit_tree", "auto draft_model", "auto SampledTree", "auto hybrid"]  # what is drawn is cut, by what came before it
+GROWN = [
+    "draft_model",
+    "draft_model_tree",
+    "early_exit_tree",
+    "early_exit_unsure",
+    "quantized_tree",
+    "SampledTree",
+]
+POLICED = [
+    "auto early_exit_tree",
+    "auto draft_model",
+    "auto SampledTree",
+    "auto hybrid",
+]  # what is drawn is cut, by what came before it
 COMPOSED = ["staged", "staged_tree", "staged_thrice", "hybrid", "hybrid_of_models"]
-LONGER: dict[str, Any] = {"max_tokens": 5, "allowed_token_ids": (3, 9, 14)}  # the first token has no draft, so three may be drafted at once
+LONGER: dict[str, Any] = {
+    "max_tokens": 5,
+    "allowed_token_ids": (3, 9, 14),
+}  # the first token has no draft, so three may be drafted at once
 
 
 @pytest.mark.parametrize("drafter", [*GROWN, *COMPOSED, *POLICED])
@@ -98,7 +124,9 @@ def first_token_p_value(samples: int) -> float:
 
 
 def test_reuse_of_draft_noise_for_resampling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break one thing, the stream that the redraw after a rejection uses, and the law moves: these tests can fail."""
+    """Break one thing, the stream that the redraw after a rejection uses, and the law moves: these tests can
+    fail.
+    """
     assert first_token_p_value(4000) > 1e-3
     draw = Noise.draw
 

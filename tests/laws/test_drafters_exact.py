@@ -1,4 +1,6 @@
-"""Drafters that sample, enumerated exactly: what they draft and the verdict on it together have the target's own law."""
+"""Drafters that sample, enumerated exactly: what they draft and the verdict on it together have the target's
+own law.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.types import Draft, Request
-from paceline.verify.noise import Noise, Purpose
-from paceline.verify.tree import Tree
+from paceline.core.noise import Noise, Purpose
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Request
 from tests.laws.tables import drafting_with, ready, table_drafter, table_runner
 from tests.laws.test_accept_exact import (
     VOCAB,
@@ -32,11 +34,32 @@ MIDDLE = {"method": "draft_model", "model": "middle"}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "chain": {"method": "draft_model", "model": "middle", "num_speculative_tokens": 2},
     "tree": {"method": "draft_model", "model": "middle", "num_speculative_tokens": 3, "tree_width": 2},
-    "wide tree": {"method": "draft_model", "model": "middle", "num_speculative_tokens": 4, "tree_width": 2, "tree_depth": 2},
-    "early exit tree": {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 3, "tree_width": 2},
-    "unsure chain": {"method": "draft_model", "model": "middle", "num_speculative_tokens": 3, "confidence_threshold": 0.3},
+    "wide tree": {
+        "method": "draft_model",
+        "model": "middle",
+        "num_speculative_tokens": 4,
+        "tree_width": 2,
+        "tree_depth": 2,
+    },
+    "early exit tree": {
+        "method": "early_exit",
+        "num_layers": 1,
+        "num_speculative_tokens": 3,
+        "tree_width": 2,
+    },
+    "unsure chain": {
+        "method": "draft_model",
+        "model": "middle",
+        "num_speculative_tokens": 3,
+        "confidence_threshold": 0.3,
+    },
     "unsure tree": {**MIDDLE, "num_speculative_tokens": 3, "tree_width": 2, "confidence_threshold": 0.35},
-    "staged": {"method": "staged", "num_speculative_tokens": 2, "middle": MIDDLE, "drafter": {"method": "ngram"}},
+    "staged": {
+        "method": "staged",
+        "num_speculative_tokens": 2,
+        "middle": MIDDLE,
+        "drafter": {"method": "ngram"},
+    },
     "staged on samples": {
         "method": "staged",
         "num_speculative_tokens": 2,
@@ -48,7 +71,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def drafted_by(options: dict[str, Any]) -> Callable[[Request, Noise], Draft]:
-    """The drafter of these options, with tables for models: the target's first layer and a draft model say the same."""
+    """The drafter of these options, with tables for models: the target's first layer and a draft model say
+    the same.
+    """
 
     def draft_of(request: Request, noise: Noise) -> Draft:
         runner = table_runner(target, VOCAB, {1: drafter})
@@ -72,7 +97,9 @@ def test_draft_and_verdict_have_the_targets_law(config: dict[str, Any], options:
 
 
 def test_a_sampled_node_may_not_be_dropped_for_its_own_token() -> None:
-    """What the threshold does to candidates, to a sampled chain: keep a token only if it is likely. The law moves."""
+    """What the threshold does to candidates, to a sampled chain: keep a token only if it is likely. The law
+    moves.
+    """
     kept = drafted_by(DRAFTERS["unsure chain"])
 
     def dropped(request: Request, noise: Noise) -> Draft:
@@ -87,7 +114,9 @@ def test_a_sampled_node_may_not_be_dropped_for_its_own_token() -> None:
 
 
 def branches_late(request: Request, noise: Noise) -> Draft:
-    """A sampled chain of two and, if the second token is 0, a second child of the first: a chain or a tree, as the draw has it."""
+    """A sampled chain of two and, if the second token is 0, a second child of the first: a chain or a tree,
+    as the draw has it.
+    """
     draft = sampled_chain(request, noise)
     assert draft.q is not None
     tokens, parents = list(draft.tree.tokens), list(draft.tree.parents)
@@ -100,5 +129,7 @@ def branches_late(request: Request, noise: Noise) -> Draft:
 
 
 def test_whether_a_draft_is_a_chain_may_not_depend_on_what_was_drawn() -> None:
-    """Chains are judged as a block, trees sibling by sibling; a mixture of the two rules, chosen by the tokens, is neither."""
+    """Chains are judged as a block, trees sibling by sibling; a mixture of the two rules, chosen by the
+    tokens, is neither.
+    """
     assert largest_error(emitted_law(FEW, branches_late), FEW) > 1e-3

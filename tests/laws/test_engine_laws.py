@@ -1,4 +1,6 @@
-"""The first promise: with every drafter and every option, the engine says what the reference loop says, token for token."""
+"""The first promise: with every drafter and every option, the engine says what the reference loop says, token
+for token.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,25 @@ import numpy as np
 import pytest
 
 from paceline.cli.verify_equality import NEAR_TIE
+from paceline.core.noise import Purpose, gumbel
+from paceline.core.params import SamplingParams
+from paceline.drafters.registry import DRAFTERS
 from paceline.engine.engine import Engine
-from paceline.params import SamplingParams
-from paceline.proposers.registry import DRAFTERS
-from paceline.verify.noise import Purpose, gumbel
 from tests.heads import random_head, random_mlp
 from tests.laws.fakes import FAKES, Fives
 from tests.laws.grammar import NoEqualRests, allowed_after
-from tests.laws.harness import DTYPE, END, EXACT, VOCAB, RandomCheckpoint, engine_with, model, prompts, request_of, run
+from tests.laws.harness import (
+    DTYPE,
+    END,
+    EXACT,
+    VOCAB,
+    RandomCheckpoint,
+    engine_with,
+    model,
+    prompts,
+    request_of,
+    run,
+)
 from tests.laws.reference import constrained, reference_loop
 
 TARGET = RandomCheckpoint()
@@ -26,7 +39,11 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
     "suffix": {"method": "suffix", "tree": False},
     "suffix_tree": {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_min_token_prob": 0.0},
-    "suffix_short": {"method": "suffix", "suffix_decoding_max_tree_depth": 3, "suffix_decoding_max_cached_requests": 1},
+    "suffix_short": {
+        "method": "suffix",
+        "suffix_decoding_max_tree_depth": 3,
+        "suffix_decoding_max_cached_requests": 1,
+    },
     "recycle": {"method": "recycle", "tree": False, "min_token_prob": 0.0},
     "recycle_tree": {"method": "recycle", "num_speculative_tokens": 8, "min_token_prob": 0.0},
     "draft_model": {"method": "draft_model", "model": "1"},
@@ -43,27 +60,72 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "early_exit_unsure": {"method": "early_exit", "num_layers": 2, "confidence_threshold": 0.2},
     "quantized_tree": {"method": "quantized", "bits": 4, "tree_width": 2, "tree_depth": 3},
     "eagle": {"method": "eagle", "model": random_head("eagle", TARGET)},
-    "eagle_reduced": {"method": "eagle", "model": random_head("eagle", TARGET, draft_vocab=20), "confidence_threshold": 0.05},
-    "eagle_tree": {"method": "eagle", "model": random_head("eagle", TARGET, draft_vocab=32), "tree_width": 3, "num_speculative_tokens": 8},
-    "eagle3": {"method": "eagle3", "model": random_head("eagle", TARGET, norm_before_residual=True), "num_speculative_tokens": 2},
+    "eagle_reduced": {
+        "method": "eagle",
+        "model": random_head("eagle", TARGET, draft_vocab=20),
+        "confidence_threshold": 0.05,
+    },
+    "eagle_tree": {
+        "method": "eagle",
+        "model": random_head("eagle", TARGET, draft_vocab=32),
+        "tree_width": 3,
+        "num_speculative_tokens": 8,
+    },
+    "eagle3": {
+        "method": "eagle3",
+        "model": random_head("eagle", TARGET, norm_before_residual=True),
+        "num_speculative_tokens": 2,
+    },
     "mlp_speculator": {"method": "mlp_speculator", "model": random_mlp(TARGET)},
-    "mlp_speculator_tree": {"method": "mlp_speculator", "model": random_mlp(TARGET), "tree_width": 2, "num_speculative_tokens": 6},
-    "hybrid_of_heads": {"method": "hybrid", "drafters": ["ngram", {"method": "eagle", "model": random_head("eagle", TARGET)}]},
+    "mlp_speculator_tree": {
+        "method": "mlp_speculator",
+        "model": random_mlp(TARGET),
+        "tree_width": 2,
+        "num_speculative_tokens": 6,
+    },
+    "hybrid_of_heads": {
+        "method": "hybrid",
+        "drafters": ["ngram", {"method": "eagle", "model": random_head("eagle", TARGET)}],
+    },
     "distilled": {"method": "draft", "model": random_head("draft", TARGET, draft_vocab=40)},
-    "distilled_tree": {"method": "draft", "model": random_head("draft", TARGET), "tree_width": 2, "num_speculative_tokens": 6},
+    "distilled_tree": {
+        "method": "draft",
+        "model": random_head("draft", TARGET),
+        "tree_width": 2,
+        "num_speculative_tokens": 6,
+    },
     "medusa": {"method": "medusa", "model": random_head("medusa", TARGET, draft_vocab=40)},
-    "medusa_tree": {"method": "medusa", "model": random_head("medusa", TARGET, num_blocks=2), "tree_width": 3, "num_speculative_tokens": 8},
-    "medusa_trunk": {"method": "medusa", "model": random_head("medusa", TARGET, draft_vocab=40, has_trunk=True)},
+    "medusa_tree": {
+        "method": "medusa",
+        "model": random_head("medusa", TARGET, num_blocks=2),
+        "tree_width": 3,
+        "num_speculative_tokens": 8,
+    },
+    "medusa_trunk": {
+        "method": "medusa",
+        "model": random_head("medusa", TARGET, draft_vocab=40, has_trunk=True),
+    },
     "dflash": {"method": "dflash", "model": random_head("dflash", TARGET, markov_rank=16)},
     "dflash_tree": {
         "method": "dflash",
-        "model": random_head("dflash", TARGET, draft_vocab=40, markov_rank=16, sample_from_anchor=False, block_size=5),
+        "model": random_head(
+            "dflash", TARGET, draft_vocab=40, markov_rank=16, sample_from_anchor=False, block_size=5
+        ),
         "tree_width": 2,
         "num_speculative_tokens": 8,
     },
     "lookahead": {"method": "lookahead"},
-    "lookahead_deep": {"method": "lookahead", "max_window_size": 2, "max_ngram_size": 3, "pool_from_text": False},
-    "staged": {"method": "staged", "middle": {"method": "early_exit", "num_layers": 2}, "drafter": {"method": "ngram"}},
+    "lookahead_deep": {
+        "method": "lookahead",
+        "max_window_size": 2,
+        "max_ngram_size": 3,
+        "pool_from_text": False,
+    },
+    "staged": {
+        "method": "staged",
+        "middle": {"method": "early_exit", "num_layers": 2},
+        "drafter": {"method": "ngram"},
+    },
     "staged_tree": {
         "method": "staged",
         "middle": {"method": "draft_model", "model": "1"},
@@ -72,10 +134,20 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "staged_thrice": {
         "method": "staged",
         "middle": {"method": "quantized", "bits": 4},
-        "drafter": {"method": "staged", "middle": {"method": "early_exit", "num_layers": 2}, "drafter": {"method": "lookahead"}},
+        "drafter": {
+            "method": "staged",
+            "middle": {"method": "early_exit", "num_layers": 2},
+            "drafter": {"method": "lookahead"},
+        },
     },
-    "hybrid": {"method": "hybrid", "drafters": ["ngram", {"method": "early_exit", "num_layers": 2, "tree_width": 2}]},
-    "hybrid_of_auto": {"method": "hybrid", "drafters": ["suffix", {"method": "recycle", "min_token_prob": 0.0}]},
+    "hybrid": {
+        "method": "hybrid",
+        "drafters": ["ngram", {"method": "early_exit", "num_layers": 2, "tree_width": 2}],
+    },
+    "hybrid_of_auto": {
+        "method": "hybrid",
+        "drafters": ["suffix", {"method": "recycle", "min_token_prob": 0.0}],
+    },
     "hybrid_of_free": {"method": "hybrid", "drafters": ["ngram", "lookahead"]},
     "hybrid_of_models": {
         "method": "hybrid",
@@ -83,7 +155,8 @@ REGISTERED: dict[str, dict[str, Any]] = {
     },
 }
 DEAD_END: dict[str, Any] = {"allowed_token_ids": (5,), "max_tokens": 9}
-# What the policy is given here it may cut, join and leave out as it likes: always right, always wrong, sampled, in chains and trees.
+# What the policy is given here it may cut, join and leave out as it likes: always right, always wrong,
+# sampled, in chains and trees.
 POLICED = (
     "ngram", "early_exit", "hybrid", "hybrid_of_auto", "hybrid_of_heads", "AlwaysRight", "AlwaysWrong", "RandomTree", "SampledChain",
     "SampledTree",
@@ -134,14 +207,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def expected(request: Any, dtype: str = DTYPE) -> list[int]:
     oracle = functools.partial(model, dtype=dtype)
     return reference_loop(
-        oracle, request.tokens[: request.num_prompt], request.params, request.seed, frozenset({END}), request.bad_sequences
+        oracle,
+        request.tokens[: request.num_prompt],
+        request.params,
+        request.seed,
+        frozenset({END}),
+        request.bad_sequences,
     )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 @pytest.mark.parametrize("drafter", DRAFTER_NAMES)
 def test_same_text_in_a_batch(drafter: str | None, temperature: float) -> None:
-    """Seven requests of different lengths share five places, prompts arrive in chunks, and every text is the reference's."""
+    """Seven requests of different lengths share five places, prompts arrive in chunks, and every text is the
+    reference's.
+    """
     params = SamplingParams(temperature=temperature, seed=11, max_tokens=24)
     requests = [request_of(p, params, seed=11 + i) for i, p in enumerate(prompts(7))]
     engine = make(drafter, max_num_seqs=5, max_num_batched_tokens=23)
@@ -152,11 +232,17 @@ def test_same_text_in_a_batch(drafter: str | None, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
-@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "early_exit", "quantized", "SampledTree", "AlwaysRight"])
+@pytest.mark.parametrize(
+    "drafter", [None, "ngram", "draft_model", "early_exit", "quantized", "SampledTree", "AlwaysRight"]
+)
 def test_same_text_with_weights_of_every_type(drafter: str | None, dtype: str) -> None:
-    """The laws of this file hold for the default type; here the other two, in a batch, with chunked prompts and preemption."""
+    """The laws of this file hold for the default type; here the other two, in a batch, with chunked prompts
+    and preemption.
+    """
     params = [SamplingParams(temperature=t, seed=5, max_tokens=30, ignore_eos=True) for t in (0.0, 0.9)]
-    requests = [request_of(p, params[i % 2], seed=i) for i, p in enumerate(prompts(6, low=10, high=80, seed=7))]
+    requests = [
+        request_of(p, params[i % 2], seed=i) for i, p in enumerate(prompts(6, low=10, high=80, seed=7))
+    ]
     engine = make(drafter, num_blocks=20, max_num_batched_tokens=37, max_model_len=150, target_dtype=dtype)
     run(engine, requests)
     assert engine.scheduler.num_preemptions > 0
@@ -166,12 +252,20 @@ def test_same_text_with_weights_of_every_type(drafter: str | None, dtype: str) -
 
 
 def parts_at_a_tie(request: Any, wanted: list[int], dtype: str) -> bool:
-    """Does the first other token score within the margin that `paceline verify` states? All that a GPU promises without its exact mode."""
-    place = next(i for i, (mine, theirs) in enumerate(zip(request.output, wanted, strict=True)) if mine != theirs)
+    """Does the first other token score within the margin that `paceline verify` states? All that a GPU
+    promises without its exact mode.
+    """
+    place = next(
+        i for i, (mine, theirs) in enumerate(zip(request.output, wanted, strict=True)) if mine != theirs
+    )
     prompt, params = request.tokens[: request.num_prompt], request.params
-    scores = constrained(model([*prompt, *wanted[:place]], dtype=dtype), prompt, wanted[:place], params).astype(np.float64)
+    scores = constrained(
+        model([*prompt, *wanted[:place]], dtype=dtype), prompt, wanted[:place], params
+    ).astype(np.float64)
     if params.temperature:
-        scores += params.temperature * gumbel(request.seed, len(prompt) + place, Purpose.TARGET, np.arange(len(scores)))
+        scores += params.temperature * gumbel(
+            request.seed, len(prompt) + place, Purpose.TARGET, np.arange(len(scores))
+        )
     return bool(scores[wanted[place]] - scores[request.output[place]] <= NEAR_TIE)
 
 
@@ -195,7 +289,10 @@ def test_every_option_with_every_drafter(options: dict[str, Any], temperature: f
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=14, **options)
     bad = ((5,), (9, 10), (4, 5, 6))
     for drafter in DRAFTER_NAMES:
-        requests = [request_of(p, params, seed=i, bad_sequences=bad) for i, p in enumerate(prompts(2, high=20, seed=2))]
+        requests = [
+            request_of(p, params, seed=i, bad_sequences=bad)
+            for i, p in enumerate(prompts(2, high=20, seed=2))
+        ]
         run(make(drafter), requests)
         assert [r.output for r in requests] == [expected(r) for r in requests], drafter
 
@@ -213,11 +310,19 @@ class StopsAt:
 
 @pytest.mark.parametrize("stop", [2, 9])
 @pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=0.0, **DEAD_END), SamplingParams(temperature=1.0, **DEAD_END)], ids=["greedy", "unseeded"]
+    "params",
+    [SamplingParams(temperature=0.0, **DEAD_END), SamplingParams(temperature=1.0, **DEAD_END)],
+    ids=["greedy", "unseeded"],
 )
-@pytest.mark.parametrize("drafter", [None, "Fives", "draft_model_twin", "SampledChain", "SampledTree", "ngram"])
-def test_a_dead_end_inside_a_draft_ends_as_in_plain_decoding(drafter: str | None, params: SamplingParams, stop: int) -> None:
-    """Only 5 may follow 5, and three of them in a row may not: plain decoding emits two, then fails, or stops before it has to."""
+@pytest.mark.parametrize(
+    "drafter", [None, "Fives", "draft_model_twin", "SampledChain", "SampledTree", "ngram"]
+)
+def test_a_dead_end_inside_a_draft_ends_as_in_plain_decoding(
+    drafter: str | None, params: SamplingParams, stop: int
+) -> None:
+    """Only 5 may follow 5, and three of them in a row may not: plain decoding emits two, then fails, or stops
+    before it has to.
+    """
     request = request_of([20, 21], params, bad_sequences=((5, 5, 5),), text_stop=StopsAt(stop))
     engine = engine_with(Fives()) if drafter == "Fives" else make(drafter)
     run(engine, [request])
@@ -230,17 +335,23 @@ def test_a_dead_end_inside_a_draft_ends_as_in_plain_decoding(drafter: str | None
 @pytest.mark.parametrize("drafter", DRAFTER_NAMES)
 def test_a_grammar_holds_on_every_path(drafter: str | None, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=2, max_tokens=16, frequency_penalty=0.5)
-    requests = [request_of(p, params, seed=i, constraint=NoEqualRests(VOCAB)) for i, p in enumerate(prompts(3, seed=5))]
+    requests = [
+        request_of(p, params, seed=i, constraint=NoEqualRests(VOCAB))
+        for i, p in enumerate(prompts(3, seed=5))
+    ]
     run(make(drafter), requests)
     allowed = functools.partial(allowed_after, vocab=VOCAB)
     assert [r.output for r in requests] == [
-        reference_loop(model, r.tokens[: r.num_prompt], params, r.seed, frozenset({END}), allowed=allowed) for r in requests
+        reference_loop(model, r.tokens[: r.num_prompt], params, r.seed, frozenset({END}), allowed=allowed)
+        for r in requests
     ]
 
 
 @pytest.mark.parametrize("drafter", DRAFTER_NAMES)
 def test_preemption_changes_nothing(drafter: str | None) -> None:
-    """A cache of ten blocks for six growing requests: they are thrown out and computed again, and say the same."""
+    """A cache of ten blocks for six growing requests: they are thrown out and computed again, and say the
+    same.
+    """
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=50, ignore_eos=True)
     requests = [request_of(p, params, seed=i) for i, p in enumerate(prompts(6, low=10, high=30, seed=4))]
     engine = make(drafter, num_blocks=10, max_num_batched_tokens=40, max_model_len=100)
@@ -272,7 +383,11 @@ def test_logprobs_are_those_of_plain_decoding(drafter: str | None) -> None:
         assert found == plain
     else:  # other numbers of rows, other orders of adding up: the same numbers but for their last digits
         assert [[x.token for x in row] for row in found] == [[x.token for x in row] for row in plain]
-        pairs = [(a, b) for mine, theirs in zip(found, plain, strict=True) for a, b in zip(mine, theirs, strict=True)]
+        pairs = [
+            (a, b)
+            for mine, theirs in zip(found, plain, strict=True)
+            for a, b in zip(mine, theirs, strict=True)
+        ]
         assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
     assert all(x.top[0][1] >= x.logprob and len(x.top) == 3 for row in found for x in row)
 
@@ -335,7 +450,9 @@ def test_abort_at_any_moment_frees_everything_and_disturbs_no_one() -> None:
             engine.step()
             engine.check()
         assert engine.runner.kv.pool.num_used == 0
-        assert [r.output for r in requests if r is not requests[1]] == [expected(r) for r in requests if r is not requests[1]]
+        assert [r.output for r in requests if r is not requests[1]] == [
+            expected(r) for r in requests if r is not requests[1]
+        ]
         assert requests[1].output == expected(requests[1])[: requests[1].num_output]
 
 

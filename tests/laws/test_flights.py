@@ -1,4 +1,6 @@
-"""Where a pass runs by itself the next is launched before the caller has seen what the last one said: nothing else may change."""
+"""Where a pass runs by itself the next is launched before the caller has seen what the last one said: nothing
+else may change.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from paceline.core.params import SamplingParams
+from paceline.core.types import Request
 from paceline.engine.engine import Engine
-from paceline.params import SamplingParams
-from paceline.types import Request
 from tests.laws.fakes import AlwaysRight
 from tests.laws.harness import engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import DRAFTER_NAMES, expected, make
@@ -49,7 +51,9 @@ def test_texts_are_the_reference_loops(drafter: str | None) -> None:
 
 def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
     engine = ahead(engine_with(None))
-    request = request_of(prompts(1, seed=22)[0], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+    request = request_of(
+        prompts(1, seed=22)[0], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    )
     engine.add(request)
     launched: list[int] = []
     forward = engine.runner.decoder._decoder.forward  # type: ignore[attr-defined]
@@ -82,7 +86,9 @@ def test_a_draft_for_which_something_was_recorded_is_not_timed() -> None:
         heard(number, asks, drafts, seconds)
 
     drafter.propose, engine.policy.heard = recording, listening  # type: ignore[method-assign]
-    request = request_of(prompts(1, seed=23)[0], SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True))
+    request = request_of(
+        prompts(1, seed=23)[0], SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
+    )
     run(engine, [request])
     assert request.output == expected(request)
     assert len(times) > 1

@@ -1,6 +1,8 @@
-"""A plain pass that follows another before it has landed, with tokens that only the device knows: nothing but the time may change.
+"""A plain pass that follows another before it has landed, with tokens that only the device knows: nothing but
+the time may change.
 
-What a device would do is done here: ids below zero are what the pass before picked. On a GPU it is left to the GPU.
+What a device would do is done here: ids below zero are what the pass before picked. On a GPU it is left to
+the GPU.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.errors import ModelError
+from paceline.core.noise import Noise, Purpose
+from paceline.core.params import SamplingParams
+from paceline.core.types import Batch, Cached, Columns, FinishReason, Output, Pick, Proposer, Request, Segment
 from paceline.engine import engine as engine_module
 from paceline.engine.engine import Engine
 from paceline.engine.policy import AutoPolicy
-from paceline.errors import ModelError
-from paceline.params import SamplingParams
-from paceline.types import Batch, Cached, Columns, FinishReason, Output, Pick, Proposer, Request, Segment
-from paceline.verify.noise import Noise, Purpose
 from tests.laws.fakes import AlwaysRight, AlwaysWrong
 from tests.laws.harness import DEVICE, engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import expected
@@ -47,21 +49,32 @@ class Device:
 
     def forward(self, batch: Batch, kv: Any, **options: Any) -> Output:
         self.logits.fill_(torch.nan)  # a pass overwrites those of the one before
-        known = [token if token >= 0 else max(self.latest[-1 - token], 0) for token in batch.columns.input_ids]
+        known = [
+            token if token >= 0 else max(self.latest[-1 - token], 0) for token in batch.columns.input_ids
+        ]
         self.num_followers += min(batch.columns.input_ids) < 0
         columns = Columns(known, *batch.columns[1:])
-        output = self._decoder.forward(Batch(columns, batch.block_size, batch.device, batch.picks), kv, **options)
+        output = self._decoder.forward(
+            Batch(columns, batch.block_size, batch.device, batch.picks), kv, **options
+        )
         if batch.picks is None:
             return output._replace(picked=None)
         places = [columns.positions[row] + 1 for row in columns.rows]
-        self.latest = [self._pick(*each) for each in zip(output.logits.double().cpu().numpy(), batch.picks, places, strict=True)]
+        self.latest = [
+            self._pick(*each)
+            for each in zip(output.logits.double().cpu().numpy(), batch.picks, places, strict=True)
+        ]
         self.logits = output.logits
         return output._replace(picked=self.latest)
 
     def _pick(self, logits: Any, pick: Any, place: int) -> int:
         if place == self._break_at:
             return -1
-        return Noise(pick.seed).draw(logits / pick.temperature, place, Purpose.TARGET) if pick.temperature else int(logits.argmax())
+        return (
+            Noise(pick.seed).draw(logits / pick.temperature, place, Purpose.TARGET)
+            if pick.temperature
+            else int(logits.argmax())
+        )
 
 
 class Counting:
@@ -78,7 +91,9 @@ class Counting:
         return self._decoder.forward(batch, kv, **options)
 
 
-def on_device(proposer: Proposer | None = None, break_at: int = -1, **limits: Any) -> tuple[Engine, Device | Counting]:
+def on_device(
+    proposer: Proposer | None = None, break_at: int = -1, **limits: Any
+) -> tuple[Engine, Device | Counting]:
     engine = engine_with(proposer, **limits)
     decoder = engine.runner.decoder
     device = Counting(decoder) if DEVICE.type == "cuda" else Device(decoder, break_at)
@@ -87,7 +102,10 @@ def on_device(proposer: Proposer | None = None, break_at: int = -1, **limits: An
 
 
 def many(count: int, seed: int, kinds: Sequence[SamplingParams]) -> list[Request]:
-    return [request_of(prompt, kinds[i % len(kinds)], seed=i) for i, prompt in enumerate(prompts(count, seed=seed))]
+    return [
+        request_of(prompt, kinds[i % len(kinds)], seed=i)
+        for i, prompt in enumerate(prompts(count, seed=seed))
+    ]
 
 
 ENDINGS = [
@@ -126,7 +144,10 @@ def test_a_policy_that_looks_now_and_then_is_followed_between(drafter: Proposer)
 
 
 def test_who_needs_the_host_is_not_followed() -> None:
-    kinds = [SamplingParams(temperature=0.0, max_tokens=30), SamplingParams(temperature=0.7, seed=6, logprobs=2, max_tokens=8)]
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=30),
+        SamplingParams(temperature=0.7, seed=6, logprobs=2, max_tokens=8),
+    ]
     requests = many(4, 42, kinds)
     engine, device = on_device(max_num_seqs=4)
     run(engine, requests)
@@ -161,7 +182,10 @@ def test_where_somebody_else_used_the_model_meanwhile_nobody_follows() -> None:
 
 
 def test_who_comes_gets_the_free_seat_at_once() -> None:
-    first, late = many(3, 44, [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)]), many(1, 45, ENDINGS)[0]
+    first, late = (
+        many(3, 44, [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)]),
+        many(1, 45, ENDINGS)[0],
+    )
     engine, device = on_device(max_num_seqs=4)
     for request in first:
         engine.add(request)
@@ -186,9 +210,17 @@ def test_who_is_stopped_is_gone_and_nobody_else() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU that breaks a row by itself is not to be had")
 def test_a_broken_row_ends_its_own_request_alone() -> None:
     drawn = many(4, 47, [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)])
-    *others, broken = sorted(drawn, key=lambda request: request.num_prompt)  # the longest: it alone comes so far
+    *others, broken = sorted(
+        drawn, key=lambda request: request.num_prompt
+    )  # the longest: it alone comes so far
     place = broken.num_prompt + 10
-    requests = [broken, *(replace(request, params=replace(request.params, max_tokens=place - request.num_prompt)) for request in others)]
+    requests = [
+        broken,
+        *(
+            replace(request, params=replace(request.params, max_tokens=place - request.num_prompt))
+            for request in others
+        ),
+    ]
     engine, device = on_device(break_at=place, max_num_seqs=4)
     run(engine, requests)
     assert device.num_followers > 5
@@ -218,7 +250,9 @@ def test_what_was_said_is_found_again() -> None:
     engine, device = on_device(max_num_seqs=2, enable_prefix_caching=True)
     run(engine, requests)
     assert device.num_followers > 30
-    again = request_of([*requests[0].tokens, 5], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    again = request_of(
+        [*requests[0].tokens, 5], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    )
     run(engine, [again])
     assert again.num_prefix_hits >= requests[0].num_tokens - 17
     assert again.output == expected(again)

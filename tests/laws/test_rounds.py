@@ -1,7 +1,8 @@
-"""Where a drafter and the target run several rounds by themselves, nothing but the number of steps may change.
+"""Where a drafter and the target run several rounds by themselves, nothing but the number of steps may
+change.
 
-The drafters are those of fakes.py; what a device would do is done here, pass by pass: drafts for the text as it will be, over slots that
-the engine has reserved, and a choice after every node.
+The drafters are those of fakes.py; what a device would do is done here, pass by pass: drafts for the text as
+it will be, over slots that the engine has reserved, and a choice after every node.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from paceline.core.accept import follow
+from paceline.core.errors import ModelError
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose, noise_of
+from paceline.core.tree import Tree
+from paceline.core.types import Cached, Draft, FinishReason, Needs, Request, Round, Seen, Segment
 from paceline.engine.engine import Engine
-from paceline.errors import ModelError
-from paceline.params import SamplingParams
 from paceline.runtime.runner import Runner
-from paceline.types import Cached, Draft, FinishReason, Needs, Request, Round, Seen, Segment
-from paceline.verify.accept import follow
-from paceline.verify.sampling import choose, noise_of
-from paceline.verify.tree import Tree
 from tests.laws.fakes import AlwaysRight, AlwaysWrong, Fake, Ragged, Random
 from tests.laws.harness import engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import expected
@@ -69,10 +70,17 @@ class Flying:
         return self.inner.propose(requests, budgets)
 
     def round_length(self, requests: Sequence[Request], most: int) -> int:
-        return LENGTH if most >= LENGTH and all(request.pick is not None for request in requests) and self.may() else 0
+        return (
+            LENGTH
+            if most >= LENGTH and all(request.pick is not None for request in requests) and self.may()
+            else 0
+        )
 
     def fly(self, requests: Sequence[Request], count: int, *rest: object) -> Done:
-        ghosts = [replace(r, tokens=list(r.tokens), cache=Cached(list(r.cache.blocks), r.cache.num_cached)) for r in requests]
+        ghosts = [
+            replace(r, tokens=list(r.tokens), cache=Cached(list(r.cache.blocks), r.cache.num_cached))
+            for r in requests
+        ]
         done = Done(lambda: self._round(ghosts), count)
         for _ in range(min(2, count)):
             done.more()
@@ -88,11 +96,19 @@ class Flying:
         assert self.runner is not None
         drafts = [self.inner.draft(ghost, LENGTH).tree.tokens[1:] for ghost in ghosts]
         chains = [[*tokens, *[5] * (LENGTH - len(tokens))] for tokens in drafts]
-        segments = [Segment([g.tokens[-1], *tokens], g.cache, None, LENGTH + 1) for g, tokens in zip(ghosts, chains, strict=True)]
+        segments = [
+            Segment([g.tokens[-1], *tokens], g.cache, None, LENGTH + 1)
+            for g, tokens in zip(ghosts, chains, strict=True)
+        ]
         rows = iter(self.runner.forward(segments).logits.clone())
-        picked = [[self._choose(ghost, next(rows), len(ghost.tokens) + i) for i in range(LENGTH + 1)] for ghost in ghosts]
+        picked = [
+            [self._choose(ghost, next(rows), len(ghost.tokens) + i) for i in range(LENGTH + 1)]
+            for ghost in ghosts
+        ]
         for ghost, tokens, choices in zip(ghosts, chains, picked, strict=True):
-            verdict = follow(Draft(Tree.chain(ghost.tokens[-1], tokens)), [max(token, 0) for token in choices])
+            verdict = follow(
+                Draft(Tree.chain(ghost.tokens[-1], tokens)), [max(token, 0) for token in choices]
+            )
             assert verdict is not None
             ghost.tokens.extend(verdict.tokens)
             ghost.cache.num_cached += len(verdict.tokens)
@@ -109,14 +125,18 @@ class Flying:
 
     def observe(self, seen: Sequence[Seen]) -> None:
         for one in seen:
-            assert one.verdict is None or one.request.cache.num_cached - self.shown.get(one.request.id, 0) >= len(one.verdict.path)
+            assert one.verdict is None or one.request.cache.num_cached - self.shown.get(
+                one.request.id, 0
+            ) >= len(one.verdict.path)
             self.shown[one.request.id] = one.request.cache.num_cached
 
     def release(self, request: Request) -> None:
         self.shown.pop(request.id, None)
 
 
-def flying(inner: type[Fake], may: Callable[[], bool] = lambda: True, **limits: object) -> tuple[Engine, Flying]:
+def flying(
+    inner: type[Fake], may: Callable[[], bool] = lambda: True, **limits: object
+) -> tuple[Engine, Flying]:
     drafter = Flying(inner(), may)
     engine = ahead(engine_with(drafter, **limits))  # type: ignore[arg-type]
     drafter.runner = engine.runner
@@ -126,11 +146,18 @@ def flying(inner: type[Fake], may: Callable[[], bool] = lambda: True, **limits: 
 @pytest.mark.parametrize("is_auto", [False, True])
 @pytest.mark.parametrize("inner", [AlwaysRight, AlwaysWrong, Ragged, Random])
 def test_texts_are_the_reference_loops(inner: type[Fake], is_auto: bool) -> None:
-    """Requests come and go, one of them needs the host for each token, and every other time a flight is not to be had."""
+    """Requests come and go, one of them needs the host for each token, and every other time a flight is not
+    to be had.
+    """
     mixed = [MIXED[kind] for kind in (1, 1, 0, 1, 2)]
-    requests = [request_of(prompt, params, seed=i) for i, (prompt, params) in enumerate(zip(prompts(5, seed=31), mixed, strict=True))]
+    requests = [
+        request_of(prompt, params, seed=i)
+        for i, (prompt, params) in enumerate(zip(prompts(5, seed=31), mixed, strict=True))
+    ]
     turns = itertools.cycle((True, True, False))
-    engine, drafter = flying(inner, lambda: next(turns), max_num_seqs=2, max_num_batched_tokens=24, is_auto=is_auto)
+    engine, drafter = flying(
+        inner, lambda: next(turns), max_num_seqs=2, max_num_batched_tokens=24, is_auto=is_auto
+    )
     run(engine, requests)
     assert [request.output for request in requests] == [expected(request) for request in requests]
     assert len(drafter.flights) >= 2 or (is_auto and inner is not AlwaysRight)
@@ -139,7 +166,10 @@ def test_texts_are_the_reference_loops(inner: type[Fake], is_auto: bool) -> None
 
 def test_flights_are_as_long_as_they_can_be_of_use() -> None:
     engine, drafter = flying(AlwaysRight)
-    request = request_of(prompts(1, seed=32)[0], SamplingParams(temperature=0.0, max_tokens=1 + 5 * (LENGTH + 1) + 2, ignore_eos=True))
+    request = request_of(
+        prompts(1, seed=32)[0],
+        SamplingParams(temperature=0.0, max_tokens=1 + 5 * (LENGTH + 1) + 2, ignore_eos=True),
+    )
     run(engine, [request])
     assert drafter.flights == [4, 2]  # the last goes two tokens too far
     assert engine.totals.num_steps == 1 + 6
@@ -149,10 +179,14 @@ def test_flights_are_as_long_as_they_can_be_of_use() -> None:
 def test_whoever_ends_within_a_flight_has_no_part_in_the_rest(inner: type[Fake]) -> None:
     """By an end token, a stop token, its length or the end of the context, two at a time."""
     endings = [
-        SamplingParams(temperature=0.8, seed=s, max_tokens=m, stop_token_ids=(9, 11)) for s, m in itertools.product(range(4), (5, 40))
+        SamplingParams(temperature=0.8, seed=s, max_tokens=m, stop_token_ids=(9, 11))
+        for s, m in itertools.product(range(4), (5, 40))
     ]
     for limit in (48, 53):
-        requests = [request_of(prompt, params, seed=i) for i, (prompt, params) in enumerate(zip(prompts(8, seed=33), endings, strict=True))]
+        requests = [
+            request_of(prompt, params, seed=i)
+            for i, (prompt, params) in enumerate(zip(prompts(8, seed=33), endings, strict=True))
+        ]
         engine, drafter = flying(inner, max_num_seqs=2, max_model_len=limit)
         run(engine, requests)
         for request in requests:
@@ -198,7 +232,9 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
 
 def test_a_watch_that_comes_while_rounds_are_flown_sees_the_steps_after_them() -> None:
     engine, drafter = flying(AlwaysRight)
-    request = request_of(prompts(1, seed=36)[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    request = request_of(
+        prompts(1, seed=36)[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    )
     engine.add(request)
     engine.step()
     seen: list[object] = []

@@ -1,4 +1,6 @@
-"""A real Chromium without a window, and what tests do on the page. Outside addresses cannot be reached from it."""
+"""A real Chromium without a window, and what tests do on the page. Outside addresses cannot be reached from
+it.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,20 @@ class Browser:
         options = webdriver.ChromeOptions()
         assert CHROMIUM is not None
         options.binary_location = CHROMIUM
-        for argument in (*QUIET, f"--window-size={width},{height}", *(("--no-sandbox",) if os.geteuid() == 0 else ())):
+        for argument in (
+            *QUIET,
+            f"--window-size={width},{height}",
+            *(("--no-sandbox",) if os.geteuid() == 0 else ()),
+        ):
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
 
     def open(self, url: str, *, until: str = "ready") -> None:
         self.driver.get(url)
-        self.until(lambda: self.one("#server").get_attribute("data-status") == until, f"the page to say {until}")
+        self.until(
+            lambda: self.one("#server").get_attribute("data-status") == until, f"the page to say {until}"
+        )
 
     def close(self) -> None:
         self.driver.quit()
@@ -59,7 +67,11 @@ class Browser:
     def set(self, name: str, value: object) -> None:
         """A field or slider, with the event that a person's hand would cause."""
         events = "for (const name of ['input', 'change']) e.dispatchEvent(new Event(name))"
-        self.script(f"const e = document.getElementById(arguments[0]); e.value = arguments[1]; {events}", name, str(value))
+        self.script(
+            f"const e = document.getElementById(arguments[0]); e.value = arguments[1]; {events}",
+            name,
+            str(value),
+        )
 
     def emulate(self, **media: str) -> None:
         features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
@@ -83,5 +95,11 @@ class Browser:
         self.until(lambda: self.one("#talk").get_attribute("aria-busy") == "false", "the answer to end")
 
     def complaints(self) -> list[str]:
-        """What the browser logged as wrong since the last call: broken policies, missing files, errors of scripts."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+        """What the browser logged as wrong since the last call: broken policies, missing files, errors of
+        scripts.
+        """
+        return [
+            entry["message"]
+            for entry in self.driver.get_log("browser")
+            if entry["level"] in ("SEVERE", "WARNING")
+        ]

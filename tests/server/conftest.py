@@ -1,4 +1,6 @@
-"""Servers that tests share: the tiny model behind keys, and the default model, which is slow enough to be interrupted."""
+"""Servers that tests share: the tiny model behind keys, and the default model, which is slow enough to be
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,16 @@ def tiny_server(wide_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text(f"{KEYS[1]}\n")
     drafters = '{"method": ["ngram", "suffix"]}'
-    flags = ("--api-key", KEYS[0], "--api-key-file", str(keys), "--cors-origin", "https://page.example", "--served-model-name", "tiny")
+    flags = (
+        "--api-key",
+        KEYS[0],
+        "--api-key-file",
+        str(keys),
+        "--cors-origin",
+        "https://page.example",
+        "--served-model-name",
+        "tiny",
+    )
     server = start_server(str(wide_folder), *flags, "--speculative-config", drafters, key=KEYS[0])
     yield server
     server.kill()
@@ -45,7 +56,9 @@ def default_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def limited_server() -> Iterator[Server]:
-    """One at a time, one may wait, and little patience: less than its longest answer takes, more than a few questions to a busy machine."""
+    """One at a time, one may wait, and little patience: less than its longest answer takes, more than a few
+    questions to a busy machine.
+    """
     hub.fetch_default(progress=False)
     limits = {
         "max-num-seqs": 1,

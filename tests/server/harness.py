@@ -45,7 +45,9 @@ class Server:
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         self.url = self.wait_until(r'"url": "([^"]+)"')[1]
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S, **options)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=WAIT_S)
+        self.client = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=WAIT_S
+        )
 
     def close(self) -> None:
         """Our ends of the connections."""
@@ -65,7 +67,9 @@ class Server:
         for line in self.http.get("/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                found[re.sub(r'model_name="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")] = float(value)
+                found[re.sub(r'model_name="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")] = float(
+                    value
+                )
         return found
 
     def figures_when(self, is_so: Callable[[dict[str, float]], bool], what: str) -> dict[str, float]:
@@ -77,15 +81,17 @@ class Server:
         return now
 
     def settled(self) -> dict[str, float]:
-        """The figures once nothing runs; fails if something goes on running. They are a fifth of a second old: what has just begun may
-        not be among them."""
+        """The figures once nothing runs; fails if something goes on running. They are a fifth of a second
+        old: what has just begun may not be among them."""
         busy = ("num_requests_running", "num_requests_waiting", "kv_cache_blocks_used")
         return self.figures_when(lambda now: not any(now[f"paceline:{name}"] for name in busy), "all to end")
 
     def wait_until_taken(self, count: int) -> None:
         """Until so many answers run or wait in the engine."""
         names = ("num_requests_running", "num_requests_waiting")
-        self.figures_when(lambda now: sum(now[f"paceline:{name}"] for name in names) >= count, f"{count} requests at once")
+        self.figures_when(
+            lambda now: sum(now[f"paceline:{name}"] for name in names) >= count, f"{count} requests at once"
+        )
 
     def wait_until_ready(self, seconds: float = STARTS_S) -> None:
         end = time.monotonic() + seconds

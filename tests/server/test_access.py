@@ -1,4 +1,6 @@
-"""Who may ask what, and what is never told: keys, prompts, answers; and bodies that are not what they should be."""
+"""Who may ask what, and what is never told: keys, prompts, answers; and bodies that are not what they should
+be.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,16 @@ BODY = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4}
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-@pytest.mark.parametrize("shown", [None, "Bearer wrong", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", "Bearer", KEYS[0]])
-def test_no_route_answers_without_a_key(tiny_server: Server, method: str, path: str, shown: str | None) -> None:
+@pytest.mark.parametrize(
+    "shown", [None, "Bearer wrong", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", "Bearer", KEYS[0]]
+)
+def test_no_route_answers_without_a_key(
+    tiny_server: Server, method: str, path: str, shown: str | None
+) -> None:
     headers = {} if shown is None else {"authorization": shown}
-    answer = as_stranger(method, tiny_server.url + path, headers=headers, json=BODY if method == "POST" else None)
+    answer = as_stranger(
+        method, tiny_server.url + path, headers=headers, json=BODY if method == "POST" else None
+    )
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -41,7 +49,12 @@ def test_no_route_answers_without_a_key(tiny_server: Server, method: str, path: 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_opens(tiny_server: Server, key: str) -> None:
-    assert as_stranger("GET", f"{tiny_server.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    assert (
+        as_stranger(
+            "GET", f"{tiny_server.url}/v1/models", headers={"authorization": f"Bearer {key}"}
+        ).status_code
+        == 200
+    )
 
 
 def test_what_tells_nothing_is_open(tiny_server: Server) -> None:
@@ -56,7 +69,9 @@ def test_keys_are_compared_whole_and_not_kept() -> None:
     keys = Keys(["alpha", "beta"])
     assert keys.allow("Bearer beta")
     assert keys.allow("bearer alpha")
-    assert not any(keys.allow(shown) for shown in (None, "", "Bearer", "Bearer alph", "Bearer alphabeta", "Token alpha"))
+    assert not any(
+        keys.allow(shown) for shown in (None, "", "Bearer", "Bearer alph", "Bearer alphabeta", "Token alpha")
+    )
     assert "alpha" not in repr(vars(keys))
     assert Keys([]).allow(None)
 
@@ -68,7 +83,9 @@ def test_logs_hold_neither_keys_nor_words(tiny_server: Server) -> None:
     said = answer.json()["choices"][0]["message"]["content"]
     tiny_server.post("/v1/chat/completions", **BODY, no_such_field=SECRET)
     tiny_server.http.post(
-        "/v1/completions", content=f'{{"prompt": "{SECRET} \\ud800"}}'.encode(), headers={"content-type": "application/json"}
+        "/v1/completions",
+        content=f'{{"prompt": "{SECRET} \\ud800"}}'.encode(),
+        headers={"content-type": "application/json"},
     )
     tiny_server.post("/v1/completions", prompt=SECRET, guided_regex=f"({SECRET}")
     tiny_server.post("/v1/completions", prompt=SECRET, stop=[SECRET], model=SECRET)
@@ -95,9 +112,16 @@ def test_a_strange_request_id_is_not_taken(tiny_server: Server) -> None:
 
 
 def test_cors_for_the_named_origin_only(tiny_server: Server) -> None:
-    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    ours = as_stranger("OPTIONS", f"{tiny_server.url}/v1/models", headers={"origin": "https://page.example", **ask})
-    other = as_stranger("OPTIONS", f"{tiny_server.url}/v1/models", headers={"origin": "https://evil.example", **ask})
+    ask = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    ours = as_stranger(
+        "OPTIONS", f"{tiny_server.url}/v1/models", headers={"origin": "https://page.example", **ask}
+    )
+    other = as_stranger(
+        "OPTIONS", f"{tiny_server.url}/v1/models", headers={"origin": "https://evil.example", **ask}
+    )
     assert ours.status_code == 200
     assert ours.headers["access-control-allow-origin"] == "https://page.example"
     assert "access-control-allow-origin" not in other.headers
@@ -128,7 +152,9 @@ BAD_BODIES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", BAD_BODIES)
 def test_malformed_bodies_are_400(tiny_server: Server, name: str) -> None:
-    answer = tiny_server.http.post("/v1/completions", content=BAD_BODIES[name], headers={"content-type": "application/json"})
+    answer = tiny_server.http.post(
+        "/v1/completions", content=BAD_BODIES[name], headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 400, answer.text
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -140,13 +166,17 @@ def test_oversized_bodies_are_413(tiny_server: Server) -> None:
         for _ in range(2000):
             yield b"x" * 1024
 
-    assert tiny_server.http.post("/v1/completions", content=pieces()).status_code == 413  # no content-length to go by
+    assert (
+        tiny_server.http.post("/v1/completions", content=pieces()).status_code == 413
+    )  # no content-length to go by
 
 
 def test_other_methods_and_kinds(tiny_server: Server) -> None:
     assert tiny_server.http.get("/v1/completions").status_code == 405
     assert tiny_server.http.get("/nowhere").status_code == 404
-    plain = tiny_server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    plain = tiny_server.http.post(
+        "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
+    )
     assert plain.status_code == 400
     assert plain.json()["error"]["type"] == "invalid_request_error"
 
@@ -154,7 +184,9 @@ def test_other_methods_and_kinds(tiny_server: Server) -> None:
 def test_a_body_that_dribbles_is_given_up(limited_server: Server) -> None:
     host, port = limited_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        )
         connection.settimeout(WAIT_S)
         assert b" 408 " in connection.recv(4096)
 
@@ -164,7 +196,11 @@ def test_a_body_that_dribbles_is_given_up(limited_server: Server) -> None:
     [
         {"guided_regex": "(((a{1,99}){1,99}){1,99}){1,99}b"},
         {"guided_regex": "(a|aa|aaa|b?c?d?)*" * 200 + "e"},
-        {"guided_grammar": "start: a\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40)) + "\na: a0\na40: /x*/"},
+        {
+            "guided_grammar": "start: a\n"
+            + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40))
+            + "\na: a0\na40: /x*/"
+        },
         {"guided_json": {"type": "array", "items": {"$ref": "#"}, "minItems": 10**6}},
         {"guided_json": {"enum": [f"word{i}" for i in range(4000)]}},
         {"guided_choice": ["x" * 70_000]},
@@ -185,7 +221,9 @@ def test_template_options_run_no_code(tiny_server: Server) -> None:
     for value in ({"x": "{{ ''.__class__.__mro__ }}"}, {"loop": "x" * 100_000}, {"raise_exception": "x"}):
         answer = tiny_server.post("/v1/chat/completions", **BODY, chat_template_kwargs=value)
         assert answer.status_code in (200, 400)
-    said = tiny_server.post("/tokenize", messages=[{"role": "user", "content": "{{ 7 * 7 }}"}]).json()["tokens"]
+    said = tiny_server.post("/tokenize", messages=[{"role": "user", "content": "{{ 7 * 7 }}"}]).json()[
+        "tokens"
+    ]
     assert "{{ 7 * 7 }}" in tiny_server.post("/detokenize", tokens=said).json()["prompt"]
 
 
@@ -200,7 +238,9 @@ def test_tokenize_and_detokenize_are_inverse(tiny_server: Server) -> None:
 
 
 def test_curl_reads_a_stream(tiny_server: Server) -> None:
-    body = json.dumps({"prompt": "In a paceline,", "max_tokens": 6, "temperature": 0, "stream": True, "ignore_eos": True})
+    body = json.dumps(
+        {"prompt": "In a paceline,", "max_tokens": 6, "temperature": 0, "stream": True, "ignore_eos": True}
+    )
     command = [
         "curl",
         "-sN",
@@ -212,10 +252,14 @@ def test_curl_reads_a_stream(tiny_server: Server) -> None:
         "-d",
         body,
     ]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.split("\n\n")
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.split(
+        "\n\n"
+    )
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    whole = tiny_server.post("/v1/completions", prompt="In a paceline,", max_tokens=6, temperature=0, ignore_eos=True).json()
+    whole = tiny_server.post(
+        "/v1/completions", prompt="In a paceline,", max_tokens=6, temperature=0, ignore_eos=True
+    ).json()
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
 
 
@@ -245,7 +289,9 @@ def test_https_with_a_certificate(wide_folder: Path, tmp_path: Path) -> None:
         "-addext",
         "subjectAltName=IP:127.0.0.1",
     ]
-    subprocess.run([*make, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True, timeout=WAIT_S)
+    subprocess.run(
+        [*make, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True, timeout=WAIT_S
+    )
     server = launch(str(wide_folder), "--ssl-certfile", str(cert), "--ssl-keyfile", str(key))
     try:
         server.connect(verify=ssl.create_default_context(cafile=str(cert)))

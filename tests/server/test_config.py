@@ -1,4 +1,6 @@
-"""One schema, three spellings: flags over variables over the file over the defaults; what is wrong is named."""
+"""One schema, three spellings: flags over variables over the file over the defaults; what is wrong is
+named.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,21 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.server.config import ServerConfig, all_settings, read_keys, resolve
 
 
 def test_flags_win_over_variables_and_those_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
-    file.write_text('port = 1\nhost = "a"\nmax_queue = 7\napi_key = ["k1", "k2"]\nspeculative_config = {method = "ngram"}\n')
-    variables = {"PACELINE_PORT": "2", "PACELINE_HOST": "b", "PACELINE_EXACT": "true", "PACELINE_CACHE": "/elsewhere"}
+    file.write_text(
+        'port = 1\nhost = "a"\nmax_queue = 7\napi_key = ["k1", "k2"]\nspeculative_config = {method = "ngram"}\n'
+    )
+    variables = {
+        "PACELINE_PORT": "2",
+        "PACELINE_HOST": "b",
+        "PACELINE_EXACT": "true",
+        "PACELINE_CACHE": "/elsewhere",
+    }
     chosen = resolve({"port": 3, "host": None, "api_key": []}, variables, str(file))
     assert (chosen.port, chosen.host, chosen.max_queue, chosen.exact) == (3, "b", 7, True)
     assert chosen.api_key == ("k1", "k2")
@@ -26,7 +35,9 @@ def test_flags_win_over_variables_and_those_over_the_file(tmp_path: Path) -> Non
 def test_every_setting_can_be_a_variable() -> None:
     values: dict[Any, str] = {bool: "true", int: "2048", float: "2.5", tuple[str, ...]: "a, b"}
     for setting, kind in all_settings():
-        text = {"log_level": "debug", "speculative_config": '{"method": "suffix"}', "max_choices": "9"}.get(setting.name)
+        text = {"log_level": "debug", "speculative_config": '{"method": "suffix"}', "max_choices": "9"}.get(
+            setting.name
+        )
         if setting.name.startswith("ssl_"):
             continue  # only together
         number = "2048" if "int" in str(kind) else "2.5"

@@ -1,4 +1,6 @@
-"""The same seed, the same text: streamed or not, alone or among sixteen, with drafts or without, and from LLM.generate."""
+"""The same seed, the same text: streamed or not, alone or among sixteen, with drafts or without, and from
+LLM.generate.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from tests.server.harness import Server
 
 TOKENS = 24
 QUESTIONS = [prompt.text for prompt in prompts.first_of_each(prompts.load(), 3)][:16]
-WAYS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 11}}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 11},
+}
 
 
 def say(server: Server, question: str, is_stream: bool, **options: Any) -> str:
@@ -35,12 +40,19 @@ def test_all_ways_of_asking_give_one_text(default_server: Server, default_model:
     options = WAYS[way]
     assert len(QUESTIONS) == 16
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    expected = [result.text for result in default_model.chat(chats, SamplingParams(max_tokens=TOKENS, **options))]
+    expected = [
+        result.text for result in default_model.chat(chats, SamplingParams(max_tokens=TOKENS, **options))
+    ]
     with ThreadPoolExecutor(16) as pool:
         streamed = list(pool.map(lambda question: say(default_server, question, True, **options), QUESTIONS))
         whole = list(pool.map(lambda question: say(default_server, question, False, **options), QUESTIONS))
         plain = list(
-            pool.map(lambda question: say(default_server, question, False, extra_body={"speculative": False}, **options), QUESTIONS)
+            pool.map(
+                lambda question: say(
+                    default_server, question, False, extra_body={"speculative": False}, **options
+                ),
+                QUESTIONS,
+            )
         )
     assert streamed == expected
     assert whole == expected
@@ -64,7 +76,14 @@ def test_raw_completions_too(default_server: Server, default_model: LLM) -> None
 
 def test_watching_the_steps_changes_nothing(default_server: Server) -> None:
     texts = [
-        say(default_server, QUESTIONS[3], True, temperature=0.8, seed=4, extra_body={"speculative": {"details": details}})
+        say(
+            default_server,
+            QUESTIONS[3],
+            True,
+            temperature=0.8,
+            seed=4,
+            extra_body={"speculative": {"details": details}},
+        )
         for details in (False, True)
     ]
     assert texts[0] == texts[1]

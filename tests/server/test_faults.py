@@ -1,4 +1,6 @@
-"""The engine is killed, clients leave, the server is told to stop: every request ends, no block stays held."""
+"""The engine is killed, clients leave, the server is told to stop: every request ends, no block stays
+held.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,15 @@ from paceline.loaders import hub
 from tests.server.harness import STARTS_S, WAIT_S, Server, as_stranger, launch, start_server
 
 ROOT = Path(__file__).parent.parent.parent
-# Without drafts, so that it runs for many seconds: tests do something meanwhile, and a busy machine is slow to do it.
-LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 800, "ignore_eos": True, "temperature": 0, "speculative": "off"}
+# Without drafts, so that it runs for many seconds: tests do something meanwhile, and a busy machine is slow
+# to do it.
+LONG: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_tokens": 800,
+    "ignore_eos": True,
+    "temperature": 0,
+    "speculative": "off",
+}
 
 
 @pytest.fixture
@@ -51,7 +60,9 @@ class Asking(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", f"{self.server.url}/v1/completions", json={**LONG, "stream": self.is_stream}, timeout=300) as answer:
+        with httpx.stream(
+            "POST", f"{self.server.url}/v1/completions", json={**LONG, "stream": self.is_stream}, timeout=300
+        ) as answer:
             self.status = answer.status_code
             for line in answer.iter_lines():
                 self.text += line + "\n"
@@ -122,7 +133,10 @@ def test_an_engine_does_not_outlive_its_server(own_server: Server) -> None:
     own_server.process.kill()
     own_server.process.wait(WAIT_S)
     end = time.monotonic() + WAIT_S
-    while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1]:
+    while (
+        Path(f"/proc/{engine}").exists()
+        and "Z" not in Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1]
+    ):
         assert time.monotonic() < end, "the engine is still there"
         time.sleep(0.05)
 
@@ -132,7 +146,9 @@ def test_clients_that_leave_hold_no_blocks() -> None:
     report = soak("disconnects", "--count", "48", "--clients", "12")
     assert report["outcomes"] == {"left": 48}
     assert report["blocks_used"] == 0
-    assert report["counted"] >= 12  # of the sixteen that left a stream in its middle; the others may be gone before the server sees them
+    assert (
+        report["counted"] >= 12
+    )  # of the sixteen that left a stream in its middle; the others may be gone before the server sees them
 
 
 @pytest.mark.slow
@@ -143,7 +159,10 @@ def test_kills_under_load(wide_folder: Path) -> None:
 
 
 def test_sigterm_under_load(wide_folder: Path) -> None:
-    assert soak("sigterm", "--clients", "12", "--model", str(wide_folder), "--drain-timeout", "300")["status"] == 0
+    assert (
+        soak("sigterm", "--clients", "12", "--model", str(wide_folder), "--drain-timeout", "300")["status"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,15 @@ OPTIONS: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
 
 
 def test_a_full_queue_is_429_with_retry_after(limited_server: Server) -> None:
-    rejected, left = 'paceline:requests_rejected_total{reason="queue_full"}', "paceline:client_disconnects_total"
+    rejected, left = (
+        'paceline:requests_rejected_total{reason="queue_full"}',
+        "paceline:client_disconnects_total",
+    )
     before = limited_server.metrics()
-    streams = [limited_server.client.completions.create(model="default", **LONG, extra_body=OPTIONS, stream=True) for _ in range(2)]
+    streams = [
+        limited_server.client.completions.create(model="default", **LONG, extra_body=OPTIONS, stream=True)
+        for _ in range(2)
+    ]
     refused = limited_server.post("/v1/completions", prompt="x")
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
@@ -44,7 +50,9 @@ def test_a_request_that_takes_too_long_is_504(limited_server: Server) -> None:
     assert whole.json()["error"]["code"] == "request_timeout"
     assert time.monotonic() - started < 60
     limited_server.settled()
-    with limited_server.http.stream("POST", "/v1/completions", json={**LONG, **OPTIONS, "stream": True}) as stream:
+    with limited_server.http.stream(
+        "POST", "/v1/completions", json={**LONG, **OPTIONS, "stream": True}
+    ) as stream:
         events = [line for line in stream.iter_lines() if line]
     assert events[-1] == "data: [DONE]"
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "request_timeout"
@@ -62,7 +70,14 @@ def test_prompts_answers_and_bodies_have_limits(limited_server: Server) -> None:
 
 
 def test_a_slow_reader_holds_up_nobody(tiny_server: Server) -> None:
-    body = {"prompt": "In a paceline,", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True, "logprobs": 20}
+    body = {
+        "prompt": "In a paceline,",
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "logprobs": 20,
+    }
     data = json.dumps(body).encode()
     host, port = tiny_server.url.removeprefix("http://").split(":")
     before = tiny_server.settled()["paceline:generation_tokens_total"]
@@ -71,7 +86,9 @@ def test_a_slow_reader_holds_up_nobody(tiny_server: Server) -> None:
         slow.connect((host, int(port)))
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {tiny_server.key}\r\ncontent-type: application/json\r\n"
         slow.sendall(f"{head}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
-        tiny_server.figures_when(lambda now: now["paceline:generation_tokens_total"] > before, "its first words")
+        tiny_server.figures_when(
+            lambda now: now["paceline:generation_tokens_total"] > before, "its first words"
+        )
         for _ in range(3):
             assert tiny_server.post("/v1/completions", prompt="x", max_tokens=8).status_code == 200
         tiny_server.settled()  # the engine is done with it although hardly anything was read
@@ -80,7 +97,9 @@ def test_a_slow_reader_holds_up_nobody(tiny_server: Server) -> None:
         while piece := slow.recv(2**16):
             received += piece
     assert received.count(b"[DONE]") == 1
-    tokens = sum(len(json.loads(line[6:])["choices"][0]["logprobs"]["tokens"]) for line in _events(bytes(received)))
+    tokens = sum(
+        len(json.loads(line[6:])["choices"][0]["logprobs"]["tokens"]) for line in _events(bytes(received))
+    )
     assert tokens == 1500
 
 
@@ -99,7 +118,9 @@ def test_many_at_once_are_all_answered(tiny_server: Server) -> None:
     answers: list[int] = []
 
     def ask(number: int) -> None:
-        answers.append(tiny_server.post("/v1/completions", prompt=f"rider {number}", max_tokens=16, n=2).status_code)
+        answers.append(
+            tiny_server.post("/v1/completions", prompt=f"rider {number}", max_tokens=16, n=2).status_code
+        )
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
     for thread in threads:

@@ -21,7 +21,9 @@ DEPLOY = ROOT / "deploy"
 def test_requests_are_counted(tiny_server: Server) -> None:
     before = tiny_server.settled()
     answers = [
-        tiny_server.post("/v1/completions", prompt="abc abc abc abc", max_tokens=20, temperature=0, ignore_eos=True).json()
+        tiny_server.post(
+            "/v1/completions", prompt="abc abc abc abc", max_tokens=20, temperature=0, ignore_eos=True
+        ).json()
         for _ in range(3)
     ]
     after = tiny_server.settled()
@@ -40,8 +42,14 @@ def test_requests_are_counted(tiny_server: Server) -> None:
         assert 0 < grown[f"paceline:{name}_sum"] < 60
     drafted = sum(each["speculative"]["num_drafted"] for each in usage)
     assert grown["paceline:spec_decode_num_draft_tokens_total"] == drafted
-    assert grown["paceline:spec_decode_num_accepted_tokens_total"] == sum(each["speculative"]["num_accepted"] for each in usage)
-    by_drafter = [value for name, value in grown.items() if name.startswith("paceline:spec_decode_num_draft_tokens_by_drafter_total")]
+    assert grown["paceline:spec_decode_num_accepted_tokens_total"] == sum(
+        each["speculative"]["num_accepted"] for each in usage
+    )
+    by_drafter = [
+        value
+        for name, value in grown.items()
+        if name.startswith("paceline:spec_decode_num_draft_tokens_by_drafter_total")
+    ]
     assert sum(by_drafter) == drafted
     assert grown['paceline:http_requests_total{route="/v1/completions",status="200"}'] == 3
     assert after["paceline:engine_up"] == 1
@@ -49,7 +57,10 @@ def test_requests_are_counted(tiny_server: Server) -> None:
 
 def test_cached_prompts_are_said_and_counted(tiny_server: Server) -> None:
     prompt = "a prompt that nobody else has, and that fills a few blocks of the cache: 0123456789 0123456789"
-    first, second = (tiny_server.post("/v1/completions", prompt=prompt, max_tokens=4, ignore_eos=True).json()["usage"] for _ in range(2))
+    first, second = (
+        tiny_server.post("/v1/completions", prompt=prompt, max_tokens=4, ignore_eos=True).json()["usage"]
+        for _ in range(2)
+    )
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] >= 32
 
@@ -65,7 +76,13 @@ def test_counters_grow_over_a_restart_of_the_engine() -> None:
         "prefix_queries": 5,
         "prefix_hits": 1,
     }
-    stats = {"lengths": {"0": 4, "2": 3}, "num_drafted": 6, "num_accepted": 4, "accepted_at": [3, 1], "by_source": {}}
+    stats = {
+        "lengths": {"0": 4, "2": 3},
+        "num_drafted": 6,
+        "num_accepted": 4,
+        "accepted_at": [3, 1],
+        "by_source": {},
+    }
     for _ in range(2):
         metrics.step({"figures": {**figures, "stats": stats}})
         metrics.step({"figures": {**figures, "stats": stats}})
@@ -77,9 +94,9 @@ def test_counters_grow_over_a_restart_of_the_engine() -> None:
 
 
 def test_counts_of_choices_add_up() -> None:
+    from paceline.core.tree import Tree
+    from paceline.core.types import Draft
     from paceline.engine.stats import SpecStats
-    from paceline.types import Draft
-    from paceline.verify.tree import Tree
 
     one, two = SpecStats(), SpecStats()
     one.record(Draft(Tree.chain(0, [1, 2, 3]), "ngram"), [1, 2], 3)
@@ -100,7 +117,10 @@ def test_counts_of_choices_add_up() -> None:
 def test_the_dashboard_asks_for_metrics_that_exist(tiny_server: Server) -> None:
     dashboard = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
     asked = {
-        name for panel in dashboard["panels"] for target in panel.get("targets", ()) for name in re.findall(r"paceline:\w+", target["expr"])
+        name
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+        for name in re.findall(r"paceline:\w+", target["expr"])
     }
     there = set(re.findall(r"^# TYPE (paceline:\w+) ", tiny_server.http.get("/metrics").text, re.MULTILINE))
     there |= {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")}
@@ -120,7 +140,8 @@ def test_the_unit_and_the_image_start_the_server_with_flags_it_has() -> None:
     for text in (unit, image):
         assert "paceline" in text
         for flag in re.findall(
-            r"(?<=\s)(--[a-z-]+)(?=[\s=\"\\])", " ".join(line for line in text.splitlines() if re.search(r"\bserve\b", line))
+            r"(?<=\s)(--[a-z-]+)(?=[\s=\"\\])",
+            " ".join(line for line in text.splitlines() if re.search(r"\bserve\b", line)),
         ):
             assert flag in known, flag
     assert "KillMode=mixed" in unit  # else systemd would signal the engine, too

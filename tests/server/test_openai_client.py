@@ -12,7 +12,9 @@ from pydantic import BaseModel
 
 from tests.server.harness import Server
 
-MESSAGES: Any = [{"role": "user", "content": "In a paceline, cyclists ride one behind the other. In a paceline,"}]
+MESSAGES: Any = [
+    {"role": "user", "content": "In a paceline, cyclists ride one behind the other. In a paceline,"}
+]
 PROMPT = "In a paceline, cyclists ride"
 TOOLS: Any = [
     {
@@ -37,11 +39,15 @@ def client(tiny_server: Server) -> openai.OpenAI:
 
 
 def chat(client: openai.OpenAI, **options: Any) -> Any:
-    return client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0, **options})
+    return client.chat.completions.create(
+        **{"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0, **options}
+    )
 
 
 def complete(client: openai.OpenAI, **options: Any) -> Any:
-    return client.completions.create(**{"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **options})
+    return client.completions.create(
+        **{"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **options}
+    )
 
 
 def test_a_chat_has_text_reason_and_usage(client: openai.OpenAI) -> None:
@@ -66,7 +72,10 @@ def test_a_chat_has_text_reason_and_usage(client: openai.OpenAI) -> None:
 def test_a_stream_says_the_same_and_ends_with_usage(client: openai.OpenAI) -> None:
     whole = chat(client)
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == whole.choices[0].message.content
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
     assert all(c.usage is None for c in chunks[:-1])
@@ -91,7 +100,9 @@ def test_n_answers_differ_and_are_numbered(client: openai.OpenAI) -> None:
 
 
 def test_a_seed_repeats_the_text_and_another_does_not(client: openai.OpenAI) -> None:
-    first, again, other = (chat(client, temperature=1, seed=seed).choices[0].message.content for seed in (1, 1, 2))
+    first, again, other = (
+        chat(client, temperature=1, seed=seed).choices[0].message.content for seed in (1, 1, 2)
+    )
     assert first == again != other
 
 
@@ -116,7 +127,11 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
         assert len(entry.top_logprobs) == 3
         assert entry.logprob == max(top.logprob for top in entry.top_logprobs)  # greedy
         assert bytes(entry.bytes).decode("utf-8", "replace") == entry.token
-    streamed = [e for c in chat(client, logprobs=True, top_logprobs=3, stream=True) for e in (c.choices[0].logprobs or _None).content]
+    streamed = [
+        e
+        for c in chat(client, logprobs=True, top_logprobs=3, stream=True)
+        for e in (c.choices[0].logprobs or _None).content
+    ]
     assert [e.logprob for e in streamed] == [e.logprob for e in content]
 
 
@@ -126,7 +141,12 @@ class _None:
 
 def test_completion_logprobs(client: openai.OpenAI) -> None:
     logprobs = complete(client, logprobs=2).choices[0].logprobs
-    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(logprobs.text_offset)
+    assert (
+        len(logprobs.tokens)
+        == len(logprobs.token_logprobs)
+        == len(logprobs.top_logprobs)
+        == len(logprobs.text_offset)
+    )
     assert all(-100 < value <= 0 for value in logprobs.token_logprobs)
     assert all(1 <= len(top) <= 2 for top in logprobs.top_logprobs)  # two tokens may look alike
 
@@ -134,7 +154,9 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
 def test_logit_bias_bans_and_forces(client: openai.OpenAI, tiny_server: Server) -> None:
     (token,) = tiny_server.post("/tokenize", prompt="e").json()["tokens"]
     assert complete(client, max_tokens=4, logit_bias={str(token): 100}).choices[0].text == "eeee"
-    text = complete(client, temperature=1, seed=1, max_tokens=40, logit_bias={str(token): -100}, logprobs=0).choices[0]
+    text = complete(
+        client, temperature=1, seed=1, max_tokens=40, logit_bias={str(token): -100}, logprobs=0
+    ).choices[0]
     assert "e" not in text.logprobs.tokens
 
 
@@ -144,10 +166,20 @@ def test_penalties_change_the_text(client: openai.OpenAI) -> None:
     plain = complete(client, logprobs=0, **forced).choices[0].logprobs.tokens
     assert len(set(plain)) == 1
     for name in ("presence_penalty", "frequency_penalty"):
-        assert complete(client, logprobs=0, **forced, **{name: 2.0}).choices[0].logprobs.tokens == plain  # 2 of 50 is not enough
+        assert (
+            complete(client, logprobs=0, **forced, **{name: 2.0}).choices[0].logprobs.tokens == plain
+        )  # 2 of 50 is not enough
     # A bias that the penalty can overcome.
-    forced = {"logit_bias": {str(token): 20.0}, "max_tokens": 24, "logprobs": 0, "extra_body": {"ignore_eos": True}}
-    likely, free = (complete(client, **forced, **more).choices[0].logprobs.tokens for more in ({"frequency_penalty": 2.0}, {}))
+    forced = {
+        "logit_bias": {str(token): 20.0},
+        "max_tokens": 24,
+        "logprobs": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    likely, free = (
+        complete(client, **forced, **more).choices[0].logprobs.tokens
+        for more in ({"frequency_penalty": 2.0}, {})
+    )
     assert len(set(likely)) > len(set(free)) == 1
 
 
@@ -162,10 +194,16 @@ def test_vllm_extras(client: openai.OpenAI) -> None:
         for more in ({}, {"repetition_penalty": 50.0})
     )
     assert len(set(tokens)) < len(set(others))
-    some = complete(client, temperature=1, seed=3, logprobs=0, extra_body={"allowed_token_ids": [70, 71]}).choices[0].logprobs.tokens
+    some = (
+        complete(client, temperature=1, seed=3, logprobs=0, extra_body={"allowed_token_ids": [70, 71]})
+        .choices[0]
+        .logprobs.tokens
+    )
     assert len(set(some)) <= 2
     assert complete(client, extra_body={"stop_token_ids": list(range(384))}).usage.completion_tokens == 1
-    assert complete(client, extra_body={"min_tokens": 12, "stop_token_ids": [5]}).usage.completion_tokens == 12
+    assert (
+        complete(client, extra_body={"min_tokens": 12, "stop_token_ids": [5]}).usage.completion_tokens == 12
+    )
 
 
 class Pull(BaseModel):
@@ -183,7 +221,11 @@ def test_json_schema(client: openai.OpenAI, stream: bool) -> None:
     }
     form = {"type": "json_schema", "json_schema": {"name": "pull", "schema": schema, "strict": True}}
     answer = chat(client, response_format=form, max_tokens=200, stream=stream)
-    text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
+    text = (
+        "".join(c.choices[0].delta.content or "" for c in answer)
+        if stream
+        else answer.choices[0].message.content
+    )
     assert set(json.loads(text)) == {"fast", "gear"}
 
 
@@ -217,7 +259,10 @@ def test_guided_texts(client: openai.OpenAI, field: str, value: Any, pattern: st
 
 
 def test_guided_json(client: openai.OpenAI) -> None:
-    assert chat(client, extra_body={"guided_json": {"enum": [True, 7]}}).choices[0].message.content in ("true", "7")
+    assert chat(client, extra_body={"guided_json": {"enum": [True, 7]}}).choices[0].message.content in (
+        "true",
+        "7",
+    )
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pull"}}])
@@ -245,8 +290,14 @@ def test_a_tool_call_in_the_models_own_words(client: openai.OpenAI) -> None:
     said = r'Well\. <tool_call>\n\{"name": "pull", "arguments": \{"rider": "Bo"\}\}\n</tool_call>'
     message = chat(client, tools=TOOLS, max_tokens=200, extra_body={"guided_regex": said}).choices[0].message
     assert message.content.strip() == "Well."
-    assert [c.function.model_dump() for c in message.tool_calls] == [{"name": "pull", "arguments": '{"rider": "Bo"}'}]
-    untouched = chat(client, tools=TOOLS, tool_choice="none", max_tokens=200, extra_body={"guided_regex": said}).choices[0].message
+    assert [c.function.model_dump() for c in message.tool_calls] == [
+        {"name": "pull", "arguments": '{"rider": "Bo"}'}
+    ]
+    untouched = (
+        chat(client, tools=TOOLS, tool_choice="none", max_tokens=200, extra_body={"guided_regex": said})
+        .choices[0]
+        .message
+    )
     assert untouched.tool_calls is None
     assert "<tool_call>" in untouched.content
 
@@ -258,8 +309,13 @@ def test_a_conversation_with_tools_goes_on(client: openai.OpenAI) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "done"},
     ]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}]}]
-    assert chat(client, messages=[*turns, *parts], tools=TOOLS).usage.prompt_tokens > chat(client).usage.prompt_tokens
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}]}
+    ]
+    assert (
+        chat(client, messages=[*turns, *parts], tools=TOOLS).usage.prompt_tokens
+        > chat(client).usage.prompt_tokens
+    )
 
 
 def test_completions_of_texts_and_tokens(client: openai.OpenAI, tiny_server: Server) -> None:
@@ -270,11 +326,15 @@ def test_completions_of_texts_and_tokens(client: openai.OpenAI, tiny_server: Ser
     assert [c.index for c in many.choices] == [0, 1, 2, 3]
     assert many.choices[0].text == many.choices[1].text == one.choices[0].text != many.choices[2].text
     assert (
-        many.usage.completion_tokens == sum(complete(client, prompt=p).usage.completion_tokens for p in (PROMPT, "The rider in front")) * 2
+        many.usage.completion_tokens
+        == sum(complete(client, prompt=p).usage.completion_tokens for p in (PROMPT, "The rider in front")) * 2
     )
     assert complete(client, prompt=[tokens, tokens]).choices[1].text == one.choices[0].text
     assert complete(client, echo=True).choices[0].text == PROMPT + one.choices[0].text
-    assert "".join(c.choices[0].text for c in complete(client, prompt=tokens, echo=True, stream=True)) == PROMPT + one.choices[0].text
+    assert (
+        "".join(c.choices[0].text for c in complete(client, prompt=tokens, echo=True, stream=True))
+        == PROMPT + one.choices[0].text
+    )
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -299,7 +359,9 @@ def test_speculation_is_off_capped_or_chosen(client: openai.OpenAI) -> None:
         used = set(answer.usage.speculative["by_source"])
         if isinstance(value, dict):
             assert used <= {value["method"]}
-            assert max(map(int, answer.usage.speculative["drafts"]), default=0) <= value.get("num_speculative_tokens", 128)
+            assert max(map(int, answer.usage.speculative["drafts"]), default=0) <= value.get(
+                "num_speculative_tokens", 128
+            )
     with pytest.raises(openai.BadRequestError, match="loaded: ngram, suffix"):
         ask("eagle3")
 
@@ -308,7 +370,11 @@ def test_details_of_each_step(client: openai.OpenAI) -> None:
     options: Any = {"extra_body": {"speculative": {"details": True}, "ignore_eos": True}, "max_tokens": 24}
     whole = chat(client, **options)
     details = whole.choices[0].speculative
-    streamed = [c.choices[0].speculative for c in chat(client, stream=True, **options) if getattr(c.choices[0], "speculative", None)]
+    streamed = [
+        c.choices[0].speculative
+        for c in chat(client, stream=True, **options)
+        if getattr(c.choices[0], "speculative", None)
+    ]
     tokens = [token for each in streamed for token in each["tokens"]]
     assert [t["id"] for t in tokens] == [t["id"] for t in details["tokens"]]
     assert len(tokens) == 24
@@ -342,7 +408,11 @@ def test_details_of_each_step(client: openai.OpenAI) -> None:
         {"extra_body": {"bad_words": ["x"] * 200}},
         {"messages": []},
         {"messages": [{"role": "nobody", "content": "x"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
+            ]
+        },
         {"messages": [{"role": "user", "content": "long " * 2000}]},
         {"tool_choice": "required"},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
@@ -355,7 +425,9 @@ def test_details_of_each_step(client: openai.OpenAI) -> None:
     ],
     ids=lambda options: str(options)[:50],
 )
-def test_what_cannot_be_honoured_is_a_400_that_says_why(client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_what_cannot_be_honoured_is_a_400_that_says_why(
+    client: openai.OpenAI, options: dict[str, Any]
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, **options)
     error = caught.value.body

@@ -1,4 +1,6 @@
-"""The playground in a real browser against real servers: streams, colours, equal texts, keys, errors, policy, phone."""
+"""The playground in a real browser against real servers: streams, colours, equal texts, keys, errors, policy,
+phone.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,12 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def eager_server() -> Iterator[Server]:
-    """Three tokens are drafted every step, whatever they cost: `auto` may rightly draft nothing on a busy machine."""
-    server = start_server("default", "--speculative-config", '{"method": "eagle", "num_speculative_tokens": 3}')
+    """Three tokens are drafted every step, whatever they cost: `auto` may rightly draft nothing on a busy
+    machine.
+    """
+    server = start_server(
+        "default", "--speculative-config", '{"method": "eagle", "num_speculative_tokens": 3}'
+    )
     yield server
     server.kill()
 
@@ -74,8 +80,16 @@ def give_key(page: Browser, key: str) -> None:
 
 
 def answer_of(server: Server, **body: Any) -> str:
-    asked = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "top_p": 1, "max_tokens": 64, **body}
-    answered = server.post("/v1/chat/completions", model=server.http.get("/v1/models").json()["data"][0]["id"], **asked)
+    asked = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "top_p": 1,
+        "max_tokens": 64,
+        **body,
+    }
+    answered = server.post(
+        "/v1/chat/completions", model=server.http.get("/v1/models").json()["data"][0]["id"], **asked
+    )
     assert answered.status_code == 200, answered.text
     return str(answered.json()["choices"][0]["message"]["content"])
 
@@ -92,13 +106,17 @@ def test_a_chat_turn_streams_in_colours(eager_page: Browser, eager_server: Serve
     drafted, own = eager_page.all(".text .token.by-0"), eager_page.all(".text .token.by-target")
     assert drafted
     assert own
-    assert drafted[0].value_of_css_property("background-color") != own[0].value_of_css_property("background-color")
+    assert drafted[0].value_of_css_property("background-color") != own[0].value_of_css_property(
+        "background-color"
+    )
     assert float(eager_page.text("#tau")) > 1
     assert float(eager_page.text("#speed")) > 0
     assert eager_page.text("#alpha").endswith("%")
     assert eager_page.all("#bars li")
     assert "drafter: eagle" in eager_page.text("#legend")
-    assert re.search(r"192 tokens in \d+ passes · [\d.]+ tokens/s · reached max tokens", eager_page.text(".summary"))
+    assert re.search(
+        r"192 tokens in \d+ passes · [\d.]+ tokens/s · reached max tokens", eager_page.text(".summary")
+    )
 
 
 @browsing
@@ -108,7 +126,9 @@ def test_a_token_tells_its_numbers_by_mouse_and_by_keys(eager_page: Browser) -> 
     eager_page.set("max-tokens", 48)
     eager_page.type(QUESTION, ENTER)
     eager_page.until_answered()
-    token = next(each for each in eager_page.all(".text .token.by-0") if each.text.strip())  # a line end has no place to point at
+    token = next(
+        each for each in eager_page.all(".text .token.by-0") if each.text.strip()
+    )  # a line end has no place to point at
     ActionChains(eager_page.driver).move_to_element(token).perform()
     eager_page.until(lambda: eager_page.one("#card").is_displayed(), "the card")
     card = eager_page.one("#card").text
@@ -116,7 +136,9 @@ def test_a_token_tells_its_numbers_by_mouse_and_by_keys(eager_page: Browser) -> 
     assert re.search(r"Pass \d+: [1-9]\d* of \d+ drafted tokens? kept", card)
     assert re.search(r"p, the model's\n[01]\.\d{3}\nq, the drafter's\n1, not sampled", card)
     assert "✓" in card
-    assert len(eager_page.all(".token.same-pass")) >= 2  # the accepted prefix and the model's own token after it
+    assert (
+        len(eager_page.all(".token.same-pass")) >= 2
+    )  # the accepted prefix and the model's own token after it
     eager_page.one(".turn.model .text").send_keys(RIGHT)
     first = eager_page.script("return document.activeElement.textContent")
     assert eager_page.all(".token.chosen")[0].get_attribute("textContent") == first
@@ -134,7 +156,9 @@ def test_side_by_side_the_texts_are_equal(eager_page: Browser, temperature: floa
     eager_page.set("temperature", temperature)
     eager_page.type(QUESTION, CONTROL, ENTER)
     eager_page.until_answered()
-    texts = eager_page.script("return [...document.querySelectorAll('.column .text')].map(e => e.textContent)")
+    texts = eager_page.script(
+        "return [...document.querySelectorAll('.column .text')].map(e => e.textContent)"
+    )
     assert len(texts) == 2
     assert texts[0] == texts[1] != ""
     assert "The same text, token for token." in eager_page.text(".verdict.same")
@@ -147,13 +171,21 @@ def test_side_by_side_the_texts_are_equal(eager_page: Browser, temperature: floa
 
 @browsing
 def test_a_seed_gives_the_texts_that_the_api_gives(page: Browser, default_server: Server) -> None:
-    for name, value in {"max-tokens": 40, "temperature": 0.8, "seed": 7, "top-k": 50, "system": "You are a cyclist."}.items():
+    for name, value in {
+        "max-tokens": 40,
+        "temperature": 0.8,
+        "seed": 7,
+        "top-k": 50,
+        "system": "You are a cyclist.",
+    }.items():
         page.set(name, value)
     page.set("k", 3)
     page.type(QUESTION, ENTER)
     page.until_answered()
     messages = [{"role": "system", "content": "You are a cyclist."}, {"role": "user", "content": QUESTION}]
-    assert page.text(".turn.model .text") == answer_of(default_server, messages=messages, max_tokens=40, temperature=0.8, seed=7, top_k=50)
+    assert page.text(".turn.model .text") == answer_of(
+        default_server, messages=messages, max_tokens=40, temperature=0.8, seed=7, top_k=50
+    )
     page.set("drafter", "off")
     page.type("Thanks!", ENTER)
     page.until_answered(2)
@@ -198,11 +230,15 @@ def test_a_phone_has_everything_and_nothing_sticks_out(page: Browser) -> None:
     assert "The same text" in page.text(".verdict.same")
     assert page.script("return document.documentElement.scrollWidth") <= 360
     inside = "return [...document.querySelectorAll('button, textarea, .text, .numbers dd')].filter(e => e.offsetParent)"
-    assert page.script(inside + ".every(e => e.getBoundingClientRect().left >= 0 && e.getBoundingClientRect().right <= 361)")
+    assert page.script(
+        inside + ".every(e => e.getBoundingClientRect().left >= 0 && e.getBoundingClientRect().right <= 361)"
+    )
     token = page.all(".text .token.by-target")[0]
     page.script("arguments[0].scrollIntoView({block: 'center'})", token)
     token.click()
-    box = page.script("const b = document.getElementById('card').getBoundingClientRect(); return [b.left, b.right, b.bottom]")
+    box = page.script(
+        "const b = document.getElementById('card').getBoundingClientRect(); return [b.left, b.right, b.bottom]"
+    )
     assert box[0] >= 0
     assert box[1] <= 360
     assert box[2] <= 740
@@ -226,7 +262,9 @@ def test_dark_and_light_follow_the_system_until_told_otherwise(page: Browser) ->
 @browsing
 def test_every_control_has_a_name_and_the_keyboard_reaches_all(page: Browser) -> None:
     page.script("document.querySelector('details').open = true")
-    controls = [element for element in page.all("button, input, select, textarea, summary") if element.is_displayed()]
+    controls = [
+        element for element in page.all("button, input, select, textarea, summary") if element.is_displayed()
+    ]
     assert all(element.accessible_name for element in controls)
     expected, reached = {element.id for element in controls}, set()
     page.one("#new-chat").send_keys("")
@@ -252,7 +290,12 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(guarded: Browser) -> Non
     guarded.until(lambda: guarded.all(".error"), "an error")
     assert "asks for an API key" in guarded.text(".error")
     give_key(guarded, KEYS[1])
-    assert [option.get_attribute("value") for option in guarded.all("#drafter option")] == ["auto", "ngram", "suffix", "off"]
+    assert [option.get_attribute("value") for option in guarded.all("#drafter option")] == [
+        "auto",
+        "ngram",
+        "suffix",
+        "off",
+    ]
     guarded.set("max-tokens", 8)
     guarded.set("drafter", "ngram")
     guarded.one(".error button").click()
@@ -265,14 +308,20 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(guarded: Browser) -> Non
 
 @browsing
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_tokens_that_are_parts_of_characters_leave_the_text_whole(guarded: Browser, tiny_server: Server, seed: int) -> None:
-    """A random model at a high temperature writes bytes that are no characters, and characters in several tokens."""
+def test_tokens_that_are_parts_of_characters_leave_the_text_whole(
+    guarded: Browser, tiny_server: Server, seed: int
+) -> None:
+    """A random model at a high temperature writes bytes that are no characters, and characters in several
+    tokens.
+    """
     give_key(guarded, KEYS[0])
     for name, value in {"max-tokens": 60, "temperature": 2, "seed": seed}.items():
         guarded.set(name, value)
     guarded.type(QUESTION, ENTER)
     guarded.until_answered()
-    assert guarded.text(".turn.model .text") == answer_of(tiny_server, max_tokens=60, temperature=2, seed=seed)
+    assert guarded.text(".turn.model .text") == answer_of(
+        tiny_server, max_tokens=60, temperature=2, seed=seed
+    )
 
 
 @browsing
@@ -304,10 +353,14 @@ def test_the_page_has_nothing_inline_and_nothing_from_outside() -> None:
         assert not any(name == "style" or name.startswith("on") for name in attributes), (tag, attributes)
         for name in ("src", "href"):
             if attributes.get(name):
-                assert (FOLDER / str(attributes[name]).removeprefix("/playground/")).is_file(), attributes[name]
+                assert (FOLDER / str(attributes[name]).removeprefix("/playground/")).is_file(), attributes[
+                    name
+                ]
     for path in FOLDER.iterdir():
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(r"https?://|//[a-z]+\.[a-z]+/|@import|\beval\(|innerHTML|new Function", text), path
+        assert not re.search(r"https?://|//[a-z]+\.[a-z]+/|@import|\beval\(|innerHTML|new Function", text), (
+            path
+        )
         assert len(text.splitlines()) <= 400
 
 
@@ -318,7 +371,11 @@ def test_every_module_that_is_imported_is_there() -> None:
 
 
 def test_the_page_is_served_under_its_policy(default_server: Server) -> None:
-    for path, kind in {"/": "text/html", "/playground/app.js": "text/javascript", "/playground/style.css": "text/css"}.items():
+    for path, kind in {
+        "/": "text/html",
+        "/playground/app.js": "text/javascript",
+        "/playground/style.css": "text/css",
+    }.items():
         answer = default_server.http.get(path)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(kind)

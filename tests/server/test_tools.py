@@ -1,4 +1,6 @@
-"""What of an answer is a tool call: in tags or bare, whole or cut into pieces at any place; all else is text, unchanged."""
+"""What of an answer is a tool call: in tags or bare, whole or cut into pieces at any place; all else is text,
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ CALL = '{"name": "pull", "arguments": {"rider": "Ada", "note": "<b> {x}"}}'
 ANSWERS = {
     "in tags": (f"<tool_call>\n{CALL}\n</tool_call>", "", ["pull"]),
     "after words": (f"Well. <tool_call>{CALL}</tool_call>", "Well. ", ["pull"]),
-    "two": (f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"name": "rest", "arguments": {{}}}}</tool_call>', "", ["pull", "rest"]),
+    "two": (
+        f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"name": "rest", "arguments": {{}}}}</tool_call>',
+        "",
+        ["pull", "rest"],
+    ),
     "bare": (CALL, "", ["pull"]),
     "bare list": (f"[{CALL}]", "", ["pull"]),
     "parameters": ('{"name": "rest", "parameters": {"long": true}}', "", ["rest"]),
@@ -80,4 +86,7 @@ def test_a_plain_template_is_told_of_tools_in_words() -> None:
 def test_forced_schemas_name_one_or_any() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("pull", "rest")]
     assert forced_schema(tools, "rest")["properties"]["name"] == {"const": "rest"}
-    assert [each["properties"]["name"]["const"] for each in forced_schema(tools, None)["anyOf"]] == ["pull", "rest"]
+    assert [each["properties"]["name"]["const"] for each in forced_schema(tools, None)["anyOf"]] == [
+        "pull",
+        "rest",
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.llm import LLM
+from paceline.api.llm import LLM
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.train.shards import Texts, from_written
 from paceline.train.talk import conversations

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.heads.config import target_hash
 from paceline.loaders.checkpoint import Checkpoint
-from paceline.models.head_config import target_hash
 from paceline.train.modules import Head, build_head
 from paceline.train.recipes import Recipe, head_config, recipe_for
 from paceline.train.shards import Written, from_written
@@ -25,7 +25,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # kind, and what its recipe
 
 
 def small(kind: str, **changes: Any) -> Recipe:
-    sizes: dict[str, Any] = {"num_steps": 3, "num_layers": 1, "num_taps": 3, "num_blocks": 1, "markov_rank": 8, "draft_vocab_size": 180}
+    sizes: dict[str, Any] = {
+        "num_steps": 3,
+        "num_layers": 1,
+        "num_taps": 3,
+        "num_blocks": 1,
+        "markov_rank": 8,
+        "draft_vocab_size": 180,
+    }
     run: dict[str, Any] = {"batch_tokens": 2048, "max_length": 448, "num_held_out": 24}
     return recipe_for(kind, **(sizes | run | changes))
 
@@ -43,5 +50,8 @@ def head_of(kind: str, target: Target, checkpoint: Checkpoint, **changes: Any) -
 
 def some_batch(lengths: tuple[int, ...] = (20, 31, 9), prompts: tuple[int, ...] = (5, 12, 1)) -> Batch:
     draw = np.random.default_rng(3)
-    written = [Written(draw.integers(0, VOCAB, p), draw.integers(0, VOCAB, n - p), 0.0) for n, p in zip(lengths, prompts, strict=True)]
+    written = [
+        Written(draw.integers(0, VOCAB, p), draw.integers(0, VOCAB, n - p), 0.0)
+        for n, p in zip(lengths, prompts, strict=True)
+    ]
     return make_batch(from_written(written, VOCAB), [0, 1, 2], 192)

@@ -1,4 +1,6 @@
-"""Heads in torch: the teacher against the decoder, losses against autograd, simulated steps against drafting one by one."""
+"""Heads in torch: the teacher against the decoder, losses against autograd, simulated steps against drafting
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from paceline.core.types import Cached, Segment
+from paceline.heads.config import DflashConfig, EagleConfig, target_hash
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.models.decoder import Decoder
-from paceline.models.head_config import DflashConfig, EagleConfig, target_hash
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
 from paceline.train import chains
@@ -24,7 +27,6 @@ from paceline.train.recipes import head_config
 from paceline.train.shards import Texts
 from paceline.train.stream import batches, split
 from paceline.train.target import Target
-from paceline.types import Cached, Segment
 from tests.make_models import VOCAB, tiny_hf
 from tests.train.small import CPU, head_of, small, some_batch
 
@@ -41,8 +43,12 @@ def test_the_teacher_computes_what_the_decoder_does(family: str, tmp_path: Path)
     output = runner.forward([Segment(ids, cache, num_logits=len(ids))], hidden_layers=layers)
     teacher = Target.load(opened, CPU, torch.float32, 64)
     seen = teacher.read(torch.tensor([ids]), layers)
-    torch.testing.assert_close(seen.taps[0], torch.cat([output.hidden[n] for n in layers], -1), atol=2e-4, rtol=2e-4)
-    torch.testing.assert_close(teacher.final(seen.last)[0] @ teacher.head.T, output.logits, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(
+        seen.taps[0], torch.cat([output.hidden[n] for n in layers], -1), atol=2e-4, rtol=2e-4
+    )
+    torch.testing.assert_close(
+        teacher.final(seen.last)[0] @ teacher.head.T, output.logits, atol=2e-4, rtol=2e-4
+    )
 
 
 def test_the_teacher_speaks_of_the_draft_vocabulary_alone(target: Target) -> None:
@@ -57,7 +63,9 @@ def test_the_teacher_speaks_of_the_draft_vocabulary_alone(target: Target) -> Non
 
 
 @pytest.mark.parametrize("mix", [Mix(), Mix(0.0, 1.0), Mix(0.0, 0.0, 1.0), Mix(0.3, 0.5, 0.7)])
-def test_losses_and_their_gradients_are_those_of_the_definitions(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_their_gradients_are_those_of_the_definitions(
+    mix: Mix, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from paceline.train import losses
 
     monkeypatch.setattr(losses, "CHUNK", 4)
@@ -69,13 +77,17 @@ def test_losses_and_their_gradients_are_those_of_the_definitions(mix: Mix, monke
     loss, guessed = agreement(hidden, weight, teacher, rows, scale, mix)
     logits = hidden @ weight.T
     p, log_q = teacher.chances.float()[rows], logits.log_softmax(-1)
-    by_hand = mix.soft * -(p * log_q).sum(-1) + mix.hard * functional.cross_entropy(logits, teacher.best[rows], reduction="none")
+    by_hand = mix.soft * -(p * log_q).sum(-1) + mix.hard * functional.cross_entropy(
+        logits, teacher.best[rows], reduction="none"
+    )
     by_hand = by_hand + mix.variation * 0.5 * (p - log_q.exp()).abs().sum(-1)
     expected = (by_hand * scale).sum()
     torch.testing.assert_close(loss, expected)
     assert torch.equal(guessed, logits.argmax(-1))
     for mine, theirs in zip(
-        torch.autograd.grad(loss * 2, (hidden, weight)), torch.autograd.grad(expected * 2, (hidden, weight)), strict=True
+        torch.autograd.grad(loss * 2, (hidden, weight)),
+        torch.autograd.grad(expected * 2, (hidden, weight)),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-3)
 
@@ -97,7 +109,12 @@ def test_chain_attention_is_attention_over_text_and_chain() -> None:
 
 
 def _attend_alone(
-    q: torch.Tensor, own_k: torch.Tensor, own_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
 ) -> torch.Tensor:
     out = []
     for n, row in enumerate(rows.tolist()):
@@ -142,7 +159,9 @@ def heads_of(w: dict[str, torch.Tensor], name: str, x: torch.Tensor, dim: int) -
 
 
 @torch.no_grad()
-def test_simulated_eagle_steps_are_those_of_drafting_one_by_one(target: Target, checkpoint: Checkpoint) -> None:
+def test_simulated_eagle_steps_are_those_of_drafting_one_by_one(
+    target: Target, checkpoint: Checkpoint
+) -> None:
     head, batch = head_of("eagle", target, checkpoint), some_batch()
     config = head.config
     assert isinstance(head, Eagle)
@@ -157,16 +176,24 @@ def test_simulated_eagle_steps_are_those_of_drafting_one_by_one(target: Target, 
     feature = torch.zeros(0)
     for place in range(t + 3):
         g = w["fc.weight"] @ seen.taps[b, place] if place <= t else feature
-        e = rms(target.embedding[batch.ids[b, place + 1]], w["midlayer.input_layernorm.weight"], config.rms_eps)
+        e = rms(
+            target.embedding[batch.ids[b, place + 1]], w["midlayer.input_layernorm.weight"], config.rms_eps
+        )
         x = torch.cat([e, rms(g, w["midlayer.hidden_norm.weight"], config.rms_eps)])
         q, k, v = (heads_of(w, f"midlayer.self_attn.{n}", x, d) for n in "qkv")
         keys.append(turn(k, place, config.rope.theta))
         values.append(v)
-        a = g + w["midlayer.self_attn.o_proj.weight"] @ attend(turn(q, place, config.rope.theta), keys, values)
-        feature = a + mlp(w, "midlayer.", rms(a, w["midlayer.post_attention_layernorm.weight"], config.rms_eps))
+        a = g + w["midlayer.self_attn.o_proj.weight"] @ attend(
+            turn(q, place, config.rope.theta), keys, values
+        )
+        feature = a + mlp(
+            w, "midlayer.", rms(a, w["midlayer.post_attention_layernorm.weight"], config.rms_eps)
+        )
         if place >= t:
             guess = found[place - t]
-            torch.testing.assert_close(guess.hidden[row], rms(feature, w["norm.weight"], config.rms_eps), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                guess.hidden[row], rms(feature, w["norm.weight"], config.rms_eps), atol=1e-4, rtol=1e-4
+            )
             assert guess.rows[row] == row + 1 + place - t
     assert torch.equal(found[0].weight, w["lm_head.weight"])
 
@@ -183,7 +210,13 @@ def test_a_block_is_what_the_docs_say(target: Target, checkpoint: Checkpoint, fr
     head = build_head(config, target, made.draft_ids, 192)
     assert isinstance(head, Dflash)
     head.load_state_dict(made.state_dict())
-    seen, w, d, eps, theta = target.read(batch.ids, config.taps), head.tensors(), config.head_dim, config.rms_eps, config.rope.theta
+    seen, w, d, eps, theta = (
+        target.read(batch.ids, config.taps),
+        head.tensors(),
+        config.head_dim,
+        config.rms_eps,
+        config.rope.theta,
+    )
     found, row = head.guesses(batch, seen, 3), 20
     b, t = int(batch.sequence[row]), int(batch.position[row])
     context = [rms(w["fc.weight"] @ seen.taps[b, s], w["hidden_norm.weight"], eps) for s in range(t + 1)]
@@ -193,7 +226,10 @@ def test_a_block_is_what_the_docs_say(target: Target, checkpoint: Checkpoint, fr
         prefix = f"layers.{i}."
         normed = [rms(x, w[f"{prefix}input_layernorm.weight"], eps) for x in xs]
         norms = {n: w[f"{prefix}self_attn.{n}_norm.weight"] for n in "qk"}
-        keys = [turn(rms(heads_of(w, f"{prefix}self_attn.k", c, d), norms["k"], eps), s, theta) for s, c in enumerate([*context, *normed])]
+        keys = [
+            turn(rms(heads_of(w, f"{prefix}self_attn.k", c, d), norms["k"], eps), s, theta)
+            for s, c in enumerate([*context, *normed])
+        ]
         values = [heads_of(w, f"{prefix}self_attn.v", c, d) for c in (*context, *normed)]
         for j, n in enumerate(normed):
             q = turn(rms(heads_of(w, f"{prefix}self_attn.q", n, d), norms["q"], eps), t + 1 + j, theta)
@@ -238,7 +274,9 @@ def test_a_drafts_later_steps_are_those_of_a_longer_text(target: Target, checkpo
 
 
 @torch.no_grad()
-def test_a_draft_with_all_of_the_targets_layers_is_the_target(target: Target, checkpoint: Checkpoint, texts: Texts) -> None:
+def test_a_draft_with_all_of_the_targets_layers_is_the_target(
+    target: Target, checkpoint: Checkpoint, texts: Texts
+) -> None:
     recipe = small("draft", num_layers=checkpoint.config.num_layers, draft_vocab_size=VOCAB)
     config = head_config(recipe, checkpoint.config, "tiny", target_hash(checkpoint), 5)
     assert "draft_ids" not in config.tensor_shapes()

@@ -11,15 +11,24 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.errors import ConfigError, ModelFileError
-from paceline.llm import LLM
+from paceline.api.llm import LLM
+from paceline.core.errors import ConfigError, ModelFileError
+from paceline.heads.config import check_target, read_head_config, target_hash, write_head_config
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
-from paceline.models.head_config import check_target, read_head_config, target_hash, write_head_config
 from paceline.train.lessons import answer_counts, draft_vocabulary, prepare
 from paceline.train.recipes import Recipe, recipe_for
 from paceline.train.save import read_head, save_head
 from paceline.train.session import train
-from paceline.train.shards import Texts, Written, from_written, joined, load_shard, load_shards, piece, save_shards
+from paceline.train.shards import (
+    Texts,
+    Written,
+    from_written,
+    joined,
+    load_shard,
+    load_shards,
+    piece,
+    save_shards,
+)
 from paceline.train.stream import batches, split
 from paceline.train.talk import Voice, conversations, questions_in
 from paceline.train.target import Target
@@ -47,7 +56,11 @@ def test_shards_come_back_as_they_were_and_a_damaged_one_is_named(tmp_path: Path
     with pytest.raises(ModelFileError, match=paths[0].name):
         load_shard(paths[0])
     np.savez(
-        tmp_path / "bad.npz", tokens=whole.tokens, starts=whole.starts[:-1], num_prompt=whole.num_prompt, temperature=whole.temperature
+        tmp_path / "bad.npz",
+        tokens=whole.tokens,
+        starts=whole.starts[:-1],
+        num_prompt=whole.num_prompt,
+        temperature=whole.temperature,
     )
     with pytest.raises(ModelFileError, match="index does not fit"):
         load_shard(tmp_path / "bad.npz")
@@ -73,7 +86,10 @@ def test_batches_hold_every_sequence_once_and_follow_the_seed(texts: Texts) -> N
     assert (texts.temperature[held] == 0).all()
 
     def tokens(seed: int) -> list[list[int]]:
-        return [batch.ids.flatten().tolist() for batch in batches(texts, learned, 2048, 448, np.random.default_rng(seed))]
+        return [
+            batch.ids.flatten().tolist()
+            for batch in batches(texts, learned, 2048, 448, np.random.default_rng(seed))
+        ]
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
@@ -89,7 +105,7 @@ def test_the_target_writes_greedy_and_sampled_answers_of_its_own(texts: Texts, t
     sequence = texts.tokens[texts.starts[index] : texts.starts[index + 1]].tolist()
     prompt, answer = sequence[: texts.num_prompt[index]], sequence[texts.num_prompt[index] :]
     with LLM(str(tiny_folder), speculative_config=None, device="cpu", progress=False) as llm:
-        from paceline.params import SamplingParams
+        from paceline.core.params import SamplingParams
 
         (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=len(answer)))
     assert list(result.outputs[0].token_ids) == answer
@@ -102,7 +118,10 @@ def test_given_prompts_are_asked_and_questions_are_found(tiny: LLM) -> None:
     talks = conversations(tiny.tokenizer, [("Tell me about the wind.",)], seed=1)
     written = list(writer.write((next(talks) for _ in range(3)), lambda: False))
     assert any("Tell me about the wind." in tiny.tokenizer.decode(w.prompt) for w in written)
-    assert questions_in(['Text. Who rides in front? "What is a paceline?" Nothing.']) == ["Who rides in front?", "What is a paceline?"]
+    assert questions_in(['Text. Who rides in front? "What is a paceline?" Nothing.']) == [
+        "Who rides in front?",
+        "What is a paceline?",
+    ]
     assert {Voice(tiny.tokenizer, random.Random(i)).temperature() == 0 for i in range(20)} == {True, False}
 
 
@@ -129,7 +148,18 @@ def test_training_raises_held_out_acceptance(
     kind: str, changes: dict[str, Any], checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
     limit, recipe = Limit(tokens=60_000), small(kind, **changes)
-    (found,) = train(checkpoint, texts, [recipe], limit, [tmp_path], device=CPU, seed=1, command=["test"], report=silent, num_measures=3)
+    (found,) = train(
+        checkpoint,
+        texts,
+        [recipe],
+        limit,
+        [tmp_path],
+        device=CPU,
+        seed=1,
+        command=["test"],
+        report=silent,
+        num_measures=3,
+    )
     notes = json.loads((tmp_path / "provenance.json").read_text())
     first, last = notes["curve"][0], notes["curve"][-1]
     assert last["tau"] == found.tau
@@ -145,7 +175,9 @@ def test_training_raises_held_out_acceptance(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])
-def test_a_resumed_training_ends_as_one_that_was_not_interrupted(kind: str, checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
+    kind: str, checkpoint: Checkpoint, texts: Texts, tmp_path: Path
+) -> None:
     recipe, limit = small(kind, average=0.9), Limit(tokens=24_000)
 
     def run(folder: Path, is_resumed: bool = False, most_steps: int = 1 << 30) -> dict[str, torch.Tensor]:
@@ -169,10 +201,21 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(kind: str, chec
         assert torch.equal(tensor, parts[name]), name
 
 
-def test_resuming_with_another_recipe_or_text_is_an_error(checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+def test_resuming_with_another_recipe_or_text_is_an_error(
+    checkpoint: Checkpoint, texts: Texts, tmp_path: Path
+) -> None:
     def run(recipe: Recipe, text: Texts, is_resumed: bool) -> None:
         train(
-            checkpoint, text, [recipe], Limit(tokens=3000), [tmp_path], device=CPU, seed=1, command=[], report=silent, is_resumed=is_resumed
+            checkpoint,
+            text,
+            [recipe],
+            Limit(tokens=3000),
+            [tmp_path],
+            device=CPU,
+            seed=1,
+            command=[],
+            report=silent,
+            is_resumed=is_resumed,
         )
 
     with pytest.raises(ConfigError, match="holds no checkpoint"):
@@ -184,7 +227,9 @@ def test_resuming_with_another_recipe_or_text_is_an_error(checkpoint: Checkpoint
         run(small("medusa"), piece(texts, 0, len(texts) - 1), True)
 
 
-def test_heads_learn_on_from_other_text_with_their_own_tokens(checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+def test_heads_learn_on_from_other_text_with_their_own_tokens(
+    checkpoint: Checkpoint, texts: Texts, tmp_path: Path
+) -> None:
     kinds, half = ("eagle", "dflash"), len(texts) // 2
 
     def run(text: Texts, out: str, tokens: int, start: Path | None = None) -> list[Any]:
@@ -194,7 +239,9 @@ def test_heads_learn_on_from_other_text_with_their_own_tokens(checkpoint: Checkp
         return [read_head(folder) for folder in folders]
 
     def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-        return max(float((a[name].float() - b[name].float()).abs().max()) for name in a if name != "draft_ids")
+        return max(
+            float((a[name].float() - b[name].float()).abs().max()) for name in a if name != "draft_ids"
+        )
 
     first = run(piece(texts, 0, half), "first", 20_000)
     for kind in kinds:  # the same target, by another name
@@ -206,11 +253,16 @@ def test_heads_learn_on_from_other_text_with_their_own_tokens(checkpoint: Checkp
         assert torch.equal(tensors["draft_ids"], others["draft_ids"])
         assert getattr(config, "mask_token_id", 0) == getattr(other, "mask_token_id", 0)
         assert 5 * distance(tensors, others) < distance(tensors, strangers), "one step from where it began"
-    told = {name: json.loads((tmp_path / name / "eagle" / "provenance.json").read_text()) for name in ("first", "second", "fresh")}
+    told = {
+        name: json.loads((tmp_path / name / "eagle" / "provenance.json").read_text())
+        for name in ("first", "second", "fresh")
+    }
     assert told["second"]["before"]["text"] == told["first"]["text"] != told["second"]["text"]
     assert "before" not in told["fresh"]
     (tmp_path / "first" / "dflash").rename(tmp_path / "elsewhere")
-    (_, mixed), (_, new) = run(rest, "mixed", 1, tmp_path / "first")  # what the folder does not have begins anew
+    (_, mixed), (_, new) = run(
+        rest, "mixed", 1, tmp_path / "first"
+    )  # what the folder does not have begins anew
     assert distance(mixed, after[0][1]) == 0
     assert 5 * distance(first[1][1], after[1][1]) < distance(first[1][1], new)
     path = tmp_path / "first" / "eagle" / "config.json"
@@ -219,7 +271,9 @@ def test_heads_learn_on_from_other_text_with_their_own_tokens(checkpoint: Checkp
         run(texts, "third", 1, tmp_path / "first")
 
 
-def test_an_eagle_head_becomes_the_trunk_of_a_medusa_head(checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+def test_an_eagle_head_becomes_the_trunk_of_a_medusa_head(
+    checkpoint: Checkpoint, texts: Texts, tmp_path: Path
+) -> None:
     def run(kind: str, tokens: int, start: Path | None = None, **changes: Any) -> Any:
         recipe = small(kind, **changes)
         train(checkpoint, texts, [recipe], Limit(tokens=tokens), [tmp_path / kind], device=CPU, seed=1, command=[], report=silent,
@@ -237,7 +291,9 @@ def test_an_eagle_head_becomes_the_trunk_of_a_medusa_head(checkpoint: Checkpoint
         run("medusa", 1, tmp_path / "eagle")
 
 
-def test_a_head_of_another_target_is_refused_and_both_are_named(checkpoint: Checkpoint, tmp_path: Path, texts: Texts) -> None:
+def test_a_head_of_another_target_is_refused_and_both_are_named(
+    checkpoint: Checkpoint, tmp_path: Path, texts: Texts
+) -> None:
     lessons = prepare(checkpoint, texts, small("medusa"), CPU, name="the one")
     trainer = Trainer(lessons, small("medusa"), Limit(tokens=1))
     check_target(trainer.config, checkpoint, "head")
@@ -248,7 +304,9 @@ def test_a_head_of_another_target_is_refused_and_both_are_named(checkpoint: Chec
 
 
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS.values(), ids=VARIANTS)
-def test_heads_survive_the_disk(kind: str, changes: dict[str, Any], target: Target, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_heads_survive_the_disk(
+    kind: str, changes: dict[str, Any], target: Target, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     head = head_of(kind, target, checkpoint, markov_rank=64, **changes)
     assert read_head_config(json.loads(json.dumps(write_head_config(head.config))), "here") == head.config
     tensors = head.tensors()
@@ -260,8 +318,12 @@ def test_heads_survive_the_disk(kind: str, changes: dict[str, Any], target: Targ
             torch.testing.assert_close(again[name], tensor, atol=loose, rtol=loose)
     sizes = [(tmp_path / str(bits) / "model.safetensors").stat().st_size for bits in (8, 16)]
     assert sizes[0] < 0.65 * sizes[1]
-    (tmp_path / "16" / "config.json").write_text(json.dumps(write_head_config(head.config) | {"hidden_size": 96}))
-    with pytest.raises(ModelFileError, match=r"where the config asks for|the trunk's hidden_size is 64, the head's 96"):
+    (tmp_path / "16" / "config.json").write_text(
+        json.dumps(write_head_config(head.config) | {"hidden_size": 96})
+    )
+    with pytest.raises(
+        ModelFileError, match=r"where the config asks for|the trunk's hidden_size is 64, the head's 96"
+    ):
         read_head(tmp_path / "16")
 
 
@@ -274,11 +336,21 @@ def test_bad_recipes_and_texts_are_named() -> None:
         split(from_written([Written([1], [2, 3], 0.8)], VOCAB), 4)
 
 
-def test_heads_that_learn_together_are_those_that_learn_alone(checkpoint: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+def test_heads_that_learn_together_are_those_that_learn_alone(
+    checkpoint: Checkpoint, texts: Texts, tmp_path: Path
+) -> None:
     def run(*kinds: str) -> dict[str, dict[str, torch.Tensor]]:
         folders = [tmp_path / f"{len(kinds)}" / kind for kind in kinds]
         train(
-            checkpoint, texts, [small(kind) for kind in kinds], Limit(tokens=9000), folders, device=CPU, seed=2, command=[], report=silent
+            checkpoint,
+            texts,
+            [small(kind) for kind in kinds],
+            Limit(tokens=9000),
+            folders,
+            device=CPU,
+            seed=2,
+            command=[],
+            report=silent,
         )
         return {kind: read_head(folder)[1] for kind, folder in zip(kinds, folders, strict=True)}
 
@@ -295,7 +367,18 @@ def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> Non
 
     prompts, out = tmp_path / "prompts.txt", tmp_path / "head"
     prompts.write_text("Tell me about the wind.\nWho rides in front?\nWrite a list of riders.\n")
-    common = ["train", "eagle", "--target", str(tiny_folder), "--device", "cpu", "-o", str(out), "--draft-vocab", "256"]
+    common = [
+        "train",
+        "eagle",
+        "--target",
+        str(tiny_folder),
+        "--device",
+        "cpu",
+        "-o",
+        str(out),
+        "--draft-vocab",
+        "256",
+    ]
     done = CliRunner().invoke(app, [*common, "--prompts", str(prompts), "--tokens", "20000"])
     assert done.exit_code == 0, done.output
     assert "tokens a step on held-out answers" in done.stdout
@@ -307,11 +390,27 @@ def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> Non
     again = CliRunner().invoke(app, [*common, "--text", str(out / "text")])
     assert again.exit_code == 2
     assert "--resume" in again.stderr
-    medusa = ["train", "medusa", "--trunk", "--start", str(out), "--target", str(tiny_folder), "--device", "cpu", "--draft-vocab", "256"]
-    done = CliRunner().invoke(app, [*medusa, "-o", str(tmp_path / "medusa"), "--text", str(out / "text"), "--rounds", "0.05"])
+    medusa = [
+        "train",
+        "medusa",
+        "--trunk",
+        "--start",
+        str(out),
+        "--target",
+        str(tiny_folder),
+        "--device",
+        "cpu",
+        "--draft-vocab",
+        "256",
+    ]
+    done = CliRunner().invoke(
+        app, [*medusa, "-o", str(tmp_path / "medusa"), "--text", str(out / "text"), "--rounds", "0.05"]
+    )
     assert done.exit_code == 0, done.output
     started = json.loads((tmp_path / "medusa" / "provenance.json").read_text())["curve"][0]
-    assert started["by_position"][0] > 0.9 * notes["curve"][-1]["by_position"][0], "it begins as good as EAGLE's first step"
+    assert started["by_position"][0] > 0.9 * notes["curve"][-1]["by_position"][0], (
+        "it begins as good as EAGLE's first step"
+    )
     wrong = CliRunner().invoke(app, [*common, "--trunk"])
     assert wrong.exit_code == 2
     assert "only medusa" in wrong.stderr

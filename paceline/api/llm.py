@@ -1,0 +1,310 @@
+"""LLM: text in, text out. Batches, chats and streams all go through one engine, and may be interleaved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from types import TracebackType
+from typing import Any
+
+from paceline.api.build import build
+from paceline.api.intake import Intake
+from paceline.api.results import Chunk, Completion, Result, Token
+from paceline.core.errors import ConfigError, RequestError
+from paceline.core.params import SamplingParams
+from paceline.core.types import FinishReason, Request
+from paceline.engine.commit import Emission
+from paceline.engine.stats import SpecStats
+from paceline.loaders.detokenize import Detokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """All that a request has said, and how much of it its reader has seen."""
+
+    request: Request
+    stats: SpecStats
+    emissions: list[Emission] = field(default_factory=list)
+    num_seen: int = 0
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        assert isinstance(self.request.text_stop, Detokenizer)
+        return self.request.text_stop
+
+    def take(self) -> tuple[list[Emission], str, bool]:
+        """What is new: emissions, settled text, and whether that was the end."""
+        new = self.emissions[self.num_seen :]
+        self.num_seen = len(self.emissions)
+        return new, self.detokenizer.take(), self.request.is_finished
+
+    def completion(self, index: int) -> Completion:
+        request = self.request
+        assert request.finish_reason is not None
+        self.detokenizer.finish()
+        return Completion(
+            text=self.detokenizer.text,
+            token_ids=request.output,
+            finish_reason=request.finish_reason,
+            logprobs=[p for e in self.emissions for p in e.logprobs]
+            if request.params.logprobs is not None
+            else None,
+            stats=self.stats,
+            index=index,
+            error=request.error,
+        )
+
+
+class LLM:
+    """A model, and drafters that make it faster without changing what it says.
+
+    speculative_config: "auto": suffix matching, and the learned head that is shipped for the model if there
+    is one, as much as pays at each
+        step; {"method": "auto", "head": False}: without the head; None or "off": none;
+        {"method": "suffix" | "ngram" | "draft_model" | "early_exit" | ..., options}: that one, as much as
+        pays; {"method": ..., "num_speculative_tokens": K}: always K tokens.
+    device: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one.
+    dtype: of the weights, "int8", "int4" or "float32", on GPUs also "bfloat16" and "float16"; "auto" is int8
+    on CPUs, bfloat16 on GPUs. exact: on a GPU, plain decoding and checking drafts take the same path bit by
+    bit; on CPUs they always do. load_format: "dummy" makes random weights of the model's shape, for measuring
+    without a download ("llama-8b" is a shape, too). kv_cache_dtype: on a GPU, "int8" keeps keys and values as
+    integers with a scale for each head: half the memory, rounded. kv_cache_memory: bytes, or a fraction of
+    the free memory, for the target; a draft model takes as many blocks of its own.
+    """
+
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        speculative_config: Mapping[str, Any] | str | None = "auto",
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None,
+        kv_cache_memory: int | float | None = None,
+        enable_prefix_caching: bool = True,
+        dtype: str = "auto",
+        kernels: str = "exact",
+        device: str = "auto",
+        exact: bool = False,
+        load_format: str = "auto",
+        kv_cache_dtype: str = "auto",
+        progress: bool = True,
+    ) -> None:
+        limits = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "enable_prefix_caching": enable_prefix_caching,
+        }
+        built = build(
+            model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, device, exact, load_format, kv_cache_dtype, progress,
+            **limits,
+        )  # fmt: skip
+        self.engine, self.checkpoint, self.tokenizer, self.surroundings = (
+            built  # the last: what further drafters would be made with
+        )
+        self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
+        self._inboxes: dict[str, _Inbox] = {}
+        self._dropped: list[Request] = []
+        self._is_stepping = False
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop what is still running and give back its memory."""
+        with self._lock:
+            for inbox in list(self._inboxes.values()):
+                self._drop(inbox.request)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[Result]:
+        """Complete raw prompts (text or token ids), all of them together. A failed request carries its error;
+        alone, it raises.
+
+        priority: one number a prompt; lower runs first.
+        """
+        many = _as_list(prompts)
+        ranks = [0] * len(many) if priority is None else priority
+        if (
+            not isinstance(ranks, Sequence)
+            or len(ranks) != len(many)
+            or not all(isinstance(rank, int) for rank in ranks)
+        ):
+            raise ConfigError(
+                f"priority is {priority!r:.40}; give one whole number for each of the {len(many)} prompts"
+            )
+        groups = [
+            self._requests(*fields)
+            for fields in zip(many, _per_prompt(params, len(many)), ranks, strict=True)
+        ]
+        return self._run(many, groups)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """Answer one conversation or several, through the model's own chat template."""
+        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [self._encode_chat(m) for m in many]  # type: ignore[arg-type]
+        groups = [
+            self._requests(p, s) for p, s in zip(prompts, _per_prompt(params, len(prompts)), strict=True)
+        ]
+        return self._run(prompts, groups)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Complete one raw prompt piece by piece. Closing the iterator stops the request."""
+        (params,) = _per_prompt(params, 1)
+        if params.n != 1:
+            raise ConfigError(f"n is {params.n}; a stream is one completion: use n=1, or generate")
+        return self._stream(prompt, self._requests(prompt, params)[0])
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
+        """Answer a conversation piece by piece."""
+        return self.stream(self._encode_chat(messages), params)
+
+    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if not messages or not any(message.get("content") for message in messages):
+            raise RequestError("the conversation is empty; give at least one message with content")
+        return self.tokenizer.encode_chat(messages)
+
+    def _requests(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        requests = self._intake.requests(tokens, params, priority)
+        self.engine.check_fits(requests[0])
+        return requests
+
+    def _run(self, prompts: Sequence[Prompt], groups: list[list[Request]]) -> list[Result]:
+        inboxes = self._add([r for group in groups for r in group])
+        try:
+            for inbox in inboxes:
+                while not inbox.request.is_finished:
+                    self._pump()
+        finally:
+            for inbox in inboxes:
+                self._drop(inbox.request)
+        if any(inbox.request.finish_reason is FinishReason.ABORT for inbox in inboxes):
+            raise RequestError("the LLM was closed while it was generating; make a new one")
+        said = iter(inboxes)
+        results = [
+            _result(p, [next(said).completion(i) for i in range(len(g))], g[0])
+            for p, g in zip(prompts, groups, strict=True)
+        ]
+        failed = results[0].outputs[0].error if len(results) == 1 else None
+        if failed is not None:
+            raise failed
+        return results
+
+    def _stream(self, prompt: Prompt, request: Request) -> Iterator[Chunk]:
+        (inbox,) = self._add([request])
+        try:
+            is_finished = False
+            while not is_finished:
+                with self._lock:  # one look at what another thread's step may be changing
+                    emissions, text, is_finished = inbox.take()
+                    if not emissions and not is_finished:
+                        self._pump()
+                        continue
+                tokens = tuple(t for e in emissions for t in self._tokens(e))
+                if not is_finished:
+                    yield Chunk(text, tokens)
+            if request.error is not None:
+                raise request.error
+            if request.finish_reason is not FinishReason.ABORT:  # else the LLM was closed under it
+                result = _result(prompt, [inbox.completion(0)], request)
+                yield Chunk(text + inbox.detokenizer.take(), tokens, request.finish_reason, result)
+        finally:
+            self._drop(request)
+
+    def _add(self, requests: Sequence[Request]) -> list[_Inbox]:
+        with self._lock:
+            made = []
+            for request in requests:
+                self.engine.add(request)
+                made.append(_Inbox(request, self.engine.stats[request.id]))
+                self._inboxes[request.id] = made[-1]
+            return made
+
+    def _pump(self) -> None:
+        """One step of the engine, for whoever is waiting."""
+        with self._lock:
+            self._is_stepping = True
+            try:
+                for emission in self.engine.step():
+                    self._inboxes[emission.request.id].emissions.append(emission)
+            finally:
+                self._is_stepping = False
+            while self._dropped:
+                self._drop(self._dropped.pop())
+
+    def _drop(self, request: Request) -> None:
+        with self._lock:
+            if (
+                self._is_stepping
+            ):  # a stream may be closed by the garbage collector, even in the middle of a step
+                self._dropped.append(request)
+            elif self._inboxes.pop(request.id, None) is not None:
+                self.engine.abort(request)
+                self.engine.stats.pop(request.id, None)
+
+    def _tokens(self, emission: Emission) -> list[Token]:
+        texts = [self.tokenizer.token_text(t) for t in emission.tokens]
+        sources = [*emission.sources, *[None] * (len(texts) - len(emission.sources))]
+        return [Token(*fields) for fields in zip(emission.tokens, texts, sources, strict=True)]
+
+
+def _result(prompt: Prompt, outputs: list[Completion], request: Request) -> Result:
+    return Result(prompt if isinstance(prompt, str) else None, request.tokens[: request.num_prompt], outputs)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(f"the prompt is {prompts!r:.40}; give a text, token ids, or a list of them")
+    many = list(prompts)
+    if not many:
+        raise RequestError("there is no prompt; give a text, token ids, or a list of them")
+    return many if isinstance(many[0], Iterable) else [many]
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        if any(isinstance(token, bool) for token in prompt):
+            raise TypeError
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise RequestError(f"the prompt holds {prompt!r:.40}; give a text or a list of token ids") from None
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ConfigError(
+            f"params is {params!r:.60}; give a SamplingParams, or a list with one for each prompt"
+        )
+    if len(params) != count:
+        raise ConfigError(
+            f"there are {len(params)} SamplingParams for {count} prompts; give one, or one for each"
+        )
+    return list(params)

@@ -1,0 +1,62 @@
+"""What the user gets back: text, ids, why it ended, and how speculation went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paceline.core.errors import PacelineError
+from paceline.core.types import FinishReason, TokenLogprobs
+from paceline.engine.stats import SpecStats
+
+
+class Token(NamedTuple):
+    id: int
+    text: str  # for display: a token may be a part of a character
+    source: str | None  # the drafter that guessed it, None if it is the target's own
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None
+    stats: SpecStats
+    index: int = 0
+    error: PacelineError | None = None  # set with finish_reason "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion] = field(default_factory=list)  # n of them
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stats(self) -> SpecStats:
+        return self.outputs[0].stats
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a stream. `text` is settled: it will not be taken back by a stop string or an unfinished
+    character.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None = None
+    result: Result | None = None  # on the last chunk

@@ -1,0 +1,264 @@
+"""How a token is accepted. One function, no flags; the rule follows from the request and the draft.
+
+    temperature 0        follow the child equal to the target's argmax
+    a seed               coupled: follow the child equal to argmax(logits/T + gumbel(seed, position))
+    no seed, no q        deterministic candidates: draw from p, follow the child equal to the draw
+    no seed, q, chain    block verification: joint rejection over the chain, accepts at least as much as token
+    by token no seed, q, tree     rejection among siblings sampled without replacement; with one child it is
+    the token rule
+
+The first three are one walk: every emitted token *is* the target's choice. Glossary: accepted tokens were
+drafted and kept; the last token of a verdict is the target's own, a bonus if everything on the path was
+accepted, a replacement if not. Invariant: a verdict's law does not depend on the draft. Nothing here changes
+the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.core.errors import GrammarError
+from paceline.core.noise import Noise, Purpose
+from paceline.core.sampling import choose, logprobs_of, noise_of, probabilities, processed
+from paceline.core.types import Draft, Request, Verdict
+from paceline.core.watch import Begun, Choice, Coin, Redraw, Rule, Watch
+
+
+def accept(
+    request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None, picked: Sequence[int] | None = None,
+    watch: Watch | None = None,
+) -> Verdict:  # fmt: skip
+    """Judge a draft. logits: [nodes, vocab], the target's raw logits at every node of the draft's tree;
+    picked: the choices there, if a device has made them already (as sampling.pick_of asked), -1 for none;
+    watch: is shown how the verdict comes about."""
+    walk = _Walk(request, draft, logits, noise or noise_of(request), picked, watch)
+    rule = rule_of(request, draft)
+    try:
+        if watch is not None:
+            watch(Begun(rule, request, draft))
+        if rule == "block":
+            walk.verify_block()
+        elif rule == "siblings":
+            walk.reject_siblings()
+        else:
+            walk.follow_choices()
+        verdict = walk.verdict()
+        if watch is not None:
+            watch(verdict)
+        return verdict
+    finally:
+        walk.restore()
+
+
+def follow(draft: Draft, picked: Sequence[int], first: int = 0) -> Verdict | None:
+    """The same verdict without a look at the logits, where all choices on the way were made on the device.
+    picked[first]: the root's.
+    """
+    token = picked[first]
+    if token < 0:
+        return None
+    if len(draft.tree.tokens) == 1:
+        return Verdict((0,), (token,))
+    path, tokens, node = [0], [token], 0
+    drafted, parents = draft.tree.tokens, draft.tree.parents
+    for child in range(1, len(drafted)):  # a node comes after its parent, so one look at each is enough
+        if parents[child] == node and drafted[child] == token:
+            node, token = child, picked[first + child]
+            if token < 0:
+                return None
+            path.append(node)
+            tokens.append(token)
+    return Verdict(tuple(path), tuple(tokens), len(drafted) - 1)
+
+
+def rule_of(request: Request, draft: Draft) -> Rule:
+    if request.params.is_greedy:
+        return "greedy"
+    if request.is_seeded:
+        return "coupled"
+    if not draft.q:
+        return "deterministic"
+    return "block" if draft.tree.is_chain and set(draft.q) >= set(range(draft.num_drafted)) else "siblings"
+
+
+class _Walk:
+    """A walk down the tree: where it is, what it has emitted, and the grammar advanced along with it."""
+
+    def __init__(
+        self, request: Request, draft: Draft, logits: torch.Tensor, noise: Noise, picked: Sequence[int] | None = None,
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
+        self.request, self.draft, self.logits, self.noise, self.picked, self.watch = (
+            request,
+            draft,
+            logits,
+            noise,
+            picked,
+            watch,
+        )
+        self.children = draft.tree.children()
+        self.path = [0]
+        self.tokens: list[int] = []
+        self.num_advanced = 0  # steps of the grammar to take back
+        self.has_ended = False  # the path holds an end token or a dead end: what follows is never emitted
+        self.dead_end: int | None = None  # where on the path the request's options leave no token to choose
+
+    @property
+    def position(self) -> int:
+        """Of the token to be emitted next."""
+        return self.request.num_tokens + len(self.path) - 1
+
+    def restore(self) -> None:
+        if self.request.constraint is not None and self.num_advanced:
+            self.request.constraint.rollback(self.num_advanced)
+
+    def descend(self, node: int) -> None:
+        token = self.draft.tree.tokens[node]
+        self.path.append(node)
+        self.tokens.append(token)
+        self.has_ended = self.has_ended or token in self.request.stop_ids
+        if self.request.constraint is not None and not self.has_ended:
+            self.request.constraint.advance(token)
+            self.num_advanced += 1
+
+    def child_with(self, token: int) -> int | None:
+        return next((c for c in self.children[self.path[-1]] if self.draft.tree.tokens[c] == token), None)
+
+    def target_logits(self) -> torch.Tensor:
+        """Of the node the walk is at. What follows an end is cut off again, so any distribution will do
+        there: a grammar has none.
+        """
+        row = self.logits[self.path[-1]]
+        try:
+            return row if self.has_ended else processed(self.request, self.tokens, row)
+        except GrammarError:
+            if not self.tokens:
+                raise
+            self.has_ended, self.dead_end = True, len(self.path) - 1
+            return row
+
+    def target_probabilities(self) -> torch.Tensor:
+        return probabilities(self.request.params, self.target_logits())
+
+    def follow_choices(self) -> None:
+        while True:
+            token = -1 if self.picked is None else self.picked[self.path[-1]]
+            if token < 0:
+                logits = self.target_logits()
+                token = choose(self.request, logits, self.position, self.noise)
+            elif self.watch is not None:
+                logits = self.target_logits()
+            child = self.child_with(token)
+            if self.watch is not None:
+                self.watch(Choice(self.path[-1], self.position, logits, token, child))
+            if child is None:
+                self.tokens.append(token)
+                return
+            self.descend(child)
+
+    def reject_siblings(self) -> None:
+        while True:
+            node = self.path[-1]
+            q = (self.draft.q or {}).get(node)
+            logits = self.target_logits()
+            if q is None or not self.children[node]:
+                token = choose(self.request, logits, self.position, self.noise)
+                child = self.child_with(token)
+                if self.watch is not None:
+                    self.watch(Choice(node, self.position, logits, token, child))
+            else:
+                token, child = self._judge_siblings(probabilities(self.request.params, logits), q)
+            if child is None:
+                self.tokens.append(token)
+                return
+            self.descend(child)
+
+    def _judge_siblings(self, p: torch.Tensor, q: torch.Tensor) -> tuple[int, int | None]:
+        """Offer each sampled child in the order drawn; a rejected one's share of q leaves both p and q."""
+        q = q.clone()
+        for order, child in enumerate(self.children[self.path[-1]]):
+            token = self.draft.tree.tokens[child]
+            chances = float(p[token]), float(q[token])
+            if self.flip(child, self.position, *chances, _ratio(*chances), order=order):
+                return token, child
+            p = _excess(p, q)
+            p = p / p.sum()
+            q[token] = 0
+            q = q / q.sum().clamp_min(torch.finfo(torch.float64).tiny)
+        return self.redraw(p), None
+
+    def verify_block(self) -> None:
+        """Keep the longest prefix whose coin falls under its threshold; then draw from what p has left
+        there.
+        """
+        assert self.draft.q is not None
+        q, drafted = self.draft.q, self.draft.tree.tokens[1:]
+        p = self.target_probabilities()
+        kept, leftover = 0, _excess(p, q[0])
+        joint = 1.0  # min(1, p/q of the whole prefix), the weight with which it is offered
+        for i, token in enumerate(drafted):
+            chances = float(p[token]), float(q[i][token])
+            joint = min(1.0, joint * _ratio(*chances))
+            if joint == 0.0:
+                if self.watch is not None:
+                    self.watch(Coin(i + 1, self.position, *chances, joint, 0.0, None, False))
+                break
+            self.descend(i + 1)
+            p = self.target_probabilities()
+            is_last = i + 1 == len(drafted)
+            rest = p if is_last else (joint * p - q[i + 1]).clamp_min(0)
+            threshold = joint if is_last else _share(float(rest.sum()), 1 - joint)
+            if self.flip(i + 1, self.position - 1, *chances, threshold, weight=joint):
+                kept, leftover = i + 1, rest
+        self._cut(kept)
+        self.tokens.append(self.redraw(leftover))
+
+    def _cut(self, num_kept: int) -> None:
+        del self.path[num_kept + 1 :]
+        del self.tokens[num_kept:]
+
+    def flip(
+        self, node: int, position: int, p: float, q: float, chance: float, weight: float = 1.0, order: int = 0
+    ) -> bool:
+        is_under = self.noise.flip(chance, position, order)
+        if self.watch is not None:
+            self.watch(Coin(node, position, p, q, weight, chance, self.noise.coin(position, order), is_under))
+        return is_under
+
+    def redraw(self, weights: torch.Tensor) -> int:
+        """The target's own token after a rejection, from what p has left."""
+        token = self.noise.draw(weights.log().cpu().numpy(), self.position, Purpose.RESAMPLE)
+        if self.watch is not None:
+            self.watch(Redraw(self.path[-1], self.position, weights, token))
+        return token
+
+    def verdict(self) -> Verdict:
+        if self.dead_end is not None and self.dead_end < len(self.path):
+            # As plain decoding does: emit the token that led here, and fail when the next one is asked for.
+            del self.path[self.dead_end :]
+            del self.tokens[self.dead_end :]
+        num_top = self.request.params.logprobs
+        pairs = zip(self.path, self.tokens, strict=True)
+        logprobs = (
+            ()
+            if num_top is None
+            else tuple(logprobs_of(self.logits[node], token, num_top) for node, token in pairs)
+        )
+        return Verdict(tuple(self.path), tuple(self.tokens), self.draft.num_drafted, logprobs)
+
+
+def _excess(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """max(0, p - q): what p has and q has not; p itself where nothing is left (p == q up to rounding)."""
+    left = (p - q).clamp_min(0)
+    return left if bool(left.any()) else p
+
+
+def _ratio(p: float, q: float) -> float:
+    assert q > 0, "a drafted token has no probability under the q it was drafted from"
+    return p / q
+
+
+def _share(left: float, missing: float) -> float:
+    return left / (left + missing) if left + missing > 0 else 0.0

@@ -1,0 +1,243 @@
+"""Structured output: JSON schema, regular expressions, choices and grammars as masks over the vocabulary,
+through llguidance.
+
+Invariant: a constraint's mask depends only on the tokens advanced and not rolled back, so a draft can be
+tested and undone any number of times. End tokens are allowed exactly where the grammar may end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.core.errors import GrammarError
+from paceline.core.params import StructuredOutputs
+
+if TYPE_CHECKING:
+    import llguidance
+    import torch
+
+MAX_GRAMMAR_CHARS = 500_000
+MAX_CHOICES = 20_000
+MAX_REASON_CHARS = 200
+# Room for any usual indentation; without a bound a model may write blanks until its tokens run out.
+JSON_WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+
+
+class GrammarTokenizer(Protocol):
+    """The part of a tokenizer that is read here."""
+
+    eos_ids: frozenset[int]
+
+    @property
+    def vocab_size(self) -> int: ...
+    def json(self) -> str: ...
+
+
+class GrammarCompiler:
+    """Makes constraints for one model. `vocab_size` is the model's: ids beyond the tokenizer's are never
+    allowed.
+    """
+
+    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int) -> None:
+        import llguidance
+
+        if not tokenizer.eos_ids:
+            raise GrammarError(
+                "the model names no end token, so structured output could never end; use a model with an eos_token_id"
+            )
+        self._eos_ids = sorted(i for i in tokenizer.eos_ids if i < vocab_size)
+        self._vocab_size = vocab_size
+        self._num_known = min(vocab_size, tokenizer.vocab_size)
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer.json(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=self._eos_ids
+        )
+        # By llguidance's own figures at most about 20 ms of lexer building and 15 ms a mask; a lexer state is
+        # 1 to 2 kB.
+        self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=200_000,
+            step_max_items=50_000,
+            max_lexer_states=100_000,
+            max_grammar_size=250_000,
+            verbose_errors=False,
+        )
+
+    def matcher(self, spec: StructuredOutputs) -> tuple[str, llguidance.LLMatcher]:
+        """Which kind of grammar it is, and its parser after a first look at the tokens. All that may take
+        long is done here.
+        """
+        import llguidance
+
+        kind, grammar = _to_grammar(spec)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GrammarError(
+                f"structured_outputs.{kind} does not compile: {_shorten(matcher.get_error())}; {_REMEDY[kind]}"
+            )
+        matcher.compute_bitmask()  # only a first look at the tokens tells a grammar that none can begin
+        return kind, matcher
+
+    def compile(self, spec: StructuredOutputs) -> GrammarConstraint:
+        kind, matcher = self.matcher(spec)
+        constraint = GrammarConstraint(matcher, kind, self._eos_ids, self._num_known, self._vocab_size)
+        if (matcher.is_stopped() and not matcher.is_accepting()) or not constraint.allowed().any():
+            raise GrammarError(f"structured_outputs.{kind} allows no text at all; loosen it")
+        return constraint
+
+
+class GrammarConstraint:
+    """One request's place in its grammar."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, kind: str, eos_ids: list[int], num_known: int, vocab_size: int
+    ) -> None:
+        self._matcher = matcher
+        self._kind = kind
+        self._eos_ids = eos_ids
+        self._num_known = num_known
+        self._vocab_size = vocab_size
+        self._num_ends = 0  # end tokens advanced: the matcher never sees them
+        self._mask: torch.Tensor | None = None  # of the present state
+
+    def allowed(self) -> torch.Tensor:
+        """bool [vocab]: the tokens that may come next; after an end token only end tokens. Not to be changed
+        by the caller.
+        """
+        if self._mask is None:
+            self._mask = self._ends_only() if self._num_ends else self._compute_mask()
+        return self._mask
+
+    def advance(self, token: int) -> None:
+        assert bool(self.allowed()[token]), f"token {token} is not allowed by the grammar here"
+        if token in self._eos_ids:
+            self._num_ends += 1
+        elif not self._matcher.consume_token(token):
+            raise self._broken()
+        self._mask = None
+
+    def rollback(self, num_tokens: int) -> None:
+        ends = min(num_tokens, self._num_ends)
+        self._num_ends -= ends
+        if num_tokens > ends and not self._matcher.rollback(num_tokens - ends):
+            raise self._broken()
+        if num_tokens:
+            self._mask = None
+
+    @property
+    def is_finished(self) -> bool:
+        """The text is complete: an end token came, or nothing else may come."""
+        return self._num_ends > 0 or self._matcher.is_stopped()
+
+    def _ends_only(self) -> torch.Tensor:
+        import torch
+
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        mask[self._eos_ids] = True
+        return mask
+
+    def _compute_mask(self) -> torch.Tensor:
+        import numpy as np
+        import torch
+
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise self._broken()
+        bits = np.unpackbits(packed, count=self._num_known, bitorder="little")
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        mask[: self._num_known] = torch.from_numpy(bits.view(np.bool_))
+        mask[self._eos_ids] = self._matcher.is_accepting()
+        return mask
+
+    def _broken(self) -> GrammarError:
+        reason = _shorten(self._matcher.get_error())
+        return GrammarError(
+            f"structured_outputs.{self._kind} is too complex here: {reason}; {_REMEDY[self._kind]}"
+        )
+
+
+_REMEDY: Mapping[str, str] = {
+    "json": "correct or simplify the schema",
+    "json_object": "shorten the answer",
+    "regex": "correct or simplify it (no look-around or back-references)",
+    "choice": "shorten the list",
+    "grammar": "correct or simplify it (Lark or GBNF)",
+}
+
+
+def _to_grammar(spec: StructuredOutputs) -> tuple[str, str]:
+    """Which field was given, and llguidance's own grammar text for it."""
+    from llguidance import LLMatcher
+
+    if spec.json is not None:
+        return "json", LLMatcher.grammar_from_json_schema(
+            _checked_size("json", _schema_text(spec.json)), defaults=JSON_WHITESPACE
+        )
+    if spec.json_object:
+        return "json_object", LLMatcher.grammar_from_json_schema(
+            '{"type": "object"}', defaults=JSON_WHITESPACE
+        )
+    if spec.regex is not None:
+        return "regex", LLMatcher.grammar_from_regex(_checked_size("regex", spec.regex))
+    if spec.choice is not None:
+        if len(spec.choice) > MAX_CHOICES:
+            raise GrammarError(
+                f"structured_outputs.choice has {len(spec.choice)} entries; give at most {MAX_CHOICES}"
+            )
+        # One terminal: a rule with thousands of branches would overflow the parser's row.
+        choices = " | ".join(json.dumps(c) for c in spec.choice)
+        return "choice", LLMatcher.grammar_from_lark(
+            _checked_size("choice", f"start: CHOICE\nCHOICE: {choices}")
+        )
+    assert spec.grammar is not None, "StructuredOutputs holds exactly one field"
+    return "grammar", LLMatcher.grammar_from_lark(_to_lark(_checked_size("grammar", spec.grammar)))
+
+
+def _schema_text(schema: str | Mapping[str, Any]) -> str:
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(value, (Mapping, bool)):
+            raise GrammarError(
+                f"structured_outputs.json is {value!r:.60}; give a JSON schema: an object such as {{'type': 'object'}}"
+            )
+        if value is False:
+            raise GrammarError(
+                "structured_outputs.json is false, which allows no text at all; give a JSON schema that some text fits"
+            )
+        return "{}" if value is True else json.dumps(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, GrammarError):
+            raise
+        raise GrammarError(
+            f"structured_outputs.json is no JSON ({error!s:.80}); give a JSON schema as text or as a dict"
+        ) from error
+
+
+def _to_lark(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        text: str = any_to_lark(grammar)
+    except Exception as error:  # the converter raises bare Exception for what it cannot read
+        raise GrammarError(
+            f"structured_outputs.grammar does not compile: {_shorten(str(error))}; {_REMEDY['grammar']}"
+        ) from error
+    return text
+
+
+def _checked_size(kind: str, text: str) -> str:
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise GrammarError(
+            f"structured_outputs.{kind} holds half a surrogate pair, which is no text; remove it"
+        )
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(
+            f"structured_outputs.{kind} is {len(text)} characters long; keep it under {MAX_GRAMMAR_CHARS}"
+        )
+    return text
+
+
+def _shorten(reason: str) -> str:
+    line = " ".join(reason.split("<state>")[0].split())
+    return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 1] + "…"

@@ -1,0 +1,213 @@
+"""From raw logits to the distribution a request asked for, and draws from it.
+
+Invariant: everything here is a function of one row of logits and one path, so a token's distribution does not
+depend on the batch, the draft or the drafter. Target and drafter call the same functions: p and q are both
+*after* every option. Order: grammar, allowed ids, bad words, min tokens, bias, penalties | temperature,
+min-p, top-k, top-p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from paceline.core.errors import GrammarError, ModelError
+from paceline.core.noise import Noise, Purpose
+from paceline.core.params import SamplingParams
+from paceline.core.types import Draft, Pick, Request, TokenLogprobs
+
+NEVER = -math.inf
+FEW = 512  # top-p looks at this many best tokens before it sorts the whole vocabulary
+
+
+class Guess(NamedTuple):
+    token: int
+    q: (
+        torch.Tensor | None
+    )  # [vocab] float64 probabilities the token was sampled from; None where a rule needs none
+
+
+def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """Logits [vocab] for the token after `request.tokens + path`, with every option but the temperature's
+    family applied.
+
+    A grammar is read in its present state: the caller has advanced it along `path`.
+    """
+    params = request.params
+    if not _has_options(request):
+        if (
+            not params.is_greedy
+        ):  # the greedy choice is checked when it is made: finding the maximum once is enough
+            _require_finite(request, logits, best_of(logits))
+        return logits
+    _require_finite(request, logits, best_of(logits))
+    logits = logits.float().clone()
+    if request.constraint is not None:
+        logits[~request.constraint.allowed().to(logits.device)] = NEVER
+    if params.allowed_token_ids is not None:
+        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
+        logits = torch.full_like(logits, NEVER).index_copy(0, allowed, logits[allowed])
+    banned = _banned(request, path)
+    if banned:
+        logits[banned] = NEVER
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    _penalize(request, path, logits)
+    if not bool((logits > NEVER).any()):
+        raise GrammarError(
+            f"request {request.id}: after {request.num_output + len(path)} tokens its options leave no token to choose; "
+            "relax the grammar, allowed_token_ids, bad_words or min_tokens"
+        )
+    return logits
+
+
+def _require_finite(request: Request, logits: torch.Tensor, best: int) -> None:
+    """NaN and +inf both show in the maximum."""
+    if not math.isfinite(logits[best]):
+        raise not_finite(request)
+
+
+def not_finite(request: Request) -> ModelError:
+    return ModelError(
+        f"request {request.id}: the model's logits are not finite; its file is damaged, or it overflows in this precision"
+    )
+
+
+def best_of(logits: torch.Tensor) -> int:
+    """The first of the largest. On a CPU numpy finds it ten times sooner than torch."""
+    return int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
+
+
+def _has_options(request: Request) -> bool:
+    params = request.params
+    return bool(
+        request.constraint is not None
+        or params.allowed_token_ids is not None
+        or request.bad_sequences
+        or params.min_tokens
+        or params.logit_bias
+        or params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
+def _banned(request: Request, path: Sequence[int]) -> list[int]:
+    banned: list[int] = []
+    for *head, last in request.bad_sequences:
+        if not head or _ends_with(request.tokens, path, head):
+            banned.append(last)
+    if request.num_output + len(path) < request.params.min_tokens:
+        banned.extend(request.banned_until_min)
+    return banned
+
+
+def _ends_with(tokens: Sequence[int], path: Sequence[int], tail: Sequence[int]) -> bool:
+    missing = len(tail) - len(path)
+    context = [*tokens[len(tokens) - missing :], *path] if missing > 0 else path[len(path) - len(tail) :]
+    return list(context) == list(tail)
+
+
+def _penalize(request: Request, path: Sequence[int], logits: torch.Tensor) -> None:
+    params = request.params
+    if params.repetition_penalty != 1:
+        seen = torch.tensor([*request.tokens, *path], device=logits.device).unique()
+        values = logits[seen]
+        logits[seen] = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
+    if params.presence_penalty or params.frequency_penalty:
+        output = torch.tensor(
+            [*request.tokens[request.num_prompt :], *path], dtype=torch.int64, device=logits.device
+        )
+        seen, counts = output.unique(return_counts=True)
+        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def warped(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
+    """Temperature, min-p, top-k, top-p: float64 logits [vocab], -inf outside the kept set. Ties at a cut-off
+    are all kept.
+    """
+    logits = logits.double() / params.temperature
+    if params.min_p:
+        logits = logits.masked_fill(logits < logits.max() + math.log(params.min_p), NEVER)
+    if 0 < params.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], NEVER)
+    if params.top_p < 1:
+        logits = logits.masked_fill(logits < _nucleus_edge(logits, params.top_p), NEVER)
+    return logits
+
+
+def _nucleus_edge(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The smallest logit of the smallest set of best tokens whose probabilities reach top_p."""
+    total = logits.logsumexp(0)
+    for count in (FEW, logits.numel()):
+        best = logits.topk(min(count, logits.numel())).values
+        mass = (best - total).exp().cumsum(0)
+        reached = int((mass < top_p).sum())
+        if reached < best.numel():
+            return best[reached]
+    return best[-1]
+
+
+def probabilities(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
+    """The distribution [vocab] float64 that processed logits stand for."""
+    return warped(params, logits).softmax(0)
+
+
+def noise_of(request: Request) -> Noise:
+    return Noise(request.seed, request.num_rounds)
+
+
+def choose(request: Request, logits: torch.Tensor, position: int, noise: Noise) -> int:
+    """The target's own token from processed logits: argmax, or its draw with the noise of this position."""
+    if request.params.is_greedy:
+        best = best_of(logits)
+        _require_finite(request, logits, best)
+        return best
+    return noise.draw(warped(request.params, logits).cpu().numpy(), position, Purpose.TARGET)
+
+
+def pick_of(request: Request, draft: Draft) -> Pick | None:
+    """What a device must know to choose for this request as `choose` does; None where options or q ask for
+    more than raw logits.
+    """
+    params = request.params
+    if (
+        _has_options(request)
+        or params.min_p
+        or params.top_k > 0
+        or params.top_p < 1
+        or params.logprobs is not None
+    ):
+        return None
+    if params.is_greedy:
+        return Pick(0.0, 0)
+    return None if draft.q and not request.is_seeded else Pick(params.temperature, request.seed)
+
+
+def guess(request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None) -> Guess:
+    """A drafter's token after `request.tokens + path`, chosen under the request's own settings from the
+    drafter's raw logits.
+
+    Greedy and seeded requests guess what the target would choose with the same noise; unseeded ones sample
+    from q and record it.
+    """
+    noise = noise or noise_of(request)
+    logits = processed(request, path, logits)
+    position = request.num_tokens + len(path)
+    if request.params.is_greedy or request.is_seeded:
+        return Guess(choose(request, logits, position, noise), None)
+    warm = warped(request.params, logits)
+    return Guess(noise.draw(warm.cpu().numpy(), position, Purpose.DRAFT), warm.softmax(0))
+
+
+def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities under the target's raw logits [vocab]."""
+    scores = logits.double().log_softmax(0)
+    top = scores.topk(min(num_top, scores.numel())) if num_top else None
+    pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
+    return TokenLogprobs(token, float(scores[token]), pairs)

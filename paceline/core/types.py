@@ -1,0 +1,411 @@
+"""The nouns. Everything else in the package is a verb on these.
+
+p is the target, q the draft. Token ids are plain ints outside the model and int64 tensors inside.
+Invariant of a request: `tokens` = prompt + emitted; KV is valid for `tokens[:num_cached]`; while decoding
+exactly one token is uncached, and it is the root of the next tree. Only the engine's commit changes a
+request.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.core.errors import PacelineError
+    from paceline.core.params import SamplingParams
+    from paceline.core.tree import Tree
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"
+    ERROR = "error"  # the request's constraints leave no token to choose
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Constraint(Protocol):
+    """A grammar's view of one request: which tokens may come next. Advanced by commit; verify and drafters
+    advance and roll back.
+    """
+
+    def allowed(self) -> torch.Tensor: ...  # bool [vocab]
+    def advance(self, token: int) -> None: ...
+    def rollback(self, num_tokens: int) -> None: ...
+
+
+class TextStop(Protocol):
+    """Turns emitted ids into text and sees stop strings. `push` says whether a stop string was completed by
+    this token.
+    """
+
+    def push(self, token: int) -> bool: ...
+
+
+class TokenLogprobs(NamedTuple):
+    token: int
+    logprob: float  # of the target's raw logits, before any sampling option
+    top: tuple[tuple[int, float], ...]  # the k most likely (token, logprob), most likely first
+
+
+@dataclass(slots=True)
+class Cached:
+    """A sequence's share of a KV cache: the blocks it holds and how many of its tokens have valid K/V in
+    them.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    block_hashes: list[bytes] = field(
+        default_factory=list
+    )  # chained hashes of the full blocks that are registered for reuse
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    id: str
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+    seed: int  # keys all noise; drawn from the system when the user gave none
+    priority: int = 0  # lower runs first
+    arrival: int = 0
+    stop_ids: frozenset[int] = frozenset()  # end tokens (unless ignored) and stop_token_ids
+    banned_until_min: frozenset[int] = frozenset()  # ids that may not be chosen before min_tokens
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
+    text_stop: TextStop | None = None
+    leader: Request | None = None  # with n > 1: the sibling whose prompt blocks this one shares
+    cache: Cached = field(default_factory=Cached)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    error: PacelineError | None = None
+    num_rounds: int = (
+        0  # verify rounds so far; keys the noise of drafts and rejections, which may visit a position twice
+    )
+    num_preemptions: int = 0
+    pick: Pick | None = (
+        None  # how a device may choose its tokens, where raw logits are enough; set when the engine takes it
+    )
+    num_prefix_hits: int = 0  # prompt tokens whose K/V were there already when it first ran
+
+    @property
+    def is_seeded(self) -> bool:
+        return self.params.seed is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_uncached(self) -> int:
+        return len(self.tokens) - self.cache.num_cached
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+
+class Draft(NamedTuple):
+    """A guess: a token tree whose node 0 is the request's last token."""
+
+    tree: Tree
+    source: str = ""  # who proposed it: statistics and colours
+    q: dict[int, torch.Tensor] | None = (
+        # node -> [vocab] float64 probabilities its children were sampled from, in order, without replacement
+        None
+    )
+    chances: tuple[float, ...] | None = (
+        None  # the drafter's guess that the whole path to a node is accepted; 1 for the root
+    )
+    sources: tuple[str, ...] | None = None  # where several did: who proposed each node
+
+    def source_of(self, node: int) -> str:
+        return self.source if self.sources is None else self.sources[node]
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.tree.tokens) - 1
+
+
+class Verdict(NamedTuple):
+    """What the target said about a draft."""
+
+    path: tuple[int, ...]  # accepted nodes, root first
+    tokens: tuple[int, ...]  # accepted tokens, then the target's own next token: len(path) of them
+    num_drafted: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.path) - 1
+
+
+class Pick(NamedTuple):
+    """How the token after a row is chosen where its raw logits are enough: argmax(logits / temperature +
+    gumbel(seed, position)).
+    """
+
+    temperature: float  # 0: greedy
+    seed: int
+
+
+class Segment(NamedTuple):
+    """One request's rows in a pass: known tokens as a chain, then maybe a tree hanging from the last of
+    them.
+    """
+
+    tokens: Sequence[int]
+    cache: Cached
+    parents: Sequence[int] | None = None  # local index of each row's parent, -1 for the first; None: a chain
+    num_logits: int = 1  # logits are wanted for the last `num_logits` rows
+    pick: Pick | None = None  # a device that can chooses the tokens there itself
+
+
+class Columns(NamedTuple):
+    """Everything a forward pass reads, flat over requests, as lists of whole numbers."""
+
+    input_ids: list[
+        int
+    ]  # [T]; -1 - i: what the pass before picked at the i-th of its wanted rows, where passes run by themselves
+    positions: list[int]  # [T]
+    slots: list[int]  # [T]: where each row's K/V is written
+    parents: list[
+        int
+    ]  # [T]: row of the parent within this pass, or -1 if the row follows the cached prefix directly
+    request_of: list[int]  # [T]: index into the next three
+    starts: list[int]  # [R+1]: first row of each request
+    block_tables: list[int]  # [R * max_blocks], padded with 0
+    prefix_lens: list[
+        int
+    ]  # [R]: cached tokens each row of the request sees, before its ancestors in this pass
+    rows: list[int]  # [L]: rows whose logits are wanted
+
+
+class Batch:
+    """The columns as int64 in one piece of memory, cut apart when asked for: making a tensor costs more than
+    the few numbers in it.
+
+    Built by runtime/batch.py, never changed.
+    """
+
+    __slots__ = ("_flat", "block_size", "columns", "device", "picks")
+
+    def __init__(
+        self, columns: Columns, block_size: int, device: Any = "cpu", picks: Sequence[Pick] | None = None
+    ) -> None:
+        self.columns, self.block_size, self.device = columns, block_size, device
+        self.picks = picks  # one for each of the wanted rows, or None where one of them needs more
+        self._flat: array[int] | None = None
+
+    @property
+    def flat(self) -> array[int]:
+        """Made when first asked for: a GPU reads the columns as they are."""
+        if self._flat is None:
+            self._flat = array("q")
+            for column in self.columns:
+                self._flat.fromlist(column)
+        return self._flat
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.columns.prefix_lens)
+
+    def addresses(self) -> list[int]:
+        """Where each column lies."""
+        at, found = self.flat.buffer_info()[0], []
+        for column in self.columns:
+            found.append(at)
+            at += 8 * len(column)
+        return found
+
+    def tensors(self) -> BatchTensors:
+        import torch
+
+        whole = torch.tensor(self.flat, dtype=torch.int64, device=self.device)
+        parts = dict(zip(Columns._fields, whole.split([len(column) for column in self.columns]), strict=True))
+        parts["block_tables"] = parts["block_tables"].view(self.num_requests, -1)
+        return BatchTensors(**parts, block_size=self.block_size)
+
+
+class BatchTensors(NamedTuple):
+    """A batch as torch reads it, int64; the comments of `Columns` hold."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    parents: torch.Tensor
+    request_of: torch.Tensor
+    starts: torch.Tensor
+    block_tables: torch.Tensor  # [R, max_blocks]
+    prefix_lens: torch.Tensor
+    rows: torch.Tensor
+    block_size: int
+
+
+class Output(NamedTuple):
+    # [L, vocab]; float32, on a GPU of the pass's dtype; the next pass may overwrite them: copy what you keep
+    logits: torch.Tensor
+    hidden: Mapping[
+        int, torch.Tensor
+    ]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
+    picked: Sequence[int] | None = (
+        None  # [L]: the tokens chosen on the device, -1 where the logits are not finite
+    )
+    top: torch.Tensor | None = None  # [L, k] int64: the most likely tokens, if asked for, best first
+    is_first: bool = False  # of its shape: something was recorded for it, and the time it took says nothing
+
+
+class Needs(NamedTuple):
+    """What a proposer asks of the target's pass."""
+
+    hidden_layers: tuple[int, ...] = ()
+    top_tokens: int = 0  # how many of the most likely tokens at each node of a draft
+    verdicts: bool = True  # to be shown what came of each pass; not whoever reads the requests' tokens alone
+
+
+class Seen(NamedTuple):
+    """What a pass showed about one request, after the commit. Its rows: known tokens, the last of them the
+    root, then drafted nodes.
+    """
+
+    request: Request
+    num_known: int  # rows of known tokens
+    draft: Draft | None  # None: a part of the prompt, and nothing was judged
+    verdict: Verdict | None
+    top: (
+        torch.Tensor | None
+    )  # [nodes, k]: the most likely tokens at the root and each drafted node, if asked for
+    hidden: Mapping[int, torch.Tensor]  # layer -> [rows, hidden], as asked for
+
+
+class Course(NamedTuple):
+    """How drafts are weighed in rounds that nobody watches, as numbers: what a policy would say. A cell is a
+    depth, a claimed chance and a standing (engine/calibrate.py)."""
+
+    num_rounds: int  # at most: what they say comes out when they are over
+    seconds: float  # of a pass without a draft
+    added: Sequence[float]  # [length + 1]: seconds that so many nodes add to it
+    margin: float  # a draft must promise so much more than none
+    promise: float  # seconds that asking the head should save: nobody does where the other's draft saves more
+    sure: float  # no chance is taken for more
+    bins: int  # claims told apart
+    depths: int
+    own: Sequence[float]  # by cell: the chance of what the head claims; less than 0: what it says
+    own_factor: float  # by which the request differs from the others
+    others: Sequence[float]  # the same of what it is compared with
+    other_factor: float
+
+
+class Asides(NamedTuple):
+    """Of a round of one request in which two may have drafted: what each said, with the chances of its
+    paths.
+    """
+
+    other: tuple[list[int], list[float]]
+    own: tuple[list[int], list[float]]
+    is_other: bool  # whose draft was checked
+    num_read: int  # rows that the head has read, if it was asked
+    head_seconds: float
+    seconds: float  # of the round
+
+
+class Round(NamedTuple):
+    """What a drafter drafted and the target picked."""
+
+    tokens: list[list[int]]  # [requests][length]
+    chances: list[list[float]]  # of the paths
+    picked: list[
+        list[int]
+    ]  # [requests][length + 1]: after the root and each drafted token, -1 where the logits are not finite
+    asides: Asides | None = (
+        None  # None: all chains have one length, and the drafter has read all that there was
+    )
+
+
+class Flown(Protocol):
+    """Rounds that follow each other on a device: a few are under way, and more may be sent after them."""
+
+    def hidden(
+        self, number: int
+    ) -> Mapping[
+        int, torch.Tensor
+    ]: ...  # of a round that has landed: layer -> [rows, hidden], if not read yet
+    @property
+    def is_first(self) -> bool: ...  # of its shape, as an Output's
+    def __len__(self) -> int: ...  # rounds sent so far
+    @property
+    def num_left(self) -> int: ...  # that there is room for beside them
+    def more(self) -> None: ...  # send another
+    def round(self, number: int) -> Round: ...  # whoever looks first waits for it
+
+
+class Proposer(Protocol):
+    """A drafter. It never sees the engine and never changes a request.
+
+    A draft with q is sampled: how long it is may depend on what was drawn before a node, never on the node's
+    own token.
+    """
+
+    name: str
+    needs: Needs
+    is_free: bool  # drafts without running a model
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]: ...
+    def observe(self, seen: Sequence[Seen]) -> None: ...
+    def release(self, request: Request) -> None: ...
+
+
+class Flyer(Proposer, Protocol):
+    """A drafter that may leave draft, check and the next draft to a device. Usual steps may come before and
+    after.
+    """
+
+    @property
+    def most_rounds(self) -> int: ...  # in a row
+    def usual_round(
+        self, num_requests: int
+    ) -> int: ...  # tokens of each draft in rounds of so many; 0: there are none
+    def round_length(
+        self, requests: Sequence[Request], most: int
+    ) -> int: ...  # of these requests now, so many at most; 0: it cannot
+    @property
+    def is_weighing(
+        self,
+    ) -> bool: ...  # rounds go by a course, as steps would; else everything drafted is checked
+    def asks_beside(self, other: Proposer) -> bool: ...  # whether it asks this one, too, in its rounds
+    def fly(
+        self,
+        requests: Sequence[Request],
+        count: int,
+        length: int,
+        course: Course | None,
+        other: Proposer | None,
+    ) -> Flown:
+        """Slots for all tokens of up to so many rounds are reserved. course: for who weighs; other: whom to
+        ask beside.
+        """
+        ...
+
+    def land(
+        self, requests: Sequence[Request], said: Round, number: int
+    ) -> list[Draft]: ...  # each in order, the one before committed

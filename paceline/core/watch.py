@@ -1,0 +1,59 @@
+"""What may be seen of a draft being judged: for explaining, never for deciding.
+
+A watcher is called with each of these in the order things happen: `Begun`, then choices, coins and redraws,
+then the `Verdict`. Invariant: a watcher is shown the very numbers the rules used and can change none of the
+results; without one nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.core.types import Draft, Request, Verdict
+
+Rule = Literal["greedy", "coupled", "deterministic", "block", "siblings"]
+
+
+class Begun(NamedTuple):
+    rule: Rule
+    request: Request  # as it is before the verdict: only to be read, and only now
+    draft: Draft
+
+
+class Choice(NamedTuple):
+    """The target chose a token of its own after a node."""
+
+    node: int
+    position: int  # of the token
+    logits: torch.Tensor  # [vocab], all options but the temperature's family applied
+    token: int
+    child: int | None  # the drafted node that holds it
+
+
+class Coin(NamedTuple):
+    """A sampled node was offered: kept if the coin falls under the chance."""
+
+    node: int
+    position: int
+    p: float  # of its token, less what rejected siblings have taken
+    q: float
+    weight: float  # min(1, p/q) of the whole chain up to the node where chains are judged as a block, else 1
+    chance: float
+    coin: float | None  # None: p is 0, and no coin was needed
+    is_under: bool
+
+
+class Redraw(NamedTuple):
+    """The target's own token after drafted ones were judged by coins."""
+
+    node: int
+    position: int
+    weights: torch.Tensor  # [vocab]: what p has left there, not normalized
+    token: int
+
+
+Watch = Callable[["Begun | Choice | Coin | Redraw | Verdict"], None]

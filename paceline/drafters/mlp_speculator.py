@@ -1,0 +1,23 @@
+"""MLP speculator: EAGLE's place in a step with a smaller machine, a state that starts as the target's hidden
+state and takes in tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.drafters.base import Surroundings
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.heads import HeadDrafterConfig
+from paceline.heads.others import MlpSpeculatorConfig
+
+
+class MlpSpeculator(Eagle):
+    name = "mlp_speculator"
+    kinds = ("mlp_speculator",)
+
+    def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
+        super().__init__(config, surroundings)
+        assert isinstance(self.head.config, MlpSpeculatorConfig)
+        most = self.head.config.num_predict
+        self._tree = replace(config, tree_depth=min(config.tree_depth or most, most))

@@ -1,0 +1,61 @@
+"""The drafters by name. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.options import from_options, nearest
+from paceline.core.types import Proposer
+from paceline.drafters.base import DrafterConfig, Surroundings
+
+DRAFTERS = {
+    "ngram": "paceline.drafters.ngram:Ngram",
+    "suffix": "paceline.drafters.suffix:Suffix",
+    "recycle": "paceline.drafters.recycle:Recycle",
+    "draft_model": "paceline.drafters.draft_model:DraftModel",
+    "early_exit": "paceline.drafters.early_exit:EarlyExit",
+    "eagle": "paceline.drafters.eagle:Eagle",
+    "eagle3": "paceline.drafters.eagle:Eagle",  # as vLLM names it
+    "mlp_speculator": "paceline.drafters.mlp_speculator:MlpSpeculator",
+    "draft": "paceline.drafters.distilled:Distilled",
+    "medusa": "paceline.drafters.medusa:Medusa",
+    "dflash": "paceline.drafters.dflash:Dflash",
+    "quantized": "paceline.drafters.quantized:Quantized",
+    "lookahead": "paceline.drafters.lookahead:Lookahead",
+    "staged": "paceline.drafters.staged:Staged",
+    "hybrid": "paceline.drafters.hybrid:Hybrid",
+}
+
+# Learned for one target: shipped with us, or in a folder.
+HEADS = ("eagle", "eagle3", "mlp_speculator", "draft", "medusa", "dflash")
+
+# Whom "auto" asks: one that needs no training and runs no model. It says what it can; the policy chooses from
+# it. Token recycling beside it gained nothing (docs/log.md) and costs host time.
+AUTO: tuple[dict[str, Any], ...] = (
+    {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.1},
+)
+
+
+def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
+    """The drafter's class and its checked config, before any model is loaded."""
+    if not isinstance(options, Mapping):
+        raise ConfigError(
+            f"speculative_config is {options!r}; give a dict such as {{'method': 'ngram', 'num_speculative_tokens': 3}}, or None"
+        )
+    method = options.get("method", "draft_model" if "model" in options else None)
+    if isinstance(method, (list, tuple)):
+        method, options = "hybrid", {**options, "drafters": method}
+    if not isinstance(method, str) or method not in DRAFTERS:
+        raise ConfigError(f"speculative_config method is {method!r}; {nearest(str(method), list(DRAFTERS))}")
+    module, _, name = DRAFTERS[method].partition(":")
+    kind = getattr(import_module(module), name)
+    rest = {k: v for k, v in options.items() if k != "method"}
+    return kind, from_options(kind.Config, rest, f"speculative_config of method {method!r}")
+
+
+def create(kind: type[Any], config: DrafterConfig, surroundings: Surroundings) -> Proposer:
+    proposer: Proposer = kind(config, surroundings)
+    return proposer

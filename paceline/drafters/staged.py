@@ -1,0 +1,216 @@
+"""A drafter whose guesses are first checked by a middle model: n-gram -> early exit -> target, or deeper, one
+stage inside another.
+
+It runs the step that the engine runs (propose, forward, accept) against the middle model until it has a chain
+of K tokens. Each stage is exact with respect to the one above: what it emits are the middle model's own
+choices or, without a seed, samples of its distribution, which is recorded as q. Invariants: requests are only
+read, stages work on copies; a stage's chances share nothing with the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from paceline.core.accept import accept
+from paceline.core.errors import ConfigError, GrammarError
+from paceline.core.noise import child_seed
+from paceline.core.options import require
+from paceline.core.sampling import probabilities, processed
+from paceline.core.tree import Tree
+from paceline.core.types import Draft, Needs, Output, Proposer, Request, Seen, Segment, Verdict
+from paceline.drafters import registry
+from paceline.drafters.base import DrafterConfig, Surroundings, chain, empty, fit_vocabulary
+from paceline.drafters.candidates import is_sampled, likeliest
+from paceline.drafters.reading import GrammarWalk, Reader, Reading, Rows
+from paceline.runtime.batch import segment_of
+
+STAGES = 2**32  # seeds from here on belong to stages: a request has fewer completions
+
+
+@dataclass(frozen=True, slots=True)
+class StagedConfig(DrafterConfig):
+    middle: Mapping[str, Any] = field(
+        default_factory=lambda: {"method": "early_exit"}
+    )  # the model that checks
+    drafter: Mapping[str, Any] = field(
+        default_factory=lambda: {"method": "ngram"}
+    )  # who guesses for it; staged again, if you like
+
+    def __post_init__(self) -> None:
+        DrafterConfig.__post_init__(self)
+        for name in ("middle", "drafter"):
+            require(
+                isinstance(getattr(self, name), Mapping),
+                name,
+                getattr(self, name),
+                "give a dict such as {'method': 'early_exit'}",
+            )
+        registry.parse(self.drafter)
+        kind, _ = registry.parse(self.middle)
+        if not hasattr(kind, "open"):
+            raise ConfigError(
+                f"middle is {dict(self.middle)!r}; choose a method that runs a model: early_exit, draft_model or quantized"
+            )
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One request as the middle model reads it."""
+
+    request: Request
+    reading: Reading
+    view: Request  # a copy whose text goes on with what the middle model said
+    grammar: GrammarWalk
+    q: list[torch.Tensor | None] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    has_ended: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.view.tokens[self.request.num_tokens :]
+
+    @property
+    def num_left(self) -> int:
+        return 0 if self.has_ended else self.reading.budget - len(self.chances)
+
+
+class Staged:
+    name = "staged"
+    needs = Needs()
+    is_free = False
+    can_rewind = True
+    Config = StagedConfig
+
+    def __init__(self, config: StagedConfig, surroundings: Surroundings) -> None:
+        self.config = config
+        middle = registry.create(*registry.parse(config.middle), surroundings)
+        self.middle, self._release_middle = cast(Reader, middle), middle.release
+        kind, self.drafter_config = registry.parse(config.drafter)
+        below = replace(surroundings, runner=self.middle.runner, vocab_size=self.middle.vocab_size)
+        self.drafter: Proposer = registry.create(kind, self.drafter_config, below)
+        # A drafter that keeps an index of the text is asked once a round, before the text goes on with
+        # guesses that may be taken back.
+        self.is_asked_again = bool(getattr(self.drafter, "can_rewind", False))
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        stages = [self._begin(reading) for reading in self.middle.open(requests, budgets)]
+        try:
+            while going := [s for s in stages if s.num_left]:
+                self._step(going)
+        finally:
+            for stage in stages:
+                stage.grammar.restore()
+        for s in stages:
+            self.middle.close(s.reading, s.view.tokens[: s.reading.cache.num_cached], Rows())
+        drafts = {id(s.request): chain(s.request, s.tokens, self.name, s.q, s.chances) for s in stages}
+        return [drafts.get(id(r)) or empty(r, self.name) for r in requests]
+
+    def _begin(self, reading: Reading) -> _Stage:
+        request = reading.request
+        seed = child_seed(request.seed, STAGES + request.num_rounds) if is_sampled(request) else request.seed
+        view = replace(request, tokens=list(request.tokens), cache=reading.cache, seed=seed, num_rounds=0)
+        return _Stage(request, reading, view, GrammarWalk(request.constraint))
+
+    def _step(self, stages: Sequence[_Stage]) -> None:
+        """What Engine.step does, with the middle model for a target."""
+        drafts = self._drafts(stages)
+        segments = [self._segment(s, draft) for s, draft in zip(stages, drafts, strict=True)]
+        needs = self.drafter.needs
+        output = self.middle.runner.forward(
+            segments,
+            num_layers=self.middle.num_layers,
+            hidden_layers=needs.hidden_layers,
+            top_tokens=needs.top_tokens,
+        )
+        logits = fit_vocabulary(output.logits, self.middle.vocab_size)
+        seen: list[Seen] = []
+        first = first_row = 0
+        for stage, draft, segment in zip(stages, drafts, segments, strict=True):
+            end, end_row = first + len(draft.tree.tokens), first_row + len(segment.tokens)
+            num_known = len(stage.reading.unread)
+            verdict = self._judge(stage, draft, logits[first:end])
+            if verdict is not None and not stage.has_ended:
+                seen.append(
+                    _seen(
+                        stage.view,
+                        num_known,
+                        draft,
+                        verdict,
+                        output,
+                        slice(first, end),
+                        slice(first_row, end_row),
+                    )
+                )
+            first, first_row = end, end_row
+        self.drafter.observe(seen)
+
+    def _drafts(self, stages: Sequence[_Stage]) -> list[Draft]:
+        """The middle model adds a token of its own, so one place is kept for it."""
+        most = self.drafter_config.num_speculative_tokens
+        drafting = [s for s in stages if s.num_left > 1 and (self.is_asked_again or not s.chances)]
+        proposed = (
+            self.drafter.propose([s.view for s in drafting], [min(s.num_left - 1, most) for s in drafting])
+            if drafting
+            else []
+        )
+        by_stage = {id(s): draft for s, draft in zip(drafting, proposed, strict=True)}
+        return [by_stage.get(id(s)) or Draft(Tree.chain(s.view.tokens[-1])) for s in stages]
+
+    def _segment(self, stage: _Stage, draft: Draft) -> Segment:
+        segment = segment_of(stage.view, len(stage.reading.unread), draft)
+        size = self.middle.runner.config.vocab_size
+        if max(segment.tokens) < size:
+            return segment
+        # A token that the middle model does not know has no chance there: whatever is read in its place is
+        # never used.
+        return segment._replace(tokens=[t if t < size else 0 for t in segment.tokens])
+
+    def _judge(self, stage: _Stage, draft: Draft, logits: torch.Tensor) -> Verdict | None:
+        view, reading = stage.view, stage.reading
+        try:
+            verdict = accept(view, draft, logits)
+            self.middle.runner.kv.gather(
+                reading.cache, reading.cache.num_cached + len(reading.unread) - 1, verdict.path
+            )
+            for node, token in zip(verdict.path, verdict.tokens, strict=True):
+                self._take(stage, token, logits[node])
+                if stage.has_ended:
+                    break
+        except GrammarError:  # the middle model has nothing to say that the request allows; the target may
+            stage.has_ended = True
+            return None
+        reading.unread = [view.tokens[-1]]
+        view.num_rounds += 1
+        return verdict
+
+    def _take(self, stage: _Stage, token: int, logits: torch.Tensor) -> None:
+        """One token more. logits: [vocab], those it was chosen from."""
+        view, before = stage.view, stage.chances[-1] if stage.chances else 1.0
+        if is_sampled(view):
+            q = probabilities(view.params, processed(view, (), logits))
+            stage.q.append(q)
+            stage.chances.append(before * float(q[token]))
+        else:
+            stage.chances.append(before * likeliest(view, (), logits, 1)[0].chance)
+        view.tokens.append(token)
+        stage.has_ended = token in view.stop_ids
+        if not stage.has_ended:
+            stage.grammar.go(stage.tokens)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """The drafter learns from the middle model, whom it drafts for."""
+
+    def release(self, request: Request) -> None:
+        self.drafter.release(request)
+        self._release_middle(request)
+
+
+def _seen(
+    view: Request, num_known: int, draft: Draft, verdict: Verdict, output: Output, nodes: slice, rows: slice
+) -> Seen:
+    top = None if output.top is None else output.top[nodes]
+    return Seen(view, num_known, draft, verdict, top, {layer: x[rows] for layer, x in output.hidden.items()})

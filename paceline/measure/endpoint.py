@@ -1,0 +1,212 @@
+"""An OpenAI-compatible server as a load generator sees it: a connection for each request, events as they
+arrive.
+
+The standard library's asyncio does it, without an HTTP package: the client shares the machine with what it
+measures, so it should do little for each event, and nothing needs to be installed to measure. Invariant:
+whatever goes wrong with one request is a `Refused` with a short reason, never an exception of the network's;
+leaving an event loop early closes the connection, which frees the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from paceline.core.errors import ConfigError
+
+MAX_ERROR_BYTES = 65_536
+MAX_BODY_BYTES = 16 * 2**20
+READ_BYTES = 65_536
+GET_TIMEOUT_S = 30.0
+DONE = b"[DONE]"
+
+
+class Refused(Exception):
+    """One request without an answer; the text is a short reason."""
+
+
+class Head(NamedTuple):
+    status: int
+    headers: dict[str, str]  # names in lower case
+
+
+class Endpoint(NamedTuple):
+    host: str
+    port: int
+    is_tls: bool
+    folder: str  # of the address, without a slash at the end; what a proxy may put before /v1
+    api_key: str | None
+
+    async def get(self, path: str) -> bytes:
+        try:
+            async with asyncio.timeout(GET_TIMEOUT_S), self._asked("GET", path, b"") as (head, reader):
+                body = await _whole(_body(head, reader), MAX_BODY_BYTES)
+        except TimeoutError:
+            raise Refused(f"no answer after {GET_TIMEOUT_S:g} s") from None
+        if head.status != 200:
+            raise Refused(_reason(head.status, body))
+        return body
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """What follows `data:`, until [DONE] or the end of the answer."""
+        async with self._asked("POST", path, json.dumps(body).encode()) as (head, reader):
+            if head.status != 200:
+                raise Refused(_reason(head.status, await _whole(_body(head, reader), MAX_ERROR_BYTES)))
+            async for line in _lines(_body(head, reader)):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == DONE:
+                    return
+                yield _event(data)
+
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, body: bytes
+    ) -> AsyncIterator[tuple[Head, asyncio.StreamReader]]:
+        writer = None
+        try:
+            context = ssl.create_default_context() if self.is_tls else None
+            reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
+            writer.write(self._request(method, path, body))
+            await writer.drain()
+            yield await _head(reader), reader
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise Refused(_in_words(error)) from None
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _request(self, method: str, path: str, body: bytes) -> bytes:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        lines = [
+            f"{method} {self.folder}{path} HTTP/1.1",
+            f"Host: {host}:{self.port}",
+            "Connection: close",
+            "Accept: */*",
+        ]
+        if self.api_key:
+            lines.append(f"Authorization: Bearer {self.api_key}")
+        if body:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def endpoint_of(base_url: str, api_key: str | None) -> Endpoint:
+    """With or without /v1 at the end: clients of OpenAI write it, benchmarks do not."""
+    try:
+        parts = urlsplit(base_url)
+        port = parts.port
+    except ValueError:
+        raise ConfigError(
+            f"--base-url is {base_url!r}, whose port is not a number; write http://127.0.0.1:8000"
+        ) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--base-url is {base_url!r}; write http://127.0.0.1:8000 or https://...")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("--api-key holds characters that no key has; give it as the server knows it")
+    is_tls = parts.scheme == "https"
+    return Endpoint(
+        parts.hostname,
+        port or (443 if is_tls else 80),
+        is_tls,
+        parts.path.rstrip("/").removesuffix("/v1"),
+        api_key,
+    )
+
+
+async def _head(reader: asyncio.StreamReader) -> Head:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    version, _, rest = first.partition(" ")
+    if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
+        raise Refused("not an HTTP server")
+    pairs = (line.partition(":") for line in lines if line)
+    return Head(int(rest[:3]), {name.strip().lower(): value.strip() for name, _, value in pairs})
+
+
+async def _body(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    if "chunked" in head.headers.get("transfer-encoding", "").lower():
+        while size := _chunk_size(await reader.readuntil(b"\r\n")):
+            yield await reader.readexactly(size)
+            await reader.readexactly(2)
+        return
+    left = int(length) if (length := head.headers.get("content-length", "")).isdigit() else None
+    while (left is None or left > 0) and (part := await reader.read(READ_BYTES)):
+        left = None if left is None else left - len(part)
+        yield part
+
+
+def _chunk_size(line: bytes) -> int:
+    try:
+        size = int(line.split(b";")[0], 16)
+    except ValueError:
+        raise Refused("the answer is not HTTP") from None
+    if not 0 <= size <= MAX_BODY_BYTES:
+        raise Refused(f"a piece of {size} bytes")
+    return size
+
+
+async def _whole(parts: AsyncIterator[bytes], limit: int) -> bytes:
+    body = b""
+    async for part in parts:
+        body += part
+        if len(body) > limit:
+            raise Refused(f"an answer of more than {limit} bytes")
+    return body
+
+
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    kept = b""
+    async for part in parts:
+        *lines, kept = (kept + part).split(b"\n")
+        for line in lines:
+            yield line
+        if len(kept) > MAX_BODY_BYTES:
+            raise Refused("an event that never ends")
+    yield kept
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        raise Refused("an event that is not JSON") from None
+    if not isinstance(event, dict):
+        raise Refused("an event that is not an object")
+    if event.get("error"):
+        raise Refused(f"broke off: {_message(event)}")
+    return event
+
+
+def _reason(status: int, body: bytes) -> str:
+    try:
+        said = _message(json.loads(body))
+    except ValueError:
+        said = ""
+    return f"HTTP {status}" + (f": {said}" if said else "")
+
+
+def _message(event: Any) -> str:
+    error = event.get("error", event) if isinstance(event, dict) else event
+    said = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(said).split())[:200]
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, asyncio.IncompleteReadError):
+        return "the connection broke off"
+    if (
+        isinstance(error, OSError)
+        and error.errno is not None
+        and error.errno > 0
+        and not isinstance(error, socket.gaierror)
+    ):
+        return os.strerror(error.errno)
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__)[:200]

@@ -1,0 +1,154 @@
+"""A worker process, from the side of the one who asks: start, ask, stop.
+
+Invariant: each worker leads a process group of its own, and the group is gone when `stop` returns. A worker
+that dies, hangs or fails becomes one error with the end of its log; a request has a time limit, so nothing
+waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import PacelineError
+
+PROGRAM = Path(__file__).parent / "workers" / "serve.py"
+LOAD_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 900.0, 600.0, 5.0
+LOG_LINES, LOG_CHARACTERS = 4, 600
+OURS_TO_MEND = (
+    "ConfigError",
+    "RequestError",
+    "ModelError",
+    "ModelNotFound",
+    "ModelFileError",
+)  # their messages say it all
+
+
+class WorkerError(PacelineError):
+    """A worker that died, hung or failed; the message ends with the end of its log."""
+
+
+class Worker:
+    """One engine in one process. It is busy only while it is asked."""
+
+    def __init__(self, name: str, python: str, module: str, log: Path, threads: int) -> None:
+        self.name, self.log = name, log
+        counts = {
+            key: str(threads)
+            for key in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        }
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [python, str(PROGRAM), module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env={**os.environ, **counts, "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,
+                bufsize=0,
+            )
+        self._unread = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def load(self, options: Mapping[str, Any], seconds: float = LOAD_SECONDS) -> dict[str, Any]:
+        return self._exchange(options, seconds)
+
+    def ask(self, op: str, seconds: float = ANSWER_SECONDS, **message: Any) -> dict[str, Any]:
+        return self._exchange({"op": op, **message}, seconds)
+
+    def _exchange(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._write(json.dumps(message).encode() + b"\n")
+        except BrokenPipeError:
+            raise self._death() from None
+        answer: dict[str, Any] = json.loads(self._read_line(time.monotonic() + seconds, seconds))
+        if "error" in answer:
+            if answer["kind"] in OURS_TO_MEND:
+                raise WorkerError(f"{self.name}: {answer['error']}")
+            raise WorkerError(
+                f"{self.name} failed: {answer['kind']}: {answer['error']:.300}; its log {self.log} ends: {self._log_end()}"
+            )
+        return answer
+
+    def _write(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        while line:
+            line = line[self._process.stdin.write(line) or 0 :]
+
+    def _read_line(self, deadline: float, seconds: float) -> bytes:
+        assert self._process.stdout is not None
+        while b"\n" not in self._unread:
+            if not select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+                raise WorkerError(
+                    f"{self.name} has not answered in {seconds:.0f} s; its log {self.log} ends: {self._log_end()}"
+                )
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                raise self._death()
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _death(self) -> WorkerError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        status = self._process.returncode
+        how = "closed its pipe" if status is None else f"died ({_cause(status)})"
+        return WorkerError(f"{self.name} {how}; its log {self.log} ends: {self._log_end()}")
+
+    def _log_end(self) -> str:
+        lines = self.log.read_bytes()[-8192:].decode("utf-8", "replace").split("\n")
+        return (
+            " | ".join([line.strip() for line in lines if line.strip()][-LOG_LINES:])[-LOG_CHARACTERS:]
+            or "(it is empty)"
+        )
+
+    def peak_mb(self) -> float | None:
+        """The most memory it has held, its children's included; None where the system does not say."""
+        sizes = [_peak_kb(pid) for pid in _family(self.pid)]
+        return round(sum(sizes) / 1024, 1) if any(sizes) else None
+
+    def stop(self) -> None:
+        """End the worker and all it started; harmless when it is gone."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _cause(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    return f"signal {-status}, perhaps out of memory" if -status == signal.SIGKILL else f"signal {-status}"
+
+
+def _family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found = [pid]
+    for parent in found:  # grows while it is read
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in children.read_text().split()]
+    return found
+
+
+def _peak_kb(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1])
+    return 0

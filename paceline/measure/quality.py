@@ -1,0 +1,101 @@
+"""Perplexity of the precisions on a text: how surprised the model is by each next token, on average. Lower is
+better.
+
+The text is cut into contexts of CONTEXT tokens; within one, every token after the first is predicted from all
+before it. Invariant: every precision reads the same tokens in the same contexts, so that only the weights
+differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.types import Cached, Segment
+from paceline.loaders.checkpoint import open_checkpoint
+from paceline.loaders.tokenizer import Tokenizer
+from paceline.measure.passes import blocks_for
+from paceline.runtime.device import cache_dtype
+from paceline.runtime.kv_cache import KvCache
+from paceline.runtime.runner import CPU, Runner, load_decoder
+
+CONTEXT = 512
+CHUNK = 128  # tokens of a pass: logits of a whole context would take much memory
+SHIPPED = Path(__file__).parent.parent / "data" / "perplexity.txt"
+BASELINE = "float32"
+
+Tell = Callable[[str, int], None]
+
+
+def read_text(path: Path | None) -> str:
+    path = SHIPPED if path is None else path
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--text {path}: cannot be read ({error.strerror}); give a text file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--text {path}: is not UTF-8 text; save it as UTF-8") from None
+
+
+def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int]]:
+    """Pieces of at most `size` tokens, each with the model's first token where it has one; a last piece of
+    one token predicts nothing.
+    """
+    start = [] if bos is None else [bos]
+    step = size - len(start)
+    pieces = [[*start, *ids[at : at + step]] for at in range(0, len(ids), step)]
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def surprise(runner: Runner, tokens: Sequence[int]) -> tuple[float, int]:
+    """The sum of -log p over the tokens after the first, and how many they are."""
+    cache, total = Cached(), 0.0
+    assert runner.kv.reserve(cache, len(tokens)), "the caller made room for a context"
+    for at in range(0, len(tokens) - 1, CHUNK):
+        seen = list(tokens[at : min(at + CHUNK, len(tokens) - 1)])
+        logits = runner.forward([Segment(seen, cache, None, len(seen))]).logits  # [len(seen), vocab]
+        targets = torch.tensor(tokens[at + 1 : at + 1 + len(seen)])
+        total += float(torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum"))
+        cache.num_cached += len(seen)
+    runner.kv.free(cache)
+    return total, len(tokens) - 1
+
+
+def run(model: str, dtypes: Sequence[str], text: str, tell: Tell) -> dict[str, Any]:
+    """A record for each precision, with its change against float32 where that is among them."""
+    checkpoint = open_checkpoint(model)
+    tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
+    plain = tokenizer.encode(text, add_special=False)
+    bos = checkpoint.bos_id if tokenizer.encode("a")[:1] == [checkpoint.bos_id] else None
+    size = min(CONTEXT, checkpoint.config.max_context)
+    pieces = contexts_of(plain, bos, size)
+    if not pieces:
+        raise ConfigError("--text holds fewer than two tokens, which predict nothing; give a longer text")
+    records = []
+    for dtype in dtypes:
+        tell(f"loading {dtype}", 0)
+        cache = KvCache(checkpoint.config, blocks_for(size), kept=cache_dtype(CPU, dtype))
+        runner = Runner(load_decoder(checkpoint, dtype=dtype, context=size), cache)
+        losses = []
+        for piece in pieces:
+            tell(f"reading with {dtype}", 0)
+            losses.append(surprise(runner, piece))
+            tell(f"reading with {dtype}", 1)
+        total, count = (sum(column) for column in zip(*losses, strict=True))
+        records.append(
+            {"dtype": dtype, "perplexity": round(math.exp(total / count), 5), "tokens": int(count)}
+        )
+    return {"context": size, "rows": compared(records)}
+
+
+def compared(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    base = next((record["perplexity"] for record in records if record["dtype"] == BASELINE), None)
+    return [
+        {**record, "change": None if base is None else round(record["perplexity"] / base - 1, 6)}
+        for record in records
+    ]

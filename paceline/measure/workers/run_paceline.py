@@ -1,0 +1,123 @@
+"""Paceline itself as a worker, loaded and timed like every peer.
+
+Besides `generate` it reads the prompts for all (`encode`: token ids, and each answer's natural length) and
+measures what a pass over several tokens costs (`verify_cost`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from paceline import LLM, RequestError, SamplingParams
+from paceline.drafters.suffix import Suffix
+from paceline.engine.stats import SpecStats
+from paceline.measure.passes import Passes
+
+CONTEXT, TIMED = (
+    256,
+    7,
+)  # cached tokens a measured pass sees; passes of each width, of which the median counts
+
+
+def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
+    llm = LLM(
+        options["model"],
+        dtype=options["dtype"],
+        speculative_config=options["speculative_config"],
+        max_num_seqs=options["in_flight"],
+        enable_prefix_caching=False,  # every repeat reads its prompt anew
+        progress=False,
+    )
+    worker = Worker(llm)
+    return {"generate": worker.generate, "encode": worker.encode, "verify_cost": worker.verify_cost}
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    llm: LLM
+    answered: set[tuple[int, ...]] = field(
+        default_factory=set
+    )  # prompts whose answers a drafter may remember
+
+    def generate(self, prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
+        self._forget({tuple(prompt["ids"]) for prompt in prompts})
+        started = time.perf_counter()
+        if in_flight == 1:
+            answers = [self._answer(prompt) for prompt in prompts]
+        else:  # whichever thread waits steps the engine for all
+            with ThreadPoolExecutor(in_flight) as pool:
+                answers = list(pool.map(self._answer, prompts))
+        return {"wall_s": time.perf_counter() - started, "answers": answers}
+
+    def _forget(self, asked: set[tuple[int, ...]]) -> None:
+        """A repeat must not find its answer in what a drafter remembers of the last one."""
+        if self.answered & asked:
+            for drafter in self.llm.engine.policy.drafters:
+                if isinstance(drafter, Suffix):
+                    drafter.forget()
+            self.answered.clear()
+        self.answered.update(asked)
+
+    def _answer(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        """One request. Times are in seconds from its start."""
+        params = SamplingParams(temperature=0, max_tokens=prompt["num_tokens"], ignore_eos=True)
+        times, started = [], time.perf_counter()
+        for chunk in self.llm.stream(prompt["ids"], params):
+            if chunk.tokens:
+                times.append(time.perf_counter() - started)
+        assert chunk.result is not None, "a stream ends with its result"
+        stats = chunk.result.stats
+        return {
+            "ids": chunk.result.token_ids,
+            "num_tokens": stats.num_tokens,
+            "first_s": times[0],
+            "total_s": times[-1],
+            **_counts(stats),
+        }
+
+    def encode(self, texts: dict[str, str], max_tokens: int, min_tokens: int) -> dict[str, Any]:
+        """Each prompt as the model's chat template puts it, and how long its plain greedy answer is."""
+        found = {}
+        for name, text in texts.items():
+            try:
+                ids = self._ids(text)
+                (result,) = self.llm.generate(
+                    [ids], SamplingParams(temperature=0, max_tokens=max_tokens, num_speculative_tokens=0)
+                )
+            except RequestError as error:
+                raise RequestError(f"prompt {name}: {error}") from None
+            self.answered.add(tuple(ids))
+            room = self.llm.engine.config.max_model_len - len(ids)
+            found[name] = {
+                "ids": ids,
+                "num_tokens": min(max(len(result.token_ids), min_tokens), max_tokens, room),
+            }
+        return {"prompts": found}
+
+    def _ids(self, text: str) -> list[int]:
+        tokenizer = self.llm.tokenizer
+        has_template = self.llm.checkpoint.tokenizer_source().chat_template is not None
+        return (
+            tokenizer.encode_chat([{"role": "user", "content": text}])
+            if has_template
+            else tokenizer.encode(text)
+        )
+
+    def verify_cost(self, sizes: list[int]) -> dict[str, Any]:
+        """Median seconds of one pass over each number of tokens, all logits wanted, after a cached
+        context.
+        """
+        passes = Passes(self.llm.engine.runner, CONTEXT, max(sizes))
+        times = [[passes.seconds(size) for size in sizes] for _ in range(TIMED + 1)]
+        passes.free()
+        return {"seconds": [median(column) for column in zip(*times[1:], strict=True)]}
+
+
+def _counts(stats: SpecStats) -> dict[str, Any]:
+    names = ("num_steps", "num_drafted", "num_accepted", "drafted_at", "accepted_at")
+    return {name: getattr(stats, name) for name in names}

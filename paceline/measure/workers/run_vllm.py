@@ -1,0 +1,111 @@
+"""vLLM's CPU build as a worker, its engine in this process and stepped by hand, so that first tokens can be
+timed.
+
+Runs in the peer's environment: no import of Paceline. Counts of drafts come from its own metrics, as
+differences around each call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+MATCH, LONGEST, DRAFTED = (
+    2,
+    4,
+    3,
+)  # the shortest and longest match of its prompt lookup, and the tokens drafted
+KV_GIGABYTES = 1
+
+
+def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(KV_GIGABYTES)
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = (
+        "0"  # it would keep a core for its server; here nothing else runs
+    )
+    from vllm import LLM
+
+    lookup = {
+        "method": "ngram",
+        "num_speculative_tokens": DRAFTED,
+        "prompt_lookup_max": LONGEST,
+        "prompt_lookup_min": MATCH,
+    }
+    llm = LLM(
+        options["model"],
+        dtype="float32",
+        max_model_len=options["context"],
+        max_num_seqs=options["in_flight"],
+        enable_prefix_caching=False,  # every repeat reads its prompt anew
+        skip_tokenizer_init=True,
+        disable_log_stats=False,
+        speculative_config=lookup if options["method"] == "ngram" else None,
+    )
+    names = map(str, itertools.count())
+
+    def generate(prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
+        before, started = _metrics(llm), time.perf_counter()
+        answers = _run(llm.llm_engine, prompts, in_flight, names)
+        wall = time.perf_counter() - started
+        after = _metrics(llm)
+        _share_counts(answers, {name: after[name] - before[name] for name in after})
+        return {"wall_s": wall, "answers": answers}
+
+    return {"generate": generate}
+
+
+def _run(engine: Any, prompts: list[dict[str, Any]], in_flight: int, names: Any) -> list[dict[str, Any]]:
+    """All prompts, `in_flight` of them at any time. Times are in seconds from each request's start."""
+    from vllm import SamplingParams
+
+    answers: list[dict[str, Any]] = [{} for _ in prompts]
+    waiting = list(range(len(prompts)))
+    started: dict[str, float] = {}
+    index_of: dict[str, int] = {}  # of the requests in flight
+    while waiting or index_of:
+        while waiting and len(index_of) < in_flight:
+            index, name = waiting.pop(0), next(names)
+            prompt = prompts[index]
+            params = SamplingParams(
+                temperature=0, max_tokens=prompt["num_tokens"], ignore_eos=True, detokenize=False
+            )
+            started[name], index_of[name] = time.perf_counter(), index
+            engine.add_request(name, {"prompt_token_ids": prompt["ids"]}, params)
+        for output in engine.step():
+            answer, elapsed = (
+                answers[index_of[output.request_id]],
+                time.perf_counter() - started[output.request_id],
+            )
+            answer.setdefault("first_s", elapsed)
+            if output.finished:
+                ids = list(output.outputs[0].token_ids)
+                answer |= {"ids": ids, "num_tokens": len(ids), "total_s": elapsed}
+                del index_of[output.request_id]
+    return answers
+
+
+def _metrics(llm: Any) -> dict[str, int]:
+    wanted = {
+        "vllm:spec_decode_num_draft_tokens": "num_drafted",
+        "vllm:spec_decode_num_accepted_tokens": "num_accepted",
+    }
+    found = dict.fromkeys(wanted.values(), 0)
+    for metric in llm.get_metrics():
+        if metric.name in wanted:
+            found[wanted[metric.name]] += int(metric.value)
+    return found
+
+
+def _share_counts(answers: list[dict[str, Any]], counts: dict[str, int]) -> None:
+    """The metrics count for all requests together; the first answer carries them, so that sums are right."""
+    for i, answer in enumerate(answers):
+        drafted, accepted = (counts["num_drafted"], counts["num_accepted"]) if i == 0 else (0, 0)
+        answer |= {
+            "num_drafted": drafted,
+            "num_accepted": accepted,
+            "num_steps": answer["num_tokens"] - accepted,
+        }

@@ -1,0 +1,151 @@
+"""Weights as small integers, and the tiles the CPU kernels read (their layout: cpu/dots.py and
+cpu/matmul.py).
+
+int8 is symmetric, w ≈ q * s with q in [-127, 127]; int4 has a minimum, w ≈ q * s - m with q in [0, 15], as
+GGUF's Q4_1 has, so such a file loses nothing. One s (and m) for each group of consecutive inputs of a row, in
+half precision times 2**8. Invariant: `dequantize(quantize(w))` is what the kernels multiply with, and
+`unpack(pack(q))` is q.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from paceline.core.errors import ConfigError, ModelFileError
+
+BITS = {"float32": 32, "int8": 8, "int4": 4}
+GROUP = {8: 64, 4: 32}
+FLOAT_ROWS, DOT_ROWS = 16, 8  # output rows of a tile
+STORED = 2.0**8  # what scales and minima are stored times: keeps small ones out of the subnormal numbers
+
+
+def bits_of(dtype: str) -> int:
+    if dtype not in BITS:
+        raise ConfigError(f"dtype is {dtype!r}; choose auto, {', '.join(BITS)}")
+    return BITS[dtype]
+
+
+class Quantized(NamedTuple):
+    values: torch.Tensor  # [N, K] int8; K filled up to whole groups
+    scales: torch.Tensor  # [N, K / group] float32, exactly representable as stored
+    minima: torch.Tensor | None  # the same, for int4
+
+
+class Packed(NamedTuple):
+    """A linear layer as the kernels read it."""
+
+    weight: torch.Tensor  # float32 [tiles, K, 16] or uint8 [tiles, groups, bytes of a block]
+    bias: torch.Tensor  # [rows of the tiles] float32
+
+
+def padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _stored(values: torch.Tensor) -> torch.Tensor:
+    """As close as half precision comes."""
+    halves = (values * STORED).half()
+    if not bool(torch.isfinite(halves).all()):
+        raise ModelFileError(
+            f"weights as large as {values.max() * 127:.3g} cannot be quantized; use dtype float32"
+        )
+    return halves.float() / STORED
+
+
+def quantize(weight: torch.Tensor, bits: int) -> Quantized:
+    """weight [N, K] -> integers and one scale a group."""
+    num_rows, width = weight.shape
+    group = GROUP[bits]
+    extra = padded(width, group) - width
+    if extra:  # the last value again: it does not widen its group, and is multiplied with zeros
+        weight = torch.cat([weight, weight[:, -1:].expand(num_rows, extra)], 1)
+    grouped = weight.float().view(num_rows, -1, group)
+    if bits == 8:
+        scales = _stored(grouped.abs().amax(-1) / 127)
+        values = (grouped / _safe(scales)).round().clamp(-127, 127)
+        return Quantized(values.to(torch.int8).view(num_rows, -1), scales, None)
+    minima = _stored(grouped.amin(-1).neg().clamp(min=0))
+    scales = _stored((grouped.amax(-1) + minima).clamp(min=0) / 15)
+    values = ((grouped + minima[..., None]) / _safe(scales)).round().clamp(0, 15)
+    return Quantized(values.to(torch.int8).view(num_rows, -1), scales, minima)
+
+
+def _safe(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales == 0, torch.ones_like(scales), scales)[..., None]
+
+
+def dequantize(quantized: Quantized, width: int) -> torch.Tensor:
+    """-> [N, width] float32."""
+    values, scales, minima = quantized
+    grouped = values.view(*scales.shape, -1).float() * scales[..., None]
+    if minima is not None:
+        grouped = grouped - minima[..., None]
+    return grouped.view(values.shape)[:, :width]
+
+
+def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x [T, K] as a product with weights of so many bits sees it: int8 times a scale for each group."""
+    width, group = x.shape[-1], GROUP[bits]
+    grouped = torch.nn.functional.pad(x, (0, padded(width, group) - width)).unflatten(-1, (-1, group))
+    top = grouped.abs().amax(-1, keepdim=True)
+    inverse = torch.where(top == 0, torch.zeros_like(top), 127.0 / top)
+    return ((grouped * inverse).round() * (top / 127.0)).flatten(-2)[..., :width]
+
+
+def _fill_rows(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = padded(len(rows), multiple) - len(rows)
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def _half_bytes(values: torch.Tensor) -> torch.Tensor:
+    """[N, groups] -> uint8 [tiles, groups, 2 * 8]."""
+    tiles = _fill_rows(values, DOT_ROWS).view(-1, DOT_ROWS, values.shape[1])
+    return (tiles.transpose(1, 2) * STORED).half().contiguous().view(torch.uint8)
+
+
+def pack_quantized(quantized: Quantized, bits: int) -> torch.Tensor:
+    """-> uint8 [tiles, groups, bytes of a block]."""
+    values, scales, minima = quantized
+    tiles = _fill_rows(values, DOT_ROWS).view(-1, DOT_ROWS, scales.shape[1], GROUP[bits] // 4, 4)
+    quads = tiles.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8)  # [tiles, groups, quads, 8, 4]
+    if bits == 4:
+        quads = quads[:, :, 0::2] | (quads[:, :, 1::2] << 4)
+    parts = [quads.flatten(2), _half_bytes(scales)] + ([_half_bytes(minima)] if minima is not None else [])
+    return torch.cat(parts, 2)
+
+
+def unpack_quantized(packed: torch.Tensor, bits: int) -> Quantized:
+    """The inverse; rows filled up to whole tiles."""
+    num_tiles, groups, _ = packed.shape
+    size = DOT_ROWS * GROUP[bits] * bits // 8
+    quads = packed[:, :, :size].reshape(num_tiles, groups, -1, DOT_ROWS, 4)
+    if bits == 4:
+        quads = torch.stack([quads & 15, quads >> 4], 3).flatten(2, 3)
+    values = quads.permute(0, 3, 1, 2, 4).reshape(num_tiles * DOT_ROWS, -1).contiguous().view(torch.int8)
+    halves = [
+        packed[:, :, at : at + 2 * DOT_ROWS].contiguous().view(torch.float16)
+        for at in range(size, packed.shape[2], 2 * DOT_ROWS)
+    ]
+    floats = [(half.float() / STORED).transpose(1, 2).reshape(-1, groups) for half in halves]
+    return Quantized(values, floats[0], floats[1] if bits == 4 else None)
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> Packed:
+    """weight [N, K], bias [N]."""
+    rows = FLOAT_ROWS if bits == 32 else DOT_ROWS
+    if bias is None:
+        bias = torch.zeros(len(weight))
+    if bits == 32:
+        tiles = _fill_rows(weight.float(), rows).view(-1, rows, weight.shape[1]).transpose(1, 2).contiguous()
+    else:
+        tiles = pack_quantized(quantize(weight, bits), bits)
+    return Packed(tiles, _fill_rows(bias.float(), rows))
+
+
+def head_bits(bits: int) -> int:
+    """Embedding and head stay in int8 when the layers are int4: they hold what every token says, and int4
+    costs them most.
+    """
+    return 8 if bits == 4 else bits
