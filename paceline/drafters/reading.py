@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from paceline.core.errors import GrammarError
 from paceline.core.types import Cached, Constraint, Request
-from paceline.runtime.runner import Runner
+from paceline.runtime.executor import LocalExecutor
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Reader(Protocol):
     """A model that can read requests and guess on: a draft model, or the target's first layers."""
 
     @property
-    def runner(self) -> Runner: ...
+    def executor(self) -> LocalExecutor: ...
     @property
     def num_layers(self) -> int | None: ...  # None: all
     @property

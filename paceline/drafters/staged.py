@@ -21,9 +21,9 @@ from paceline.core.noise import child_seed
 from paceline.core.options import require
 from paceline.core.sampling import probabilities, processed
 from paceline.core.tree import Tree
-from paceline.core.types import Draft, Needs, Output, Proposer, Request, Seen, Segment, Verdict
+from paceline.core.types import Draft, Output, Request, Seen, Segment, Verdict
 from paceline.drafters import registry
-from paceline.drafters.base import DrafterConfig, Surroundings, chain, empty, fit_vocabulary
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain, empty, fit_vocabulary
 from paceline.drafters.candidates import is_sampled, likeliest
 from paceline.drafters.reading import GrammarWalk, Reader, Reading, Rows
 from paceline.runtime.batch import segment_of
@@ -33,12 +33,10 @@ STAGES = 2**32  # seeds from here on belong to stages: a request has fewer compl
 
 @dataclass(frozen=True, slots=True)
 class StagedConfig(DrafterConfig):
-    middle: Mapping[str, Any] = field(
-        default_factory=lambda: {"method": "early_exit"}
-    )  # the model that checks
-    drafter: Mapping[str, Any] = field(
-        default_factory=lambda: {"method": "ngram"}
-    )  # who guesses for it; staged again, if you like
+    # the model that checks
+    middle: Mapping[str, Any] = field(default_factory=lambda: {"method": "early_exit"})
+    # who guesses for it; staged again, if you like
+    drafter: Mapping[str, Any] = field(default_factory=lambda: {"method": "ngram"})
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
@@ -78,20 +76,18 @@ class _Stage:
         return 0 if self.has_ended else self.reading.budget - len(self.chances)
 
 
-class Staged:
+class Staged(Drafter):
     name = "staged"
-    needs = Needs()
-    is_free = False
     can_rewind = True
     Config = StagedConfig
 
-    def __init__(self, config: StagedConfig, surroundings: Surroundings) -> None:
+    def __init__(self, config: StagedConfig, context: DrafterContext) -> None:
         self.config = config
-        middle = registry.create(*registry.parse(config.middle), surroundings)
+        middle = registry.create(*registry.parse(config.middle), context)
         self.middle, self._release_middle = cast(Reader, middle), middle.release
         kind, self.drafter_config = registry.parse(config.drafter)
-        below = replace(surroundings, runner=self.middle.runner, vocab_size=self.middle.vocab_size)
-        self.drafter: Proposer = registry.create(kind, self.drafter_config, below)
+        below = replace(context, executor=self.middle.executor, vocab_size=self.middle.vocab_size)
+        self.drafter: Drafter = registry.create(kind, self.drafter_config, below)
         # A drafter that keeps an index of the text is asked once a round, before the text goes on with
         # guesses that may be taken back.
         self.is_asked_again = bool(getattr(self.drafter, "can_rewind", False))
@@ -120,7 +116,7 @@ class Staged:
         drafts = self._drafts(stages)
         segments = [self._segment(s, draft) for s, draft in zip(stages, drafts, strict=True)]
         needs = self.drafter.needs
-        output = self.middle.runner.forward(
+        output = self.middle.executor.forward(
             segments,
             num_layers=self.middle.num_layers,
             hidden_layers=needs.hidden_layers,
@@ -162,7 +158,7 @@ class Staged:
 
     def _segment(self, stage: _Stage, draft: Draft) -> Segment:
         segment = segment_of(stage.view, len(stage.reading.unread), draft)
-        size = self.middle.runner.config.vocab_size
+        size = self.middle.executor.config.vocab_size
         if max(segment.tokens) < size:
             return segment
         # A token that the middle model does not know has no chance there: whatever is read in its place is
@@ -173,7 +169,7 @@ class Staged:
         view, reading = stage.view, stage.reading
         try:
             verdict = accept(view, draft, logits)
-            self.middle.runner.kv.gather(
+            self.middle.executor.kv.gather(
                 reading.cache, reading.cache.num_cached + len(reading.unread) - 1, verdict.path
             )
             for node, token in zip(verdict.path, verdict.tokens, strict=True):
@@ -200,9 +196,6 @@ class Staged:
         stage.has_ended = token in view.stop_ids
         if not stage.has_ended:
             stage.grammar.go(stage.tokens)
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """The drafter learns from the middle model, whom it drafts for."""
 
     def release(self, request: Request) -> None:
         self.drafter.release(request)
