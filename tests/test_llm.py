@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from paceline import (
     LLM,
     ConfigError,
+    EngineOptions,
     GrammarError,
     ModelError,
     ModelFileError,
@@ -458,6 +460,7 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "draft_model"}}, "name the draft model"),
     ({"speculative_config": "ngram"}, "give a dict"),
     ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+    ({"max_num_sequences": 4}, "LLM has no option 'max_num_sequences'; did you mean 'max_num_seqs'?"),
     ({"max_model_len": 10**9}, "max_model_len is 1000000000"),
     ({"kv_cache_memory": 100}, "kv_cache_memory is 100"),
     ({"kv_cache_memory": -1}, "kv_cache_memory is -1"),
@@ -480,6 +483,13 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
 def test_bad_engine_options_are_named(tiny_folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(str(tiny_folder), progress=False, **options)
+
+
+def test_options_are_keywords_or_one_object(tiny_folder: Path) -> None:
+    options = EngineOptions(model=str(tiny_folder), max_num_seqs=3, progress=False)
+    with LLM(options, speculative_config=None) as llm:
+        assert llm.options == replace(options, speculative_config=None)
+        assert llm.engine.config.max_num_seqs == 3
 
 
 def test_random_weights_need_only_a_config(tiny_folder: Path, tmp_path: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import index
 from types import TracebackType
 from typing import Any
 
 from paceline.api.build import build
 from paceline.api.intake import Intake
+from paceline.api.options import EngineOptions
 from paceline.api.results import Chunk, Completion, Result, Token
 from paceline.core.errors import ConfigError, RequestError
+from paceline.core.options import from_options
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
 from paceline.engine.commit import Emission
@@ -63,50 +65,18 @@ class _Inbox:
 class LLM:
     """A model, and drafters that make it faster without changing what it says.
 
-    speculative_config: "auto": suffix matching, and the learned head that is shipped for the model if there
-    is one, as much as pays at each
-        step; {"method": "auto", "head": False}: without the head; None or "off": none;
-        {"method": "suffix" | "ngram" | "draft_model" | "early_exit" | ..., options}: that one, as much as
-        pays; {"method": ..., "num_speculative_tokens": K}: always K tokens.
-    device: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one.
-    dtype: of the weights, "int8", "int4" or "float32", on GPUs also "bfloat16" and "float16"; "auto" is int8
-    on CPUs, bfloat16 on GPUs. exact: on a GPU, plain decoding and checking drafts take the same path bit by
-    bit; on CPUs they always do. load_format: "dummy" makes random weights of the model's shape, for measuring
-    without a download ("llama-8b" is a shape, too). kv_cache_dtype: on a GPU, "int8" keeps keys and values as
-    integers with a scale for each head: half the memory, rounded. kv_cache_memory: bytes, or a fraction of
-    the free memory, for the target; a draft model takes as many blocks of its own.
+    Takes the fields of EngineOptions (api/options.py) as keywords, or one EngineOptions in the model's place.
     """
 
-    def __init__(
-        self,
-        model: str = "default",
-        *,
-        speculative_config: Mapping[str, Any] | str | None = "auto",
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        kv_cache_memory: int | float | None = None,
-        enable_prefix_caching: bool = True,
-        dtype: str = "auto",
-        kernels: str = "exact",
-        device: str = "auto",
-        exact: bool = False,
-        load_format: str = "auto",
-        kv_cache_dtype: str = "auto",
-        progress: bool = True,
-    ) -> None:
-        limits = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "enable_prefix_caching": enable_prefix_caching,
-        }
-        built = build(
-            model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, device, exact, load_format, kv_cache_dtype, progress,
-            **limits,
-        )  # fmt: skip
-        self.engine, self.checkpoint, self.tokenizer, self.surroundings = (
-            built  # the last: what further drafters would be made with
-        )
+    def __init__(self, model: str | EngineOptions = "default", **options: Any) -> None:
+        if isinstance(model, EngineOptions):
+            chosen = {f.name: getattr(model, f.name) for f in fields(model)} | options
+        else:
+            chosen = {"model": model, **options}
+        self.options = from_options(EngineOptions, chosen, "LLM")
+        built = build(self.options)
+        self.engine, self.checkpoint, self.tokenizer = built.engine, built.checkpoint, built.tokenizer
+        self.surroundings = built.surroundings  # what further drafters would be made with
         self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
         self._inboxes: dict[str, _Inbox] = {}
         self._dropped: list[Request] = []
