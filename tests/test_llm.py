@@ -447,6 +447,41 @@ def test_grammars_that_cannot_be_are_refused(
         tiny.generate("a", SamplingParams(structured_outputs=StructuredOutputs(**spec)))
 
 
+def test_prompts_may_be_mappings_as_in_vllm(tiny: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (expected,) = tiny.generate("ab", params)
+    tokens = expected.prompt_token_ids
+    forms: list[Any] = [
+        {"prompt": "ab"},
+        {"prompt_token_ids": tokens},
+        {"prompt_token_ids": tokens, "prompt": "ab"},
+    ]
+    for form in forms:
+        assert [r.token_ids for r in tiny.generate(form, params)] == [expected.token_ids]
+        assert list(tiny.stream(form, params))[-1].result.token_ids == expected.token_ids  # type: ignore[union-attr]
+    results = tiny.generate([*forms, "ab", tokens], params)
+    assert [r.token_ids for r in results] == [expected.token_ids] * 5
+    assert [r.prompt for r in results] == ["ab", None, "ab", "ab", None]
+
+
+BAD_MAPPINGS: list[tuple[Any, str]] = [
+    ({}, "give {'prompt': text} or {'prompt_token_ids': [...]}"),
+    ({"text": "ab"}, "'text'"),
+    ({"prompt": 3}, "the prompt is 3"),
+    ({"prompt": ["a", "b"]}, "the prompt is"),
+    ({"prompt_token_ids": "ab"}, "the prompt is 'ab'"),
+    ({"prompt": "ab", "multi_modal_data": {}}, "'multi_modal_data'"),
+    ([{"role": "user", "content": "ab"}], "chat"),
+    (["ab", {"text": "ab"}], "'text'"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_MAPPINGS, ids=[str(p) for p, _ in BAD_MAPPINGS])
+def test_other_mappings_are_refused(tiny: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        tiny.generate(prompt)
+
+
 BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "ngrm"}}, "did you mean 'ngram'"),
     ({"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}}, "did you mean 'prompt_lookup_max'"),

@@ -130,8 +130,8 @@ def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
 def _policy(
     drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint: Checkpoint, dtype: str
 ) -> Policy:
-    """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on this
-    machine."""
+    """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on
+    this machine."""
     single = [each for drafter in drafters for each in getattr(drafter, "drafters", (drafter,))]
     for drafter in single:
         if drafter.is_free:  # compiled now: else the first request would wait, and that be taken for a cost
@@ -163,7 +163,7 @@ def _kv_memory(options: EngineOptions, model: ModelConfig, kept: Kept, free: int
 
 
 def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
-    """The longest sequence: what was asked, or the model's context as far as the KV cache can hold it once."""
+    """The longest sequence: what was asked, or the model's context as far as the KV cache holds it."""
     room = num_blocks * BLOCK_SIZE
     if asked is None:
         return min(model.max_context, room)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from operator import index
 from types import TracebackType
 from typing import Any
 
 from paceline.api.build import build
-from paceline.api.intake import Intake
+from paceline.api.intake import Encoded, Intake, Prompt, as_list
 from paceline.api.options import EngineOptions
 from paceline.api.results import Chunk, Completion, Result, Token
 from paceline.core.errors import ConfigError, RequestError
@@ -21,7 +20,6 @@ from paceline.engine.commit import Emission
 from paceline.engine.stats import SpecStats
 from paceline.loaders.detokenize import Detokenizer
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -103,12 +101,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[Result]:
-        """Complete raw prompts (text or token ids), all of them together. A failed request carries its error;
-        alone, it raises.
-
-        priority: one number a prompt; lower runs first.
-        """
-        many = _as_list(prompts)
+        """Complete raw prompts (each a text, token ids, or vLLM's mapping), all of them together. A failed
+        request carries its error; alone, it raises. priority: one number a prompt; lower runs first."""
+        many = [self._intake.encode(prompt) for prompt in as_list(prompts)]
         ranks = [0] * len(many) if priority is None else priority
         if (
             not isinstance(ranks, Sequence)
@@ -118,11 +113,7 @@ class LLM:
             raise ConfigError(
                 f"priority is {priority!r:.40}; give one whole number for each of the {len(many)} prompts"
             )
-        groups = [
-            self._requests(*fields)
-            for fields in zip(many, _per_prompt(params, len(many)), ranks, strict=True)
-        ]
-        return self._run(many, groups)
+        return self._run(many, _per_prompt(params, len(many)), ranks)
 
     def chat(
         self,
@@ -131,18 +122,16 @@ class LLM:
     ) -> list[Result]:
         """Answer one conversation or several, through the model's own chat template."""
         many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [self._encode_chat(m) for m in many]  # type: ignore[arg-type]
-        groups = [
-            self._requests(p, s) for p, s in zip(prompts, _per_prompt(params, len(prompts)), strict=True)
-        ]
-        return self._run(prompts, groups)
+        prompts = [Encoded(None, self._encode_chat(m)) for m in many]  # type: ignore[arg-type]
+        return self._run(prompts, _per_prompt(params, len(prompts)), [0] * len(prompts))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one raw prompt piece by piece. Closing the iterator stops the request."""
         (params,) = _per_prompt(params, 1)
         if params.n != 1:
             raise ConfigError(f"n is {params.n}; a stream is one completion: use n=1, or generate")
-        return self._stream(prompt, self._requests(prompt, params)[0])
+        encoded = self._intake.encode(prompt)
+        return self._stream(encoded, self._requests(encoded, params)[0])
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
@@ -155,15 +144,15 @@ class LLM:
             raise RequestError("the conversation is empty; give at least one message with content")
         return self.tokenizer.encode_chat(messages)
 
-    def _requests(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        requests = self._intake.requests(tokens, params, priority)
+    def _requests(self, prompt: Encoded, params: SamplingParams, priority: int = 0) -> list[Request]:
+        requests = self._intake.requests(prompt.tokens, params, priority)
         self.engine.check_fits(requests[0])
         return requests
 
-    def _run(self, prompts: Sequence[Prompt], groups: list[list[Request]]) -> list[Result]:
+    def _run(
+        self, prompts: list[Encoded], params: list[SamplingParams], ranks: Sequence[int]
+    ) -> list[Result]:
+        groups = [self._requests(*fields) for fields in zip(prompts, params, ranks, strict=True)]
         inboxes = self._add([r for group in groups for r in group])
         try:
             for inbox in inboxes:
@@ -176,7 +165,7 @@ class LLM:
             raise RequestError("the LLM was closed while it was generating; make a new one")
         said = iter(inboxes)
         results = [
-            _result(p, [next(said).completion(i) for i in range(len(g))], g[0])
+            _result(p, [next(said).completion(i) for i in range(len(g))])
             for p, g in zip(prompts, groups, strict=True)
         ]
         failed = results[0].outputs[0].error if len(results) == 1 else None
@@ -184,7 +173,7 @@ class LLM:
             raise failed
         return results
 
-    def _stream(self, prompt: Prompt, request: Request) -> Iterator[Chunk]:
+    def _stream(self, prompt: Encoded, request: Request) -> Iterator[Chunk]:
         (inbox,) = self._add([request])
         try:
             is_finished = False
@@ -200,7 +189,7 @@ class LLM:
             if request.error is not None:
                 raise request.error
             if request.finish_reason is not FinishReason.ABORT:  # else the LLM was closed under it
-                result = _result(prompt, [inbox.completion(0)], request)
+                result = _result(prompt, [inbox.completion(0)])
                 yield Chunk(text + inbox.detokenizer.take(), tokens, request.finish_reason, result)
         finally:
             self._drop(request)
@@ -242,28 +231,8 @@ class LLM:
         return [Token(*fields) for fields in zip(emission.tokens, texts, sources, strict=True)]
 
 
-def _result(prompt: Prompt, outputs: list[Completion], request: Request) -> Result:
-    return Result(prompt if isinstance(prompt, str) else None, request.tokens[: request.num_prompt], outputs)
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise RequestError(f"the prompt is {prompts!r:.40}; give a text, token ids, or a list of them")
-    many = list(prompts)
-    if not many:
-        raise RequestError("there is no prompt; give a text, token ids, or a list of them")
-    return many if isinstance(many[0], Iterable) else [many]
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    try:
-        if any(isinstance(token, bool) for token in prompt):
-            raise TypeError
-        return [index(token) for token in prompt]
-    except TypeError:
-        raise RequestError(f"the prompt holds {prompt!r:.40}; give a text or a list of token ids") from None
+def _result(prompt: Encoded, outputs: list[Completion]) -> Result:
+    return Result(prompt.text, prompt.tokens, outputs)
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

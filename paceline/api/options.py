@@ -6,11 +6,9 @@ line and the server's settings are made from the metadata here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import ConfigError
 from paceline.core.options import EngineConfig, is_whole, option, require
 
 ENGINE, SPECULATION, MEMORY = "Engine", "Speculation", "Memory"  # panels of --help
@@ -21,8 +19,8 @@ class EngineOptions:
     model: str = option(
         "default", ENGINE, "The default model, a local folder or .gguf file, or a Hugging Face name.", "-m"
     )
-    # "auto": the training-free drafters and the learned head that is shipped for the model, as much as pays at
-    # each step; {"method": "auto", "head": False}: without the head; None or "off": plain decoding;
+    # "auto": the training-free drafters and the learned head that is shipped for the model, as much as pays
+    # at each step; {"method": "auto", "head": False}: without the head; None or "off": plain decoding;
     # {"method": "suffix" | "ngram" | "draft_model" | ..., options}: that drafter, as much as pays; with
     # "num_speculative_tokens": K: always K tokens.
     speculative_config: dict[str, Any] | str | None = option(  # noqa: RUF009
@@ -64,13 +62,9 @@ class EngineOptions:
             is_usable = is_whole(self.max_model_len) and self.max_model_len >= 2
             require(is_usable, "max_model_len", self.max_model_len, "use a whole number, 2 or more")
         memory = self.kv_cache_memory
-        if memory is not None and (
-            isinstance(memory, bool) or not isinstance(memory, int | float) or memory <= 0
-        ):
-            raise ConfigError(
-                f"kv_cache_memory is {memory!r}; give bytes as a whole number, or a fraction of the free memory"
-                " between 0 and 1"
-            )
+        is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
+        remedy = "give bytes as a whole number, or a fraction of the free memory between 0 and 1"
+        require(memory is None or (is_number and memory > 0), "kv_cache_memory", memory, remedy)
         if isinstance(memory, float):
             remedy = "a fraction must be below 1; give bytes as a whole number"
             require(memory < 1, "kv_cache_memory", memory, remedy)
