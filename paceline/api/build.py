@@ -1,4 +1,4 @@
-"""Puts a model, its KV cache and a drafter together. Everything "auto" is decided here, before anything is
+"""Puts a model, its KV cache and its drafters together. Everything "auto" is decided here, before anything is
 built.
 """
 
@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
-from paceline.core.options import EngineConfig, nearest, require
+from paceline.core.options import nearest, require
 from paceline.core.params import SamplingParams
 from paceline.core.types import Proposer, Request
 from paceline.core.waiting import waiting
@@ -41,10 +42,7 @@ class Speculation(NamedTuple):
 
     drafters: tuple[tuple[type[Any], DrafterConfig], ...] = ()
     is_pinned: bool = True  # as many tokens as were asked for, always; else the policy chooses
-    head: bool | str = (
-        # whether the shipped head of the target is asked too, where there is one; or the kind it must be
-        False
-    )
+    head: bool | str = False  # whether the target's shipped head drafts too; or the kind it must be
 
     @property
     def most_nodes(self) -> int:
@@ -52,26 +50,21 @@ class Speculation(NamedTuple):
 
 
 def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
-    """None or "off": nobody drafts. "auto": the policy chooses drafters and lengths; with "head": False
+    """None or "off": plain decoding. "auto": the policy chooses drafters and lengths; with "head": False
     without the learned head that is shipped for the target, with its kind that one. A method: that one; with
-    a length, always so much."""
+    a length, always that many tokens."""
     head: bool | str = True
     if isinstance(options, Mapping) and options.get("method") in ("auto", "off", "none"):
         if options["method"] == "auto":
             head = options.get("head", True)
             remedy = f"use True, False or one of {', '.join(shipped.KINDS)}"
             require(isinstance(head, bool) or head in shipped.KINDS, "speculative_config head", head, remedy)
-        extra = next(
-            (
-                name
-                for name in options
-                if name != "method" and (name != "head" or options["method"] != "auto")
-            ),
-            None,
-        )
+        known = ("method", "head") if options["method"] == "auto" else ("method",)
+        extra = next((name for name in options if name not in known), None)
         if extra is not None:
+            method = options["method"]
             raise ConfigError(
-                f"speculative_config has {extra!r} beside method {options['method']!r}; name a drafter, or leave it out"
+                f"speculative_config has {extra!r} beside method {method!r}; name a drafter, or leave it out"
             )
         options = str(options["method"])
     if options is None or options in ("off", "none"):
@@ -79,73 +72,45 @@ def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
     if options == "auto":
         return Speculation(tuple(registry.parse(each) for each in registry.AUTO), is_pinned=False, head=head)
     if isinstance(options, str):
-        names = ["auto", "off"]
-        known = options in registry.DRAFTERS
-        remedy = (
-            f"give a dict such as {{'method': {options!r}}}"
-            if known
-            else f"{nearest(options, names)} or give a dict"
-        )
+        remedy = f"{nearest(options, ['auto', 'off'])} or give a dict"
+        if options in registry.DRAFTERS:
+            remedy = f"give a dict such as {{'method': {options!r}}}"
         raise ConfigError(f"speculative_config is {options!r}; {remedy}")
     return Speculation((registry.parse(options),), is_pinned="num_speculative_tokens" in options)
 
 
-def build(
-    model: str,
-    speculative_config: Mapping[str, Any] | str | None,
-    kv_cache_memory: int | float | None,
-    max_model_len: int | None,
-    kernels: str,
-    dtype: str,
-    device: str,
-    exact: bool,
-    load_format: str,
-    kv_cache_dtype: str,
-    progress: bool,
-    **limits: Any,
-) -> Built:
-    asked = parse_speculation(speculative_config)
-    config = EngineConfig(num_speculative_tokens=0, **limits)  # checked before a model is read
-    require(
-        isinstance(model, str) and bool(model),
-        "model",
-        model,
-        "give a path, 'default' or a Hugging Face name",
-    )
-    place = resolve(device)
-    dtype = default_dtype(place, kernels) if dtype == "auto" else dtype
+def build(options: EngineOptions) -> Built:
+    asked = parse_speculation(options.speculative_config)  # refused before a model is read
+    place = resolve(options.device)
+    dtype = default_dtype(place, options.kernels) if options.dtype == "auto" else options.dtype
     check_dtype(place, dtype)
-    if max_model_len is not None:
-        require(
-            _is_whole(max_model_len) and max_model_len >= 2,
-            "max_model_len",
-            max_model_len,
-            "use a whole number, 2 or more",
-        )
-    checkpoint = open_checkpoint(model, progress, load_format, str(place))
+    checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
     asked = _with_head(asked, checkpoint)
-    kept = cache_dtype(place, dtype, kv_cache_dtype, kernels)
-    free = free_memory(place, checkpoint.config, dtype)
-    memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len, kept, free)
+    kept = cache_dtype(place, dtype, options.kv_cache_dtype, options.kernels)
+    memory = _kv_memory(options, checkpoint.config, kept, free_memory(place, checkpoint.config, dtype))
     num_blocks = blocks_in(memory, checkpoint.config, kept)
-    length = _context(max_model_len, checkpoint.config, num_blocks)
+    length = _context(options.max_model_len, checkpoint.config, num_blocks)
     num_draft = asked.most_nodes if asked.is_pinned else min(asked.most_nodes, length - 1)
-    config = EngineConfig(max_model_len=length, num_speculative_tokens=num_draft, **limits)
+    config = options.engine_config(length, num_draft)
 
     def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, Runner]:
-        other = open_checkpoint(source, progress) if isinstance(source, str) else source
+        other = open_checkpoint(source, options.progress) if isinstance(source, str) else source
         words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
-        with waiting("packing the weights for this machine (once)", progress):
+        with waiting("packing the weights for this machine (once)", options.progress):
             decoder = load_decoder(
-                other, kernels=kernels, dtype=its_dtype, context=length, device=place, exact=exact
+                other,
+                kernels=options.kernels,
+                dtype=its_dtype,
+                context=length,
+                device=place,
+                exact=options.exact,
             )
-        its_kept = cache_dtype(place, its_dtype, kv_cache_dtype, kernels)
-        runner = Runner(
-            decoder,
-            KvCache(other.config, num_blocks, device=place, kept=its_kept, has_spare=place.type == "cuda"),
-        )
-        with waiting("compiling the kernels for this machine (once, half a minute)", progress):
+        its_kept = cache_dtype(place, its_dtype, options.kv_cache_dtype, options.kernels)
+        has_spare = place.type == "cuda"
+        kv = KvCache(other.config, num_blocks, device=place, kept=its_kept, has_spare=has_spare)
+        runner = Runner(decoder, kv)
+        with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
             runner.warm_up()
         return other, words, runner
 
@@ -153,9 +118,8 @@ def build(
     surroundings = Surroundings(runner, checkpoint, tokenizer, load)
     drafters = [registry.create(*drafter, surroundings) for drafter in asked.drafters]
     policy = None if asked.is_pinned else _policy(drafters, num_draft, runner, checkpoint, dtype)
-    return Built(
-        Engine(runner, drafters[0] if drafters else None, config, policy), checkpoint, tokenizer, surroundings
-    )
+    engine = Engine(runner, drafters[0] if drafters else None, config, policy)
+    return Built(engine, checkpoint, tokenizer, surroundings)
 
 
 def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
@@ -167,23 +131,17 @@ def _policy(
     drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint: Checkpoint, dtype: str
 ) -> Policy:
     """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on
-    this machine.
-    """
+    this machine."""
     single = [each for drafter in drafters for each in getattr(drafter, "drafters", (drafter,))]
     for drafter in single:
-        if (
-            drafter.is_free
-        ):  # what is compiled on first use is not the first request's to wait for, nor to be taken for a cost
+        if drafter.is_free:  # compiled now: else the first request would wait, and that be taken for a cost
             example = Request("example", SamplingParams(), [0, 1, 0, 1], 4, 0)
             drafter.propose([example], [1])
             drafter.release(example)
     profile = profile_of(runner, profile_path(checkpoint.fingerprint, dtype, runner))
     one = profile.costs.pass_seconds(1)
-    usual = {
-        drafter.name: (one * HEAD_COST, (share,))
-        for drafter in single
-        if (share := getattr(drafter, "usual", 0.0))
-    }
+    shares = {drafter.name: getattr(drafter, "usual", 0.0) for drafter in single}
+    usual = {name: (one * HEAD_COST, (share,)) for name, share in shares.items() if share}
     known = usual | {
         name: (drafter.seconds, drafter.acceptance) for name, drafter in profile.drafters.items()
     }
@@ -191,55 +149,26 @@ def _policy(
     return AutoPolicy(single, profile.costs, most_nodes=num_draft, has_trees=has_trees, known=known)
 
 
-def _kv_memory(
-    asked: int | float | None,
-    model: ModelConfig,
-    config: EngineConfig,
-    max_model_len: int | None,
-    kept: Kept,
-    free: int,
-) -> int:
-    """Bytes for the KV cache: as said, a fraction of the free memory, or enough for every sequence within a
-    bound.
-    """
-    if isinstance(asked, bool) or (asked is not None and (not isinstance(asked, (int, float)) or asked <= 0)):
-        raise ConfigError(
-            f"kv_cache_memory is {asked!r}; give bytes as a whole number, or a fraction of the free memory between 0 and 1"
-        )
+def _kv_memory(options: EngineOptions, model: ModelConfig, kept: Kept, free: int) -> int:
+    """Bytes for the KV cache: as said, a fraction of the `free` ones, or enough for every sequence within a
+    bound."""
+    asked = options.kv_cache_memory
     if isinstance(asked, float):
-        require(
-            asked < 1, "kv_cache_memory", asked, "a fraction must be below 1; give bytes as a whole number"
-        )
         return int(asked * free)
     if asked is not None:
         require(asked <= free, "kv_cache_memory", asked, f"there are {free:,} bytes free; give less")
         return asked
-    per_token = bytes_per_token(model, kept)
-    length = max_model_len or model.max_context
-    return min((length + BLOCK_SIZE) * config.max_num_seqs * per_token, int(SPARE * free))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    length = (options.max_model_len or model.max_context) + BLOCK_SIZE
+    return min(length * options.max_num_seqs * bytes_per_token(model, kept), int(SPARE * free))
 
 
 def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
-    """The longest sequence: what was asked, or the model's context as far as the KV cache can hold it
-    once.
-    """
+    """The longest sequence: what was asked, or the model's context as far as the KV cache holds it."""
     room = num_blocks * BLOCK_SIZE
     if asked is None:
         return min(model.max_context, room)
-    require(
-        asked <= model.max_context,
-        "max_model_len",
-        asked,
-        f"the model's context is {model.max_context:,} tokens",
-    )
-    require(
-        asked <= room,
-        "max_model_len",
-        asked,
-        f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len",
-    )
+    remedy = f"the model's context is {model.max_context:,} tokens"
+    require(asked <= model.max_context, "max_model_len", asked, remedy)
+    remedy = f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len"
+    require(asked <= room, "max_model_len", asked, remedy)
     return asked
