@@ -1,8 +1,9 @@
 """The formulas of speculative decoding.
 
-α is the probability that a drafted token is accepted given that all before it were: one number for every depth, or a
-sequence with one for each. Costs are relative to a pass of the target over one token: `draft_cost` of drafting one
-token, `verify_cost` of the pass that checks the draft. Invariant: drafting nothing gains exactly 1.
+α is the probability that a drafted token is accepted given that all before it were: one number for every
+depth, or a sequence with one for each. Costs are relative to a pass of the target over one token:
+`draft_cost` of drafting one token, `verify_cost` of the pass that checks the draft. Invariant: drafting
+nothing gains exactly 1.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def speedup(alpha: Alpha, k: int, draft_cost: float, verify_cost: float) -> floa
 
 
 def best_k(alpha: Alpha, draft_cost: float, verify_cost: Callable[[int], float], most: int) -> int:
-    """The length of draft that gains most, 0 if none gains; the shortest of equally good ones. verify_cost: of
-    a pass over n tokens.
+    """The length of draft that gains most, 0 if none gains; the shortest of equally good ones. verify_cost:
+    of a pass over n tokens.
     """
     gains = [speedup(alpha, k, draft_cost, verify_cost(k + 1)) for k in range(most + 1)]
     return max(range(most + 1), key=lambda k: (gains[k], -k))

@@ -41,8 +41,8 @@ class EngineConfig:
 
 
 def option(default: Any, panel: str, text: str, *flags: str) -> Any:
-    """A dataclass field that is an option of the command line and the server: the panel of --help it stands in,
-    what it says there, and its short flags."""
+    """A dataclass field that is an option of the command line and the server: the panel of --help it stands
+    in, what it says there, and its short flags."""
     return field(default=default, metadata={"panel": panel, "help": text, "flags": flags})
 
 

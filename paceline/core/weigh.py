@@ -1,9 +1,10 @@
-"""The weigher: what a drafted node is worth, and how many nodes to check. Called by the policy, and compiled into CPU bursts.
+"""The weigher: what a drafted node is worth, and how many nodes to check. Called by the policy, and compiled
+into CPU bursts.
 
-A drafter *claims* for each node the probability that it is accepted given that its parent is. Claims are calibrated in
-cells (by depth, claimed probability and agreement with another drafter); a node's score is the calibrated
-probability of its whole path. Invariant: plain loops over numbers and sequences, so that numba compiles the same
-source: there is one weigher.
+A drafter *claims* for each node the probability that it is accepted given that its parent is. Claims are
+calibrated in cells (by depth, claimed probability and agreement with another drafter); a node's score is the
+calibrated probability of its whole path. Invariant: plain loops over numbers and sequences, so that numba
+compiles the same source: there is one weigher.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def cell_of(depth: int, claim: float, agreement: int) -> int:
 
 
 def acceptance(claim: float, seen: float, factor: float) -> float:
-    """The probability that a node is accepted if its parent is. seen: the calibrated rate of its cell, below 0
-    if there is none yet and the claim is taken at its word; factor: how much better than others this request
-    goes, above 1 applied to the odds, so that likely does not become certain.
+    """The probability that a node is accepted if its parent is. seen: the calibrated rate of its cell, below
+    0 if there is none yet and the claim is taken at its word; factor: how much better than others this
+    request goes, above 1 applied to the odds, so that likely does not become certain.
     """
     rate = seen if seen >= 0.0 else claim
     better = rate * factor

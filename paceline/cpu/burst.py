@@ -53,7 +53,12 @@ class CpuBurst:
     num_left = 0
 
     def __init__(
-        self, backend: CpuBurstBackend, num_rounds: int, length: int, memory: np.ndarray, sources: tuple[str, str]
+        self,
+        backend: CpuBurstBackend,
+        num_rounds: int,
+        length: int,
+        memory: np.ndarray,
+        sources: tuple[str, str],
     ) -> None:
         """memory: the hidden states of all rounds, one after the other. sources: the names of the drafters that
         match, and whose head drafts.
@@ -100,7 +105,9 @@ def _first_nodes(draft: Draft, count: int) -> Draft:
 class CpuBurstBackend:
     most_rounds, most_requests, is_weighing = MOST_ROUNDS, 1, True
 
-    def __init__(self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache], length: int) -> None:
+    def __init__(
+        self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache], length: int
+    ) -> None:
         """head: None for a matcher alone, or nothing. length: of the longest draft, LONGEST at most with a head."""
         self._head, self._decoder, self._kv = head, decoder, kv
         self.width = decoder.config.hidden_size
@@ -112,10 +119,14 @@ class CpuBurstBackend:
         self._floats = np.zeros((MOST_ROUNDS, FLOATS + 2 * length))
         self._scores = np.zeros(length + 1)
         self._pushed = array("i", [0] * (length + 1))
-        self._drafts = 0 if head is None else entry_of(draft_chains, 2)  # without a head it need not be compiled
+        self._drafts = (
+            0 if head is None else entry_of(draft_chains, 2)
+        )  # without a head it need not be compiled
         self._forward = entry_of(FORWARD[decoder.bits], 5)
         self._features = Recycled()
-        run_burst(array("q", [0] * size_of(BurstCall)).buffer_info()[0])  # compiled now: no request waits for it
+        run_burst(
+            array("q", [0] * size_of(BurstCall)).buffer_info()[0]
+        )  # compiled now: no request waits for it
 
     def can_run(self, temperature: float) -> bool:
         return temperature == 0
@@ -134,11 +145,12 @@ class CpuBurstBackend:
         match = MatchPart(0, 0, 0, 0, 0, 0, 0, self._pushed.buffer_info()[0])
         if matcher is not None:
             budget, (*places, _, _) = min(matcher.budget, length), matcher
-            match = MatchPart(*places, budget, self._pushed.buffer_info()[0])  # type: ignore[arg-type]
+            match = MatchPart(*places, budget, self._pushed.buffer_info()[0])  # type: ignore[call-arg]
         lists = [array("d", each) for each in (weights.added, weights.head_rates, weights.match_rates)]
+        added, head_rates, match_rates = (each.buffer_info()[0] for each in lists)
         weighing = WeightsPart(
-            weights.seconds, weights.promised, weights.head_factor, weights.match_factor,
-            *(each.buffer_info()[0] for each in lists), address(self._scores),
+            weights.seconds, weights.promised, weights.head_factor, weights.match_factor, added, head_rates, match_rates,
+            address(self._scores),
         )  # fmt: skip
         waiting = sum(len(feed.tokens) for feed in given.feeds)
         state = array("q", (columns.prefix_lens[0], columns.input_ids[0], waiting, given.wanted, 0))
@@ -153,7 +165,9 @@ class CpuBurstBackend:
         sources = "" if matcher is None else matcher.name, given.head_name
         return CpuBurst(self, made, length, memory, sources)
 
-    def _target(self, batch: Batch, given: BurstInput, length: int, memory: np.ndarray) -> tuple[TargetPart, object]:
+    def _target(
+        self, batch: Batch, given: BurstInput, length: int, memory: np.ndarray
+    ) -> tuple[TargetPart, object]:
         """The decoder's part, and what must live until the call returns."""
         ready = self._decoder.prepare(batch, self._kv, given.num_rounds * (length + 1))
         ids, positions, slots, _, _, _, blocks, prefix, _ = batch.addresses()

@@ -201,11 +201,23 @@ def draft_by_head(c, tokens, reach):  # type: ignore[no-untyped-def]
 def show(c, token, rows, row, hidden):  # type: ignore[no-untyped-def]
     """A row of the last pass, with the token after it, is for the head to read."""
     sources = c.head.num_sources
-    state, numbers = carray(int_pointer(c.state), 5), carray(int_pointer(c.head.numbers), (8 + sources) * MOST_ROWS)
+    state, numbers = (
+        carray(int_pointer(c.state), 5),
+        carray(int_pointer(c.head.numbers), (8 + sources) * MOST_ROWS),
+    )
     n, source_of = state[WAITING], carray(int_pointer(c.head.source_of), sources)
     at = numbers[PLACES] + n
-    numbers[TOKENS + n], numbers[POSITIONS + n], numbers[PLACES + n], numbers[SEEN + n] = token, at, at, at + 1
-    numbers[KEYS + n], numbers[VALUES + n], numbers[ROOMS + n] = numbers[KEYS], numbers[VALUES], numbers[ROOMS]
+    numbers[TOKENS + n], numbers[POSITIONS + n], numbers[PLACES + n], numbers[SEEN + n] = (
+        token,
+        at,
+        at,
+        at + 1,
+    )
+    numbers[KEYS + n], numbers[VALUES + n], numbers[ROOMS + n] = (
+        numbers[KEYS],
+        numbers[VALUES],
+        numbers[ROOMS],
+    )
     for i in range(sources):
         numbers[8 * MOST_ROWS + n * sources + i] = hidden + (source_of[i] * rows + row) * c.target.width * 4
     state[WAITING] = n + 1
@@ -217,7 +229,10 @@ def fill(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
     state, rows, t = carray(int_pointer(c.state), 5), count + 1, c.target
     ids, positions = carray(int_pointer(t.ids), rows), carray(int_pointer(t.positions), rows)
     slots, base = carray(int_pointer(t.slots), rows), state[CACHED]
-    spec, blocks = carray(int_pointer(t.spec), SPEC_OUTPUTS + 1), carray(int_pointer(t.blocks), (base + count) // BLOCK_SIZE + 1)
+    spec, blocks = (
+        carray(int_pointer(t.spec), SPEC_OUTPUTS + 1),
+        carray(int_pointer(t.blocks), (base + count) // BLOCK_SIZE + 1),
+    )
     for row in range(rows):
         at = base + row
         ids[row] = tokens[row - 1] if row else state[ROOT]
@@ -233,7 +248,10 @@ def fill(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
 def move_on(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
     """The text goes on with what was picked. Whether another round may follow."""
     state, picked = carray(int_pointer(c.state), 5), carray(int_pointer(c.target.picked), count + 1)
-    pushed, stops = carray(word_pointer(c.match.pushed), c.length + 1), carray(int_pointer(c.stops), c.num_stops)
+    pushed, stops = (
+        carray(word_pointer(c.match.pushed), c.length + 1),
+        carray(int_pointer(c.stops), c.num_stops),
+    )
     emitted = 0
     while True:
         token = picked[emitted]

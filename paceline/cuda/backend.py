@@ -12,7 +12,7 @@ from paceline.cuda.block_head import CudaBlockHead
 from paceline.cuda.burst import CudaBurstBackend
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.graphs import Capture, CudaCapture
+from paceline.cuda.graphs import CudaCapture
 from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.cuda.weights import dtype_of
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
@@ -23,7 +23,7 @@ from paceline.models.kv_format import FLOATS, KvFormat
 class CudaBackend:
     default_dtype = "bfloat16"
 
-    def __init__(self, device: torch.device, exact: bool = False, capture: Capture | None = None) -> None:
+    def __init__(self, device: torch.device, exact: bool = False, capture: CudaCapture | None = None) -> None:
         """exact: a row has the same bits in every pass, however many rows it has. capture: shared by all that is
         recorded, since graphs share memory.
         """

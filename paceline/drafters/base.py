@@ -34,7 +34,8 @@ class DrafterContext:
 class Drafter:
     """Proposes a token tree for each request and learns from what was accepted. It never changes a request.
 
-    A draft with q is sampled: how long it is may depend on what was drawn before a node, never on the node's own token.
+    A draft with q is sampled: how long it is may depend on what was drawn before a node, never on the node's
+    own token.
     """
 
     name = ""
@@ -75,7 +76,9 @@ class Drafter:
         return None
 
     def end_round(self, requests: Sequence[Request], num_read: int | None) -> None:
-        """A round of a burst is about to be committed, in which its head has read rows (None: all there were)."""
+        """A round of a burst is about to be committed, in which its head has read rows (None: all there
+        were).
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.core.types import Cached, Draft, Request, Segment
-from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import TreeConfig, grow
-from paceline.drafters.reading import Reading, Rows
+from paceline.drafters.reading import ModelDrafter, Reading, Rows
 from paceline.runtime.executor import LocalExecutor
 
 CHUNK = 512  # prompt tokens the draft model reads in one pass
@@ -42,10 +42,8 @@ class _State:
     rows: Rows = field(default_factory=Rows)  # guesses read after them
 
 
-class DraftModel(Drafter):
+class DraftModel(ModelDrafter):
     name = "draft_model"
-    can_rewind = True
-    num_layers: int | None = None
     Config: type[TreeConfig] = DraftModelConfig
 
     def __init__(self, config: TreeConfig, context: DrafterContext) -> None:

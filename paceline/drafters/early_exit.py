@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from paceline.core.options import require
 from paceline.core.types import Cached, Draft, Request
-from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import TreeConfig, grow
-from paceline.drafters.reading import Reading, Rows
+from paceline.drafters.reading import ModelDrafter, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,8 @@ class EarlyExitConfig(TreeConfig):
         require(ok, "num_layers", self.num_layers, "use a whole number, 1 or more")
 
 
-class EarlyExit(Drafter):
+class EarlyExit(ModelDrafter):
     name = "early_exit"
-    can_rewind = True
     Config = EarlyExitConfig
 
     def __init__(self, config: EarlyExitConfig, context: DrafterContext) -> None:
@@ -51,6 +50,3 @@ class EarlyExit(Drafter):
             if b
         ]
         return [Reading(r, view, r.tokens[view.num_cached :], b) for r, b, view in views]
-
-    def close(self, reading: Reading, fed: list[int], rows: Rows) -> None:
-        """Nothing is kept: the view ends here."""

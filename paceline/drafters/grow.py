@@ -24,7 +24,7 @@ from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request, Segment
 from paceline.drafters.base import DrafterConfig, check_number, check_whole, empty, fit_vocabulary
 from paceline.drafters.candidates import Candidate, Sampling, draw, is_sampled, likeliest, sampling_of
-from paceline.drafters.reading import GrammarWalk, Reader, Reading, Rows
+from paceline.drafters.reading import GrammarWalk, ModelDrafter, Reading, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class TreeConfig(DrafterConfig):
 
 
 def grow(
-    reader: Reader, requests: Sequence[Request], budgets: Sequence[int], config: TreeConfig, source: str
+    reader: ModelDrafter, requests: Sequence[Request], budgets: Sequence[int], config: TreeConfig, source: str
 ) -> list[Draft]:
     """A draft for each request; empty where there is no budget or the model cannot read it."""
     growths = [Growth(reading, config) for reading in reader.open(requests, budgets)]

@@ -96,8 +96,12 @@ class Hybrid(Drafter):
         # and verdicts, which it counts itself
         self.needs = Needs(tuple(layers), max(d.needs.top_tokens for d in self.drafters))
         self.is_free = all(d.is_free for d in self.drafters)
-        self.can_rewind = all(getattr(d, "can_rewind", False) for d in self.drafters)
+        self.can_rewind = all(d.can_rewind for d in self.drafters)
         self.records = {d.name: _Record() for d in self.drafters}
+
+    @property
+    def members(self) -> tuple[Drafter, ...]:
+        return self.drafters
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         answers: list[list[Draft]] = [[] for _ in requests]

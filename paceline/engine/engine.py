@@ -1,8 +1,8 @@
 """The step: schedule, propose, forward, accept, commit. Plain decoding is a step whose drafts are empty.
 
-Which drafters are asked for how much is the policy's to say, and it is shown what came of it. A step either launches a
-pass, or a burst of several that a device runs by itself; each of them lands through `_land`, and commit.py alone
-changes a request. The engine knows token ids and nothing of text.
+Which drafters are asked for how much is the policy's to say, and it is shown what came of it. A step either
+launches a pass, or a burst of several that a device runs by itself; each of them lands through `_land`, and
+commit.py alone changes a request. The engine knows token ids and nothing of text.
 """
 
 from __future__ import annotations
@@ -208,7 +208,9 @@ class Engine:
         return segment_of(request, one.num_new, draft, pick)
 
     def _launch_burst(self, scheduled: list[ScheduledRequest], plan: Plan) -> PendingBurst | None:
-        """Where the device can draft all that is planned, and check it, for several rounds without the host."""
+        """Where the device can draft all that is planned, and check it, for several rounds without the
+        host.
+        """
         if self.watch is not None or not all(one.num_new == 1 and one.is_caught_up for one in scheduled):
             return None
         parts = self._burst_parts(scheduled, plan)
@@ -290,8 +292,8 @@ class Engine:
         return min(room, *(request.params.max_tokens - request.num_output for request in requests))
 
     def _goes_on(self, pending: PendingBurst) -> bool:
-        """Whether another round is better than whatever else could be done: no request waits for a seat, and no
-        other drafter has something worth more. Those are asked while the device is busy.
+        """Whether another round is better than whatever else could be done: no request waits for a seat, and
+        no other drafter has something worth more. Those are asked while the device is busy.
         """
         if self.scheduler.waiting:
             return False
@@ -305,8 +307,8 @@ class Engine:
         return len(self.policy.replan(pending.head, asks, pending.scheduled, answers)) == len(asks)
 
     def _land(self, record: StepRecord) -> list[Emission]:
-        """Commit what was accepted, and show policy and drafters what came of it: of every pass, in whatever way it
-        was made.
+        """Commit what was accepted, and show policy and drafters what came of it: of every pass, in whatever
+        way it was made.
         """
         started = perf_counter()
         emissions = self._commits.land(record)

@@ -1,7 +1,9 @@
-"""What is under way on the device between two calls of `step`: passes that the host has drafted for, or a burst.
+"""What is under way on the device between two calls of `step`: passes that the host has drafted for, or a
+burst.
 
-Both yield one StepRecord for each pass, in order, and may send further passes before the last has landed. Invariant:
-whatever was sent lands before anything else is scheduled; a request that was stopped meanwhile has no part in it.
+Both yield one StepRecord for each pass, in order, and may send further passes before the last has landed.
+Invariant: whatever was sent lands before anything else is scheduled; a request that was stopped meanwhile has
+no part in it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class _Pass(NamedTuple):
 
 @dataclass(slots=True)
 class PendingPasses:
-    """A pass and, where a device runs by itself, plain passes that read what it picks before the host has seen it."""
+    """A pass and, where a device runs by itself, plain passes that read what it picks before the host has
+    seen it.
+    """
 
     executor: LocalExecutor
     scheduler: Scheduler
@@ -74,7 +78,8 @@ class PendingPasses:
         segments = []
         for i, one in going:
             cache = one.request.cache
-            # Of AHEAD passes only one can have landed when this one is sent, so the text is one token further.
+            # Of AHEAD passes only one can have landed when this one is sent, so the text is one token
+            # further.
             segments.append(
                 Segment([-1 - i], Cached(cache.blocks, cache.num_cached + 1), None, 1, one.request.pick)
             )
@@ -134,8 +139,8 @@ class PendingBurst:
         )
 
     def extend(self) -> None:
-        """Send another round if every request will probably have more to say after those under way: half of each
-        draft is taken to be right.
+        """Send another round if every request will probably have more to say after those under way: half of
+        each draft is taken to be right.
         """
         num_ahead, requests = len(self.burst) - self.num_landed, [one.request for one in self.scheduled]
         if num_ahead >= AHEAD or not self.burst.num_left or any(request.is_finished for request in requests):

@@ -1,8 +1,11 @@
-"""What a kind of device offers: the decoder, learned heads, top-k, and bursts. One class a kind, chosen by name once.
+"""What a kind of device offers: the decoder, learned heads, top-k, and bursts. One class a kind, chosen by
+name once.
 
-    cpu/backend.py      compiled kernels; cuda/backend.py: Triton and CUDA graphs; runtime/torch_backend.py: the reference
+    cpu/backend.py      compiled kernels; cuda/backend.py: Triton and CUDA graphs; runtime/torch_backend.py:
+    the reference
 
-Invariant: nothing else in the project asks which kind of device it runs on in order to choose an implementation.
+Invariant: nothing else in the project asks which kind of device it runs on in order to choose an
+implementation.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Backend(Protocol):
     def check_dtype(self, dtype: str) -> None: ...  # a ConfigError for weights that it cannot run
     def kv_format(self, dtype: str, asked: str) -> KvFormat: ...
     def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder: ...
-    # Learned heads. steps: tokens of the longest chain that will be asked for, 0 for trees alone; num_blocks: of K/V.
+    # Learned heads. steps: tokens of the longest chain that will be asked for, 0 for trees alone; num_blocks:
+    # of K/V.
     def chain_head(
         self,
         config: LayeredConfig,

@@ -1,4 +1,5 @@
-"""What a pass says about each draft it has checked. Changes nothing; used by the engine's step and by staged drafting.
+"""What a pass says about each draft it has checked. Changes nothing; used by the engine's step and by staged
+drafting.
 
 Invariant: a token that the device has picked is the one that `accept` would choose from the same logits.
 """

@@ -1,7 +1,8 @@
-"""Where passes of a model run: in this process. It alone touches K/V memory; a batch says what to move there first.
+"""Where passes of a model run: in this process. It alone touches K/V memory; a batch says what to move there
+first.
 
-Target and draft models both have one. Invariant: moves that the driver has written down are applied before the next
-pass reads or writes anything.
+Target and draft models both have one. Invariant: moves that the driver has written down are applied before
+the next pass reads or writes anything.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class LocalExecutor:
         return batch
 
     def warm_up(self, top_tokens: int = 0) -> None:
-        """One token through all layers: what is compiled or read lazily is done before a request waits for it."""
+        """One token through all layers: what is compiled or read lazily is done before a request waits for
+        it.
+        """
         cached = Cached()
         if self.kv.reserve(cached, 1):
             self.forward([Segment([0], cached, num_logits=1)], top_tokens=top_tokens)

@@ -1,9 +1,11 @@
-"""Paged K/V of one model, the driver's side: which slots hold which tokens. No tensors here (see kv_memory.py).
+"""Paged K/V of one model, the driver's side: which slots hold which tokens. No tensors here (see
+kv_memory.py).
 
-A sequence's token at index i lives in slot `blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE`. During a pass the
-nodes of a tree take the slots after the cached tokens in node order; `commit` moves the accepted path into place and
-gives the rest back. Moves are written down here and travel with the next batch.
-Invariant: slots at or beyond `num_cached` hold nothing anyone may read; shared blocks are copied before a write.
+A sequence's token at index i lives in slot `blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE`. During a
+pass the nodes of a tree take the slots after the cached tokens in node order; `commit` moves the accepted
+path into place and gives the rest back. Moves are written down here and travel with the next batch.
+Invariant: slots at or beyond `num_cached` hold nothing anyone may read; shared blocks are copied before a
+write.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class KvCache:
         return [cached.blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start, end)]
 
     def reserve(self, cached: Cached, num_tokens: int) -> bool:
-        """Make slots [num_cached, num_tokens) writable for this sequence alone. False, and nothing changed, if
-        blocks run out.
+        """Make slots [num_cached, num_tokens) writable for this sequence alone. False, and nothing changed,
+        if blocks run out.
         """
         first, blocks = cached.num_cached // BLOCK_SIZE, cached.blocks
         if num_tokens <= len(blocks) * BLOCK_SIZE == (first + 1) * BLOCK_SIZE and self.pool.is_private(

@@ -48,7 +48,9 @@ class KvMemory:
         device: torch.device | str = "cpu",
         kept: KvFormat = FLOATS,
     ) -> None:
-        """There is one block more than is given out: rows that fill up a CUDA graph write to its last slot."""
+        """There is one block more than is given out: rows that fill up a CUDA graph write to its last
+        slot.
+        """
         self.num_blocks, self.kept = num_blocks, kept
         shape = (config.num_layers, (num_blocks + 1) * BLOCK_SIZE, config.num_kv_heads)
         of_keys, of_values = row_widths(config, kept)
@@ -70,7 +72,9 @@ class KvMemory:
             ]  # the right side is gathered before anything is written
 
     def touch(self, blocks: list[int]) -> None:
-        """Write zeros there: memory that was never written may not be mapped yet, and its first use is slow."""
+        """Write zeros there: memory that was never written may not be mapped yet, and its first use is
+        slow.
+        """
         for data in (self.keys, self.values):
             for block in blocks:
                 data[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0

@@ -1,4 +1,6 @@
-"""What a step drafted, checked, accepted and took: the same from every driver, to commit, policy, drafters and statistics."""
+"""What a step drafted, checked, accepted and took: the same from every driver, to commit, policy, drafters
+and statistics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The reference: every pass and every head in plain torch, on any device. Slow, readable, and what tests compare with."""
+"""The reference: every pass and every head in plain torch, on any device. Slow, readable, and what tests
+compare with.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Chooses each step which drafters to ask, for how much, and which drafted nodes the target checks. No tensors, no clock.
+"""Chooses each step which drafters to ask, for how much, and which drafted nodes the target checks. No
+tensors, no clock.
 
-With measured t(rows, context), calibrated acceptance and drafting time counted, it checks the nodes that maximise
-expected tokens over expected time; per batch size, a switch compares what was measured with plain decoding and backs off
-while it loses. Invariant: a sampled token never decides whether it is itself checked: a draft with q is as long as was
-asked for and checked whole. Else a policy could change the text, and only its time may change.
+With measured t(rows, context), calibrated acceptance and drafting time counted, it checks the nodes that
+maximise expected tokens over expected time; per batch size, a switch compares what was measured with plain
+decoding and backs off while it loses. Invariant: a sampled token never decides whether it is itself checked:
+a draft with q is as long as was asked for and checked whole. Else a policy could change the text, and only
+its time may change.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ RECHECK = 16  # steps until costs are looked at again where not even a perfect d
 
 
 class Known:
-    """One drafter over all requests: how often it is right, what it costs, and when it is tried again if it does not pay."""
+    """One drafter over all requests: how often it is right, what it costs, and when it is tried again if it
+    does not pay.
+    """
 
     __slots__ = ("backoff", "calibration", "cost", "idle")
 
@@ -50,8 +54,8 @@ class AutoPolicy:
         self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = MOST_NODES, has_trees: bool = True,
         known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
     ) -> None:  # fmt: skip
-        """has_trees: false where only chains may be checked. known: by drafter, seconds of a draft of one node and
-        acceptance by depth.
+        """has_trees: false where only chains may be checked. known: by drafter, seconds of a draft of one
+        node and acceptance by depth.
         """
         # One that runs a model comes last, and is not asked where the others' drafts are worth more.
         self.drafters = tuple(sorted(drafters, key=lambda drafter: not drafter.is_free))
@@ -131,8 +135,8 @@ class AutoPolicy:
     def replan(
         self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers
     ) -> Asks:
-        """For which requests it still pays to ask a model, now that others have answered. A sampled draft cannot be
-        joined with others, so nothing is asked after one.
+        """For which requests it still pays to ask a model, now that others have answered. A sampled draft
+        cannot be joined with others, so nothing is asked after one.
         """
         kept = []
         for index, count in asks:
@@ -226,7 +230,9 @@ class AutoPolicy:
             switch.note_drafted(record.seconds / load.seconds, emitted / load.speaking)
 
     def _note_drafting(self, record: StepRecord, drafted: int) -> None:
-        """What drafting took; in a burst that does not tell, what the round took beyond a pass of its rows."""
+        """What drafting took; in a burst that does not tell, what the round took beyond a pass of its
+        rows.
+        """
         self._spent = 0.0
         for number, (nodes, seconds) in record.drafting.items():
             if seconds is None and record.seconds is not None:
@@ -243,8 +249,8 @@ class AutoPolicy:
 
 
 class _Joined:
-    """The drafts of one request as one tree. A node's score is never above its parent's, so the best nodes of a tree
-    are a tree with the same root.
+    """The drafts of one request as one tree. A node's score is never above its parent's, so the best nodes of
+    a tree are a tree with the same root.
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:

@@ -1,4 +1,5 @@
-"""What a policy is asked, and the one that always does what it was told. See auto.py for the one that weighs what pays.
+"""What a policy is asked, and the one that always does what it was told. See auto.py for the one that weighs
+what pays.
 
 Invariant: a policy decides time, never text.
 """

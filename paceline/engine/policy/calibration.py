@@ -1,7 +1,8 @@
 """How often drafters are right when they say they are: over all requests, and for each. No tensors.
 
-What was seen in a cell outweighs the claim as it grows; old counts fade, so both follow the text. A request that goes
-better or worse than the others has a factor of its own. Invariant: with nothing seen, a claim is taken at its word.
+What was seen in a cell outweighs the claim as it grows; old counts fade, so both follow the text. A request
+that goes better or worse than the others has a factor of its own. Invariant: with nothing seen, a claim is
+taken at its word.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class Factor:
 
 
 class Answer:
-    """One drafter's draft for one request, weighed. By node: the claim given its parent, its cell, its score."""
+    """One drafter's draft for one request, weighed. By node: the claim given its parent, its cell, its
+    score.
+    """
 
     __slots__ = ("calibration", "cells", "claims", "draft", "factor", "number", "scores")
 

@@ -20,7 +20,9 @@ FADING = 0.95  # of the weight of a draft's timing, from one draft to the next
 
 
 class Median:
-    """Of the last few numbers. One that waited for a compiler must not be believed for long, so it is capped."""
+    """Of the last few numbers. One that waited for a compiler must not be believed for long, so it is
+    capped.
+    """
 
     __slots__ = ("_order", "_recent", "value")
 
@@ -42,8 +44,8 @@ class Median:
 
 
 class DraftCost:
-    """Seconds of a draft: fixed + each x nodes, a line fitted to the last few; one that took very long counts as twice
-    what was expected.
+    """Seconds of a draft: fixed + each x nodes, a line fitted to the last few; one that took very long counts
+    as twice what was expected.
     """
 
     __slots__ = ("_sums", "each", "fixed")
@@ -72,8 +74,9 @@ class CostTable:
     """Seconds of a pass: base(rows) + per_request_token x (cached tokens of all requests)
     + per_row_token x (cached tokens that each row sees, summed).
 
-    The base is linear between the row counts that were measured at the start. Later timings correct it: at each row
-    count by the median of measured over expected, between them linearly, beyond them as at the nearest.
+    The base is linear between the row counts that were measured at the start. Later timings correct it: at
+    each row count by the median of measured over expected, between them linearly, beyond them as at the
+    nearest.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Off where speculation loses: measured time against plain decoding's, one switch a batch size.
 
-Every drafted step saves or loses time against plain steps for as many tokens. Savings fill a bounded credit, losses
-draw on it; when it is empty, drafting is off, twice as long after each failure in a row. Invariant: what counts is
-the whole step as the clock saw it, drafting and the host's work included.
+Every drafted step saves or loses time against plain steps for as many tokens. Savings fill a bounded credit,
+losses draw on it; when it is empty, drafting is off, twice as long after each failure in a row. Invariant:
+what counts is the whole step as the clock saw it, drafting and the host's work included.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ class Switch:
         self._credit, self._backoff = CREDIT, FIRST_OFF
 
     def note_plain(self, seconds: float) -> None:
-        """seconds: of a step, over those of its pass in the cost table; so that they can be compared while texts
-        grow.
+        """seconds: of a step, over those of its pass in the cost table; so that they can be compared while
+        texts grow.
         """
         self._plain.add(seconds)
         self.plain_steps -= self.plain_steps > 0
 
     def note_drafted(self, seconds: float, tokens: float) -> None:
-        """seconds: likewise, over those of a pass without drafts; tokens: emitted by each request, on average."""
+        """seconds: likewise, over those of a pass without drafts; tokens: emitted by each request, on
+        average.
+        """
         saved = tokens - min(seconds / self._plain.value, LONGEST)
         self._credit = min(self._credit + saved, MOST_CREDIT)
         if self._credit < 0:
