@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     import torch
 
 LLAMA_8B = ModelConfig(
-    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8,
-    head_dim=128, max_context=16_384, rms_eps=1e-5, rope=RopeConfig(theta=500_000.0),
+    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32,
+    num_heads=32, num_kv_heads=8, head_dim=128, max_context=16_384, rms_eps=1e-5,
+    rope=RopeConfig(theta=500_000.0),
 )  # fmt: skip
 SMOLLM2_135M = ModelConfig(
-    family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
-    head_dim=64, max_context=8192, rms_eps=1e-5, rope=RopeConfig(theta=100_000.0), tie_embeddings=True,
+    family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30,
+    num_heads=9, num_kv_heads=3, head_dim=64, max_context=8192, rms_eps=1e-5,
+    rope=RopeConfig(theta=100_000.0), tie_embeddings=True,
 )  # fmt: skip
 SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
 
 
 @dataclass(slots=True)
 class DummyCheckpoint:
-    """What a decoder reads from; tensors are made on the device that will hold them. Its text is bytes: each
-    is a token.
-    """
+    """A `Checkpoint` whose tensors are made on the device that will hold them. Each byte of text is a token."""
 
     config: ModelConfig
     device: str = "cpu"
@@ -59,6 +59,4 @@ class DummyCheckpoint:
         from tokenizers.pre_tokenizers import ByteLevel
 
         section = {"model": "gpt2", "pre": "default", "tokens": sorted(ByteLevel.alphabet()), "merges": []}
-        return TokenizerSource(
-            gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()}
-        )
+        return TokenizerSource(gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()})

@@ -6,43 +6,29 @@ Invariant: a key that would change the computation is either honoured or refused
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import MAX_LAYERS, Fields, check_config
+from paceline.loaders.fields import MAX_LAYERS, Fields, family_config
 from paceline.loaders.gguf_header import GgufHeader
 from paceline.models.config import Family, ModelConfig, RopeConfig
 
-FAMILIES: dict[str, Family] = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3": "gemma3",
-}
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 REFUSED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
-GEMMA3_27B_LAYERS = (
-    62  # the one gemma 3 whose attention scale is not that of its head size, and its files do not say so
-)
+# The one gemma 3 whose attention scale is not that of its head size; its files do not say so.
+GEMMA3_27B_LAYERS = 62
 
 TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
 SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -60,53 +46,50 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     return f"blk.{layer}.{names[part]}.{kind}"
 
 
-def read_config(
-    path: Path, header: GgufHeader, read_divisors: Callable[[], tuple[float, ...]]
-) -> ModelConfig:
-    """The config of a supported architecture; `read_divisors` reads the rotary divisors where the file stores
-    them.
+def read_config(path: Path, header: GgufHeader, divisors: tuple[float, ...] | None = None) -> ModelConfig:
+    """The config of a supported architecture. `divisors` are the rotary ones where the file stores them; they
+    change no size, so a description can do without.
     """
     arch = Fields(str(path), header.metadata).text("general.architecture")
-    if arch not in FAMILIES:
-        raise ModelFileError(
-            f"{path}: architecture {arch!r} is not supported; use one of {', '.join(FAMILIES)}"
-        )
+    family = next((name for name in FAMILIES if name == arch), None)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ModelFileError(f"{path}: architecture {arch!r} is not supported; use one of {known}")
     keys = _of_architecture(path, arch, header.metadata)
     for key in REFUSED:
         if keys.get(key):
             raise keys.refuse(key, "is not supported; use a dense model without it")
-    config = _config(arch, keys, header, read_divisors() if "rope_freqs.weight" in header.tensors else None)
-    check_config(str(path), config)
-    return config
+    # mistral models are stored under the llama architecture; only the name tells them apart.
+    if family == "llama" and "mistral" in str(header.metadata.get("general.name", "")).lower():
+        family = "mistral"
+    return _config(str(path), family, keys, header, divisors)
 
 
 def _of_architecture(path: Path, arch: str, metadata: Mapping[str, Any]) -> Fields:
-    """The keys of this architecture without its prefix, floats as they were written before they became
-    float32.
-    """
+    """The keys of this architecture without its prefix, floats as they were before they became float32."""
     prefix = arch + "."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     values = {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in values.items()}
     return Fields(f"{path}: {arch} metadata", values)
 
 
-def _config(arch: str, keys: Fields, header: GgufHeader, divisors: tuple[float, ...] | None) -> ModelConfig:
-    is_gemma = arch == "gemma3"
-    hidden, heads, layers = (
-        keys.count("embedding_length"),
-        keys.count("attention.head_count"),
-        keys.count("block_count"),
-    )
-    embedding = header.tensors.get("token_embd.weight")
+def _config(
+    source: str, family: Family, keys: Fields, header: GgufHeader, divisors: tuple[float, ...] | None
+) -> ModelConfig:
+    is_gemma = family == "gemma3"
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    layers, embedding = keys.count("block_count"), header.tensors.get("token_embd.weight")
     head_dim = keys.count("attention.key_length", hidden // heads or None)
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.count(key, head_dim) != head_dim:
             raise keys.refuse(key, f"differs from the head size {head_dim}, which is not supported")
     window = keys.count("attention.sliding_window") if keys.get("attention.sliding_window") else None
-    return ModelConfig(
-        family=_family(arch, header.metadata),
+    scale = (hidden / heads) ** -0.5 if is_gemma and layers == GEMMA3_27B_LAYERS else 0.0
+    return family_config(
+        source,
+        family,
+        hidden,
         vocab_size=keys.count("vocab_size", embedding.shape[0] if embedding and embedding.shape else None),
-        hidden_size=hidden,
         intermediate_size=keys.count("feed_forward_length"),
         num_layers=layers,
         num_heads=heads,
@@ -118,32 +101,14 @@ def _config(arch: str, keys: Fields, header: GgufHeader, divisors: tuple[float, 
         rope_local=RopeConfig(theta=keys.number("rope.freq_base_swa", 10_000.0)) if is_gemma else None,
         tie_embeddings="output.weight" not in header.tensors,
         qkv_bias="blk.0.attn_q.bias" in header.tensors,
-        qk_norm=arch in ("qwen3", "gemma3"),
-        sandwich_norm=is_gemma,
-        activation="gelu_tanh" if is_gemma else "silu",
-        embed_scale=float(np.float32(hidden**0.5)) if is_gemma else 1.0,
-        attention_scale=_attention_scale(is_gemma and layers == GEMMA3_27B_LAYERS, hidden, heads, keys),
+        attention_scale=keys.number("attention.scale") if keys.get("attention.scale") else scale,
         sliding_window=window,
         local_layers=_local_layers(keys, min(layers, MAX_LAYERS + 1), 6 if is_gemma else 0) if window else (),
     )
 
 
-def _family(arch: str, metadata: Mapping[str, Any]) -> Family:
-    # mistral models are stored under the llama architecture; only the name tells them apart.
-    is_mistral = arch == "llama" and "mistral" in str(metadata.get("general.name", "")).lower()
-    return "mistral" if is_mistral else FAMILIES[arch]
-
-
-def _attention_scale(is_gemma_27b: bool, hidden: int, heads: int, keys: Fields) -> float:
-    if keys.get("attention.scale"):
-        return keys.number("attention.scale")
-    return (hidden / heads) ** -0.5 if is_gemma_27b else 0.0
-
-
 def _local_layers(keys: Fields, layers: int, default_period: int) -> tuple[bool, ...]:
-    """Which layers slide: a flag a layer, or every layer but the last of each period; a period of 0 is all of
-    them.
-    """
+    """Which layers slide: a flag a layer, or each layer but the last of every period; 0 means all."""
     pattern = keys.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         return tuple(bool(flag) for flag in pattern)

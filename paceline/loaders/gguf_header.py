@@ -1,9 +1,8 @@
 """The header of a GGUF file: its metadata and where each tensor lies.
 
 Invariant: every count, length and offset is checked against the bytes that are really there before it sizes
-anything, so a damaged or hostile file costs no more memory than itself. (The reader of the gguf package makes
-an array a token, which takes seconds for a vocabulary, and trusts counts; only its dequantizers are used, in
-gguf.py.)
+anything, so a damaged or hostile file costs no more memory than itself. (The gguf package's own reader trusts
+counts and makes an array of each token, which takes seconds; gguf.py uses only its dequantizers.)
 """
 
 from __future__ import annotations
@@ -67,27 +66,27 @@ class _Cursor:
 
     def header(self) -> GgufHeader:
         if self.take(4) != MAGIC:
-            raise ModelFileError(
-                f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r} instead of {MAGIC!r}"
-            )
+            start = self.data[:4]
+            raise ModelFileError(f"{self.path} is not a GGUF file: it starts with {start!r}, not {MAGIC!r}")
         version = self.number("I")
         if version not in VERSIONS:
-            raise self.damage(
-                f"GGUF version {version} is not one of {VERSIONS} (big-endian files are not read)"
-            )
+            raise self.damage(f"GGUF version {version} is not one of {VERSIONS} (big-endian is not read)")
         num_tensors, num_keys = self.number("Q"), self.number("Q")
         if max(num_tensors, num_keys) > MAX_ENTRIES:
-            raise self.damage(
-                f"{num_tensors} tensors and {num_keys} metadata keys, more than the {MAX_ENTRIES} allowed"
-            )
+            counts = f"{num_tensors} tensors and {num_keys} metadata keys"
+            raise self.damage(f"{counts}, more than the {MAX_ENTRIES} allowed")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.text()
-            self.add(metadata, "metadata key", key, self.value(key, self.number("I")))
+            if key in metadata:
+                raise self.damage(f"metadata key {key!r} is there twice")
+            metadata[key] = self.value(key, self.number("I"))
         tensors: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
             info = self.tensor_info()
-            self.add(tensors, "tensor", info.name, info)
+            if info.name in tensors:
+                raise self.damage(f"tensor {info.name!r} is there twice")
+            tensors[info.name] = info
         return GgufHeader(metadata, tensors, self.aligned(metadata.get("general.alignment", 32)), self.size)
 
     def aligned(self, alignment: Any) -> int:
@@ -116,9 +115,7 @@ class _Cursor:
         kind, length = self.number("I"), self.number("Q")
         self.elements_left -= length
         if self.elements_left < 0:
-            raise self.damage(
-                f"metadata array {key!r} has {length} elements, more than the {MAX_ELEMENTS} allowed"
-            )
+            raise self.damage(f"metadata array {key!r} has {length} of the {MAX_ELEMENTS} elements allowed")
         if kind == STRING:
             text = self.text
             return [text() for _ in range(length)]
@@ -131,8 +128,7 @@ class _Cursor:
         length = self.number("Q")
         if length > MAX_STRING:
             raise self.damage(f"a string of {length} bytes, more than the {MAX_STRING} allowed")
-        # Some vocabularies hold tokens that are cut inside a character; a tokenizer must see that they are
-        # there.
+        # Some vocabularies hold tokens cut inside a character; a tokenizer must see that they are there.
         return self.take(length).decode("utf-8", errors="replace")
 
     def number(self, code: str) -> Any:
@@ -149,15 +145,9 @@ class _Cursor:
             raise self.truncated()
         return self.data[start : self.at]
 
-    def add(self, entries: dict[str, Any], what: str, name: str, value: Any) -> None:
-        if name in entries:
-            raise self.damage(f"{what} {name!r} is there twice")
-        entries[name] = value
-
     def truncated(self) -> ModelFileError:
-        return ModelFileError(
-            f"{self.path} is truncated: it ends inside its header, at {self.size} bytes; fetch it again"
-        )
+        place = f"it ends inside its header, at {self.size} bytes"
+        return ModelFileError(f"{self.path} is truncated: {place}; fetch it again")
 
     def damage(self, what: str) -> ModelFileError:
         return ModelFileError(f"{self.path} has a damaged GGUF header: {what}; fetch it again")
