@@ -66,13 +66,15 @@ def _from_hub(repo: str, file: str | None) -> Path:
         return Path(huggingface_hub.hf_hub_download(repo, CONFIG))
     except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
         failure = f"{CONFIG} of {repo} could not be fetched ({one_line(error)})"
-        raise ModelNotFound(f"{failure}; check the name and the connection, or give a local {CONFIG}") from error
+        raise ModelNotFound(
+            f"{failure}; check the name and the connection, or give a local {CONFIG}"
+        ) from error
 
 
 def _shape(name: str) -> Described:
     from paceline.loaders.dummy import SHAPES
 
     if name not in SHAPES:
-        names = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name, or one of {', '.join(SHAPES)}"
-        raise ModelNotFound(f"no model {name[:80]!r} here; give {names}")
+        forms = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name"
+        raise ModelNotFound(f"no model {name[:80]!r} here; give {forms}, or one of {', '.join(SHAPES)}")
     return Described(name, SHAPES[name])

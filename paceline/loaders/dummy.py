@@ -31,7 +31,7 @@ SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
 
 @dataclass(slots=True)
 class DummyCheckpoint:
-    """A `Checkpoint` whose tensors are made on the device that will hold them. Each byte of text is a token."""
+    """A `Checkpoint` whose tensors are made on the device that will hold them. Each byte is a token."""
 
     config: ModelConfig
     device: str = "cpu"
@@ -59,4 +59,6 @@ class DummyCheckpoint:
         from tokenizers.pre_tokenizers import ByteLevel
 
         section = {"model": "gpt2", "pre": "default", "tokens": sorted(ByteLevel.alphabet()), "merges": []}
-        return TokenizerSource(gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()})
+        return TokenizerSource(
+            gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()}
+        )
