@@ -24,6 +24,7 @@ from paceline.loaders.template_sandbox import MAX_STRING, BoundedEnvironment, Bu
 
 MAX_TEMPLATE = 256 * 2**10  # characters
 MAX_NESTING = 100
+ENDS = ("bos_token", "eos_token")
 
 
 class _Compiled(NamedTuple):
@@ -36,21 +37,14 @@ class _Refused(Exception):
     """A template's own `raise_exception`: about the messages, not the template."""
 
 
-def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-    **variables: Any,
-) -> str:
-    """The chat as text. `variables` are add_generation_prompt (True unless given), tools, and those that only
-    some templates read, such as enable_thinking.
+def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    """The chat as text. `variables` are add_generation_prompt (True unless given), tools, bos_token and
+    eos_token (undefined where None), and those that only some templates read, such as enable_thinking.
     """
     _check_messages(messages)
     known = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
-    ends = {"bos_token": bos_token, "eos_token": eos_token}
-    plain = _plain(known | {name: token for name, token in ends.items() if token is not None} | variables)
+    given = {name: v for name, v in variables.items() if v is not None or name not in ENDS}
+    plain = _plain(known | given)
     remedy = "check the messages, or pass another chat template"
     try:
         environment, compiled, lock = _compile(template)
@@ -109,8 +103,8 @@ def _now(pattern: str) -> str:
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    indent: Any = None,
+    separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
     """Without jinja2's escapes for HTML: models were trained on plain JSON."""

@@ -62,8 +62,7 @@ def open_checkpoint(
     from paceline.loaders import hub
 
     if load_format == "dummy":
-        from paceline.loaders.describe import describe
-        from paceline.loaders.dummy import DummyCheckpoint
+        from paceline.loaders.dummy import DummyCheckpoint, describe
 
         name, config = describe(model)
         return DummyCheckpoint(config, device, name=name)

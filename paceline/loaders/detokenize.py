@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 
-
-class TokenBytes(Protocol):
-    """The part of a tokenizer that is read here."""
-
-    special_ids: frozenset[int]
-    strips_leading_space: bool
-
-    def token_bytes(self, token: int) -> bytes: ...
+if TYPE_CHECKING:
+    from paceline.loaders.tokenizer import Tokenizer
 
 
 class Detokenizer:
@@ -28,7 +22,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: TokenBytes,
+        tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,

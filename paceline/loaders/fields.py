@@ -27,18 +27,26 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a JSON file of sensible size."""
+    try:
+        if path.stat().st_size <= max_bytes:
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} cannot be read ({error}); fetch the model again") from error
+    limit = f"{max_bytes >> 20} MiB"
+    raise ModelFileError(
+        f"{path} is larger than {limit}, which no such file should be; fetch the model again"
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of sensible size."""
+    text = read_text(path, MAX_JSON_BYTES)
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            limit = f"{MAX_JSON_BYTES >> 20} MiB"
-            raise ModelFileError(
-                f"{path} is larger than {limit}, too large for its kind; fetch the model again"
-            )
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error or type(error).__name__
-        raise ModelFileError(f"{path} cannot be read as JSON ({reason}); fetch the model again") from error
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is not JSON ({one_line(error)}); fetch the model again") from error
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise ModelFileError(f"{path} holds a JSON {kind}, and an object is expected; fetch the model again")
@@ -77,12 +85,10 @@ class Fields:
         return int(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        value: bool = self._typed(key, default, bool, "true or false")
-        return value
+        return bool(self._typed(key, default, bool, "true or false"))
 
     def text(self, key: str, default: str | None = None) -> str:
-        value: str = self._typed(key, default, str, "a string")
-        return value
+        return str(self._typed(key, default, str, "a string"))
 
     def section(self, key: str) -> Fields:
         """A nested object; absent or null is empty."""
@@ -110,16 +116,11 @@ def family_config(source: str, family: Family, hidden_size: int, **values: Any) 
     """The checked config of a file: what the file says in `values`, and what its family fixes."""
     import numpy as np
 
-    is_gemma = family == "gemma3"
-    config = ModelConfig(
-        family=family,
-        hidden_size=hidden_size,
-        qk_norm=family in ("qwen3", "gemma3"),
-        sandwich_norm=is_gemma,
-        activation="gelu_tanh" if is_gemma else "silu",
-        embed_scale=float(np.float32(hidden_size**0.5)) if is_gemma else 1.0,
-        **values,
-    )
+    if family == "gemma3":
+        scale = float(np.float32(hidden_size**0.5))
+        values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
+    qk_norm = family in ("qwen3", "gemma3")
+    config = ModelConfig(family=family, hidden_size=hidden_size, qk_norm=qk_norm, **values)
     _check_config(source, config)
     return config
 

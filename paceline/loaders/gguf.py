@@ -64,12 +64,10 @@ class GgufCheckpoint:
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
     def tokenizer_source(self) -> TokenizerSource:
-        template = self._tokenizer.get("tokenizer.chat_template")
+        metadata, template = self._tokenizer.values, self._tokenizer.get("tokenizer.chat_template")
+        template = template if isinstance(template, str) else None
         return TokenizerSource(
-            gguf_metadata=self._tokenizer.values,
-            chat_template=template if isinstance(template, str) else None,
-            bos_id=self.bos_id,
-            eos_ids=self.eos_ids,
+            gguf_metadata=metadata, chat_template=template, bos_id=self.bos_id, eos_ids=self.eos_ids
         )
 
     def _rope_divisors(self) -> tuple[float, ...] | None:

@@ -6,9 +6,8 @@ Invariant: a key that would change the computation is either honoured or refused
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -55,7 +54,12 @@ def read_config(path: Path, header: GgufHeader, divisors: tuple[float, ...] | No
     if family is None:
         known = ", ".join(FAMILIES)
         raise ModelFileError(f"{path}: architecture {arch!r} is not supported; use one of {known}")
-    keys = _of_architecture(path, arch, header.metadata)
+    # Floats as they were before they became float32.
+    own = {
+        key.removeprefix(f"{arch}."): v for key, v in header.metadata.items() if key.startswith(f"{arch}.")
+    }
+    exact = {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in own.items()}
+    keys = Fields(f"{path}: {arch} metadata", exact)
     for key in REFUSED:
         if keys.get(key):
             raise keys.refuse(key, "is not supported; use a dense model without it")
@@ -63,14 +67,6 @@ def read_config(path: Path, header: GgufHeader, divisors: tuple[float, ...] | No
     if family == "llama" and "mistral" in str(header.metadata.get("general.name", "")).lower():
         family = "mistral"
     return _config(str(path), family, keys, header, divisors)
-
-
-def _of_architecture(path: Path, arch: str, metadata: Mapping[str, Any]) -> Fields:
-    """The keys of this architecture without its prefix, floats as they were before they became float32."""
-    prefix = arch + "."
-    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    values = {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in values.items()}
-    return Fields(f"{path}: {arch} metadata", values)
 
 
 def _config(
@@ -85,26 +81,20 @@ def _config(
             raise keys.refuse(key, f"differs from the head size {head_dim}, which is not supported")
     window = keys.count("attention.sliding_window") if keys.get("attention.sliding_window") else None
     scale = (hidden / heads) ** -0.5 if is_gemma and layers == GEMMA3_27B_LAYERS else 0.0
+    vocab_size = keys.count("vocab_size", embedding.shape[0] if embedding and embedding.shape else None)
+    local_theta = keys.number("rope.freq_base_swa", 10_000.0)
+    slides = _local_layers(keys, min(layers, MAX_LAYERS + 1), 6 if is_gemma else 0) if window else ()
     return family_config(
-        source,
-        family,
-        hidden,
-        vocab_size=keys.count("vocab_size", embedding.shape[0] if embedding and embedding.shape else None),
-        intermediate_size=keys.count("feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
+        source, family, hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads, head_dim=head_dim,
         num_kv_heads=keys.count("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_context=keys.count("context_length"),
+        intermediate_size=keys.count("feed_forward_length"), max_context=keys.count("context_length"),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=_rope(keys, 1_000_000.0 if is_gemma else 10_000.0, divisors),
-        rope_local=RopeConfig(theta=keys.number("rope.freq_base_swa", 10_000.0)) if is_gemma else None,
+        rope_local=RopeConfig(theta=local_theta) if is_gemma else None,
         tie_embeddings="output.weight" not in header.tensors,
-        qkv_bias="blk.0.attn_q.bias" in header.tensors,
+        qkv_bias="blk.0.attn_q.bias" in header.tensors, sliding_window=window, local_layers=slides,
         attention_scale=keys.number("attention.scale") if keys.get("attention.scale") else scale,
-        sliding_window=window,
-        local_layers=_local_layers(keys, min(layers, MAX_LAYERS + 1), 6 if is_gemma else 0) if window else (),
-    )
+    )  # fmt: skip
 
 
 def _local_layers(keys: Fields, layers: int, default_period: int) -> tuple[bool, ...]:
@@ -124,15 +114,11 @@ def _rope(keys: Fields, default_theta: float, divisors: tuple[float, ...] | None
     if kind not in ("linear", "yarn"):
         raise keys.refuse("rope.scaling.type", "is not supported; use a model with none, linear or yarn")
     scaling: Literal["linear", "yarn"] = "linear" if kind == "linear" else "yarn"
-    factor = keys.number("rope.scaling.factor", 1.0)
-    boost = keys.number("rope.scaling.attn_factor", 1.0)
+    factor, boost = keys.number("rope.scaling.factor", 1.0), keys.number("rope.scaling.attn_factor", 1.0)
     return RopeConfig(
-        theta=theta,
-        kind=scaling,
-        factor=factor,
+        theta, scaling, factor, divisors=divisors,
         original_context=keys.count("rope.scaling.original_context_length", keys.count("context_length")),
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=None if boost == 1.0 else boost * (0.1 * math.log(max(factor, 1.0)) + 1.0),
-        divisors=divisors,
-    )
+    )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ MAX_DIMS = 4
 
 # The format's value types, by number. Strings (8) and arrays (9) have a length of their own.
 STRING, ARRAY = 8, 9
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {kind: struct.Struct("<" + code) for kind, code in CODES.items()}
+UINT32, UINT64 = SCALARS[4], SCALARS[10]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,10 @@ class _Cursor:
         if self.take(4) != MAGIC:
             start = self.data[:4]
             raise ModelFileError(f"{self.path} is not a GGUF file: it starts with {start!r}, not {MAGIC!r}")
-        version = self.number("I")
+        version = self.number(UINT32)
         if version not in VERSIONS:
             raise self.damage(f"GGUF version {version} is not one of {VERSIONS} (big-endian is not read)")
-        num_tensors, num_keys = self.number("Q"), self.number("Q")
+        num_tensors, num_keys = self.number(UINT64), self.number(UINT64)
         if max(num_tensors, num_keys) > MAX_ENTRIES:
             counts = f"{num_tensors} tensors and {num_keys} metadata keys"
             raise self.damage(f"{counts}, more than the {MAX_ENTRIES} allowed")
@@ -80,7 +81,7 @@ class _Cursor:
             key = self.text()
             if key in metadata:
                 raise self.damage(f"metadata key {key!r} is there twice")
-            metadata[key] = self.value(key, self.number("I"))
+            metadata[key] = self.value(key, self.number(UINT32))
         tensors: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
             info = self.tensor_info()
@@ -96,11 +97,11 @@ class _Cursor:
 
     def tensor_info(self) -> TensorInfo:
         name = self.text()
-        num_dims = self.number("I")
+        num_dims = self.number(UINT32)
         if num_dims > MAX_DIMS:
             raise self.damage(f"tensor {name!r} has {num_dims} dimensions")
-        shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
-        return TensorInfo(name, shape, self.number("I"), self.number("Q"))
+        shape = tuple(self.number(UINT64) for _ in range(num_dims))[::-1]
+        return TensorInfo(name, shape, self.number(UINT32), self.number(UINT64))
 
     def value(self, key: str, kind: int) -> Any:
         if kind == STRING:
@@ -112,7 +113,7 @@ class _Cursor:
         raise self.damage(f"metadata key {key!r} has the unknown value type {kind}")
 
     def array(self, key: str) -> list[Any]:
-        kind, length = self.number("I"), self.number("Q")
+        kind, length = self.number(UINT32), self.number(UINT64)
         self.elements_left -= length
         if self.elements_left < 0:
             raise self.damage(f"metadata array {key!r} has {length} of the {MAX_ELEMENTS} elements allowed")
@@ -121,23 +122,21 @@ class _Cursor:
             return [text() for _ in range(length)]
         if kind not in SCALARS:
             raise self.damage(f"metadata array {key!r} has the unknown element type {kind}")
-        layout = f"<{length}{SCALARS[kind]}"
-        return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
+        data = self.take(length * SCALARS[kind].size)
+        return list(struct.unpack(f"<{length}{CODES[kind]}", data))
 
     def text(self) -> str:
-        length = self.number("Q")
+        length = self.number(UINT64)
         if length > MAX_STRING:
             raise self.damage(f"a string of {length} bytes, more than the {MAX_STRING} allowed")
         # Some vocabularies hold tokens cut inside a character; a tokenizer must see that they are there.
         return self.take(length).decode("utf-8", errors="replace")
 
-    def number(self, code: str) -> Any:
-        layout, width = _LAYOUTS[code]
-        if self.at + width > self.size:
+    def number(self, layout: struct.Struct) -> Any:
+        start, self.at = self.at, self.at + layout.size
+        if self.at > self.size:
             raise self.truncated()
-        value = layout(self.data, self.at)[0]
-        self.at += width
-        return value
+        return layout.unpack_from(self.data, start)[0]
 
     def take(self, length: int) -> bytes:
         start, self.at = self.at, self.at + length
@@ -151,8 +150,3 @@ class _Cursor:
 
     def damage(self, what: str) -> ModelFileError:
         return ModelFileError(f"{self.path} has a damaged GGUF header: {what}; fetch it again")
-
-
-_LAYOUTS: dict[str, tuple[Callable[[Any, int], tuple[Any, ...]], int]] = {
-    code: (struct.Struct("<" + code).unpack_from, struct.calcsize("<" + code)) for code in SCALARS.values()
-}

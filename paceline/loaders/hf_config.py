@@ -68,32 +68,24 @@ def _config(family: Family, keys: Fields, outer: Fields) -> ModelConfig:
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     head_dim = keys.count("head_dim", hidden // heads or None)
     layers = keys.count("num_hidden_layers")
+    scalar = keys.number("query_pre_attn_scalar") if is_gemma else head_dim
     local_layers = _local_layers(family, keys, min(layers, MAX_LAYERS + 1))
+    rope_local = None
+    if is_gemma:
+        local = keys.section("rope_parameters").section("sliding_attention")
+        local_theta = local.number("rope_theta", keys.number("rope_local_base_freq", 10_000.0))
+        rope_local = _scaled_rope(local, local_theta, keys)
     return family_config(
-        outer.source,
-        family,
-        hidden,
-        vocab_size=keys.count("vocab_size"),
-        intermediate_size=keys.count("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=keys.count("num_key_value_heads", heads),
-        head_dim=head_dim,
-        max_context=keys.count("max_position_embeddings"),
-        rms_eps=keys.number("rms_norm_eps", 1e-6),
-        rope=rope_of(keys, 1_000_000.0 if is_gemma else 10_000.0),
-        rope_local=_gemma_local_rope(keys) if is_gemma else None,
+        outer.source, family, hidden, num_layers=layers, num_heads=heads, head_dim=head_dim,
+        num_kv_heads=keys.count("num_key_value_heads", heads), vocab_size=keys.count("vocab_size"),
+        intermediate_size=keys.count("intermediate_size"), rms_eps=keys.number("rms_norm_eps", 1e-6),
+        max_context=keys.count("max_position_embeddings"), qkv_bias=family == "qwen2",
+        rope=rope_of(keys, 1_000_000.0 if is_gemma else 10_000.0), rope_local=rope_local,
         tie_embeddings=outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        attention_scale=_gemma_scale(keys, head_dim) if is_gemma else 0.0,
+        attention_scale=0.0 if scalar == head_dim else scalar**-0.5,  # 0: that of the head size
         sliding_window=keys.count("sliding_window") if any(local_layers) else None,
         local_layers=local_layers if any(local_layers) else (),
-    )
-
-
-def _gemma_scale(keys: Fields, head_dim: int) -> float:
-    scalar = keys.number("query_pre_attn_scalar")
-    return 0.0 if scalar == head_dim else scalar**-0.5
+    )  # fmt: skip
 
 
 def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]:
@@ -134,12 +126,6 @@ def rope_of(keys: Fields, default_theta: float = 10_000.0) -> RopeConfig:
     return _scaled_rope(parameters, theta, keys)
 
 
-def _gemma_local_rope(keys: Fields) -> RopeConfig:
-    local = keys.section("rope_parameters").section("sliding_attention")
-    theta = local.number("rope_theta", keys.number("rope_local_base_freq", 10_000.0))
-    return _scaled_rope(local, theta, keys)
-
-
 def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
     key = "rope_type" if parameters.get("rope_type") is not None else "type"  # `type` is the oldest spelling
     kind = parameters.text(key, "default")
@@ -160,13 +146,15 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
             raise parameters.refuse(unread, "is not supported; use a model with plain yarn scaling")
     if not parameters.flag("truncate", True):
         raise parameters.refuse("truncate", "is not supported; use a model with plain yarn scaling")
-    has_factor = parameters.get("attention_factor") is not None
+    fast, slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
+    stated = parameters.get("attention_factor") is not None
+    boost = parameters.number("attention_factor") if stated else None
     return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
+        theta,
+        "yarn",
+        factor,
         original_context=original,
-        beta_fast=parameters.number("beta_fast", 32.0),
-        beta_slow=parameters.number("beta_slow", 1.0),
-        attention_factor=parameters.number("attention_factor") if has_factor else None,
+        beta_fast=fast,
+        beta_slow=slow,
+        attention_factor=boost,
     )

@@ -60,14 +60,9 @@ class SafetensorsCheckpoint:
         return weight + 1 if self.config.family == "gemma3" and name.endswith("norm.weight") else weight
 
     def tokenizer_source(self) -> TokenizerSource:
-        json_path = self.path / "tokenizer.json"
-        return TokenizerSource(
-            json_path=json_path if json_path.is_file() else None,
-            config=self._tokenizer_config,
-            chat_template=self._chat_template(),
-            bos_id=self.bos_id,
-            eos_ids=self.eos_ids,
-        )
+        path, template = self.path / "tokenizer.json", self._chat_template()
+        config, json_path = self._tokenizer_config, path if path.is_file() else None
+        return TokenizerSource(json_path, None, config, template, self.bos_id, self.eos_ids)
 
     def _chat_template(self) -> str | None:
         separate = self.path / "chat_template.jinja"
@@ -148,10 +143,9 @@ def read_tensor(file: Path, name: str) -> torch.Tensor:
 
     try:
         with safe_open(file, framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
+            return opened.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error
-    return tensor
 
 
 def _weights(

@@ -37,14 +37,10 @@ STR_METHODS = _words("""
     capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace
     istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition
     rsplit rstrip split splitlines startswith strip swapcase title upper""")
-SAFE_ATTRIBUTES: tuple[tuple[type, frozenset[str]], ...] = (
-    (str, STR_METHODS),
-    (dict, _words("get items keys values copy")),
-    (list, _words("index count copy")),
-    (tuple, _words("index count")),
-    (int, frozenset()),
-    (float, frozenset()),
-)
+SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
+    str: STR_METHODS, dict: _words("get items keys values copy"), list: _words("index count copy"),
+    tuple: _words("index count"), int: frozenset(), float: frozenset(),
+}  # fmt: skip
 # Filters that look at the top of their input only; all others are charged for every element below it.
 SHALLOW_FILTERS = _words(
     "count d default first items last length list map reject rejectattr reverse safe select selectattr"
@@ -120,11 +116,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters.update(filters)
         known = {n: f for n, f in self.filters.items() if n in SHALLOW_FILTERS | DEEP_FILTERS}
         self.filters = {name: self._charged(f, name in DEEP_FILTERS) for name, f in known.items()}
-        self.filters["join"] = self._join
+        self.filters["join"] = self.joined
         self.tests = {name: self._charged(test, is_deep=True) for name, test in self.tests.items()}
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        for kind, allowed in SAFE_ATTRIBUTES:
+        for kind, allowed in SAFE_ATTRIBUTES.items():
             if isinstance(obj, kind):
                 return attr in allowed
         return super().is_safe_attribute(obj, attr, value)
@@ -135,7 +131,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and name == "replace" and len(args) >= 2:
             __self.check_replace(owner, *args[:2])
         if isinstance(owner, str) and name == "join" and args:
-            return __self._join(args[0], owner)
+            return __self.joined(args[0], owner)
         return __self.budget.built(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -168,10 +164,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def weighed(self, value: Any) -> Any:
         return self.budget.weigh(value) if isinstance(value, (list, tuple, dict)) else value
 
-    def concatenated(self, *parts: Any) -> Any:
-        return self._join(parts)
-
-    def _join(self, values: Iterable[Any], d: str = "", attribute: str | int | None = None) -> Any:
+    def joined(self, values: Iterable[Any], d: str = "", attribute: str | int | None = None) -> Any:
         if attribute is not None:
             values = (self.getitem(value, attribute) for value in values)
         texts = [str(self.weighed(value)) for value in self.turns(values, 0)]
@@ -196,13 +189,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         return charged
 
-    def _generate(
-        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
-    ) -> str:
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         self.num_literal = _num_literal(source)
         bounded = _Bounding().visit(source)
         bounded.set_environment(self)
-        return super()._generate(bounded, name, filename, defer_init)
+        return super()._generate(bounded, *args, **kwargs)
 
 
 @pass_context
@@ -237,7 +228,7 @@ class _Bounding(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call("concatenated", node.nodes, node.lineno)
+        return _call("joined", [nodes.List(node.nodes)], node.lineno)
 
     def visit_List(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)

@@ -6,7 +6,6 @@ detokenize.py can do the same one token at a time. Encoding is the `tokenizers` 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, ModelFileError, RequestError
 from paceline.loaders.checkpoint import TokenizerSource
+from paceline.loaders.fields import read_text
 from paceline.loaders.tokenizer_gguf import SPACE, rebuild
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ class Tokenizer:
         if not self._is_byte_level and not decoders <= SPACED_DECODERS:
             unknown = f"the tokenizer's decoder {sorted(decoders)} is unknown"
             raise ModelFileError(f"{unknown}; Paceline reads byte-level and SentencePiece tokenizers")
-        # The space that encoding puts in front.
-        self.strips_leading_space = not decoders.isdisjoint({"Strip", "Metaspace"})
+        self.strips_leading_space = bool(decoders & {"Strip", "Metaspace"})  # that encoding puts in front
         self.bos_id, self.eos_ids = source.bos_id, frozenset(source.eos_ids)
         added = backend.get_added_tokens_decoder()
         bos_ids = frozenset[int]() if self.bos_id is None else frozenset({self.bos_id})
@@ -84,8 +83,8 @@ class Tokenizer:
         known = self._bytes.get(token)
         if known is None:  # the whole vocabulary at once would delay the first answer by 0.1 s
             name = self.token_name(token)
-            to_bytes = _byte_level_bytes if self._is_byte_level else _spaced_bytes
-            known = self._bytes[token] = b"" if name is None else to_bytes(name)
+            known = b"" if name is None else _spelled_bytes(name, self._is_byte_level)
+            self._bytes[token] = known
         return known
 
     def token_text(self, token: int) -> str:
@@ -98,8 +97,7 @@ class Tokenizer:
 
     def json(self) -> str:
         """The whole tokenizer in the tokenizer.json format."""
-        text: str = self._backend.to_str()
-        return text
+        return str(self._backend.to_str())
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The messages as the model's chat template writes them. `variables` are the template's:
@@ -125,11 +123,6 @@ class Tokenizer:
                 return f"token {i} is {mine!r} in one and {theirs!r} in the other"
         return None
 
-    def fingerprint(self) -> str:
-        """Equal for tokenizers with the same tokens and special tokens."""
-        described = json.dumps([self._tokens, sorted(self.special_ids)])
-        return hashlib.sha256(described.encode()).hexdigest()[:16]
-
     def _end_token(self, name: str, index: int | None) -> str | None:
         """The config's own spelling first: templates compare with it."""
         stated = self._source.config.get(f"{name}_token")
@@ -141,28 +134,16 @@ class Tokenizer:
 
 
 def _read_json(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
-    if not path.is_file():
-        raise ModelFileError(f"{path}: no such tokenizer file; fetch the model again")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        limit = f"{MAX_JSON_BYTES >> 20} MiB"
-        raise ModelFileError(f"{path}: larger than {limit}, too large for its kind; fetch the model again")
+    text = read_text(path, MAX_JSON_BYTES)
     try:
-        backend = Backend.from_file(str(path))
+        backend = Backend.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        raise ModelFileError(
-            f"{path}: not a tokenizer.json ({error!s:.100}); fetch the model again"
-        ) from error
-    _add_configured_tokens(backend, config)
-    return backend
-
-
-def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """tokenizer_config.json may list added tokens that tokenizer.json lacks."""
-    from tokenizers import AddedToken
-
-    listed = config.get("added_tokens_decoder") or {}
+        reason = f"{error!s:.100}"
+        raise ModelFileError(f"{path}: not a tokenizer.json ({reason}); fetch the model again") from error
+    listed = config.get("added_tokens_decoder") or {}  # may hold tokens that tokenizer.json lacks
     known = set(backend.get_added_tokens_decoder())
     for index in sorted(int(i) for i in listed if str(i).isdecimal() and int(i) not in known):
         entry = listed[str(index)]
@@ -171,6 +152,7 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, A
         if backend.token_to_id(text) != index:
             ids = f"tokenizer_config.json gives {text!r} the id {index}, tokenizer.json another"
             raise ModelFileError(f"{ids}; fetch the model again")
+    return backend
 
 
 def _tokens_by_id(backend: tokenizers.Tokenizer) -> list[str | None]:
@@ -203,11 +185,9 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def _spelled_bytes(token: str, is_byte_level: bool) -> bytes:
     # Added tokens are spelled as they are, not in the byte alphabet: one character outside it tells.
-    return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else token.encode()
-
-
-def _spaced_bytes(token: str) -> bytes:
+    if is_byte_level:
+        return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else token.encode()
     byte = BYTE_TOKEN.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()

@@ -48,7 +48,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
 class Splitting(NamedTuple):
-    """How a byte-level tokenizer cuts text before BPE: pattern after pattern, each match a piece of its own."""
+    """How a byte-level tokenizer cuts text before BPE: pattern after pattern, each match its own piece."""
 
     patterns: tuple[str, ...]
     normalizes_nfc: bool = False
@@ -186,8 +186,8 @@ def _sentence_piece(section: Mapping[str, Any], vocabulary: _Vocabulary) -> toke
 
 
 def _merges_from_scores(scores: Any, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens is a merge; the best score merges first, runs of spaces before all,
-    ties in id order.
+    """Every cut of a token into two tokens is a merge; the best score merges first, runs of spaces before
+    all, ties in id order.
     """
     tokens, types, ids = vocabulary
     if scores is None or len(scores) != len(tokens):
