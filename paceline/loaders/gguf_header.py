@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ModelFileError
 
@@ -29,16 +28,14 @@ SCALARS = {kind: struct.Struct("<" + code) for kind, code in CODES.items()}
 UINT32, UINT64 = SCALARS[4], SCALARS[10]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     name: str
     shape: tuple[int, ...]  # outermost dimension first, as numpy and torch have it
     kind: int  # number of the quantization type
     offset: int  # from the start of the data section
 
 
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
+class GgufHeader(NamedTuple):
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     data_start: int
@@ -116,10 +113,11 @@ class _Cursor:
         kind, length = self.number(UINT32), self.number(UINT64)
         self.elements_left -= length
         if self.elements_left < 0:
-            raise self.damage(f"metadata array {key!r} has {length} of the {MAX_ELEMENTS} elements allowed")
+            raise self.damage(
+                f"metadata array {key!r} has {length} elements, over the {MAX_ELEMENTS} allowed"
+            )
         if kind == STRING:
-            text = self.text
-            return [text() for _ in range(length)]
+            return [self.text() for _ in range(length)]
         if kind not in SCALARS:
             raise self.damage(f"metadata array {key!r} has the unknown element type {kind}")
         data = self.take(length * SCALARS[kind].size)

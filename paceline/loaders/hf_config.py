@@ -8,6 +8,7 @@ newer `rope_parameters`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import ModelFileError
@@ -141,20 +142,14 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
     if kind != "yarn":
         remedy = "is not supported; use a model with default, linear, llama3 or yarn rotary embedding"
         raise parameters.refuse(key, remedy)
+    remedy = "is not supported; use a model with plain yarn scaling"
     for unread in ("mscale", "mscale_all_dim"):
         if parameters.get(unread):
-            raise parameters.refuse(unread, "is not supported; use a model with plain yarn scaling")
+            raise parameters.refuse(unread, remedy)
     if not parameters.flag("truncate", True):
-        raise parameters.refuse("truncate", "is not supported; use a model with plain yarn scaling")
+        raise parameters.refuse("truncate", remedy)
     fast, slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
-    stated = parameters.get("attention_factor") is not None
-    boost = parameters.number("attention_factor") if stated else None
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original_context=original,
-        beta_fast=fast,
-        beta_slow=slow,
-        attention_factor=boost,
-    )
+    rope = RopeConfig(theta, "yarn", factor, original_context=original, beta_fast=fast, beta_slow=slow)
+    if parameters.get("attention_factor") is None:
+        return rope
+    return replace(rope, attention_factor=parameters.number("attention_factor"))

@@ -120,10 +120,9 @@ def _several(place: str, names: list[str]) -> ModelNotFound:
 def _gguf_file(path: Path) -> Path:
     if path.suffix.lower() == ".gguf":
         return path
-    is_shard = path.suffix == ".safetensors"
-    remedy = (
-        f"give its folder, {path.parent}" if is_shard else "only .gguf files and safetensors folders are read"
-    )
+    remedy = "only .gguf files and safetensors folders are read"
+    if path.suffix == ".safetensors":
+        remedy = f"give its folder, {path.parent}"
     raise ModelFileError(f"{path} is not a GGUF file; {remedy}")
 
 

@@ -7,6 +7,7 @@ multiply as 1 + w: that is folded in here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -131,9 +132,7 @@ def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
                     part = opened.get_slice(name)
                     tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(
-                f"{file} is not a whole safetensors file ({error}); fetch it again"
-            ) from error
+            raise ModelFileError(f"{file} is no whole safetensors file ({error}); fetch it again") from error
     return tensors
 
 
@@ -149,9 +148,9 @@ def read_tensor(file: Path, name: str) -> torch.Tensor:
 
 
 def _weights(
-    path: Path, config: ModelConfig, tensors: dict[str, StoredTensor]
+    path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, tuple[Path, str]]:
-    """Canonical name -> file and stored name of every weight the config asks for."""
+    """By the config's name, the file and the name there of every weight it asks for."""
     prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in tensors), "model.")
     head = next((name for name in HEADS if name in tensors), HEADS[0])
     names = {name: head if name == "lm_head.weight" else prefix + name for name in config.weight_names()}
