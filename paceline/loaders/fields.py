@@ -35,9 +35,7 @@ def read_text(path: Path, max_bytes: int) -> str:
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be read ({error}); fetch the model again") from error
     limit = f"{max_bytes >> 20} MiB"
-    raise ModelFileError(
-        f"{path} is larger than {limit}, which no such file should be; fetch the model again"
-    )
+    raise ModelFileError(f"{path} is larger than {limit}, too large for its kind; fetch the model again")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,9 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A mapping and the name of its file for errors. A key that is absent or null takes the default; without
-    a default it is an error.
-    """
+    """A mapping, and its file for errors. An absent or null key takes the default, or is an error without."""
 
     source: str
     values: Mapping[str, Any]
@@ -134,10 +130,7 @@ def _check_config(source: str, config: ModelConfig) -> None:
         (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"),
         (config.head_dim % 2 == 0, f"head size {config.head_dim} is odd, so rotary embedding cannot pair it"),
         (divisors is None or len(divisors) == half, "rotary divisors do not match the head size"),
-        (
-            all(math.isfinite(d) and d > 0 for d in divisors or ()),
-            "a rotary divisor is not a positive number",
-        ),
+        (all(0 < d < math.inf for d in divisors or ()), "a rotary divisor is not a positive number"),
         (len(windows) in (0, config.num_layers), "the sliding window is given for some layers only"),
         (not any(windows) or config.sliding_window, "sliding-window layers have no window size"),
     )

@@ -64,20 +64,16 @@ class GgufCheckpoint:
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
     def tokenizer_source(self) -> TokenizerSource:
-        metadata, template = self._tokenizer.values, self._tokenizer.get("tokenizer.chat_template")
-        template = template if isinstance(template, str) else None
-        return TokenizerSource(
-            gguf_metadata=metadata, chat_template=template, bos_id=self.bos_id, eos_ids=self.eos_ids
-        )
+        stated = self._tokenizer.get("tokenizer.chat_template")
+        template = stated if isinstance(stated, str) else None
+        return TokenizerSource(None, self._tokenizer.values, {}, template, self.bos_id, self.eos_ids)
 
     def _rope_divisors(self) -> tuple[float, ...] | None:
         info = self._header.tensors.get("rope_freqs.weight")
         if info is None:
             return None
         if not 0 < math.prod(info.shape) <= MAX_DIVISORS:
-            raise self._refuse(
-                info, f"has shape {list(info.shape)}, which fits no head; fetch the file again"
-            )
+            raise self._refuse(info, f"has shape {list(info.shape)}, which fits no head; fetch it again")
         self._check_type(info)
         return tuple(self._read(info).reshape(-1).tolist())
 
@@ -110,13 +106,10 @@ class GgufCheckpoint:
         try:
             block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.kind)]
         except (ValueError, KeyError) as error:
-            unknown = f"has the unknown quantization type {info.kind}; use another file"
-            raise self._refuse(info, unknown) from error
+            raise self._refuse(info, f"has the unknown type {info.kind}; use another file") from error
         row = info.shape[-1] if info.shape else 1
         if row % block:
-            raise self._refuse(
-                info, f"has rows of {row} values, no multiple of {block}; fetch the file again"
-            )
+            raise self._refuse(info, f"has rows of {row} values, no multiple of {block}; fetch it again")
         return math.prod(info.shape) // block * width
 
     def _check_type(self, info: TensorInfo) -> None:

@@ -21,6 +21,7 @@ REFUSED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
 # The one gemma 3 whose attention scale is not that of its head size; its files do not say so.
 GEMMA3_27B_LAYERS = 62
 
+Divisors = tuple[float, ...] | None  # [head_dim / 2]
 TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LAYER_NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -45,7 +46,7 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     return f"blk.{layer}.{names[part]}.{kind}"
 
 
-def read_config(path: Path, header: GgufHeader, divisors: tuple[float, ...] | None = None) -> ModelConfig:
+def read_config(path: Path, header: GgufHeader, divisors: Divisors = None) -> ModelConfig:
     """The config of a supported architecture. `divisors` are the rotary ones where the file stores them; they
     change no size, so a description can do without.
     """
@@ -55,11 +56,9 @@ def read_config(path: Path, header: GgufHeader, divisors: tuple[float, ...] | No
         known = ", ".join(FAMILIES)
         raise ModelFileError(f"{path}: architecture {arch!r} is not supported; use one of {known}")
     # Floats as they were before they became float32.
-    own = {
-        key.removeprefix(f"{arch}."): v for key, v in header.metadata.items() if key.startswith(f"{arch}.")
-    }
-    exact = {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in own.items()}
-    keys = Fields(f"{path}: {arch} metadata", exact)
+    exact = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in header.metadata.items()}
+    own = {key.removeprefix(f"{arch}."): v for key, v in exact.items() if key.startswith(f"{arch}.")}
+    keys = Fields(f"{path}: {arch} metadata", own)
     for key in REFUSED:
         if keys.get(key):
             raise keys.refuse(key, "is not supported; use a dense model without it")
@@ -69,9 +68,7 @@ def read_config(path: Path, header: GgufHeader, divisors: tuple[float, ...] | No
     return _config(str(path), family, keys, header, divisors)
 
 
-def _config(
-    source: str, family: Family, keys: Fields, header: GgufHeader, divisors: tuple[float, ...] | None
-) -> ModelConfig:
+def _config(source: str, family: Family, keys: Fields, header: GgufHeader, divisors: Divisors) -> ModelConfig:
     is_gemma = family == "gemma3"
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     layers, embedding = keys.count("block_count"), header.tensors.get("token_embd.weight")
@@ -106,7 +103,7 @@ def _local_layers(keys: Fields, layers: int, default_period: int) -> tuple[bool,
     return tuple(not period or i % period < period - 1 for i in range(layers))
 
 
-def _rope(keys: Fields, default_theta: float, divisors: tuple[float, ...] | None) -> RopeConfig:
+def _rope(keys: Fields, default_theta: float, divisors: Divisors) -> RopeConfig:
     kind = keys.text("rope.scaling.type", "none")
     theta = keys.number("rope.freq_base", default_theta)
     if kind == "none":

@@ -113,9 +113,7 @@ class _Cursor:
         kind, length = self.number(UINT32), self.number(UINT64)
         self.elements_left -= length
         if self.elements_left < 0:
-            raise self.damage(
-                f"metadata array {key!r} has {length} elements, over the {MAX_ELEMENTS} allowed"
-            )
+            raise self.damage(f"metadata array {key!r} has {length} elements, over {MAX_ELEMENTS} in all")
         if kind == STRING:
             return [self.text() for _ in range(length)]
         if kind not in SCALARS:

@@ -7,7 +7,6 @@ multiply as 1 + w: that is folded in here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,7 +147,7 @@ def read_tensor(file: Path, name: str) -> torch.Tensor:
 
 
 def _weights(
-    path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]
+    path: Path, config: ModelConfig, tensors: dict[str, StoredTensor]
 ) -> dict[str, tuple[Path, str]]:
     """By the config's name, the file and the name there of every weight it asks for."""
     prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in tensors), "model.")

@@ -103,9 +103,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(
-        self, extensions: Sequence[Any], filters: Mapping[str, Any], functions: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, extensions: Sequence[Any], filters: dict[str, Any], functions: dict[str, Any]) -> None:
         # Not optimized: constants would be folded, hence work done, before there is a budget.
         options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "optimized": False}
         super().__init__(extensions=extensions, finalize=_charged_output, **options)

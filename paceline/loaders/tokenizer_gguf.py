@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 PREFIX = "tokenizer.ggml."
+Section = Mapping[str, Any]  # the keys after PREFIX
 MAX_VOCAB = 1_000_000
 MAX_TOKEN_CHARS = 4_096
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
@@ -109,7 +110,7 @@ def _damaged(problem: str) -> ModelFileError:
     return ModelFileError(f"{PREFIX}{problem}; the file is damaged, fetch it again")
 
 
-def _read_vocabulary(section: Mapping[str, Any], is_spaced: bool) -> _Vocabulary:
+def _read_vocabulary(section: Section, is_spaced: bool) -> _Vocabulary:
     tokens = section.get("tokens")
     is_list = isinstance(tokens, Sequence) and all(isinstance(token, str) for token in tokens)
     if tokens is None or not is_list or not 0 < len(tokens) <= MAX_VOCAB:
@@ -130,7 +131,7 @@ def _read_vocabulary(section: Mapping[str, Any], is_spaced: bool) -> _Vocabulary
     return _Vocabulary(list(tokens), types, ids)
 
 
-def _splitting(section: Mapping[str, Any]) -> Splitting:
+def _splitting(section: Section) -> Splitting:
     name = section.get("pre") or "default"
     if name not in SPLITTINGS:
         remedy = f"give the folder with tokenizer.json, or a file of one of: {', '.join(sorted(SPLITTINGS))}"
@@ -138,7 +139,7 @@ def _splitting(section: Mapping[str, Any]) -> Splitting:
     return SPLITTINGS[name]
 
 
-def _byte_level(section: Mapping[str, Any], vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _byte_level(section: Section, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     splitting, merges = _splitting(section), section.get("merges")
@@ -168,7 +169,7 @@ def _bpe(vocabulary: _Vocabulary, pairs: Sequence[Any], **options: Any) -> token
         raise _damaged(f"merges do not fit the vocabulary ({error})") from error
 
 
-def _sentence_piece(section: Mapping[str, Any], vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentence_piece(section: Section, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     from tokenizers import decoders, normalizers
 
     tokens, types, _ = vocabulary
@@ -186,9 +187,7 @@ def _sentence_piece(section: Mapping[str, Any], vocabulary: _Vocabulary) -> toke
 
 
 def _merges_from_scores(scores: Any, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens is a merge; the best score merges first, runs of spaces before
-    all, ties in id order.
-    """
+    """Each cut of a token into two is a merge: best scores first, runs of spaces before all, ties by id."""
     tokens, types, ids = vocabulary
     if scores is None or len(scores) != len(tokens):
         raise _damaged("scores is missing or of another length than the tokens")
@@ -216,9 +215,7 @@ def _add_whole_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary) 
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
 
 
-def _add_ends(
-    tokenizer: tokenizers.Tokenizer, section: Mapping[str, Any], tokens: list[str], adds_bos: bool
-) -> None:
+def _add_ends(tokenizer: tokenizers.Tokenizer, section: Section, tokens: list[str], adds_bos: bool) -> None:
     from tokenizers import processors
 
     def end(name: str, by_default: bool) -> list[tuple[str, int]]:
