@@ -131,7 +131,8 @@ def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
                     part = opened.get_slice(name)
                     tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"{file} is no whole safetensors file ({error}); fetch it again") from error
+            problem = f"{file} is not a whole safetensors file ({error})"
+            raise ModelFileError(f"{problem}; fetch it again") from error
     return tensors
 
 
