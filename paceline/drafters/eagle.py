@@ -47,13 +47,14 @@ class _Nodes:
 class Eagle(HeadDrafter):
     name = "eagle"
     kinds = ("eagle",)
+    has_bursts = True  # where the backend has them
 
     def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
         super().__init__(config, context)
         self._backend, self._tree = self._load(context), config
         self._pairs = Pairs(self._backend)
         length = self.longest_chain if not config.confidence_threshold else 0
-        if length and self.head.config.hidden_layers:
+        if length and self.head.config.hidden_layers and self.has_bursts:
             executor = context.executor
             layers = executor.memory.layers
             self.burst_backend = executor.backend.burst(executor.decoder, layers, self._backend, length)

@@ -17,6 +17,7 @@ from paceline.heads.rows import ChainHead
 class MlpSpeculator(Eagle):
     name = "mlp_speculator"
     kinds = ("mlp_speculator",)
+    has_bursts = False
 
     def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
         super().__init__(config, context)
