@@ -27,9 +27,10 @@ from paceline.heads.config import (
     target_hash,
     write_head_config,
 )
+from paceline.heads.modules import tensor_shapes
 from paceline.heads.others import Eagle1Config, MlpSpeculatorConfig
-from paceline.models.attention import rms_norm
 from paceline.models.config import ModelConfig
+from paceline.models.layer import rms_norm
 from paceline.models.linear import Linear
 from paceline.models.rope import rotary_tables, rotate
 
@@ -79,7 +80,7 @@ def mlp_speculator(target: ModelConfig, **fields: Any) -> MlpSpeculatorConfig:
 def random_tensors(config: HeadConfig, seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
-    for name, shape in config.tensor_shapes().items():
+    for name, shape in tensor_shapes(config).items():
         if name == "draft_ids":
             tensors[name] = (
                 torch.randperm(config.vocab_size, generator=generator)[: shape[0]]

@@ -20,7 +20,7 @@ from paceline.heads.rows import Feed, Row, Speaker
 from paceline.heads.side import TorchMedusaHead
 from paceline.loaders.export_heads import export_head
 from paceline.loaders.heads import open_head
-from paceline.models.attention import rms_norm
+from paceline.models.layer import rms_norm
 from paceline.models.linear import Linear
 from paceline.models.quantize import STORED, quantize
 from paceline.train.save import save_head

@@ -25,13 +25,13 @@ from paceline.heads.block import TorchBlockHead
 from paceline.heads.chain import TorchChainHead
 from paceline.heads.rows import BlockFeed, Feed, Node, Row, Speaker
 from paceline.heads.side import TorchMedusaHead
-from paceline.models.attention import rms_norm
 from paceline.models.decoder import Decoder
+from paceline.models.layer import rms_norm
 from paceline.models.linear import Linear
 from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.runner import Runner
-from paceline.train.modules import build_head
 from paceline.train.stream import Batch
+from paceline.train.students import build_student
 from paceline.train.target import Target
 from tests.heads import Oracle, Tensors, config_of, eagle_1, random_head, random_tensors, trunk_of
 from tests.laws.harness import (
@@ -468,9 +468,9 @@ def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> No
     config: Any = config_of(
         kind, CONFIG, draft_vocab=40, **({"markov_rank": 16} if kind == "dflash" else fields)
     )
-    tensors, target = random_tensors(config), Target.load(TARGET, CPU, torch.float32, 64)
-    module = build_head(config, target, tensors["draft_ids"].long(), 64)
-    module.load_state_dict(
+    tensors, target = random_tensors(config), Target.load(TARGET, context=64)
+    student = build_student(config, target, tensors["draft_ids"].long(), 64)
+    student.module.load_state_dict(
         {name: tensor for name, tensor in tensors.items() if name != "draft_ids"}, strict=True
     )
     batch = Batch(
@@ -482,9 +482,10 @@ def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> No
         N,
     )
     seen, true, row = target.read(batch.ids, config.hidden_layers), oracle(config, tensors, 32), 21
-    shown, ids = seen.taps[0, : row + 1], tensors["draft_ids"].tolist()
+    ids = tensors["draft_ids"].tolist()
+    shown: Any = seen.features(config.hidden_layers)[0, : row + 1] if config.hidden_layers else None
     with torch.no_grad():
-        guesses = module.guesses(batch, seen, 3)
+        guesses = student.guesses(batch, seen, 3)
     for step, guess in enumerate(guesses):
         said, before = guess.hidden[1] @ guess.weight.T, TOKENS[: row + 2 + step]
         if kind == "eagle":
