@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
 
 WHOLE = ("I32", "I64")
+EXPECTED = "give the folder of a head: config.json and .safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,10 @@ class HeadFiles:
     def __init__(self, folder: Path) -> None:
         self.folder, self.where = folder, str(folder)
         if not (folder / "config.json").is_file():
-            raise ModelFileError(
-                f"{folder} has no config.json; give the folder of a head: config.json and .safetensors"
-            )
+            raise ModelFileError(f"{folder} has no config.json; {EXPECTED}")
         self.values: dict[str, Any] = read_json(folder / "config.json")
         self.fields = Fields(str(folder / "config.json"), self.values)
         self.found = tensors_of(weight_files(folder))  # name -> file, type, shape
-
-    @property
-    def names(self) -> set[str]:
-        return set(self.found)
 
     def has(self, name: str) -> bool:
         return name in self.found
@@ -76,10 +71,8 @@ class HeadFiles:
         check_shapes(self.folder, found, {names[n]: shape for n, shape in shapes.items()})
         for name in shapes:
             self._check_type(names[name], name in scaled)
-        return {
-            name: self._scaled(names[name], shapes[name]) if name in scaled else self._tensor(names[name])
-            for name in shapes
-        }
+        whole = {name: self._tensor(names[name]) for name in shapes if name not in scaled}
+        return whole | {name: self._scaled(names[name], shapes[name]) for name in scaled}
 
     def _shape_of(self, name: str, wanted: tuple[int, ...], is_scaled: bool) -> tuple[int, ...]:
         """As if it were stored in floats: integers are filled up to whole groups."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from paceline.core.errors import ModelFileError
 from paceline.heads.config import HeadConfig, check_target, read_head_config
 from paceline.heads.modules import tensor_shapes
-from paceline.loaders.head_files import Head, HeadFiles
+from paceline.loaders.head_files import EXPECTED, Head, HeadFiles
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +37,11 @@ def open_head(model: str, target: Checkpoint, kinds: Sequence[str], progress: bo
 
     folder = hub.resolve(model, progress=progress)
     if not folder.is_dir():
-        raise ModelFileError(
-            f"{folder} is a model file where a head is expected; "
-            "give the folder of a head: config.json and .safetensors"
-        )
-    files = HeadFiles(folder)
-    head = _read(files, target)
+        raise ModelFileError(f"{folder} is a model file where a head is expected; {EXPECTED}")
+    head = _read(HeadFiles(folder), target)
     if head.config.kind not in kinds:
-        wanted = " or ".join(map(repr, kinds))
-        raise ModelFileError(
-            f"{folder} holds a head of kind {head.config.kind!r}, not {wanted}; use that method"
-        )
+        found, wanted = repr(head.config.kind), " or ".join(map(repr, kinds))
+        raise ModelFileError(f"{folder} holds a head of kind {found}, not {wanted}; use that method")
     _check_sizes(head.config, target, head.where)
     _check_ids(head)
     if not head.config.has_lm_head and head.config.kind in ("eagle", "dflash", "draft"):
@@ -95,10 +89,8 @@ def _check_ids(head: Head) -> None:
         return
     is_inside = int(ids.min()) >= 0 and int(ids.max()) < head.config.vocab_size
     if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
-        raise ModelFileError(
-            f"{head.where}: the draft vocabulary is not an ascending list of the target's tokens; "
-            "the file is damaged"
-        )
+        what = "the draft vocabulary is not an ascending list of the target's tokens"
+        raise ModelFileError(f"{head.where}: {what}; the file is damaged")
 
 
 def _output_rows(target: Checkpoint, ids: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ the concatenated keys, which tests/train/test_oracles.py checks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,38 +19,23 @@ from torch import Tensor
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """-> output [B, H, S, D], log-sum [B, H, S], and what else the backward wants."""
+    ops = torch.ops.aten
     if q.device.type == "cpu":
-        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, True, attn_mask=None, scale=scale
-        )
-        return out, log_sum, ()
-    out, log_sum, *rest = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, True, False, scale=scale
-    )
+        attend = ops._scaled_dot_product_flash_attention_for_cpu
+        return *attend(q, k, v, 0.0, True, attn_mask=None, scale=scale), ()
+    out, log_sum, *rest = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
     return out, log_sum, tuple(rest[:6])
 
 
-def _fused_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    rest: tuple[Any, ...],
-    scale: float,
-) -> tuple[Tensor, ...]:
+def _fused_backward(tensors: Sequence[Tensor], rest: tuple[Any, ...], scale: float) -> tuple[Tensor, ...]:
+    """tensors: the output's gradient, q, k, v, the output and its log-sum; rest: as `_fused` gave it."""
     ops = torch.ops.aten
-    if q.device.type == "cpu":
-        found = ops._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, log_sum, 0.0, True, attn_mask=None, scale=scale
-        )  # fmt: skip
-    else:
-        cum_q, cum_k, max_q, max_k, seed, offset = rest
-        found = ops._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, log_sum, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset, scale=scale
-        )  # fmt: skip
-    return tuple(found)
+    if not rest:
+        backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
+        return tuple(backward(*tensors, 0.0, True, attn_mask=None, scale=scale))
+    *shape, seed, offset = rest
+    backward = ops._scaled_dot_product_flash_attention_backward
+    return tuple(backward(*tensors, *shape, 0.0, True, seed, offset, scale=scale))
 
 
 class _ChainAttention(torch.autograd.Function):
@@ -65,10 +51,8 @@ class _ChainAttention(torch.autograd.Function):
         scores = torch.einsum("nhd,nkhd->nhk", q.float(), own_k.float()) * scale
         total = torch.logsumexp(torch.cat([base[..., None], scores], -1), -1)  # [N, H]
         weights = (scores - total[..., None]).exp()
-        joined = mine * (base - total).exp()[..., None] + torch.einsum(
-            "nhk,nkhd->nhd", weights, own_v.float()
-        )
-        joined = joined.to(q.dtype)
+        own = torch.einsum("nhk,nkhd->nhd", weights, own_v.float())
+        joined = (mine * (base - total).exp()[..., None] + own).to(q.dtype)
         ctx.save_for_backward(q, own_k, own_v, k, v, rows, joined, total, out, log_sum, weights)
         ctx.scale = scale
         return joined
@@ -82,7 +66,7 @@ class _ChainAttention(torch.autograd.Function):
         b, t = rows // length, rows % length
         out[b, :, t], log_sum[b, :, t] = joined, total.to(log_sum.dtype)
         full_q, full_grad = _spread(q, rows, batch, length), _spread(grad, rows, batch, length)
-        to_q, to_k, to_v = _fused_backward(full_grad, full_q, k, v, out, log_sum, ctx.rest, scale)
+        to_q, to_k, to_v = _fused_backward((full_grad, full_q, k, v, out, log_sum), ctx.rest, scale)
         to_q = to_q[b, :, t].float()
         wide = grad.float()
         delta = (wide * joined.float()).sum(-1, keepdim=True)  # [N, H, 1]
@@ -130,16 +114,15 @@ def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
     rows = torch.tensor([3, 7, 8, 13], device=device)
     try:
         with torch.enable_grad():
-            found = [
-                torch.autograd.grad(way(*inputs, rows, dim**-0.5).square().sum(), inputs)
-                for way in (_fused_way, plain_chain_attention)
+            sums = [
+                way(*inputs, rows, dim**-0.5).square().sum() for way in (_fused_way, plain_chain_attention)
             ]
+            found = [torch.autograd.grad(total, inputs) for total in sums]
     except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
         return False
     loose = 0.1 if dtype != torch.float32 else 1e-3
-    return all(
-        torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in zip(*found, strict=True)
-    )
+    pairs = zip(*found, strict=True)
+    return all(torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in pairs)
 
 
 def _fused_way(*arguments: Any) -> Tensor:

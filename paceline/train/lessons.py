@@ -60,20 +60,12 @@ def prepare(
     learned, held = split(texts, recipe.num_held_out)
     frequency = answer_counts(texts, learned, checkpoint.config.vocab_size)
     ids, blank = known or draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
+    target = Target.load(checkpoint, dtype=dtype, device=device, context=recipe.max_length + ROUND)
     return Lessons(
-        name=checkpoint.name,
-        config=checkpoint.config,
-        target_hash=target_hash(checkpoint),
-        target=Target.load(checkpoint, dtype=dtype, device=device, context=recipe.max_length + ROUND),
-        texts=texts,
-        digest=texts.digest(),
-        learned=learned,
-        held=held,
-        draft_ids=ids,
-        blank=blank,
-        device=device,
-        dtype=getattr(torch, dtype),
-    )
+        name=checkpoint.name, config=checkpoint.config, target_hash=target_hash(checkpoint), target=target,
+        texts=texts, digest=texts.digest(), learned=learned, held=held, draft_ids=ids, blank=blank,
+        device=device, dtype=getattr(torch, dtype),
+    )  # fmt: skip
 
 
 def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarray:

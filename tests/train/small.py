@@ -10,7 +10,7 @@ import torch
 from paceline.heads.config import target_hash
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.train.recipes import Recipe, head_config, recipe_for
-from paceline.train.shards import Written, from_written
+from paceline.train.shards import Texts, Written, from_written
 from paceline.train.stream import Batch, make_batch
 from paceline.train.students import Student, build_student
 from paceline.train.target import Target
@@ -57,3 +57,14 @@ def some_batch(lengths: tuple[int, ...] = (20, 31, 9), prompts: tuple[int, ...] 
         for n, p in zip(lengths, prompts, strict=True)
     ]
     return make_batch(from_written(written, VOCAB), [0, 1, 2], 192)
+
+
+def piece(texts: Texts, first: int, last: int) -> Texts:
+    """Sequences first .. last - 1."""
+    begin, end = texts.starts[first], texts.starts[last]
+    return Texts(
+        texts.tokens[begin:end],
+        texts.starts[first : last + 1] - begin,
+        texts.num_prompt[first:last],
+        texts.temperature[first:last],
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,20 @@ from paceline.core.errors import ConfigError, ModelFileError
 from paceline.heads.config import check_target, read_head_config, target_hash, write_head_config
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.train.data import WriteConfig, write_texts
 from paceline.train.lessons import answer_counts, draft_vocabulary, prepare
 from paceline.train.recipes import Recipe, recipe_for
 from paceline.train.save import read_head, save_head
 from paceline.train.session import TrainConfig, train
-from paceline.train.shards import (
-    Texts,
-    Written,
-    from_written,
-    joined,
-    load_shard,
-    load_shards,
-    piece,
-    save_shards,
-)
+from paceline.train.shards import Texts, Written, from_written, joined, load_shard, load_shards, save_shard
 from paceline.train.stream import batches, split
 from paceline.train.talk import Style, conversations, questions_in
 from paceline.train.target import Target
 from paceline.train.trainer import Limit, Trainer
+from paceline.train.variations import varied
 from paceline.train.writing import Writer
 from tests.make_models import VOCAB, tiny_hf
-from tests.train.small import CPU, VARIANTS, head_of, small, some_batch
+from tests.train.small import CPU, VARIANTS, head_of, piece, small, some_batch
 
 # The data
 
@@ -46,8 +40,9 @@ def test_shards_come_back_as_they_were_and_a_damaged_one_is_named(tmp_path: Path
     whole = from_written(written, VOCAB)
     assert whole.tokens.dtype == np.uint16
     assert whole.num_answer_tokens == 7
-    paths = save_shards(tmp_path, whole, "text", shard_tokens=8)
-    assert len(paths) == 2
+    paths = [tmp_path / "text-00.npz", tmp_path / "text-01.npz"]
+    for path, part in zip(paths, (piece(whole, 0, 1), piece(whole, 1, 3)), strict=True):
+        save_shard(path, part)
     again = load_shards(tmp_path)
     assert all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
     assert again.digest() == whole.digest()
@@ -113,8 +108,6 @@ def test_the_target_writes_greedy_and_sampled_answers_of_its_own(texts: Texts, t
 
 
 def test_given_prompts_are_asked_and_questions_are_found(tiny: LLM) -> None:
-    import random
-
     writer = Writer(tiny, batch=4)
     talks = conversations(tiny.tokenizer, [("Tell me about the wind.",)], seed=1)
     written = list(writer.write((next(talks) for _ in range(3)), lambda: False))
@@ -336,6 +329,53 @@ def test_heads_that_learn_together_are_those_that_learn_alone(
         assert torch.equal(tensor, together["dflash"][name]), name
 
 
+def test_prompts_are_varied_into_other_tasks(tiny: LLM) -> None:
+    passage = "The wind turns along the coast road and the riders take turns in front of the group. " * 9
+    prompts = ["What is 12 plus 30 minus 7?", "Who rides in front of a paceline?", f"Read this.\n{passage}"]
+    talks = varied(Style(tiny.tokenizer, random.Random(0), max_prompt=20_000), prompts)
+    asks = [next(next(talks)) for _ in range(120)]
+    texts = [tiny.tokenizer.decode(ask.prompt) for ask in asks]
+    for part in ("Summarize", "Who rides in front", "Write one question that this text answers", "Translate"):
+        assert any(part in text for text in texts), part
+    assert any("plus" in text and "12 plus 30" not in text for text in texts), "other numbers"
+    assert {ask.is_kept for ask in asks} == {True, False}
+    alone = varied(
+        Style(tiny.tokenizer, random.Random(0)), ["Write."]
+    )  # nothing to summarize or to translate
+    assert all(next(next(alone)).prompt for _ in range(40))
+
+
+@pytest.mark.slow
+def test_several_engines_write_into_one_folder_and_are_taken_up_again(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = WriteConfig(model=str(tiny_folder), folder=tmp_path, device="cpu", num_tokens=3000, processes=2)
+    told: list[int] = []
+    texts = write_texts(config, told.append)
+    assert {path.name[:7] for path in tmp_path.glob("*.npz")} == {"text-00", "text-01"}
+    assert texts.num_answer_tokens >= 3000
+    assert told[-1] > 0
+    assert write_texts(config, told.append).digest() == texts.digest(), "there is enough"
+
+
+def test_a_command_that_cannot_train_says_why() -> None:
+    from typer.testing import CliRunner
+
+    from paceline.cli.main import app
+
+    for arguments, message in (
+        ([], "name one kind, or several with --kinds"),
+        (["eagle", "--kinds", "eagle,draft"], "name one kind, or several with --kinds"),
+        (["--kinds", "eagle,hydra"], "'hydra' cannot be trained"),
+        (["eagle", "--set", "ratte=1"], "did you mean 'rate'"),
+        (["eagle", "--set", "rate=fast"], "write name=value"),
+        (["eagle", "--start", "nowhere"], "name the folder of a head"),
+    ):
+        done = CliRunner().invoke(app, ["train", *arguments])
+        assert done.exit_code == 2, arguments
+        assert message in " ".join(done.stderr.split()), arguments
+
+
 @pytest.mark.slow
 def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
@@ -388,6 +428,23 @@ def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> Non
     assert started["by_position"][0] > 0.9 * notes["curve"][-1]["by_position"][0], (
         "it begins as good as EAGLE's first step"
     )
+    kinds = [
+        "--kinds",
+        "draft,dflash",
+        "--text",
+        str(out / "text"),
+        "--rounds",
+        "0.05",
+        "--set",
+        "num_layers=1",
+    ]
+    both = [*common[:1], *common[2:6], "-o", str(tmp_path / "heads"), "--draft-vocab", "256", *kinds]
+    done = CliRunner().invoke(app, both)
+    assert done.exit_code == 0, done.output
+    assert [read_head(tmp_path / "heads" / kind)[0].kind for kind in ("draft", "dflash")] == [
+        "draft",
+        "dflash",
+    ]
     wrong = CliRunner().invoke(app, [*common, "--trunk"])
     assert wrong.exit_code == 2
     assert "only medusa" in wrong.stderr
