@@ -36,6 +36,9 @@ class TorchMlpHead:
         """Nothing is kept of a text."""
 
     @torch.inference_mode()
+    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        raise AssertionError("an MLP speculator has no layer that others read")
+
     def begin(self, feeds: Sequence[Feed]) -> Said:
         rows, eps = [feed.rows[-1] for feed in feeds], self.config.rms_eps
         last = torch.stack([row.hidden[self.config.target_layers][row.at] for row in rows]).float()
