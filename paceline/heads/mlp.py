@@ -35,10 +35,10 @@ class TorchMlpHead:
     def read(self, feeds: Sequence[Feed]) -> None:
         """Nothing is kept of a text."""
 
-    @torch.inference_mode()
-    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def outputs(self, feeds: Sequence[Feed]) -> Tensor:
         raise AssertionError("an MLP speculator has no layer that others read")
 
+    @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> Said:
         rows, eps = [feed.rows[-1] for feed in feeds], self.config.rms_eps
         last = torch.stack([row.hidden[self.config.target_layers][row.at] for row in rows]).float()
