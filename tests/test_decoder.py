@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
+from paceline.cpu.backend import CpuBackend
 from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.layer import Layer, Sizes, rms_norm
 from paceline.models.rope import Angles, frequencies
-from paceline.runtime.runner import load_decoder
+from paceline.runtime.backend import backend_for
 from tests.make_models import FAMILIES, tiny_hf
 from tests.odd_models import DTYPES
 from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks
@@ -256,23 +257,17 @@ def test_rotary_divisors_stand_for_a_scaling() -> None:
 )
 def test_impossible_options_are_named(option: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        load_decoder(tiny("llama")[0], **option)
+        backend_for(torch.device("cpu"), option.get("kernels", "exact")).check_dtype(
+            option.get("dtype", "int8")
+        )
 
 
 def test_the_dtype_of_weights_is_chosen_by_the_kernels_when_nothing_is_said() -> None:
-    logits = {
-        options: whole(
-            load_decoder(tiny("llama")[0], kernels=options[0], dtype=options[1], **extra), TOKENS[:9]
-        ).logits
-        for options, extra in {
-            ("exact", "auto"): {"use_cache": False},
-            ("exact", "int8"): {"use_cache": False},
-            ("torch", "auto"): {},
-            ("torch", "float32"): {},
-        }.items()
-    }
-    assert torch.equal(logits["exact", "auto"], logits["exact", "int8"])
-    assert torch.equal(logits["torch", "auto"], logits["torch", "float32"])
+    compiled, reference = CpuBackend(use_cache=False), backend_for(torch.device("cpu"), "torch")
+    assert (compiled.default_dtype, reference.default_dtype) == ("int8", "float32")
+    for backend, made in ((compiled, decoder("llama", dtype="int8")), (reference, decoder("llama", "torch"))):
+        loaded: Any = backend.load(tiny("llama")[0], backend.default_dtype)
+        assert torch.equal(whole(loaded, TOKENS[:9]).logits, whole(made, TOKENS[:9]).logits)
 
 
 def test_loading_reports_progress() -> None:

@@ -132,7 +132,6 @@ class Decoder(Transformer):
     """The reference: one pass over a batch with paged caches."""
 
     checks_trees = True
-    runs_by_itself = False
     latest = None
     is_exact = False  # torch chooses its kernels by the number of rows
 

@@ -108,7 +108,7 @@ class Layer(nn.Module):
     def __init__(self, sizes: Sizes, width: int = 0, ffn: nn.Module | None = None) -> None:
         super().__init__()
         self.self_attn = Attention(sizes, width or sizes.hidden)
-        self.mlp = ffn or DenseFfn(sizes)
+        self.mlp = DenseFfn(sizes) if ffn is None else ffn
         self.input_layernorm: nn.Module = Norm(sizes.hidden, sizes.eps)
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.eps)
         self.is_sandwich = sizes.is_sandwich

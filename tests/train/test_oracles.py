@@ -16,9 +16,8 @@ from paceline.core.types import Cached, Segment
 from paceline.heads.config import DflashConfig, EagleConfig, target_hash
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
-from paceline.models.decoder import Decoder
-from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.torch_backend import TorchBackend
 from paceline.train import chains
 from paceline.train.acceptance import measure, walk
 from paceline.train.losses import Mix, Teacher, agreement, teach
@@ -28,7 +27,7 @@ from paceline.train.stream import batches, split
 from paceline.train.students import DflashStudent, DraftStudent, EagleStudent, MedusaStudent, build_student
 from paceline.train.target import Target
 from tests.make_models import VOCAB, tiny_hf
-from tests.train.small import head_of, small, some_batch
+from tests.train.small import CPU, head_of, small, some_batch
 
 # The teacher and the losses
 
@@ -37,10 +36,10 @@ from tests.train.small import head_of, small, some_batch
 def test_the_teacher_computes_what_the_decoder_does(family: str, tmp_path: Path) -> None:
     opened = open_checkpoint(str(tiny_hf(tmp_path / family, family)), progress=False)
     config, ids = opened.config, list(range(40, 80))
-    runner = Runner(Decoder.load(opened), KvCache(config, 8))
+    executor = LocalExecutor.load(TorchBackend(CPU), opened, 8)
     cache, layers = Cached(), (0, 1, config.num_layers)
-    runner.kv.reserve(cache, len(ids))
-    output = runner.forward([Segment(ids, cache, num_logits=len(ids))], hidden_layers=layers)
+    executor.kv.reserve(cache, len(ids))
+    output = executor.forward([Segment(ids, cache, num_logits=len(ids))], hidden_layers=layers)
     teacher = Target.load(opened, context=64)
     seen = teacher.read(torch.tensor([ids]), layers)
     torch.testing.assert_close(
