@@ -305,9 +305,9 @@ def test_eagle_1_files_are_read(tmp_path: Path) -> None:
     config = eagle_1(CONFIG, has_fc_bias=True)
     tensors = random_tensors(config)
     values = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "vocab_size": CONFIG.vocab_size, "num_hidden_layers": 1,
-        "bias": True,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "bias": True,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+        "vocab_size": CONFIG.vocab_size, "num_hidden_layers": 1,
     }  # fmt: skip
     folder = write_head(
         tmp_path, values, {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
@@ -344,8 +344,9 @@ def test_mlp_speculators_are_read_and_run(is_tied: bool, tmp_path: Path) -> None
     config = mlp_speculator(CONFIG, is_tied=is_tied)
     tensors = random_tensors(config)
     values = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": CONFIG.vocab_size, "emb_dim": 64,
-        "inner_dim": 32, "n_predict": 3, "tie_weights": is_tied, "scale_input": True,
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": 64,
+        "vocab_size": CONFIG.vocab_size, "inner_dim": 32, "n_predict": 3, "tie_weights": is_tied,
+        "scale_input": True,
     }  # fmt: skip
     head = open_head(
         str(write_head(tmp_path, values, {f"speculator.{n}": t for n, t in tensors.items()})),
