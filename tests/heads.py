@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from paceline.heads.config import (
@@ -166,8 +167,9 @@ class Oracle:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.product("lm_head", x)
 
-    def attend(self, prefix: str, q_in: torch.Tensor, kv_in: torch.Tensor, places: torch.Tensor, context: torch.Tensor,
-               mask: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    def attend(
+        self, prefix: str, q_in: Tensor, kv_in: Tensor, places: Tensor, context: Tensor, mask: Tensor
+    ) -> Tensor:
         """q_in [n, w] at `places`, kv_in [m, w] at `context`; mask [n, m]."""
         config: LayeredConfig = self.config
         dim = config.head_dim

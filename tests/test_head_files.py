@@ -25,7 +25,7 @@ from paceline.models.linear import Linear
 from paceline.models.quantize import STORED, quantize
 from paceline.train.save import save_head
 from tests.heads import Oracle, Tensors, config_of, eagle_1, mlp_speculator, random_tensors, write_head
-from tests.laws.harness import CONFIG, RandomCheckpoint, runner
+from tests.laws.harness import CONFIG, RandomCheckpoint, executor
 
 TARGET = RandomCheckpoint()
 NORM = TARGET.tensor("norm.weight")
@@ -159,7 +159,7 @@ def test_a_damaged_head_is_one_clear_error(how: str, message: str, tmp_path: Pat
 
 def test_a_head_of_another_kind_or_target_is_refused(tmp_path: Path) -> None:
     folder, _, _ = save(tmp_path / "head", "medusa")
-    context = DrafterContext(runner(), TARGET, None, lambda *_: None)
+    context = DrafterContext(executor(), TARGET, None, lambda *_: None)
     with pytest.raises(ModelFileError, match="kind 'medusa', not 'eagle'"):
         registry.create(*registry.parse({"method": "eagle", "model": str(folder)}), context)
     with pytest.raises(ModelFileError, match=r"trained for random .* not for random"):

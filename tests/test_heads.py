@@ -40,10 +40,10 @@ from tests.laws.harness import (
     RandomCheckpoint,
     decoder,
     engine_with,
+    executor,
     prompts,
     request_of,
     run,
-    runner,
 )
 
 TARGET = RandomCheckpoint()
@@ -313,7 +313,7 @@ class Recorder:
 
 def hidden_of(tokens: Sequence[int]) -> dict[int, torch.Tensor]:
     """What the target computes on a text in one pass from nothing."""
-    fresh, cached = runner(len(tokens) // 16 + 1, dtype="int8"), Cached()
+    fresh, cached = executor(len(tokens) // 16 + 1, dtype="int8"), Cached()
     assert fresh.kv.reserve(cached, len(tokens))
     return fresh.forward([Segment(tokens, cached)], hidden_layers=range(CONFIG.num_layers + 1)).hidden
 
@@ -334,7 +334,7 @@ def recorded(
 
 
 def _context() -> DrafterContext:
-    return DrafterContext(runner(dtype="int8"), TARGET, None, lambda *_: None)
+    return DrafterContext(executor(dtype="int8"), TARGET, None, lambda *_: None)
 
 
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
