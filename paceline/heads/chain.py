@@ -115,7 +115,7 @@ class TorchChainHead(TorchHead):
 
     @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> Said:
-        return self._speak(self.outputs(feeds))
+        return self._predict(self.outputs(feeds))
 
     @torch.inference_mode()
     def outputs(self, feeds: Sequence[Feed]) -> Tensor:
@@ -145,7 +145,7 @@ class TorchChainHead(TorchHead):
         out = self._run(tokens, positions, torch.stack([n.source for n in rows]), spans)
         back = torch.empty_like(out)
         back[order] = out
-        return self._speak(back)
+        return self._predict(back)
 
     @torch.inference_mode()
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses:
@@ -161,7 +161,7 @@ class TorchChainHead(TorchHead):
             at = [end + step for end in ends]
             seen = [torch.ones((1, place + 1), dtype=torch.bool, device=self.device) for place in at]
             spans = [_Span(feed.place, i, [at[i]], seen[i]) for i, feed in enumerate(feeds)]
-            said = self._speak(
+            said = self._predict(
                 self._run(tokens[-1], self._tensor(at), torch.stack(list(said.outputs)), spans)
             )
         return Guesses(torch.stack(tokens).tolist(), torch.stack(chances).cumprod(0).tolist())
@@ -190,7 +190,7 @@ class TorchChainHead(TorchHead):
         found: Tensor = self.module(embedded, source, self._tables.at(positions), attend)
         return found
 
-    def _speak(self, x: Tensor) -> Said:
+    def _predict(self, x: Tensor) -> Said:
         hidden, source = self.module.finish(x)
         return Said(self.module.lm_head(hidden), list(source))
 

@@ -106,7 +106,7 @@ class EagleConfig(LayeredConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig(HeadConfig):
     """K heads on the target's last hidden state, or on a trunk's output; each is a stack of residual blocks,
-    and one output layer speaks for all of them."""
+    and one output layer serves all of them."""
 
     kind: ClassVar[Kind] = "medusa"
     num_heads_ahead: int  # K

@@ -11,7 +11,7 @@ from paceline.heads.config import HeadConfig, Kind, LayeredConfig, MedusaConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle1Config(LayeredConfig):
     """EAGLE-1 and -2: one layer without norms at its ends reads the next token's embedding fused with the
-    target's last hidden state (after its norm); the target's output layer speaks."""
+    target's last hidden state (after its norm); logits are the target's output layer's."""
 
     kind: ClassVar[Kind] = "eagle"
     has_fc_bias: bool = False

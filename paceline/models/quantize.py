@@ -87,7 +87,7 @@ def dequantize(quantized: Quantized, width: int) -> Tensor:
 
 
 def round_activations(x: Tensor, bits: int) -> Tensor:
-    """x [T, K] as a product with weights of so many bits sees it: int8 times a scale for each group."""
+    """x [T, K] as a product with weights of that many bits sees it: int8 times a scale for each group."""
     width, group = x.shape[-1], GROUP[bits]
     grouped = torch.nn.functional.pad(x, (0, padded(width, group) - width)).unflatten(-1, (-1, group))
     top = grouped.abs().amax(-1, keepdim=True)

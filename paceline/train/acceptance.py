@@ -58,9 +58,8 @@ def measure(head: Student, batches: Iterable[Batch], num_steps: int, dtype: torc
 
 
 def walk(accepted: np.ndarray) -> tuple[int, int]:
-    """Decode one answer with drafts of which so many would be accepted at each row: -> steps, tokens. The
-    last row has nothing to add.
-    """
+    """Decode one answer; accepted [rows]: drafted tokens that would be accepted at each. -> steps, tokens.
+    The last row has nothing to add."""
     row = steps = tokens = 0
     while row < len(accepted) - 1:
         advance = 1 + int(accepted[row])
