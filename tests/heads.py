@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from paceline.heads.config import (
@@ -27,9 +28,10 @@ from paceline.heads.config import (
     target_hash,
     write_head_config,
 )
+from paceline.heads.modules import tensor_shapes
 from paceline.heads.others import Eagle1Config, MlpSpeculatorConfig
-from paceline.models.attention import rms_norm
 from paceline.models.config import ModelConfig
+from paceline.models.layer import rms_norm
 from paceline.models.linear import Linear
 from paceline.models.rope import rotary_tables, rotate
 
@@ -79,7 +81,7 @@ def mlp_speculator(target: ModelConfig, **fields: Any) -> MlpSpeculatorConfig:
 def random_tensors(config: HeadConfig, seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
-    for name, shape in config.tensor_shapes().items():
+    for name, shape in tensor_shapes(config).items():
         if name == "draft_ids":
             tensors[name] = (
                 torch.randperm(config.vocab_size, generator=generator)[: shape[0]]
@@ -165,8 +167,9 @@ class Oracle:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.product("lm_head", x)
 
-    def attend(self, prefix: str, q_in: torch.Tensor, kv_in: torch.Tensor, places: torch.Tensor, context: torch.Tensor,
-               mask: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    def attend(
+        self, prefix: str, q_in: Tensor, kv_in: Tensor, places: Tensor, context: Tensor, mask: Tensor
+    ) -> Tensor:
         """q_in [n, w] at `places`, kv_in [m, w] at `context`; mask [n, m]."""
         config: LayeredConfig = self.config
         dim = config.head_dim

@@ -13,14 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.runtime.runner import load_decoder
 
 from paceline.core.errors import ConfigError
+from paceline.cpu.backend import CpuBackend
 from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
-from paceline.models.rope import frequencies
+from paceline.models.layer import Layer, Sizes, rms_norm
+from paceline.models.rope import Angles, frequencies
+from paceline.runtime.backend import backend_for
 from tests.make_models import FAMILIES, tiny_hf
 from tests.odd_models import DTYPES
 from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks
@@ -255,23 +257,17 @@ def test_rotary_divisors_stand_for_a_scaling() -> None:
 )
 def test_impossible_options_are_named(option: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        load_decoder(tiny("llama")[0], **option)
+        backend_for(torch.device("cpu"), option.get("kernels", "exact")).check_dtype(
+            option.get("dtype", "int8")
+        )
 
 
 def test_the_dtype_of_weights_is_chosen_by_the_kernels_when_nothing_is_said() -> None:
-    logits = {
-        options: whole(
-            load_decoder(tiny("llama")[0], kernels=options[0], dtype=options[1], **extra), TOKENS[:9]
-        ).logits
-        for options, extra in {
-            ("exact", "auto"): {"use_cache": False},
-            ("exact", "int8"): {"use_cache": False},
-            ("torch", "auto"): {},
-            ("torch", "float32"): {},
-        }.items()
-    }
-    assert torch.equal(logits["exact", "auto"], logits["exact", "int8"])
-    assert torch.equal(logits["torch", "auto"], logits["torch", "float32"])
+    compiled, reference = CpuBackend(use_cache=False), backend_for(torch.device("cpu"), "torch")
+    assert (compiled.default_dtype, reference.default_dtype) == ("int8", "float32")
+    for backend, made in ((compiled, decoder("llama", dtype="int8")), (reference, decoder("llama", "torch"))):
+        loaded: Any = backend.load(tiny("llama")[0], backend.default_dtype)
+        assert torch.equal(whole(loaded, TOKENS[:9]).logits, whole(made, TOKENS[:9]).logits)
 
 
 def test_loading_reports_progress() -> None:
@@ -295,8 +291,9 @@ def test_default_model_agrees_with_transformers() -> None:
     config = opened.config
     oracle = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
+            vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
+            intermediate_size=config.intermediate_size, num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
             rms_norm_eps=config.rms_eps, tie_word_embeddings=True, max_position_embeddings=config.max_context,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         )
@@ -341,3 +338,27 @@ def test_bits_of_the_default_model_do_not_depend_on_company(dtype: str) -> None:
     assert torch.equal(
         model.forward(batch_of([tree], rows=[1, 3, 4]), kv).logits, expected[start : start + 3]
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_the_torch_model_are_the_tensors_of_its_file(family: str) -> None:
+    model = decoder(family, "torch")
+    found = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert found == model.config.weight_names()
+
+
+def test_another_module_can_follow_attention() -> None:
+    """The seam for experts: here the ffn hands back what it is given."""
+    sizes = Sizes(hidden=8, inner=16, heads=2, kv_heads=1, dim=4, eps=1e-5)
+    layer, x = Layer(sizes, ffn=torch.nn.Identity()), torch.randn(3, 8)
+    assert not any("mlp" in name for name, _ in layer.named_parameters())
+    for weight in (
+        layer.self_attn.q_proj.weight,
+        layer.self_attn.k_proj.weight,
+        layer.self_attn.v_proj.weight,
+    ):
+        torch.nn.init.normal_(weight)
+    torch.nn.init.zeros_(layer.self_attn.o_proj.weight)  # attention adds nothing
+    with torch.no_grad():
+        found = layer(x, Angles(torch.ones(3, 2), torch.zeros(3, 2)), lambda q, k, v: q)
+    torch.testing.assert_close(found, x + rms_norm(x, torch.ones(8), 1e-5))

@@ -20,12 +20,12 @@ from paceline.heads.rows import Feed, Row, Speaker
 from paceline.heads.side import TorchMedusaHead
 from paceline.loaders.export_heads import export_head
 from paceline.loaders.heads import open_head
-from paceline.models.attention import rms_norm
+from paceline.models.layer import rms_norm
 from paceline.models.linear import Linear
 from paceline.models.quantize import STORED, quantize
 from paceline.train.save import save_head
 from tests.heads import Oracle, Tensors, config_of, eagle_1, mlp_speculator, random_tensors, write_head
-from tests.laws.harness import CONFIG, RandomCheckpoint, runner
+from tests.laws.harness import CONFIG, RandomCheckpoint, executor
 
 TARGET = RandomCheckpoint()
 NORM = TARGET.tensor("norm.weight")
@@ -159,7 +159,7 @@ def test_a_damaged_head_is_one_clear_error(how: str, message: str, tmp_path: Pat
 
 def test_a_head_of_another_kind_or_target_is_refused(tmp_path: Path) -> None:
     folder, _, _ = save(tmp_path / "head", "medusa")
-    context = DrafterContext(runner(), TARGET, None, lambda *_: None)
+    context = DrafterContext(executor(), TARGET, None, lambda *_: None)
     with pytest.raises(ModelFileError, match="kind 'medusa', not 'eagle'"):
         registry.create(*registry.parse({"method": "eagle", "model": str(folder)}), context)
     with pytest.raises(ModelFileError, match=r"trained for random .* not for random"):
@@ -305,9 +305,9 @@ def test_eagle_1_files_are_read(tmp_path: Path) -> None:
     config = eagle_1(CONFIG, has_fc_bias=True)
     tensors = random_tensors(config)
     values = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "vocab_size": CONFIG.vocab_size, "num_hidden_layers": 1,
-        "bias": True,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "bias": True,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+        "vocab_size": CONFIG.vocab_size, "num_hidden_layers": 1,
     }  # fmt: skip
     folder = write_head(
         tmp_path, values, {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
@@ -344,8 +344,9 @@ def test_mlp_speculators_are_read_and_run(is_tied: bool, tmp_path: Path) -> None
     config = mlp_speculator(CONFIG, is_tied=is_tied)
     tensors = random_tensors(config)
     values = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": CONFIG.vocab_size, "emb_dim": 64,
-        "inner_dim": 32, "n_predict": 3, "tie_weights": is_tied, "scale_input": True,
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": 64,
+        "vocab_size": CONFIG.vocab_size, "inner_dim": 32, "n_predict": 3, "tie_weights": is_tied,
+        "scale_input": True,
     }  # fmt: skip
     head = open_head(
         str(write_head(tmp_path, values, {f"speculator.{n}": t for n, t in tensors.items()})),

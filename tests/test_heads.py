@@ -25,12 +25,14 @@ from paceline.heads.block import TorchBlockHead
 from paceline.heads.chain import TorchChainHead
 from paceline.heads.rows import BlockFeed, Feed, Node, Row, Speaker
 from paceline.heads.side import TorchMedusaHead
-from paceline.models.attention import rms_norm
 from paceline.models.decoder import Decoder
+from paceline.models.layer import rms_norm
 from paceline.models.linear import Linear
-from paceline.runtime.kv_cache import KvCache
-from paceline.train.modules import build_head
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.torch_backend import TorchBackend
 from paceline.train.stream import Batch
+from paceline.train.students import build_student
 from paceline.train.target import Target
 from tests.heads import Oracle, Tensors, config_of, eagle_1, random_head, random_tensors, trunk_of
 from tests.laws.harness import (
@@ -38,10 +40,10 @@ from tests.laws.harness import (
     RandomCheckpoint,
     decoder,
     engine_with,
+    executor,
     prompts,
     request_of,
     run,
-    runner,
 )
 
 TARGET = RandomCheckpoint()
@@ -311,7 +313,7 @@ class Recorder:
 
 def hidden_of(tokens: Sequence[int]) -> dict[int, torch.Tensor]:
     """What the target computes on a text in one pass from nothing."""
-    fresh, cached = runner(len(tokens) // 16 + 1, dtype="int8"), Cached()
+    fresh, cached = executor(len(tokens) // 16 + 1, dtype="int8"), Cached()
     assert fresh.kv.reserve(cached, len(tokens))
     return fresh.forward([Segment(tokens, cached)], hidden_layers=range(CONFIG.num_layers + 1)).hidden
 
@@ -332,7 +334,7 @@ def recorded(
 
 
 def _context() -> DrafterContext:
-    return DrafterContext(runner(dtype="int8"), TARGET, None, lambda *_: None)
+    return DrafterContext(executor(dtype="int8"), TARGET, None, lambda *_: None)
 
 
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -438,7 +440,7 @@ def test_heads_run_beside_a_target_in_torch(torch_target: Decoder) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
     def text_with(options: dict[str, Any] | None) -> tuple[list[list[int]], int]:
-        target = Runner(torch_target, KvCache(CONFIG, 64))
+        target = LocalExecutor(TorchBackend(CPU), torch_target, KvMemory(CONFIG, 64))
         around = DrafterContext(target, TARGET, None, lambda *_: None)
         drafter = (
             registry.create(*registry.parse({"num_speculative_tokens": 3, **options}), around)
@@ -467,9 +469,9 @@ def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> No
     config: Any = config_of(
         kind, CONFIG, draft_vocab=40, **({"markov_rank": 16} if kind == "dflash" else fields)
     )
-    tensors, target = random_tensors(config), Target.load(TARGET, CPU, torch.float32, 64)
-    module = build_head(config, target, tensors["draft_ids"].long(), 64)
-    module.load_state_dict(
+    tensors, target = random_tensors(config), Target.load(TARGET, context=64)
+    student = build_student(config, target, tensors["draft_ids"].long(), 64)
+    student.module.load_state_dict(
         {name: tensor for name, tensor in tensors.items() if name != "draft_ids"}, strict=True
     )
     batch = Batch(
@@ -481,9 +483,10 @@ def test_what_is_trained_is_what_drafts(kind: str, fields: dict[str, Any]) -> No
         N,
     )
     seen, true, row = target.read(batch.ids, config.hidden_layers), oracle(config, tensors, 32), 21
-    shown, ids = seen.taps[0, : row + 1], tensors["draft_ids"].tolist()
+    ids = tensors["draft_ids"].tolist()
+    shown: Any = seen.features(config.hidden_layers)[0, : row + 1] if config.hidden_layers else None
     with torch.no_grad():
-        guesses = module.guesses(batch, seen, 3)
+        guesses = student.guesses(batch, seen, 3)
     for step, guess in enumerate(guesses):
         said, before = guess.hidden[1] @ guess.weight.T, TOKENS[: row + 2 + step]
         if kind == "eagle":

@@ -24,7 +24,7 @@ from paceline.cpu.lanes import address
 from paceline.cpu.paged import CHUNK
 from paceline.cpu.rows import gate, normalize
 from paceline.loaders.packed import pack_model
-from paceline.models.attention import rms_norm
+from paceline.models.layer import rms_norm
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.quantize import DOT_ROWS, bits_of

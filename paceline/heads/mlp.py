@@ -7,26 +7,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 
+from paceline.heads.modules import load_module
 from paceline.heads.others import MlpSpeculatorConfig
 from paceline.heads.rows import Feed, Guesses, Node, Said, Speaker
-from paceline.models.attention import rms_norm
+from paceline.models.layer import rms_norm
 
 
 class TorchMlpHead:
     def __init__(
-        self,
-        config: MlpSpeculatorConfig,
-        tensors: Mapping[str, torch.Tensor],
-        norm: torch.Tensor,
-        device: torch.device,
+        self, config: MlpSpeculatorConfig, tensors: Mapping[str, Tensor], norm: Tensor, device: torch.device
     ) -> None:
         """norm: the target's last."""
         self.config, self._norm = config, norm.to(device)
-        self._tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        self._keep = 0.5 ** (0.5 / config.num_predict)  # of the state
-        self._take = ((1 - self._keep**2) * config.inner_dim / 2) ** 0.5  # of the token
+        self.module = load_module(config, tensors, device, torch.float32)
 
     def place(self) -> None:
         return None
@@ -40,25 +35,25 @@ class TorchMlpHead:
     def read(self, feeds: Sequence[Feed]) -> None:
         """Nothing is kept of a text."""
 
-    @torch.inference_mode()
-    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def outputs(self, feeds: Sequence[Feed]) -> Tensor:
         raise AssertionError("an MLP speculator has no layer that others read")
 
+    @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> Said:
-        last = torch.stack(
-            [feed.rows[-1].hidden[self.config.target_layers][feed.rows[-1].at] for feed in feeds]
-        ).float()
-        state = rms_norm(last, self._norm, self.config.rms_eps)
+        rows, eps = [feed.rows[-1] for feed in feeds], self.config.rms_eps
+        last = torch.stack([row.hidden[self.config.target_layers][row.at] for row in rows]).float()
+        state = rms_norm(last, self._norm, eps)
         if self.config.is_scaled:
-            state = rms_norm(state, torch.ones_like(self._norm), self.config.rms_eps) * 0.5**0.5
-        return self._step(state, [feed.tokens[-1] for feed in feeds], 0)
+            state = rms_norm(state, torch.ones_like(self._norm), eps) * 0.5**0.5
+        return self._step(state, torch.tensor([feed.tokens[-1] for feed in feeds], device=state.device), 0)
 
     @torch.inference_mode()
     def level(self, nodes: Sequence[Node]) -> Said:
-        return self._step(
-            torch.stack([node.source for node in nodes]), [node.token for node in nodes], len(nodes[0].others)
-        )
+        state = torch.stack([node.source for node in nodes])
+        tokens = torch.tensor([node.token for node in nodes], device=state.device)
+        return self._step(state, tokens, len(nodes[0].others))
 
+    @torch.inference_mode()
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses:
         said, tokens, chances = self.begin(feeds), [], []
         for step in range(1, min(steps, self.config.num_predict) + 1):
@@ -66,23 +61,9 @@ class TorchMlpHead:
             tokens.append(best)
             chances.append(chance)
             if step < min(steps, self.config.num_predict):
-                with torch.inference_mode():
-                    said = self._step(torch.stack(list(said.outputs)), best, step)
+                said = self._step(torch.stack(list(said.outputs)), best, step)
         return Guesses(torch.stack(tokens).tolist(), torch.stack(chances).cumprod(0).tolist())
 
-    def _step(self, state: torch.Tensor, tokens: Sequence[int] | torch.Tensor, step: int) -> Said:
-        weights = {
-            part: f"{part}.{self.config.place_of(part, step)}" for part in ("emb", "proj", "head", "ln")
-        }
-        ids = torch.as_tensor(tokens, device=state.device)
-        token = functional.embedding(ids, self._tensors[f"{weights['emb']}.weight"])
-        mixed = (
-            functional.linear(state, self._tensors[f"{weights['proj']}.weight"]) * self._keep
-            + token * self._take
-        )
-        normed = (
-            rms_norm(mixed, self._tensors[f"{weights['ln']}.weight"], self.config.rms_eps)
-            + self._tensors[f"{weights['ln']}.bias"]
-        )
-        state = functional.gelu(normed)
-        return Said(functional.linear(state, self._tensors[f"{weights['head']}.weight"]), list(state))
+    def _step(self, state: Tensor, tokens: Tensor, step: int) -> Said:
+        logits, state = self.module(state, tokens, step)
+        return Said(logits, list(state))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paceline.heads.config import HeadConfig, Kind, LayeredConfig, MedusaConfig, Shapes
+from paceline.heads.config import HeadConfig, Kind, LayeredConfig, MedusaConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle1Config(LayeredConfig):
     """EAGLE-1 and -2: one layer without norms at its ends reads the next token's embedding fused with the
-    target's last hidden state (after its norm); the target's output layer speaks."""
+    target's last hidden state (after its norm); logits are the target's output layer's."""
 
     kind: ClassVar[Kind] = "eagle"
     has_fc_bias: bool = False
@@ -20,23 +20,10 @@ class Eagle1Config(LayeredConfig):
     def hidden_layers(self) -> tuple[int, ...]:
         return (self.target_layers,)
 
-    def _own_shapes(self) -> Shapes:
-        d = self.hidden_size
-        shapes = {"fc.weight": (d, 2 * d), **self._layer_shapes("midlayer.", d)}
-        del shapes["midlayer.input_layernorm.weight"]
-        return {**shapes, "fc.bias": (d,)} if self.has_fc_bias else shapes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeparateMedusaConfig(MedusaConfig):
     """Medusa as it was published: every head has an output layer of its own."""
-
-    def _own_shapes(self) -> Shapes:
-        own = {
-            f"lm_heads.{i}.weight": (self.draft_vocab_size, self.hidden_size)
-            for i in range(self.num_heads_ahead)
-        }
-        return {**MedusaConfig._own_shapes(self), **own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,20 +41,3 @@ class MlpSpeculatorConfig(HeadConfig):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return (self.target_layers,)
-
-    def place_of(self, part: str, step: int) -> int:
-        """The number in the names of a step's weights."""
-        return (min(step, 1) if part == "proj" else 0) if self.is_tied else step
-
-    def _own_shapes(self) -> Shapes:
-        shapes: Shapes = {}
-        for step in range(self.num_predict):
-            n = {part: self.place_of(part, step) for part in ("emb", "proj", "head", "ln")}
-            shapes[f"emb.{n['emb']}.weight"] = (self.vocab_size, self.inner_dim)
-            shapes[f"proj.{n['proj']}.weight"] = (
-                self.inner_dim,
-                self.inner_dim if step else self.hidden_size,
-            )
-            shapes[f"head.{n['head']}.weight"] = (self.vocab_size, self.inner_dim)
-            shapes[f"ln.{n['ln']}.weight"] = shapes[f"ln.{n['ln']}.bias"] = (self.inner_dim,)
-        return shapes

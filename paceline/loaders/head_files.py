@@ -6,22 +6,26 @@ read, every number that is read is finite, and nothing but safetensors is ever o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ModelFileError
+from paceline.core.errors import ConfigError, ModelFileError
 from paceline.heads.config import HeadConfig
 from paceline.loaders.checkpoint import check_shapes
 from paceline.loaders.fields import Fields, read_json
+from paceline.loaders.hf_config import rope_of
 from paceline.loaders.safetensors import TYPES, tensors_of, weight_files
 from paceline.models.quantize import GROUP, STORED, padded
 
 if TYPE_CHECKING:
     import torch
 
+    from paceline.loaders.checkpoint import Checkpoint
+
 WHOLE = ("I32", "I64")
+EXPECTED = "give the folder of a head: config.json and .safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +44,20 @@ class HeadFiles:
     def __init__(self, folder: Path) -> None:
         self.folder, self.where = folder, str(folder)
         if not (folder / "config.json").is_file():
-            raise ModelFileError(
-                f"{folder} has no config.json; give the folder of a head: config.json and .safetensors"
-            )
+            raise ModelFileError(f"{folder} has no config.json; {EXPECTED}")
         self.values: dict[str, Any] = read_json(folder / "config.json")
         self.fields = Fields(str(folder / "config.json"), self.values)
         self.found = tensors_of(weight_files(folder))  # name -> file, type, shape
 
-    @property
-    def names(self) -> set[str]:
-        return set(self.found)
-
     def has(self, name: str) -> bool:
         return name in self.found
 
+    def error(self, message: str) -> ModelFileError:
+        return ModelFileError(f"{self.where}: {message}")
+
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.found:
-            raise ModelFileError(
-                f"{self.where}: missing tensor {name}; the file is incomplete or of another kind of head"
-            )
+            raise self.error(f"missing tensor {name}; the file is incomplete or of another kind of head")
         return self.found[name][2]
 
     def read(
@@ -66,17 +65,14 @@ class HeadFiles:
     ) -> dict[str, torch.Tensor]:
         """The tensors of these shapes; `stored` gives the name in the file where it is another."""
         names = {name: (stored or {}).get(name, name) for name in shapes}
-        scaled = {name for name, there in names.items() if self.has(_scales(there))}
-        found = {
-            names[n]: self._shape_of(names[n], shapes[n], n in scaled) for n in shapes if self.has(names[n])
-        }
+        scaled = {name for name, there in names.items() if self.has(scales_of(there))}
+        there = [n for n in shapes if self.has(names[n])]
+        found = {names[n]: self._shape_of(names[n], shapes[n], n in scaled) for n in there}
         check_shapes(self.folder, found, {names[n]: shape for n, shape in shapes.items()})
         for name in shapes:
             self._check_type(names[name], name in scaled)
-        return {
-            name: self._scaled(names[name], shapes[name]) if name in scaled else self._tensor(names[name])
-            for name in shapes
-        }
+        whole = {name: self._tensor(names[name]) for name in shapes if name not in scaled}
+        return whole | {name: self._scaled(names[name], shapes[name]) for name in scaled}
 
     def _shape_of(self, name: str, wanted: tuple[int, ...], is_scaled: bool) -> tuple[int, ...]:
         """As if it were stored in floats: integers are filled up to whole groups."""
@@ -84,21 +80,16 @@ class HeadFiles:
         if not is_scaled or len(wanted) != 2:
             return shape
         width = padded(wanted[1], GROUP[8])
-        is_right = shape == (wanted[0], width) and self.found[_scales(name)][2] == (
-            wanted[0],
-            width // GROUP[8],
-        )
-        return wanted if is_right else shape
+        scales = self.found[scales_of(name)][2]
+        return wanted if (shape, scales) == ((wanted[0], width), (wanted[0], width // GROUP[8])) else shape
 
     def _check_type(self, name: str, is_scaled: bool) -> None:
         kind = self.found[name][1]
-        allowed = (
-            ("I8",) if is_scaled else WHOLE if name.endswith(("draft_ids", "d2t", "token_map")) else TYPES
-        )
+        is_whole = name.endswith(("draft_ids", "d2t", "token_map"))
+        allowed = ("I8",) if is_scaled else WHOLE if is_whole else TYPES
         if kind not in allowed:
-            raise ModelFileError(
-                f"{self.where}: tensor {name} has type {kind}, which is not read; use one of {', '.join(allowed)}"
-            )
+            known = ", ".join(allowed)
+            raise self.error(f"tensor {name} has type {kind}, which is not read; use one of {known}")
 
     def _tensor(self, name: str) -> torch.Tensor:
         """Floats as float32, whole numbers as int64."""
@@ -109,18 +100,15 @@ class HeadFiles:
             return raw.to(torch.int64)
         weight = raw.to(torch.float32)
         if not bool(torch.isfinite(weight).all()):
-            raise ModelFileError(
-                f"{self.where}: tensor {name} holds numbers that are not finite; the file is damaged, fetch it again"
-            )
+            raise self.error(f"tensor {name} holds numbers that are not finite; the file is damaged")
         return weight
 
     def _scaled(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         import torch
 
-        values, scales = self._raw(name).to(torch.float32), self._tensor(_scales(name)) / STORED
-        return (
-            (values.unflatten(1, (-1, GROUP[8])) * scales[:, :, None]).flatten(1)[:, : shape[1]].contiguous()
-        )
+        values, scales = self._raw(name).to(torch.float32), self._tensor(scales_of(name)) / STORED
+        grouped = values.unflatten(1, (-1, GROUP[8])) * scales[:, :, None]
+        return grouped.flatten(1)[:, : shape[1]].contiguous()
 
     def _raw(self, name: str) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
@@ -130,11 +118,51 @@ class HeadFiles:
             with safe_open(file, framework="pt") as tensors:
                 weight: torch.Tensor = tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(
-                f"{file}: tensor {name} cannot be read ({error}); fetch the file again"
-            ) from error
+            raise self.error(f"tensor {name} cannot be read ({error}); fetch the file again") from error
         return weight
 
 
-def _scales(name: str) -> str:
+def scales_of(name: str) -> str:
+    """Where the scales of a tensor of integers lie."""
     return f"{name.removesuffix('.weight')}.scales"
+
+
+# What the readers of other projects' files share
+
+
+def foreign_config(kind: Any, files: HeadFiles, target: Checkpoint, **fields: Any) -> Any:
+    """The config of a head that another project made: it names its target, if at all, and has no hash."""
+    named = files.fields.section("speculators_config").section("verifier").get("name_or_path")
+    name = str(named or files.values.get("base_model_name_or_path") or "another project's target")
+    shared = {"target_name": name, "target_hash": "", "target_layers": target.config.num_layers}
+    try:
+        return kind(**shared, **fields)
+    except (ConfigError, TypeError, ValueError) as error:
+        raise files.error(str(error)) from error
+
+
+def layer_fields(keys: Fields) -> dict[str, Any]:
+    """Sizes of a head's layers, as Hugging Face names them."""
+    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    return {
+        "vocab_size": keys.count("vocab_size"),
+        "hidden_size": hidden,
+        "rms_eps": keys.number("rms_norm_eps", 1e-6),
+        "num_heads": heads,
+        "num_kv_heads": keys.count("num_key_value_heads", heads),
+        "head_dim": keys.count("head_dim", hidden // heads or None),
+        "intermediate_size": keys.count("intermediate_size"),
+        "rope": rope_of(keys),
+    }
+
+
+def refuse_any(names: Sequence[str], *sections: Fields) -> None:
+    """What a config asks for and no drafter does is refused by name."""
+    for fields in sections:
+        for name in names:
+            if fields.get(name):
+                raise fields.refuse(name, "is not supported; use a head without it")
+
+
+def is_list_of_layers(ids: Any) -> bool:
+    return isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)

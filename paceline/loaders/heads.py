@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.errors import ModelFileError
 from paceline.heads.config import HeadConfig, check_target, read_head_config
-from paceline.loaders.head_files import Head, HeadFiles
+from paceline.heads.modules import tensor_shapes
+from paceline.loaders.head_files import EXPECTED, Head, HeadFiles
 
 if TYPE_CHECKING:
     import torch
@@ -36,26 +37,17 @@ def open_head(model: str, target: Checkpoint, kinds: Sequence[str], progress: bo
 
     folder = hub.resolve(model, progress=progress)
     if not folder.is_dir():
-        raise ModelFileError(
-            f"{folder} is a model file where a head is expected; give the folder of a head: config.json and .safetensors"
-        )
-    files = HeadFiles(folder)
-    head = _read(files, target)
+        raise ModelFileError(f"{folder} is a model file where a head is expected; {EXPECTED}")
+    head = _read(HeadFiles(folder), target)
     if head.config.kind not in kinds:
-        raise ModelFileError(
-            f"{folder} holds a head of kind {head.config.kind!r}, not {' or '.join(map(repr, kinds))}; use that method"
-        )
+        found, wanted = repr(head.config.kind), " or ".join(map(repr, kinds))
+        raise ModelFileError(f"{folder} holds a head of kind {found}, not {wanted}; use that method")
     _check_sizes(head.config, target, head.where)
     _check_ids(head)
     if not head.config.has_lm_head and head.config.kind in ("eagle", "dflash", "draft"):
         head.tensors["lm_head.weight"] = _output_rows(target, head.tensors.get("draft_ids"))
-    log.info(
-        "%s: a %s head in the %s format, reading the target's layers %s",
-        folder,
-        head.config.kind,
-        head.dialect,
-        head.config.hidden_layers,
-    )
+    message = "%s: a %s head in the %s format, reading the target's layers %s"
+    log.info(message, folder, head.config.kind, head.dialect, head.config.hidden_layers)
     return head
 
 
@@ -63,14 +55,14 @@ def _read(files: HeadFiles, target: Checkpoint) -> Head:
     if "paceline_head" in files.values:
         config = read_head_config(files.values, str(files.folder / "config.json"))
         check_target(config, target, files.where)
-        return Head(config, files.read(config.tensor_shapes()), files.where, "paceline")
+        return Head(config, files.read(tensor_shapes(config)), files.where, "paceline")
     for dialect in _dialects():
         if dialect.matches(files):
             return dialect.read(files, target)
     shown = files.values.get("architectures") or files.values.get("model_type")
     raise ModelFileError(
-        f"{files.folder} is not a head that is known (architectures {shown!r}); use one of paceline train, EAGLE, Medusa, DFlash or "
-        "an MLP speculator"
+        f"{files.folder} is not a head that is known (architectures {shown!r}); use one of paceline train, "
+        "EAGLE, Medusa, DFlash or an MLP speculator"
     )
 
 
@@ -82,16 +74,12 @@ def _dialects() -> list[Dialect]:
 
 def _check_sizes(config: HeadConfig, target: Checkpoint, where: str) -> None:
     model = target.config
-    wanted = {
-        "hidden_size": model.hidden_size,
-        "vocab_size": model.vocab_size,
-        "target_layers": model.num_layers,
-    }
-    for name, size in wanted.items():
+    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+    for name, size in (sizes | {"target_layers": model.num_layers}).items():
         if getattr(config, name) != size:
             raise ModelFileError(
-                f"{where}: this {config.kind} head was made for {config.target_name} with {name} {getattr(config, name)}, "
-                f"and {target.name} has {size}; use a head of this target"
+                f"{where}: this {config.kind} head was made for {config.target_name} with {name} "
+                f"{getattr(config, name)}, and {target.name} has {size}; use a head of this target"
             )
 
 
@@ -101,9 +89,8 @@ def _check_ids(head: Head) -> None:
         return
     is_inside = int(ids.min()) >= 0 and int(ids.max()) < head.config.vocab_size
     if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
-        raise ModelFileError(
-            f"{head.where}: the draft vocabulary is not an ascending list of the target's tokens; the file is damaged"
-        )
+        what = "the draft vocabulary is not an ascending list of the target's tokens"
+        raise ModelFileError(f"{head.where}: {what}; the file is damaged")
 
 
 def _output_rows(target: Checkpoint, ids: torch.Tensor | None) -> torch.Tensor:

@@ -1,24 +1,28 @@
-"""One decoder for all families, in plain torch: a stack of attention and MLP blocks described by ModelConfig.
+"""One decoder for all families, in plain torch: an embedding, a stack of layers and an output layer, as
+ModelConfig describes them.
 
-The reference on the CPU, where paceline/cpu/ has the fast one with the same interface. Invariant: `forward`
-depends on the batch and the caches alone; K/V of a row go to its slot and nowhere else.
+`Decoder` is the reference of the fast ones in paceline/cpu/ and paceline/cuda/, with their interface; the
+teacher of paceline/train/ runs the same `Transformer` over whole sequences. Invariant: `forward` depends on
+the batch and the caches alone; K/V of a row go to its slot and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, Self
+from functools import partial
+from typing import Protocol, Self
 
 import torch
-from torch.nn import functional
+from torch import Tensor, nn
 
 from paceline.core.types import Batch, Output
-from paceline.models.attention import Heads, LayerCache, TorchAttention, rms_norm
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.attention import LayerCache, Masking, TorchAttention
+from paceline.models.config import ModelConfig
+from paceline.models.layer import AttendIn, Layer, Norm, Sizes
 from paceline.models.linear import Linear
 from paceline.models.quantize import bits_of, head_bits
-from paceline.models.rope import RotaryTables, rotary_tables
+from paceline.models.rope import rotary_tables
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -26,35 +30,32 @@ Progress = Callable[[int, int], None]  # layers done, layers in all
 class Checkpoint(Protocol):
     @property
     def config(self) -> ModelConfig: ...
-    def tensor(self, name: str) -> torch.Tensor: ...  # float32
+    def tensor(self, name: str) -> Tensor: ...  # float32
 
 
-class Layer(NamedTuple):
-    attention_norm: torch.Tensor
-    qkv: Linear
-    heads: Heads
-    out: Linear
-    after_attention: torch.Tensor | None  # gemma: norms what a block adds
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
-    after_mlp: torch.Tensor | None
+class Transformer(nn.Module):
+    """Built by `load`: until then the weights have shapes and no numbers."""
 
-
-def _gate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """[T, 2 * width] (gate, then up) -> [T, width]."""
-    gate, up = x.chunk(2, -1)
-    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
-
-
-class Decoder:
-    """Built by `Decoder.load`."""
-
-    def __init__(
-        self, config: ModelConfig, embedding: Linear, layers: list[Layer], norm: torch.Tensor, head: Linear
-    ) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, bits: int = 32) -> None:
+        super().__init__()
         self.config = config
-        self.embedding, self.layers, self.norm, self.head = embedding, layers, norm, head
+        sizes = Sizes(
+            config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads,
+            config.head_dim, config.rms_eps, config.qkv_bias, config.qk_norm, config.sandwich_norm,
+            config.activation, bits,
+        )  # fmt: skip
+        vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
+        with torch.device("meta"):
+            self.layers = nn.ModuleList(Layer(sizes) for _ in range(config.num_layers))
+            self.embed_tokens = vocabulary()
+            self.norm = Norm(config.hidden_size, config.rms_eps)
+            self.lm_head = self.embed_tokens if config.tie_embeddings else vocabulary()
+        self.tables = [  # of layers that see everything, and of those with a window
+            rotary_tables(rope, config.head_dim, config.max_context).to(device)
+            for rope in (config.rope, config.rope_local or config.rope)
+        ]
+        windows = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
+        self.masking = [Masking(config.scale, window, bits < 32) for window in windows]
 
     @classmethod
     def load(
@@ -63,61 +64,76 @@ class Decoder:
         *,
         # of the weights; "int8" and "int4" round as the CPU kernels do, and save nothing
         dtype: str = "float32",
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         context: int | None = None,
         progress: Progress | None = None,
     ) -> Self:
-        """Read every weight; positions from `context` on will not be asked for."""
-        config = replace(
-            checkpoint.config,
-            max_context=min(checkpoint.config.max_context, context or checkpoint.config.max_context),
-        )
-        builder = _Builder(checkpoint, config, device, bits_of(dtype))
-        layers = []
-        for i in range(config.num_layers):
-            layers.append(builder.layer(i))
+        """Read every weight; positions from `context` on will not be asked for. dtype bfloat16 is the
+        teacher's."""
+        config, place = checkpoint.config, torch.device(device)
+        config = replace(config, max_context=min(config.max_context, context or config.max_context))
+        floats = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        model = cls(config, place, 32 if dtype == "bfloat16" else bits_of(dtype))
+
+        def fill(part: nn.Module, prefix: str) -> None:
+            for name, module in part.named_modules(prefix=prefix):
+                for kind, _ in list(module.named_parameters(recurse=False)):
+                    value = checkpoint.tensor(f"{name}.{kind}").to(place, floats).contiguous()
+                    if isinstance(module, Linear) and kind == "weight":
+                        value = module.rounded(value)
+                    setattr(module, kind, nn.Parameter(value, requires_grad=False))
+
+        for i, layer in enumerate(model.layers):
+            fill(layer, f"layers.{i}")
             if progress is not None:
                 progress(i + 1, config.num_layers)
-        embedding = head = builder.linear("embed_tokens", bits=head_bits(builder.bits))
-        if not config.tie_embeddings:
-            head = builder.linear("lm_head", bits=head_bits(builder.bits))
-        return cls(config, embedding, layers, builder.tensor("norm.weight"), head)
-
-    @property
-    def checks_trees(self) -> bool:
-        return True
-
-    @property
-    def runs_by_itself(self) -> bool:
-        return False
-
-    @property
-    def latest(self) -> None:
-        return None
-
-    @property
-    def is_exact(self) -> bool:
-        return False  # torch chooses its kernels by the number of rows
+        for name, part in model.named_children():  # a tied output layer is named once, as the embedding
+            if name != "layers":
+                fill(part, name)
+        return model
 
     @property
     def num_bytes(self) -> int:
         """Memory held by weights; norms and rotary tables not counted."""
-        linears = [
-            linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        ]
-        ends = [self.head] if self.head is self.embedding else [self.head, self.embedding]
-        return sum(linear.num_bytes for linear in linears + ends)
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        return sum(p.numel() * p.element_size() for linear in linears for p in linear.parameters())
 
-    @torch.inference_mode()
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden]: what enters the first layer."""
-        x = self.embedding.rows(ids)
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., hidden]: what enters the first layer."""
+        x = self.embed_tokens.rows(ids)
         return x if self.config.embed_scale == 1.0 else x * self.config.embed_scale
 
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def final(self, hidden: Tensor) -> Tensor:
+        """The residual stream after the last layer -> what the output layer reads."""
+        return self.norm(hidden)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
         """Residual stream [n, hidden] -> final norm and output layer, [n, vocab] float32."""
-        return self.head(rms_norm(hidden, self.norm, self.config.rms_eps)).float()
+        return self.lm_head(self.norm(hidden)).float()
+
+    def run(
+        self, x: Tensor, positions: Tensor, attend: AttendIn, depth: int, kept: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """x [..., hidden] at `positions` through the first `depth` layers, and what the stream was after the
+        layers `kept`: hidden[n] after n layers, hidden[0] the embeddings."""
+        angles = [tables.at(positions) for tables in self.tables]
+        hidden = {0: x} if 0 in kept else {}
+        for i in range(depth):
+            x = self.layers[i](x, angles[self.config.is_local(i)], partial(attend, i))
+            if i + 1 in kept:
+                hidden[i + 1] = x
+        return x, hidden
+
+
+class Decoder(Transformer):
+    """The reference: one pass over a batch with paged caches."""
+
+    checks_trees = True
+    latest = None
+    is_exact = False  # torch chooses its kernels by the number of rows
 
     @torch.inference_mode()
     def forward(
@@ -129,92 +145,16 @@ class Decoder:
         hidden_layers: Sequence[int] = (),
     ) -> Output:
         """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early;
-        hidden[n] is the residual stream after n layers, hidden[0] the embeddings."""
+        hidden[n] is the residual stream after n layers."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
-        tensors, hidden = batch.tensors(), {}
-        attention = TorchAttention(tensors)
-        x = self.embed(tensors.input_ids)  # [T, hidden]
-        for i, layer in enumerate(self.layers[:depth]):
-            if i in hidden_layers:
-                hidden[i] = x
-            x = self._block(layer, x, attention, kv[i])
-        if depth in hidden_layers:
-            hidden[depth] = x
+        tensors = batch.tensors()
+        paged = TorchAttention(tensors)
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return paged(q, k, v, kv[i], self.masking[i])
+
+        x, hidden = self.run(
+            self.embed(tensors.input_ids), tensors.positions, attend, depth, tuple(hidden_layers)
+        )
         return Output(self.logits(x[tensors.rows]), hidden)
-
-    def _block(
-        self, layer: Layer, x: torch.Tensor, attention: TorchAttention, cache: LayerCache
-    ) -> torch.Tensor:
-        """One layer: x [T, hidden] -> [T, hidden], in new memory."""
-        eps = self.config.rms_eps
-        added = layer.out(attention(layer.qkv(rms_norm(x, layer.attention_norm, eps)), cache, layer.heads))
-        if layer.after_attention is not None:
-            added = rms_norm(added, layer.after_attention, eps)
-        x = x + added
-        added = layer.down(_gate(layer.gate_up(rms_norm(x, layer.mlp_norm, eps)), self.config.activation))
-        if layer.after_mlp is not None:
-            added = rms_norm(added, layer.after_mlp, eps)
-        return x + added
-
-
-class _Builder:
-    """Turns named tensors into layers."""
-
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: str, bits: int) -> None:
-        self.checkpoint, self.config, self.device, self.bits = checkpoint, config, device, bits
-        self.tables = self._tables(config.rope)
-        self.local_tables = self._tables(config.rope_local) if config.rope_local is not None else self.tables
-
-    def _tables(self, rope: RopeConfig) -> RotaryTables:
-        tables = rotary_tables(rope, self.config.head_dim, self.config.max_context)
-        return RotaryTables(*(table.to(self.device) for table in tables))
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self.checkpoint.tensor(name).to(self.device).contiguous()
-
-    def linear(self, *names: str, prefix: str = "", bits: int | None = None) -> Linear:
-        """One linear layer from the rows of several: one call instead of three."""
-        weight = torch.cat([self.tensor(f"{prefix}{name}.weight") for name in names])
-        has_bias = f"{prefix}{names[0]}.bias" in self.config.weight_names()
-        bias = torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-        return Linear(weight, bias, bits=bits or self.bits)
-
-    def layer(self, index: int) -> Layer:
-        config, prefix = self.config, f"layers.{index}."
-        norms = [
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ]
-        before, after, *sandwich = [
-            self.tensor(f"{prefix}{n}.weight") for n in norms[: 4 if config.sandwich_norm else 2]
-        ]
-        return Layer(
-            attention_norm=before,
-            qkv=self.linear("q_proj", "k_proj", "v_proj", prefix=f"{prefix}self_attn."),
-            heads=self._heads(index),
-            out=self.linear("o_proj", prefix=f"{prefix}self_attn."),
-            after_attention=after if sandwich else None,
-            mlp_norm=sandwich[0] if sandwich else after,
-            gate_up=self.linear("gate_proj", "up_proj", prefix=f"{prefix}mlp."),
-            down=self.linear("down_proj", prefix=f"{prefix}mlp."),
-            after_mlp=sandwich[1] if sandwich else None,
-        )
-
-    def _heads(self, index: int) -> Heads:
-        config, is_local = self.config, self.config.is_local(index)
-        norms = None
-        if config.qk_norm:
-            prefix = f"layers.{index}.self_attn."
-            norms = (self.tensor(f"{prefix}q_norm.weight"), self.tensor(f"{prefix}k_norm.weight"))
-        window = config.sliding_window if is_local else None
-        return Heads(
-            self.local_tables if is_local else self.tables,
-            norms,
-            config.rms_eps,
-            config.scale,
-            window,
-            self.bits < 32,
-        )

@@ -29,4 +29,6 @@ def row_widths(config: ModelConfig, kept: KvFormat) -> tuple[int, int]:
 
 def bytes_per_token(config: ModelConfig, kept: KvFormat) -> int:
     keys, values = row_widths(config, kept)
-    return config.num_layers * config.num_kv_heads * (keys * kept.keys.itemsize + values * kept.values.itemsize)
+    return (
+        config.num_layers * config.num_kv_heads * (keys * kept.keys.itemsize + values * kept.values.itemsize)
+    )

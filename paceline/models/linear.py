@@ -1,33 +1,42 @@
 """y = x Wᵀ + b in plain torch, on any device. It can give back rows of W, so a tied output layer is also the
 embedding table.
 
-With a quantized dtype it is the oracle of the CPU kernels: weights and activations are rounded as theirs are,
-then multiplied in float32.
+With fewer than 32 bits it is the oracle of the CPU kernels: weights and activations are rounded as theirs
+are, then multiplied in float32.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.models.quantize import dequantize, quantize, round_activations
 
 
-class Linear:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, bits: int = 32) -> None:
-        self.weight = (
-            weight if bits == 32 else dequantize(quantize(weight, bits), weight.shape[1]).to(weight.dtype)
-        )
-        self.bias, self.bits = bias, bits
+class Linear(nn.Module):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, bits: int = 32) -> None:
+        super().__init__()
+        self.bits = bits
+        self.weight = nn.Parameter(self.rounded(weight), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.weight, self.bias) if t is not None)
+    @classmethod
+    def empty(cls, width: int, out: int, *, has_bias: bool = False, bits: int = 32) -> Linear:
+        """[out, width] without numbers yet."""
+        linear = cls(torch.empty(out, width), torch.empty(out) if has_bias else None)
+        linear.bits = bits
+        return linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:  # [T, in] -> [T, out]
-        return functional.linear(
-            x if self.bits == 32 else round_activations(x, self.bits), self.weight, self.bias
-        )
+    def rounded(self, weight: Tensor) -> Tensor:
+        """The weight as this layer multiplies with it."""
+        if self.bits == 32:
+            return weight
+        return dequantize(quantize(weight, self.bits), weight.shape[1]).to(weight.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:  # [n] -> [n, in]
+    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        x = x if self.bits == 32 else round_activations(x, self.bits)
+        return functional.linear(x, self.weight, self.bias)
+
+    def rows(self, ids: Tensor) -> Tensor:  # [n] -> [n, in]
         return functional.embedding(ids, self.weight)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ConfigError, ModelFileError
 
@@ -28,23 +29,23 @@ def bits_of(dtype: str) -> int:
 
 
 class Quantized(NamedTuple):
-    values: torch.Tensor  # [N, K] int8; K filled up to whole groups
-    scales: torch.Tensor  # [N, K / group] float32, exactly representable as stored
-    minima: torch.Tensor | None  # the same, for int4
+    values: Tensor  # [N, K] int8; K filled up to whole groups
+    scales: Tensor  # [N, K / group] float32, exactly representable as stored
+    minima: Tensor | None  # the same, for int4
 
 
 class Packed(NamedTuple):
     """A linear layer as the kernels read it."""
 
-    weight: torch.Tensor  # float32 [tiles, K, 16] or uint8 [tiles, groups, bytes of a block]
-    bias: torch.Tensor  # [rows of the tiles] float32
+    weight: Tensor  # float32 [tiles, K, 16] or uint8 [tiles, groups, bytes of a block]
+    bias: Tensor  # [rows of the tiles] float32
 
 
 def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _stored(values: torch.Tensor) -> torch.Tensor:
+def _stored(values: Tensor) -> Tensor:
     """As close as half precision comes."""
     halves = (values * STORED).half()
     if not bool(torch.isfinite(halves).all()):
@@ -54,7 +55,7 @@ def _stored(values: torch.Tensor) -> torch.Tensor:
     return halves.float() / STORED
 
 
-def quantize(weight: torch.Tensor, bits: int) -> Quantized:
+def quantize(weight: Tensor, bits: int) -> Quantized:
     """weight [N, K] -> integers and one scale a group."""
     num_rows, width = weight.shape
     group = GROUP[bits]
@@ -72,11 +73,11 @@ def quantize(weight: torch.Tensor, bits: int) -> Quantized:
     return Quantized(values.to(torch.int8).view(num_rows, -1), scales, minima)
 
 
-def _safe(scales: torch.Tensor) -> torch.Tensor:
+def _safe(scales: Tensor) -> Tensor:
     return torch.where(scales == 0, torch.ones_like(scales), scales)[..., None]
 
 
-def dequantize(quantized: Quantized, width: int) -> torch.Tensor:
+def dequantize(quantized: Quantized, width: int) -> Tensor:
     """-> [N, width] float32."""
     values, scales, minima = quantized
     grouped = values.view(*scales.shape, -1).float() * scales[..., None]
@@ -85,8 +86,8 @@ def dequantize(quantized: Quantized, width: int) -> torch.Tensor:
     return grouped.view(values.shape)[:, :width]
 
 
-def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x [T, K] as a product with weights of so many bits sees it: int8 times a scale for each group."""
+def round_activations(x: Tensor, bits: int) -> Tensor:
+    """x [T, K] as a product with weights of that many bits sees it: int8 times a scale for each group."""
     width, group = x.shape[-1], GROUP[bits]
     grouped = torch.nn.functional.pad(x, (0, padded(width, group) - width)).unflatten(-1, (-1, group))
     top = grouped.abs().amax(-1, keepdim=True)
@@ -94,18 +95,18 @@ def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:
     return ((grouped * inverse).round() * (top / 127.0)).flatten(-2)[..., :width]
 
 
-def _fill_rows(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+def _fill_rows(rows: Tensor, multiple: int) -> Tensor:
     missing = padded(len(rows), multiple) - len(rows)
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
-def _half_bytes(values: torch.Tensor) -> torch.Tensor:
+def _half_bytes(values: Tensor) -> Tensor:
     """[N, groups] -> uint8 [tiles, groups, 2 * 8]."""
     tiles = _fill_rows(values, DOT_ROWS).view(-1, DOT_ROWS, values.shape[1])
     return (tiles.transpose(1, 2) * STORED).half().contiguous().view(torch.uint8)
 
 
-def pack_quantized(quantized: Quantized, bits: int) -> torch.Tensor:
+def pack_quantized(quantized: Quantized, bits: int) -> Tensor:
     """-> uint8 [tiles, groups, bytes of a block]."""
     values, scales, minima = quantized
     tiles = _fill_rows(values, DOT_ROWS).view(-1, DOT_ROWS, scales.shape[1], GROUP[bits] // 4, 4)
@@ -116,7 +117,7 @@ def pack_quantized(quantized: Quantized, bits: int) -> torch.Tensor:
     return torch.cat(parts, 2)
 
 
-def unpack_quantized(packed: torch.Tensor, bits: int) -> Quantized:
+def unpack_quantized(packed: Tensor, bits: int) -> Quantized:
     """The inverse; rows filled up to whole tiles."""
     num_tiles, groups, _ = packed.shape
     size = DOT_ROWS * GROUP[bits] * bits // 8
@@ -132,7 +133,7 @@ def unpack_quantized(packed: torch.Tensor, bits: int) -> Quantized:
     return Quantized(values, floats[0], floats[1] if bits == 4 else None)
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> Packed:
+def pack_linear(weight: Tensor, bias: Tensor | None, bits: int) -> Packed:
     """weight [N, K], bias [N]."""
     rows = FLOAT_ROWS if bits == 32 else DOT_ROWS
     if bias is None:

@@ -11,28 +11,41 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.models.config import RopeConfig
 
 
 class Frequencies(NamedTuple):
-    inverse: torch.Tensor  # [head_dim / 2] float32
+    inverse: Tensor  # [head_dim / 2] float32
     attention_factor: float  # multiplies cosines and sines
 
 
+class Angles(NamedTuple):
+    """Of the rows of a pass."""
+
+    cos: Tensor  # [..., head_dim / 2]
+    sin: Tensor
+
+
 class RotaryTables(NamedTuple):
-    cos: torch.Tensor  # [num_positions, head_dim / 2]
-    sin: torch.Tensor
+    cos: Tensor  # [num_positions, head_dim / 2]
+    sin: Tensor
+
+    def to(self, device: torch.device) -> RotaryTables:
+        return RotaryTables(self.cos.to(device), self.sin.to(device))
+
+    def at(self, positions: Tensor) -> Angles:
+        return Angles(self.cos[positions], self.sin[positions])
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Frequencies:
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.divisors is not None:
         if len(rope.divisors) != head_dim // 2:
-            raise ConfigError(
-                f"{len(rope.divisors)} rotary divisors for a head of {head_dim}; the model file should hold {head_dim // 2}"
-            )
+            found = f"{len(rope.divisors)} rotary divisors for a head of {head_dim}"
+            raise ConfigError(f"{found}; the model file should hold {head_dim // 2}")
         return Frequencies(plain / torch.tensor(rope.divisors), 1.0)
     if rope.kind == "linear":
         return Frequencies(plain / rope.factor, 1.0)
@@ -46,14 +59,14 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Frequencies:
     return Frequencies(plain, 1.0)
 
 
-def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     """Long waves are slowed by the factor, short ones stay, those between are blended."""
     turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
     blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - blend) * plain / rope.factor + blend * plain
 
 
-def _yarn(plain: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     """The same idea with the blend linear in the dimension's index, between those of beta_fast and beta_slow
     turns.
     """
@@ -76,8 +89,8 @@ def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> Rotary
     return RotaryTables(cos, sin)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, head_dim], cos and sin [T, head_dim / 2]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., heads, head_dim], cos and sin [..., head_dim / 2]; dimensions before may be missing."""
     left, right = x.chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)

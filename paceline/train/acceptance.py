@@ -9,45 +9,41 @@ decoding would, from one accepted token to the next.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from paceline.train.losses import Mix, agreement, teach
-from paceline.train.modules import Head
+from paceline.train.losses import Mix, agreement
 from paceline.train.stream import Batch
+from paceline.train.students import Student
 
 
 class Acceptance(NamedTuple):
     tau: float  # tokens a step, the target's own counted
     by_position: tuple[float, ...]  # chance that the first k + 1 drafted tokens are all right, over all rows
 
-    def __str__(self) -> str:
-        return f"τ {self.tau:.3f} [{' '.join(f'{chance:.3f}' for chance in self.by_position)}]"
+    def record(self) -> dict[str, Any]:
+        return {"tau": self.tau, "by_position": list(self.by_position)}
 
 
 @torch.no_grad()
-def hits(head: Head, batch: Batch, num_steps: int, dtype: torch.dtype) -> torch.Tensor:
+def hits(head: Student, batch: Batch, num_steps: int, dtype: torch.dtype) -> Tensor:
     """[N, K] bool: is step k of the draft from each row the target's choice?"""
-    seen = head.target.read(batch.ids, head.config.hidden_layers)
-    teacher = teach(head.target.final(seen.last.flatten(0, 1)[batch.rows]), head.target.head, head.draft_ids)
+    seen, teacher = head.target.observe(batch, head.config.hidden_layers, head.draft_ids)
     found = torch.zeros((len(batch.rows), num_steps), dtype=torch.bool, device=batch.ids.device)
     with torch.autocast(batch.ids.device.type, dtype, enabled=dtype != torch.float32):
         guesses = head.guesses(batch, seen, num_steps)
     for guess in guesses:
-        nothing = torch.zeros(len(guess.rows), device=guess.rows.device)
-        _, guessed = agreement(
-            guess.hidden.to(dtype), guess.weight, teacher, guess.rows, nothing, Mix(soft=0.0)
-        )
+        hidden, nothing = guess.hidden.to(dtype), torch.zeros(len(guess.rows), device=guess.rows.device)
+        _, guessed = agreement(hidden, guess.weight, teacher, guess.rows, nothing, Mix(soft=0.0))
         is_right = (guess.rows >= 0) & (guessed == teacher.best[guess.rows.clamp(min=0)])
         found[guess.base, guess.step] = is_right
     return found
 
 
-def measure(head: Head, batches: Iterable[Batch], num_steps: int, dtype: torch.dtype) -> Acceptance:
-    was_training = head.training
-    head.eval()
+def measure(head: Student, batches: Iterable[Batch], num_steps: int, dtype: torch.dtype) -> Acceptance:
     steps = gained = 0
     accepted: list[np.ndarray] = []
     for batch in batches:
@@ -57,15 +53,13 @@ def measure(head: Head, batches: Iterable[Batch], num_steps: int, dtype: torch.d
         for first, size in zip(batch.first.tolist(), batch.size.tolist(), strict=True):
             count, tokens = walk(lengths[first : first + size])
             steps, gained = steps + count, gained + tokens
-    head.train(was_training)
     every = np.concatenate(accepted) if accepted else np.zeros(1)
     return Acceptance(gained / max(steps, 1), tuple(float((every > k).mean()) for k in range(num_steps)))
 
 
 def walk(accepted: np.ndarray) -> tuple[int, int]:
-    """Decode one answer with drafts of which so many would be accepted at each row: -> steps, tokens. The
-    last row has nothing to add.
-    """
+    """Decode one answer; accepted [rows]: drafted tokens that would be accepted at each. -> steps, tokens.
+    The last row has nothing to add."""
     row = steps = tokens = 0
     while row < len(accepted) - 1:
         advance = 1 + int(accepted[row])

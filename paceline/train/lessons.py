@@ -7,7 +7,6 @@ Invariant: one batch, one pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,11 +16,12 @@ import torch
 from paceline.heads.config import target_hash
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
-from paceline.train.losses import Teacher, teach
 from paceline.train.recipes import Recipe
 from paceline.train.shards import Texts
-from paceline.train.stream import Batch, split
-from paceline.train.target import Seen, Target
+from paceline.train.stream import ROUND, split
+from paceline.train.target import Target
+
+PIECE = 1 << 14  # sequences that are counted together: an index of every token would be larger than the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,6 @@ class Lessons:
     device: torch.device
     dtype: torch.dtype
 
-    def observe(self, batch: Batch, taps: Sequence[int]) -> tuple[Seen, Teacher]:
-        """One pass of the target: hidden states after those layers, and its word on every row."""
-        seen = self.target.read(batch.ids, tuple(taps))
-        ids = torch.from_numpy(self.draft_ids).to(self.device)
-        return seen, teach(self.target.final(seen.last.flatten(0, 1)[batch.rows]), self.target.head, ids)
-
 
 class Known(NamedTuple):
     """What does not change when a head learns on from other text."""
@@ -54,12 +48,7 @@ class Known(NamedTuple):
 
 
 def prepare(
-    checkpoint: Checkpoint,
-    texts: Texts,
-    recipe: Recipe,
-    device: torch.device,
-    name: str = "",
-    known: Known | None = None,
+    checkpoint: Checkpoint, texts: Texts, recipe: Recipe, device: torch.device, known: Known | None = None
 ) -> Lessons:
     """The recipe says how many tokens can be drafted, how long a sequence is and how many answers are held
     out.
@@ -67,24 +56,16 @@ def prepare(
     known: what a head that is to learn on knows already; otherwise the commonest tokens of the answers are
     drafted.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
     learned, held = split(texts, recipe.num_held_out)
     frequency = answer_counts(texts, learned, checkpoint.config.vocab_size)
     ids, blank = known or draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
+    target = Target.load(checkpoint, dtype=dtype, device=device, context=recipe.max_length + ROUND)
     return Lessons(
-        name=name or checkpoint.name,
-        config=checkpoint.config,
-        target_hash=target_hash(checkpoint),
-        target=Target.load(checkpoint, device, dtype, recipe.max_length + 64),
-        texts=texts,
-        digest=texts.digest(),
-        learned=learned,
-        held=held,
-        draft_ids=ids,
-        blank=blank,
-        device=device,
-        dtype=dtype,
-    )
+        name=checkpoint.name, config=checkpoint.config, target_hash=target_hash(checkpoint), target=target,
+        texts=texts, digest=texts.digest(), learned=learned, held=held, draft_ids=ids, blank=blank,
+        device=device, dtype=getattr(torch, dtype),
+    )  # fmt: skip
 
 
 def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -93,10 +74,8 @@ def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarr
     is_chosen[chosen] = True
     lengths = np.diff(texts.starts)
     found = np.zeros(vocab_size, np.int64)
-    for begin in range(
-        0, len(texts), 1 << 14
-    ):  # a piece at a time: an index of every token would be larger than the text
-        part = slice(begin, min(begin + (1 << 14), len(texts)))
+    for begin in range(0, len(texts), PIECE):
+        part = slice(begin, min(begin + PIECE, len(texts)))
         tokens = texts.tokens[texts.starts[part.start] : texts.starts[part.stop]]
         size = lengths[part]
         within = np.arange(len(tokens)) - np.repeat(texts.starts[part] - texts.starts[part.start], size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 CHUNK = 4096  # rows whose logits are in memory together
 
@@ -26,8 +27,8 @@ class Mix(NamedTuple):
 class Teacher(NamedTuple):
     """The target's word on each row of a batch."""
 
-    chances: torch.Tensor  # [N, draft vocabulary] half precision: p, renormalized over what can be drafted
-    best: torch.Tensor  # [N]: draft id of the target's first choice, or -1 where it cannot be drafted
+    chances: Tensor  # [N, draft vocabulary] half precision: p, renormalized over what can be drafted
+    best: Tensor  # [N]: draft id of the target's first choice, or -1 where it cannot be drafted
 
 
 class _Agreement(torch.autograd.Function):
@@ -35,14 +36,8 @@ class _Agreement(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        teacher: Teacher,
-        rows: torch.Tensor,
-        scale: torch.Tensor,
-        mix: Mix,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, scale: Tensor, mix: Mix
+    ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[:2]
         to_hidden = torch.empty_like(hidden) if needs[0] else None
         to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
@@ -67,7 +62,7 @@ class _Agreement(torch.autograd.Function):
         return loss, found
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         to_hidden, to_weight = ctx.saved_tensors
         return (
             None if to_hidden is None else to_hidden * grads[0].to(to_hidden.dtype),
@@ -76,9 +71,7 @@ class _Agreement(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _compare(
-    logits: torch.Tensor, chances: torch.Tensor, best: torch.Tensor, mix: Mix
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _compare(logits: Tensor, chances: Tensor, best: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
     """Loss of each row [n], and its slope with respect to the logits [n, vocabulary]."""
     p, log_q = chances.float(), logits.log_softmax(-1)
     q = log_q.exp()
@@ -99,13 +92,8 @@ def _compare(
 
 
 def agreement(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    teacher: Teacher,
-    rows: torch.Tensor,
-    scale: torch.Tensor,
-    mix: Mix,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, scale: Tensor, mix: Mix
+) -> tuple[Tensor, Tensor]:
     """hidden [n, width], weight [draft vocabulary, width], rows [n] of the teacher (-1: none), scale [n].
 
     -> the sum of scale * loss, and the draft id guessed in each row [n].
@@ -115,7 +103,7 @@ def agreement(
 
 
 @torch.no_grad()
-def teach(final: torch.Tensor, head: torch.Tensor, draft_ids: torch.Tensor, chunk: int = CHUNK) -> Teacher:
+def teach(final: Tensor, head: Tensor, draft_ids: Tensor, chunk: int = CHUNK) -> Teacher:
     """final [N, hidden]: what the target's output layer reads. Its first choice is over all tokens, its
     chances over those of the draft.
     """

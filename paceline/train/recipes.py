@@ -25,6 +25,10 @@ from paceline.models.config import ModelConfig
 from paceline.train.losses import Mix
 
 WIDTH = 576  # of the model that the rates were found on
+COUNTS = (
+    "num_steps", "batch_tokens", "max_length", "draft_vocab_size", "num_layers", "num_taps", "num_blocks",
+    "num_held_out",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +55,12 @@ class Recipe:
     num_held_out: int = 512  # greedy answers that acceptance is measured on
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_steps",
-            "batch_tokens",
-            "max_length",
-            "draft_vocab_size",
-            "num_layers",
-            "num_taps",
-            "num_blocks",
-            "num_held_out",
-        ):
+        for name in COUNTS:
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, name, value, "use a whole number, 1 or more")
         require(0 < self.rate <= 0.1, "rate", self.rate, "use a number up to 0.1, such as 1e-3")
-        require(
-            0 <= self.average < 1, "average", self.average, "use a number from 0 to below 1, such as 0.999"
-        )
+        remedy = "use a number from 0 to below 1, such as 0.999"
+        require(0 <= self.average < 1, "average", self.average, remedy)
 
     def rate_for(self, width: int) -> float:
         """Wide layers add up more of every step, so they take smaller ones."""
@@ -90,39 +84,24 @@ def recipe_for(kind: str, **changes: Any) -> Recipe:
 def head_config(
     recipe: Recipe, target: ModelConfig, name: str, digest: str, mask_token_id: int
 ) -> HeadConfig:
-    """The head that a recipe makes for a target."""
-    shared: dict[str, Any] = {
-        **shared_fields(target, name, digest, recipe.draft_vocab_size),
-        "has_lm_head": recipe.has_lm_head,
-    }
-    if recipe.kind == "medusa":
-        trunk = _eagle_config(recipe, target, {**shared, "has_lm_head": False}) if recipe.has_trunk else None
-        return MedusaConfig(
-            **shared, num_heads_ahead=recipe.num_steps, num_blocks=recipe.num_blocks, trunk=trunk
-        )
-    if recipe.kind == "eagle":
-        return _eagle_config(recipe, target, shared)
-    layered = {**shared, **_layer_fields(recipe, target)}
-    if recipe.kind == "dflash":
-        return DflashConfig(
-            **layered, taps=default_taps(target.num_layers, recipe.num_taps), num_layers=recipe.num_layers, block_size=recipe.num_steps,
-            mask_token_id=mask_token_id, markov_rank=recipe.markov_rank,
-        )  # fmt: skip
-    return DraftConfig(**layered, num_layers=recipe.num_layers)
-
-
-def _layer_fields(recipe: Recipe, target: ModelConfig) -> dict[str, Any]:
-    """Of the kinds that attend: the target's sizes."""
-    return {
+    """The head that a recipe makes for a target; kinds that attend have the target's sizes."""
+    shared = shared_fields(target, name, digest, recipe.draft_vocab_size)
+    shared["has_lm_head"] = recipe.has_lm_head
+    layered = shared | {
         "num_heads": target.num_heads,
         "num_kv_heads": target.num_kv_heads,
         "head_dim": target.head_dim,
         "intermediate_size": recipe.intermediate_size or target.intermediate_size,
         "rope": target.rope,
     }
-
-
-def _eagle_config(recipe: Recipe, target: ModelConfig, shared: dict[str, Any]) -> EagleConfig:
-    return EagleConfig(
-        **shared, **_layer_fields(recipe, target), taps=default_taps(target.num_layers, recipe.num_taps)
-    )
+    taps, depth = default_taps(target.num_layers, recipe.num_taps), recipe.num_layers
+    if recipe.kind == "medusa":
+        trunk = EagleConfig(**(layered | {"has_lm_head": False}), taps=taps) if recipe.has_trunk else None
+        heads, blocks = recipe.num_steps, recipe.num_blocks
+        return MedusaConfig(**shared, num_heads_ahead=heads, num_blocks=blocks, trunk=trunk)
+    if recipe.kind == "eagle":
+        return EagleConfig(**layered, taps=taps)
+    if recipe.kind == "dflash":
+        layered |= {"block_size": recipe.num_steps, "mask_token_id": mask_token_id}
+        return DflashConfig(**layered, taps=taps, num_layers=depth, markov_rank=recipe.markov_rank)
+    return DraftConfig(**layered, num_layers=depth)

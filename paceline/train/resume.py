@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ConfigError, ModelFileError
 
@@ -36,8 +37,8 @@ def identity(trainer: Trainer) -> dict[str, Any]:
 def save_state(trainer: Trainer, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors: dict[str, torch.Tensor] = {}
-    for name, weight in trainer.head.named_parameters():
+    tensors: dict[str, Tensor] = {}
+    for name, weight in trainer.weights.items():
         tensors[f"weight:{name}"] = weight.detach()
         moments = trainer.optimizer.state.get(weight, {})
         tensors.update({f"{moment}:{name}": moments[moment] for moment in MOMENTS if moment in moments})
@@ -45,12 +46,9 @@ def save_state(trainer: Trainer, folder: Path) -> None:
     place = {name: getattr(trainer.place, name) for name in trainer.place.__slots__}
     numbers = json.dumps({"identity": identity(trainer), "place": place})
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: t.contiguous().cpu() for name, t in tensors.items()},
-        folder / f"{STATE}.part",
-        metadata={"numbers": numbers},
-    )
-    (folder / f"{STATE}.part").replace(folder / STATE)
+    partial = folder / f"{STATE}.part"
+    save_file({n: t.contiguous().cpu() for n, t in tensors.items()}, partial, metadata={"numbers": numbers})
+    partial.replace(folder / STATE)
 
 
 def load_state(trainer: Trainer, folder: Path) -> None:
@@ -69,24 +67,18 @@ def load_state(trainer: Trainer, folder: Path) -> None:
     theirs = numbers.get("identity", {})
     for name, value in identity(trainer).items():
         if theirs.get(name) != value:
-            there = f"{theirs.get(name)!r:.90}"
             raise ConfigError(
-                f"{folder} was trained with {name} {there}, not {value!r:.90}; resume with the same, or start anew"
+                f"{folder} was trained with {name} {theirs.get(name)!r:.90}, not {value!r:.90}; "
+                "resume with the same, or start anew"
             )
-    from paceline.train.trainer import Place
-
-    trainer.place = Place(**numbers["place"])
-    on_device = trainer.device.type == "cuda"
+    trainer.place = type(trainer.place)(**numbers["place"])
+    steps = torch.tensor(float(trainer.place.step))
     with torch.no_grad():
-        for name, weight in trainer.head.named_parameters():
+        for name, weight in trainer.weights.items():
             weight.copy_(tensors[f"weight:{name}"])
             if f"{MOMENTS[0]}:{name}" in tensors:
-                state: dict[str, Any] = {
-                    moment: tensors[f"{moment}:{name}"].to(weight.device) for moment in MOMENTS
-                }
-                state["step"] = torch.tensor(
-                    float(trainer.place.step), device=weight.device if on_device else "cpu"
-                )
+                state = {moment: tensors[f"{moment}:{name}"].to(weight.device) for moment in MOMENTS}
+                state["step"] = steps.to(weight.device).clone()
                 trainer.optimizer.state[weight] = state
         for name in trainer.average:
             trainer.average[name].copy_(tensors[f"average:{name}"])

@@ -1,4 +1,4 @@
-"""A training from text to a head on disk: what `paceline train` and scripts/train_heads.py share.
+"""A training from text to a head on disk: what `paceline train` runs once the text is written.
 
 Writes DIR/model.safetensors, config.json, provenance.json and curves.png; what is needed to go on lies in
 DIR/state.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import read_json
 from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
-from paceline.train.curves import draw_curves
 from paceline.train.lessons import Known, prepare
 from paceline.train.recipes import RECIPES, Recipe
 from paceline.train.resume import STATE, load_state
@@ -31,73 +30,66 @@ from paceline.train.shards import Texts
 from paceline.train.trainer import Limit, Report, Trainer, run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What a training is asked for, beside its text and recipes."""
+
+    limit: Limit
+    device: torch.device
+    seed: int = 0
+    bits: int = 16  # of a weight in the file
+    is_resumed: bool = False
+    start: Path | None = None  # a head whose weights are the first ones, or a folder of one for each kind
+    others: Mapping[str, Texts] = field(default_factory=dict)  # texts to measure acceptance on at the end
+    num_measures: int = 20  # on the way
+    command: Sequence[str] = ()  # for the provenance
+    is_over: Callable[[], bool] = lambda: False  # asked after every step: whether to stop before the limit
+
+
 def train(
     checkpoint: Checkpoint,
     texts: Texts,
     recipes: Sequence[Recipe],
-    limit: Limit,
     folders: Sequence[Path],
-    *,
-    device: torch.device,
-    seed: int,
-    command: Sequence[str],
+    config: TrainConfig,
     report: Report,
-    states: Sequence[Path] | None = None,
-    is_resumed: bool = False,
-    start: Path | None = None,
-    others: Mapping[str, Texts] | None = None,
-    bits: int = 16,
-    is_over: Callable[[], bool] = lambda: False,
-    num_measures: int = 20,
 ) -> list[Acceptance]:
-    """One head a recipe, all on the same passes of the target, each into its folder.
-
-    states: where checkpoints lie. start: a head whose weights are the first ones, or a folder of one for each
-    kind. others: more texts to measure acceptance on at the end.
-    """
-    states = states or [folder / "state" for folder in folders]
+    """One head a recipe, all on the same passes of the target, each into its folder."""
+    states = [folder / "state" for folder in folders]
     begun = next((state for state in states if (state / STATE).exists()), None)
-    if begun is not None and not is_resumed:
+    if begun is not None and not config.is_resumed:
         raise ConfigError(
             f"{begun} holds a training that was begun; resume it (--resume), or choose another folder"
         )
-    starts = [_start_of(recipe, start) for recipe in recipes]
-    lessons = prepare(checkpoint, texts, recipes[0], device, known=_known(starts))
-    trainers = [Trainer(lessons, recipe, limit, seed) for recipe in recipes]
+    starts = [_start_of(recipe, config.start) for recipe in recipes]
+    lessons = prepare(checkpoint, texts, recipes[0], config.device, known=_known(starts))
+    trainers = [Trainer(lessons, recipe, config.limit, config.seed) for recipe in recipes]
     for trainer, state, first in zip(trainers, states, starts, strict=True):
-        if is_resumed:
+        if config.is_resumed:
             load_state(trainer, state)
         elif first is not None:
             start_from(trainer, first)
-    run(trainers, states, report, is_over, num_measures)
-    return [
-        _finish(trainer, folder, first, command, others or {}, bits, report)
-        for trainer, folder, first in zip(trainers, folders, starts, strict=True)
-    ]
+    run(trainers, states, report, config.is_over, config.num_measures)
+    found = []
+    for trainer, folder, first in zip(trainers, folders, starts, strict=True):
+        found.append(_finish(trainer, folder, first, config))
+        numbers = {"folder": str(folder), "kind": trainer.recipe.kind, "acceptance": found[-1]}
+        report("saved", numbers)
+    return [acceptance["held_out"] for acceptance in found]
 
 
-def _finish(
-    trainer: Trainer,
-    folder: Path,
-    first: Path | None,
-    command: Sequence[str],
-    others: Mapping[str, Texts],
-    bits: int,
-    report: Report,
-) -> Acceptance:
-    """Measure once more, save, draw."""
+def _finish(trainer: Trainer, folder: Path, first: Path | None, config: TrainConfig) -> dict[str, Acceptance]:
+    """Measure on the other texts, save, draw. -> acceptance by the name of a text."""
     last = trainer.place.curve[-1]
-    found = Acceptance(last["tau"], tuple(last["by_position"]))
-    apart = {name: trainer.accept(text, np.arange(len(text))) for name, text in others.items()}
-    notes = provenance(trainer, command, found, apart)
+    held_out = Acceptance(last["tau"], tuple(last["by_position"]))
+    apart = {name: trainer.accept(text, np.arange(len(text))) for name, text in config.others.items()}
+    found = {"held_out": held_out, **apart}
+    notes = provenance(trainer, config.command, found)
     if first is not None and (first / PROVENANCE).is_file():
-        notes["before"] = {
-            name: value for name, value in read_json(first / PROVENANCE).items() if name != "curve"
-        }
-    config = replace(trainer.config, first_accepted=round(found.by_position[0], 4))
-    save_head(folder, config, trainer.tensors(), notes, bits)
+        notes["before"] = {n: value for n, value in read_json(first / PROVENANCE).items() if n != "curve"}
+    head = replace(trainer.config, first_accepted=round(held_out.by_position[0], 4))
+    save_head(folder, head, trainer.tensors(), notes, config.bits)
     draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)
-    report("saved", {"folder": str(folder), "kind": trainer.recipe.kind, "acceptance": notes["acceptance"]})
     return found
 
 
@@ -113,9 +105,7 @@ def _known(starts: Sequence[Path | None]) -> Known | None:
     change them.
     """
     read = [read_head(folder) for folder in starts if folder is not None]
-    ids = next(
-        (tensors["draft_ids"].numpy().astype(np.int64) for _, tensors in read if "draft_ids" in tensors), None
-    )
+    ids = next((tensors["draft_ids"].numpy() for _, tensors in read if "draft_ids" in tensors), None)
     blank = next((config.mask_token_id for config, _ in read if isinstance(config, DflashConfig)), 0)
     return None if ids is None else Known(ids, blank)
 
@@ -126,22 +116,21 @@ def start_from(trainer: Trainer, folder: Path) -> None:
     wanted = trainer.config
     if isinstance(config, EagleConfig) and isinstance(wanted, MedusaConfig) and wanted.trunk is not None:
         config, wanted = replace(config, has_lm_head=False), wanted.trunk
-        tensors = {
-            name if name in ("draft_ids", "lm_head.weight") else TRUNK + name: tensor
-            for name, tensor in tensors.items()
-        }
+        shared = ("draft_ids", "lm_head.weight")
+        tensors = {name if name in shared else TRUNK + name: tensor for name, tensor in tensors.items()}
     config = _renamed(config, wanted.target_name)  # the hash says whose it is, not the name
     if config != wanted:
         differs = next(n for n in asdict(wanted) if getattr(config, n, None) != getattr(wanted, n))
         theirs, mine = getattr(config, differs, None), getattr(wanted, differs)
         raise ConfigError(
-            f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; start from a head of the same shape"
+            f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; "
+            "start from a head of the same shape"
         )
     ids = tensors.pop("draft_ids", None)
     if ids is not None and not np.array_equal(ids.numpy(), trainer.lessons.draft_ids):
         raise ConfigError(f"{folder} drafts other tokens than the heads beside it; train it by itself")
     with torch.no_grad():
-        for name, weight in trainer.head.named_parameters():
+        for name, weight in trainer.weights.items():
             if name in tensors:  # a trunk's head has no blocks yet
                 weight.copy_(tensors[name])
             if name in trainer.average:
@@ -156,36 +145,54 @@ def _renamed(config: HeadConfig, name: str) -> HeadConfig:
     return config
 
 
-def provenance(
-    trainer: Trainer, command: Sequence[str], found: Acceptance, apart: Mapping[str, Acceptance]
-) -> dict[str, Any]:
+def provenance(trainer: Trainer, command: Sequence[str], found: Mapping[str, Acceptance]) -> dict[str, Any]:
     """How a head came to be."""
-    place, device = trainer.place, trainer.device
+    place, lessons = trainer.place, trainer.lessons
+    text = {
+        "sha256": lessons.digest,
+        "sequences": len(lessons.texts),
+        "tokens": int(lessons.texts.starts[-1]),
+        "answer_tokens": lessons.texts.num_answer_tokens,
+        "held_out": len(lessons.held),
+    }
+    seconds = round(place.seconds, 1)
     return {
         "version": __version__,
         "command": list(command),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "target": {"name": trainer.config.target_name, "hash": trainer.config.target_hash},
-        "text": {
-            "sha256": trainer.lessons.digest,
-            "sequences": len(trainer.lessons.texts),
-            "tokens": int(trainer.lessons.texts.starts[-1]),
-            "answer_tokens": trainer.lessons.texts.num_answer_tokens,
-            "held_out": len(trainer.lessons.held),
-        },
+        "text": text,
         "seed": trainer.seed,
         "recipe": asdict(trainer.recipe),
-        "trained": {
-            "steps": place.step,
-            "rounds": place.round,
-            "tokens": place.tokens,
-            "seconds": round(place.seconds, 1),
-        },
+        "trained": {"steps": place.step, "rounds": place.round, "tokens": place.tokens, "seconds": seconds},
         "torch": torch.__version__,
-        "device": device_name(device),
-        "acceptance": {
-            name: {"tau": a.tau, "by_position": list(a.by_position)}
-            for name, a in {"held_out": found, **apart}.items()
-        },
+        "device": device_name(trainer.device),
+        "acceptance": {name: acceptance.record() for name, acceptance in found.items()},
         "curve": place.curve,
     }
+
+
+def draw_curves(path: Path, curve: Sequence[dict[str, Any]], kind: str) -> None:
+    """Loss and held-out tokens a step over the tokens read; nothing where there is no matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    millions = [record["tokens"] / 1e6 for record in curve]
+    left.plot(millions[1:], [record["loss"] for record in curve[1:]], color="#c2410c")
+    left.set(xlabel="million tokens read", ylabel="loss", title=f"{kind}: loss")
+    right.plot(millions, [record["tau"] for record in curve], color="#0f766e", label="tokens a step")
+    for k in range(len(curve[0]["by_position"])):
+        chances = [record["by_position"][k] for record in curve]
+        right.plot(millions, chances, color="#0f766e", alpha=0.5 / (k + 1) + 0.1, linewidth=1)
+    right.set(xlabel="million tokens read", title="held-out: tokens a step; below, chance of each position")
+    right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.grid(alpha=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)

@@ -17,8 +17,6 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, ModelFileError
 
-SHARD_TOKENS = 9_000_000  # about 13 MiB compressed
-
 
 class Written(NamedTuple):
     """A prompt and the target's answer to it."""
@@ -66,23 +64,11 @@ def joined(parts: Sequence[Texts]) -> Texts:
     starts = [np.zeros(1, np.int64)]
     for part in parts:
         starts.append(part.starts[1:] + starts[-1][-1])
-    return Texts(
-        np.concatenate([p.tokens for p in parts]),
-        np.concatenate(starts),
-        np.concatenate([p.num_prompt for p in parts]),
-        np.concatenate([p.temperature for p in parts]),
+    tokens, num_prompt, temperature = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("tokens", "num_prompt", "temperature")
     )
-
-
-def piece(texts: Texts, first: int, last: int) -> Texts:
-    """Sequences first .. last - 1."""
-    begin, end = texts.starts[first], texts.starts[last]
-    return Texts(
-        texts.tokens[begin:end],
-        texts.starts[first : last + 1] - begin,
-        texts.num_prompt[first:last],
-        texts.temperature[first:last],
-    )
+    return Texts(tokens, np.concatenate(starts), num_prompt, temperature)
 
 
 def save_shard(path: Path, texts: Texts) -> None:
@@ -90,19 +76,6 @@ def save_shard(path: Path, texts: Texts) -> None:
     with partial.open("wb") as file:
         np.savez_compressed(file, **texts._asdict())
     partial.rename(path)
-
-
-def save_shards(folder: Path, texts: Texts, name: str, shard_tokens: int = SHARD_TOKENS) -> list[Path]:
-    """Cut between sequences, each shard about `shard_tokens` long."""
-    paths: list[Path] = []
-    first = 0
-    while first < len(texts):
-        end = int(np.searchsorted(texts.starts, texts.starts[first] + shard_tokens, side="right")) - 1
-        last = max(min(end, len(texts)), first + 1)
-        paths.append(folder / f"{name}-{len(paths):02d}.npz")
-        save_shard(paths[-1], piece(texts, first, last))
-        first = last
-    return paths
 
 
 def load_shard(path: Path) -> Texts:

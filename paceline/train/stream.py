@@ -11,10 +11,12 @@ order of batches is a function of the seed and the round.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.train.shards import Texts
@@ -26,15 +28,20 @@ SORTED_TOGETHER = 8192  # sequences
 class Batch(NamedTuple):
     """Sequences filled up to one length."""
 
-    ids: torch.Tensor  # [B, S] int64, zeros behind the end
-    rows: torch.Tensor  # [N]: b * S + t
-    sequence: torch.Tensor  # [N]: b
-    first: torch.Tensor  # [B]: index of a sequence's first row among the N
-    size: torch.Tensor  # [B]: rows of a sequence
+    ids: Tensor  # [B, S] int64, zeros behind the end
+    rows: Tensor  # [N]: b * S + t
+    sequence: Tensor  # [N]: b
+    first: Tensor  # [B]: index of a sequence's first row among the N
+    size: Tensor  # [B]: rows of a sequence
     num_tokens: int  # of the texts, filling not counted
 
     @property
-    def position(self) -> torch.Tensor:
+    def numbers(self) -> Tensor:
+        """[N]: 0, 1, 2, ..."""
+        return torch.arange(len(self.rows), device=self.rows.device)
+
+    @property
+    def position(self) -> Tensor:
         """[N]: t."""
         return self.rows % self.ids.shape[1]
 
@@ -42,14 +49,14 @@ class Batch(NamedTuple):
         ids, rows, sequence, first, size = (part.to(device, non_blocking=True) for part in self[:5])
         return Batch(ids, rows, sequence, first, size, self.num_tokens)
 
-    def token_after(self, distance: int) -> torch.Tensor:
+    def token_after(self, distance: int) -> Tensor:
         """[N]: the token at t + distance, or any beyond the end."""
         flat = self.ids.flatten()
         return flat[(self.rows + distance).clamp(max=len(flat) - 1)]
 
-    def row_after(self, distance: int) -> torch.Tensor:
+    def row_after(self, distance: int) -> Tensor:
         """[N]: the row of t + distance, or -1 where the sequence has none."""
-        index = torch.arange(len(self.rows), device=self.rows.device) + distance
+        index = self.numbers + distance
         inside = index < (self.first + self.size)[self.sequence]
         return torch.where(inside, index, -1)
 
@@ -116,7 +123,14 @@ def make_batch(texts: Texts, indices: list[int], max_length: int) -> Batch:
     size = np.array(counts, np.int64)
     sequence = np.repeat(np.arange(len(indices)), size)
     first = np.cumsum(size) - size
-    return Batch(
-        torch.from_numpy(ids), torch.from_numpy(np.concatenate(rows)), torch.from_numpy(sequence), torch.from_numpy(first),
-        torch.from_numpy(size), num_tokens,
-    )  # fmt: skip
+    columns = [torch.from_numpy(x) for x in (ids, np.concatenate(rows), sequence, first, size)]
+    return Batch._make([*columns, num_tokens])
+
+
+def prefetched(made: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches in the same order, the next made by a thread while one is computed on."""
+    with ThreadPoolExecutor(1, "batches") as pool:
+        following = pool.submit(next, made, None)
+        while (batch := following.result()) is not None:
+            following = pool.submit(next, made, None)
+            yield batch

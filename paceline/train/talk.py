@@ -19,20 +19,26 @@ from paceline.train.writing import Ask, Conversation
 Message = Mapping[str, str]
 MARK = "\u2021\u2021here\u2021\u2021"  # stands for a user's words while the template is looked through
 FOLLOW_UPS = (
-    "Can you rephrase that in simpler words?", "Summarize your answer in one sentence.", "Give me three examples.", "Why?",
-    "Now turn it into a list.", "Rewrite it in a more formal tone.", "What would be an argument against it?", "Make it shorter.",
-    "Explain the second point in more detail.", "Write it as a short poem.", "Is there anything you would change about your answer?",
-    "How could I check that this is right?", "Continue.", "Translate your answer into German.", "Now write the opposite view.",
-    "Add a metaphor to each sentence.", "Which of these matters most, and why?", "Put it as a table.", "Give a concrete plan for a week.",
+    "Can you rephrase that in simpler words?", "Summarize your answer in one sentence.", "Why?", "Continue.",
+    "Now turn it into a list.", "Rewrite it in a more formal tone.", "What would be an argument against it?",
+    "Explain the second point in more detail.", "Write it as a short poem.", "Give me three examples.",
+    "Is there anything you would change about your answer?", "How could I check that this is right?",
+    "Make it shorter.", "Translate your answer into German.", "Now write the opposite view.",
+    "Add a metaphor to each sentence.", "Which of these matters most, and why?", "Put it as a table.",
+    "Give a concrete plan for a week.",
 )  # fmt: skip
 SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "Answer briefly.", "You are a friendly teacher.", "You are an expert programmer.", "Be concise.",
-    "You are a journalist. Write clearly.", "Think step by step.", "You are a translator.", "Answer only from the given text.",
+    "You are a helpful assistant.", "Answer briefly.", "You are a friendly teacher.", "Be concise.",
+    "You are an expert programmer.", "You are a journalist. Write clearly.", "Think step by step.",
+    "You are a translator.", "Answer only from the given text.",
+)  # fmt: skip
+FIRST_WORDS = (
+    "The", "A", "In", "When", "How", "It", "def", "1.", "#", "Dear", "We", "I", "There", "What", "On", "If",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class Style:
     """How one conversation is carried on."""
 
     tokenizer: Tokenizer
@@ -50,45 +56,43 @@ class Voice:
 
     def opening(self) -> list[Message]:
         """Now and then a system prompt of the user's own; else what the template says by itself."""
-        return (
-            [{"role": "system", "content": self.draw.choice(SYSTEM_PROMPTS)}]
-            if self.draw.random() < 0.05
-            else []
-        )
+        if self.draw.random() >= 0.05:
+            return []
+        return [{"role": "system", "content": self.draw.choice(SYSTEM_PROMPTS)}]
 
     def read(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens).strip()
 
 
-def chat(voice: Voice, turns: Sequence[str], temperature: float | None = None) -> Conversation:
+def chat(style: Style, turns: Sequence[str]) -> Conversation:
     """The user's turns as given, the target's answers between them, all at one temperature."""
-    warmth = voice.temperature() if temperature is None else temperature
-    messages: list[Message] = voice.opening()
+    temperature = style.temperature()
+    messages: list[Message] = style.opening()
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        prompt = voice.tokenizer.encode_chat(messages)
-        if len(prompt) > voice.max_prompt:
+        prompt = style.tokenizer.encode_chat(messages)
+        if len(prompt) > style.max_prompt:
             return
-        said = yield Ask(prompt, warmth, voice.length(), voice.seed())
-        messages.append({"role": "assistant", "content": voice.read(said)})
+        answer = yield Ask(prompt, temperature, style.length(), style.seed())
+        messages.append({"role": "assistant", "content": style.read(answer)})
 
 
-def invented(voice: Voice, num_turns: int) -> Conversation:
+def invented(style: Style, num_turns: int) -> Conversation:
     """The target writes the user's turns, too."""
-    warmth = voice.temperature()
+    temperature = style.temperature()
     messages: list[Message] = []
     for _ in range(num_turns):
-        opening = _up_to_user(voice.tokenizer, messages)
-        if len(opening) > voice.max_prompt:
+        opening = _up_to_user(style.tokenizer, messages)
+        if len(opening) > style.max_prompt:
             return
-        turn = yield Ask(opening, voice.draw.choice((0.8, 1.0, 1.0)), 160, voice.seed(), is_kept=False)
-        text = voice.read(turn)
+        turn = yield Ask(opening, style.draw.choice((0.8, 1.0, 1.0)), 160, style.seed(), is_kept=False)
+        text = style.read(turn)
         if len(text) < 4:
             return
         messages.append({"role": "user", "content": text})
-        prompt = voice.tokenizer.encode_chat(messages)
-        said = yield Ask(prompt, warmth, voice.length(), voice.seed())
-        messages.append({"role": "assistant", "content": voice.read(said)})
+        prompt = style.tokenizer.encode_chat(messages)
+        answer = yield Ask(prompt, temperature, style.length(), style.seed())
+        messages.append({"role": "assistant", "content": style.read(answer)})
 
 
 def _up_to_user(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
@@ -97,76 +101,50 @@ def _up_to_user(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     return tokenizer.encode(text[: text.index(MARK)], add_special=False)
 
 
-def raw(voice: Voice, text: str) -> Conversation:
+def raw(style: Style, text: str) -> Conversation:
     """For a model without a chat template: it goes on writing a text, or starts one."""
-    prompt = voice.tokenizer.encode(text)
-    if prompt and len(prompt) <= voice.max_prompt:
-        yield Ask(prompt, voice.temperature(), voice.length(), voice.seed())
+    prompt = style.tokenizer.encode(text)
+    if prompt and len(prompt) <= style.max_prompt:
+        yield Ask(prompt, style.temperature(), style.length(), style.seed())
 
 
 def about(
-    voice: Voice, request: str, use: Callable[[str], str | None], times: int = 1, warmth: float = 0.9
+    style: Style, request: str, use: Callable[[str], str | None], times: int = 1, temperature: float = 0.9
 ) -> Conversation:
     """First the target writes a text (an article, a sentence in German, a question); then it is asked to do
     something with it.
     """
-    opening = voice.tokenizer.encode_chat([{"role": "user", "content": request}])
-    if len(opening) > voice.max_prompt:
+    opening = style.tokenizer.encode_chat([{"role": "user", "content": request}])
+    if len(opening) > style.max_prompt:
         return
-    said = yield Ask(opening, warmth, 220, voice.seed(), is_kept=False)
+    answer = yield Ask(opening, temperature, 220, style.seed(), is_kept=False)
     for _ in range(times):
-        prompt = use(voice.read(said))
+        prompt = use(style.read(answer))
         if prompt:
-            yield from chat(voice, [prompt])
+            yield from chat(style, [prompt])
 
 
 def conversations(
     tokenizer: Tokenizer, prompts: Sequence[Sequence[str]], seed: int
 ) -> Iterator[Conversation]:
     """Without end: the given prompts in a new order each time round, each sometimes with a follow-up; without
-    prompts, invented ones.
-    """
-    voice = Voice(tokenizer, random.Random(seed))
-    has_template = tokenizer.has_chat_template
+    prompts, invented ones."""
+    style = Style(tokenizer, random.Random(seed))
     order = list(range(len(prompts)))
     while True:
-        voice.draw.shuffle(order)
+        style.draw.shuffle(order)
         for index in order:
-            if has_template:
-                extra = [voice.draw.choice(FOLLOW_UPS)] if voice.draw.random() < 0.15 else []
-                yield chat(voice, [*prompts[index], *extra])
+            if tokenizer.has_chat_template:
+                extra = [style.draw.choice(FOLLOW_UPS)] if style.draw.random() < 0.15 else []
+                yield chat(style, [*prompts[index], *extra])
             else:
-                yield raw(voice, prompts[index][0])
-        if not order or voice.draw.random() < 0.5:
-            yield (
-                invented(voice, voice.draw.choice((1, 1, 2)))
-                if has_template
-                else raw(voice, _opening_word(voice))
-            )
-
-
-def _opening_word(voice: Voice) -> str:
-    """A text has to start somewhere."""
-    return voice.draw.choice(
-        (
-            "The",
-            "A",
-            "In",
-            "When",
-            "How",
-            "It",
-            "def",
-            "1.",
-            "#",
-            "Dear",
-            "We",
-            "I",
-            "There",
-            "What",
-            "On",
-            "If",
-        )
-    )
+                yield raw(style, prompts[index][0])
+        if order and style.draw.random() >= 0.5:
+            continue
+        if tokenizer.has_chat_template:
+            yield invented(style, style.draw.choice((1, 1, 2)))
+        else:
+            yield raw(style, style.draw.choice(FIRST_WORDS))
 
 
 QUESTION = re.compile(

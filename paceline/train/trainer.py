@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import require
@@ -26,11 +28,11 @@ from paceline.heads.config import HeadConfig
 from paceline.train.acceptance import Acceptance, measure
 from paceline.train.lessons import Lessons
 from paceline.train.losses import Teacher, agreement
-from paceline.train.modules import Head, build_head
-from paceline.train.prefetch import prefetched
 from paceline.train.recipes import Recipe, head_config
+from paceline.train.resume import save_state
 from paceline.train.shards import Texts
-from paceline.train.stream import Batch, batches
+from paceline.train.stream import Batch, batches, prefetched
+from paceline.train.students import build_student
 from paceline.train.target import Seen
 
 
@@ -42,14 +44,9 @@ class Limit(NamedTuple):
 
     def share(self, place: Place) -> float:
         """How much of it is done, 0 to 1."""
-        done = (
-            place.tokens / self.tokens
-            if self.tokens
-            else place.seconds / self.seconds
-            if self.seconds
-            else 1.0
-        )
-        return min(done, 1.0)
+        if self.tokens:
+            return min(place.tokens / self.tokens, 1.0)
+        return min(place.seconds / self.seconds, 1.0) if self.seconds else 1.0
 
 
 @dataclass(slots=True)
@@ -71,32 +68,23 @@ class Trainer:
     """One head that learns."""
 
     def __init__(self, lessons: Lessons, recipe: Recipe, limit: Limit, seed: int = 0) -> None:
-        require(
-            (limit.tokens or 0) > 0 or (limit.seconds or 0) > 0,
-            "limit",
-            tuple(limit),
-            "train for some tokens or seconds",
-        )
+        is_limited = (limit.tokens or 0) > 0 or (limit.seconds or 0) > 0
+        require(is_limited, "limit", tuple(limit), "train for some tokens or seconds")
         self.lessons, self.recipe, self.limit, self.seed = lessons, recipe, limit, seed
         self.device, self.dtype = lessons.device, lessons.dtype
         self.config: HeadConfig = head_config(
             recipe, lessons.config, lessons.name, lessons.target_hash, lessons.blank
         )
         torch.manual_seed(seed)
-        self.head: Head = build_head(
-            self.config, lessons.target, torch.from_numpy(lessons.draft_ids), recipe.max_length
-        )
-        weights = [p for p in self.head.parameters() if p.requires_grad]
+        ids = torch.from_numpy(lessons.draft_ids)
+        self.head = build_student(self.config, lessons.target, ids, recipe.max_length)
+        self.weights: dict[str, torch.nn.Parameter] = dict(self.head.module.named_parameters())
         self.optimizer = torch.optim.AdamW(
-            weights,
-            lr=recipe.rate,
-            betas=(0.9, 0.95),
-            weight_decay=recipe.weight_decay,
+            self.weights.values(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay,
             fused=self.device.type == "cuda",
-        )
-        self.average = (
-            {name: p.detach().clone() for name, p in self.head.named_parameters()} if recipe.average else {}
-        )
+        )  # fmt: skip
+        is_kept = bool(recipe.average)
+        self.average = {n: p.detach().clone() for n, p in self.weights.items()} if is_kept else {}
         self.place, self.last_loss, self.is_fresh = Place(), torch.zeros(()), True
 
     @property
@@ -106,10 +94,9 @@ class Trainer:
 
     def rest_of_round(self) -> Iterator[Batch]:
         """What is left of this time through the data."""
+        lessons, recipe = self.lessons, self.recipe
         draw = np.random.default_rng([self.seed, self.place.round])
-        made = batches(
-            self.lessons.texts, self.lessons.learned, self.recipe.batch_tokens, self.recipe.max_length, draw
-        )
+        made = batches(lessons.texts, lessons.learned, recipe.batch_tokens, recipe.max_length, draw)
         return prefetched(islice(made, self.place.batch, None))
 
     def learn(self, batch: Batch, seen: Seen, teacher: Teacher) -> dict[str, Any]:
@@ -120,14 +107,14 @@ class Trainer:
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + self.place.step)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             guesses = self.head.guesses(batch, seen, recipe.num_steps, draw)
-        total, weight, right = torch.zeros((), device=self.device), torch.zeros((), device=self.device), []
+        total = weight = torch.zeros((), device=self.device)
+        right = []
         for guess in guesses:
             best = teacher.best[guess.rows.clamp(min=0)]
             is_taught = (guess.rows >= 0) & (best >= 0)
             scale = is_taught.float() * recipe.decay**guess.step
-            loss, guessed = agreement(
-                guess.hidden.to(self.dtype), guess.weight, teacher, guess.rows, scale, recipe.mix
-            )
+            hidden = guess.hidden.to(self.dtype)
+            loss, guessed = agreement(hidden, guess.weight, teacher, guess.rows, scale, recipe.mix)
             total, weight = total + loss, weight + scale.sum()
             right.append((is_taught & (guessed == best)).sum() / (guess.rows >= 0).sum().clamp(min=1))
         loss = total / weight.clamp(min=1)
@@ -137,18 +124,18 @@ class Trainer:
         self.place.tokens += batch.num_tokens
         return {"loss": self.last_loss, "right": torch.stack(right).mean(), **self.numbers()}
 
-    def _descend(self, loss: torch.Tensor) -> None:
+    def _descend(self, loss: Tensor) -> None:
         rate = self._rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.recipe.clip)
         self.optimizer.step()
         if self.average:
             keep = min(self.recipe.average, (1 + self.place.step) / (10 + self.place.step))
-            for name, weight in self.head.named_parameters():
-                self.average[name].lerp_(weight.detach(), 1 - keep)
+            for name, average in self.average.items():
+                average.lerp_(self.weights[name].detach(), 1 - keep)
 
     def _rate(self) -> float:
         share, highest = self.limit.share(self.place), self.recipe.rate_for(self.config.hidden_size)
@@ -164,12 +151,7 @@ class Trainer:
                 f"the loss is {float(self.last_loss)} after {self.place.step} steps; lower the learning rate"
             )
         found = self.accept(self.lessons.texts, self.lessons.held)
-        record = {
-            **self.numbers(),
-            "loss": float(self.last_loss),
-            "tau": found.tau,
-            "by_position": list(found.by_position),
-        }
+        record = {**self.numbers(), "loss": float(self.last_loss), **found.record()}
         self.place.curve.append(record)
         return record
 
@@ -179,11 +161,21 @@ class Trainer:
         with self.averaged():
             return measure(self.head, made, self.recipe.num_steps, self.dtype)
 
-    def averaged(self) -> Averaged:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """While inside, the head has its averaged weights, if they are kept."""
-        return Averaged(self.head, self.average)
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def _swap(self) -> None:
+        for name, average in self.average.items():
+            weight = self.weights[name]
+            weight.data, self.average[name] = average, weight.data
+
+    def tensors(self) -> dict[str, Tensor]:
         """The head as it is shipped."""
         with self.averaged():
             return self.head.tensors()
@@ -191,22 +183,6 @@ class Trainer:
     def numbers(self) -> dict[str, Any]:
         place = {name: getattr(self.place, name) for name in Place.__slots__ if name != "curve"}
         return {**place, "kind": self.recipe.kind, "share": self.share, "rate": self._rate()}
-
-
-class Averaged:
-    def __init__(self, head: Head, average: dict[str, torch.Tensor]) -> None:
-        self.head, self.average = head, average
-
-    def _swap(self) -> None:
-        for name, weight in self.head.named_parameters():
-            if name in self.average:
-                weight.data, self.average[name] = self.average[name], weight.data
-
-    def __enter__(self) -> None:
-        self._swap()
-
-    def __exit__(self, *error: object) -> None:
-        self._swap()
 
 
 def run(
@@ -220,24 +196,19 @@ def run(
     its folder.
     """
     first, started = trainers[0], time.perf_counter()
-    assert all(
-        t.lessons is first.lessons and t.limit == first.limit and t.place.batch == first.place.batch
-        for t in trainers
-    )
-    before, taps = (
-        first.place.seconds,
-        sorted({tap for trainer in trainers for tap in trainer.config.hidden_layers}),
-    )
+    assert all(t.lessons is first.lessons and t.limit == first.limit for t in trainers)
+    assert all(t.place.batch == first.place.batch for t in trainers)
+    before, taps = first.place.seconds, sorted({tap for t in trainers for tap in t.config.hidden_layers})
     next_measure = math.floor(first.share * num_measures + 1) / num_measures
     _measure_all([trainer for trainer in trainers if not trainer.place.curve], report)
     while first.share < 1 and not is_over():
         is_whole = True
         for batch in first.rest_of_round():
             there = batch.to(first.device)
-            seen, teacher = first.lessons.observe(there, taps)
+            seen, teacher = first.lessons.target.observe(there, taps, first.head.draft_ids)
             for trainer in trainers:
                 trainer.place.seconds = before + time.perf_counter() - started
-                report("step", trainer.learn(there, _of(seen, taps, trainer.config), teacher))
+                report("step", trainer.learn(there, seen, teacher))
             if first.share >= next_measure:
                 next_measure += 1 / num_measures
                 _measure_all(trainers, report)
@@ -249,9 +220,7 @@ def run(
             for trainer in trainers:
                 trainer.place.round, trainer.place.batch = trainer.place.round + 1, 0
     _save_all(trainers, folders)
-    _measure_all(
-        [trainer for trainer in trainers if trainer.place.curve[-1]["step"] < trainer.place.step], report
-    )
+    _measure_all([t for t in trainers if t.place.curve[-1]["step"] < t.place.step], report)
 
 
 def _measure_all(trainers: Sequence[Trainer], report: Report) -> None:
@@ -260,16 +229,5 @@ def _measure_all(trainers: Sequence[Trainer], report: Report) -> None:
 
 
 def _save_all(trainers: Sequence[Trainer], folders: Sequence[Path]) -> None:
-    from paceline.train.resume import save_state
-
     for trainer, folder in zip(trainers, folders, strict=True):
         save_state(trainer, folder)
-
-
-def _of(seen: Seen, taps: Sequence[int], config: HeadConfig) -> Seen:
-    """The part of what the target showed that one head asked for."""
-    width, places = seen.last.shape[-1], {tap: i for i, tap in enumerate(taps)}
-    if tuple(taps) == config.hidden_layers:
-        return seen
-    parts = [seen.taps[..., places[tap] * width : (places[tap] + 1) * width] for tap in config.hidden_layers]
-    return Seen(torch.cat(parts, -1) if parts else seen.taps[..., :0], seen.last)

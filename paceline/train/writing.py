@@ -1,9 +1,8 @@
-"""The target writes: many conversations at once through one engine.
+"""Many conversations at once through one engine.
 
-A conversation is a generator that asks for a completion and is sent the tokens. New ones are admitted in
-bursts, so that most passes are plain decoding (on a GPU one recorded graph) and prompts are read many at a
-time. Invariant: what is asked goes through the engine's own step, with a seed, so a token is chosen where it
-is computed and a run can be repeated.
+A conversation is a generator that asks for a completion and is sent the tokens. New ones are admitted many at
+a time, so that most passes are plain decoding (on a GPU one recorded graph) and prompts are read together.
+Invariant: what is asked goes through the engine's own step, with a seed, so a run can be repeated.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ class Ask(NamedTuple):
     temperature: float
     max_tokens: int
     seed: int
-    is_kept: bool = (
-        True  # a text to learn from; else only a step towards one (a prompt that the target invents)
-    )
+    is_kept: bool = True  # a text to learn from; else a step towards one, such as an invented prompt
 
 
 Conversation = Generator[Ask, list[int], None]
@@ -39,7 +36,7 @@ class Writer:
 
     def __init__(self, llm: LLM, batch: int) -> None:
         self.llm, self.batch = llm, batch
-        self.num_tokens = 0  # written so far, asides counted
+        self.num_tokens = 0  # written so far, those that are not kept included
         self._open: dict[str, tuple[Request, Ask, Conversation]] = {}
         self._limit = llm.engine.config.max_model_len
 
@@ -71,10 +68,10 @@ class Writer:
             self._resume(conversation, None)
         return True
 
-    def _resume(self, conversation: Conversation, said: list[int] | None) -> None:
+    def _resume(self, conversation: Conversation, answer: list[int] | None) -> None:
         """Let it go on to its next question, and put that to the engine."""
         try:
-            ask = next(conversation) if said is None else conversation.send(said)
+            ask = next(conversation) if answer is None else conversation.send(answer)
         except StopIteration:
             return
         if not 0 < len(ask.prompt) < self._limit - 1:
@@ -82,7 +79,7 @@ class Writer:
             return
         params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=ask.seed)
         (request,) = self.llm._intake.requests(list(ask.prompt), params)
-        request.text_stop = None  # nobody reads along
+        request.text_stop = None  # no text is streamed, so none is decoded
         self.llm.engine.add(request)
         self._open[request.id] = request, ask, conversation
 
@@ -92,7 +89,6 @@ class Writer:
         if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             conversation.close()
             return
-        said = request.output
         if ask.is_kept:
-            yield Written(ask.prompt, said, ask.temperature)
-        self._resume(conversation, said)
+            yield Written(ask.prompt, request.output, ask.temperature)
+        self._resume(conversation, request.output)

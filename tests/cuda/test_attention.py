@@ -12,7 +12,7 @@ from paceline.core.types import BatchTensors
 from paceline.cuda import attention
 from paceline.cuda.attention import PLANS, Launch, Plan, attend, launch_for
 from paceline.cuda.batch import DeviceBatch, ancestor_words
-from paceline.models.attention import Heads, TorchAttention
+from paceline.models.attention import Masking, TorchAttention
 
 BLOCK = 16
 POOL = 160  # blocks of the cache, the last of them trash
@@ -64,10 +64,10 @@ class Case(NamedTuple):
         columns = [column.cpu().long() for column in self.batch]
         names = dict(zip(DeviceBatch._fields, columns, strict=True))
         names.pop("masks")
-        heads = Heads((torch.empty(0), torch.empty(0)), None, 0.0, self.shape.dim**-0.5, self.shape.window)
+        masking = Masking(self.shape.dim**-0.5, self.shape.window)
         plain = TorchAttention(BatchTensors(**names, rows=torch.empty(0), block_size=BLOCK))
         q, keys, values = self.q.cpu().float(), self.keys.cpu().float(), self.values.cpu().float()
-        return torch.cat([plain._attend(q, keys, values, span, heads) for span in plain.spans])
+        return torch.cat([plain._attend(q, keys, values, span, masking) for span in plain.spans])
 
 
 def chain(num_rows: int) -> tuple[int, ...]:

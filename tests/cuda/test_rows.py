@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cuda import rows
-from paceline.models.attention import rms_norm
 from paceline.models.config import RopeConfig
-from paceline.models.decoder import _gate as torch_gate
+from paceline.models.layer import gate as torch_gate
+from paceline.models.layer import rms_norm
 from paceline.models.rope import rotary_tables, rotate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -201,7 +201,7 @@ def test_gate_is_the_decoders(device: torch.device, dtype: torch.dtype, activati
     gate_up = 3 * noise(2, 2 * width, dtype=dtype, device=device)
     out = torch.full((2, width), float("nan"), dtype=dtype, device=device)
     rows.gate(gate_up, activation, out)  # type: ignore[arg-type]
-    torch.testing.assert_close(out, torch_gate(gate_up.double(), activation).to(dtype), **close(dtype))
+    torch.testing.assert_close(out, torch_gate(*gate_up.double().chunk(2, -1), activation).to(dtype), **close(dtype))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from paceline.api.llm import LLM
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
@@ -14,7 +13,6 @@ from paceline.train.talk import conversations
 from paceline.train.target import Target
 from paceline.train.writing import Writer
 from tests.make_models import VOCAB
-from tests.train.small import CPU
 
 
 @pytest.fixture(scope="package")
@@ -24,7 +22,7 @@ def checkpoint(tiny_folder: Path) -> Checkpoint:
 
 @pytest.fixture(scope="package")
 def target(checkpoint: Checkpoint) -> Target:
-    return Target.load(checkpoint, CPU, torch.float32, 512)
+    return Target.load(checkpoint, context=512)
 
 
 @pytest.fixture(scope="package")

@@ -9,10 +9,10 @@ import torch
 
 from paceline.heads.config import target_hash
 from paceline.loaders.checkpoint import Checkpoint
-from paceline.train.modules import Head, build_head
 from paceline.train.recipes import Recipe, head_config, recipe_for
-from paceline.train.shards import Written, from_written
+from paceline.train.shards import Texts, Written, from_written
 from paceline.train.stream import Batch, make_batch
+from paceline.train.students import Student, build_student
 from paceline.train.target import Target
 from tests.make_models import VOCAB
 
@@ -37,13 +37,15 @@ def small(kind: str, **changes: Any) -> Recipe:
     return recipe_for(kind, **(sizes | run | changes))
 
 
-def head_of(kind: str, target: Target, checkpoint: Checkpoint, **changes: Any) -> Head:
+def head_of(kind: str, target: Target, checkpoint: Checkpoint, **changes: Any) -> Student:
     recipe = small(kind, **changes)
     config = head_config(recipe, checkpoint.config, "tiny", target_hash(checkpoint), 5)
     torch.manual_seed(1)
-    head = build_head(config, target, torch.arange(0, VOCAB, 2)[: config.draft_vocab_size], recipe.max_length)
+    head = build_student(
+        config, target, torch.arange(0, VOCAB, 2)[: config.draft_vocab_size], recipe.max_length
+    )
     with torch.no_grad():
-        for weight in head.parameters():
+        for weight in head.module.parameters():
             weight.add_(0.1 * torch.randn(weight.shape))
     return head
 
@@ -55,3 +57,14 @@ def some_batch(lengths: tuple[int, ...] = (20, 31, 9), prompts: tuple[int, ...] 
         for n, p in zip(lengths, prompts, strict=True)
     ]
     return make_batch(from_written(written, VOCAB), [0, 1, 2], 192)
+
+
+def piece(texts: Texts, first: int, last: int) -> Texts:
+    """Sequences first .. last - 1."""
+    begin, end = texts.starts[first], texts.starts[last]
+    return Texts(
+        texts.tokens[begin:end],
+        texts.starts[first : last + 1] - begin,
+        texts.num_prompt[first:last],
+        texts.temperature[first:last],
+    )

@@ -14,17 +14,17 @@ from torch.nn import functional
 
 from paceline.core.types import Cached, Segment
 from paceline.heads.config import DflashConfig, EagleConfig, target_hash
+from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
-from paceline.models.decoder import Decoder
-from paceline.runtime.kv_cache import KvCache
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.torch_backend import TorchBackend
 from paceline.train import chains
 from paceline.train.acceptance import measure, walk
-from paceline.train.block import Dflash
 from paceline.train.losses import Mix, Teacher, agreement, teach
-from paceline.train.modules import Draft, Eagle, Medusa, build_head
 from paceline.train.recipes import head_config
 from paceline.train.shards import Texts
 from paceline.train.stream import batches, split
+from paceline.train.students import DflashStudent, DraftStudent, EagleStudent, MedusaStudent, build_student
 from paceline.train.target import Target
 from tests.make_models import VOCAB, tiny_hf
 from tests.train.small import CPU, head_of, small, some_batch
@@ -36,14 +36,14 @@ from tests.train.small import CPU, head_of, small, some_batch
 def test_the_teacher_computes_what_the_decoder_does(family: str, tmp_path: Path) -> None:
     opened = open_checkpoint(str(tiny_hf(tmp_path / family, family)), progress=False)
     config, ids = opened.config, list(range(40, 80))
-    runner = Runner(Decoder.load(opened), KvCache(config, 8))
+    executor = LocalExecutor.load(TorchBackend(CPU), opened, 8)
     cache, layers = Cached(), (0, 1, config.num_layers)
-    runner.kv.reserve(cache, len(ids))
-    output = runner.forward([Segment(ids, cache, num_logits=len(ids))], hidden_layers=layers)
-    teacher = Target.load(opened, CPU, torch.float32, 64)
+    executor.kv.reserve(cache, len(ids))
+    output = executor.forward([Segment(ids, cache, num_logits=len(ids))], hidden_layers=layers)
+    teacher = Target.load(opened, context=64)
     seen = teacher.read(torch.tensor([ids]), layers)
     torch.testing.assert_close(
-        seen.taps[0], torch.cat([output.hidden[n] for n in layers], -1), atol=2e-4, rtol=2e-4
+        seen.features(layers)[0], torch.cat([output.hidden[n] for n in layers], -1), atol=2e-4, rtol=2e-4
     )
     torch.testing.assert_close(
         teacher.final(seen.last)[0] @ teacher.head.T, output.logits, atol=2e-4, rtol=2e-4
@@ -163,10 +163,10 @@ def test_simulated_eagle_steps_are_those_of_drafting_one_by_one(
 ) -> None:
     head, batch = head_of("eagle", target, checkpoint), some_batch()
     config = head.config
-    assert isinstance(head, Eagle)
+    assert isinstance(head, EagleStudent)
     assert isinstance(config, EagleConfig)
     seen, w, d = target.read(batch.ids, config.taps), head.tensors(), config.head_dim
-    found = head.guesses(batch, seen, 3)
+    found, shown = head.guesses(batch, seen, 3), seen.features(config.taps)
     row = 20  # of the second sequence
     b, t = int(batch.sequence[row]), int(batch.position[row])
     assert b == 1
@@ -174,9 +174,11 @@ def test_simulated_eagle_steps_are_those_of_drafting_one_by_one(
     values: list[torch.Tensor] = []
     feature = torch.zeros(0)
     for place in range(t + 3):
-        g = w["fc.weight"] @ seen.taps[b, place] if place <= t else feature
+        g = w["fc.weight"] @ shown[b, place] if place <= t else feature
         e = rms(
-            target.embedding[batch.ids[b, place + 1]], w["midlayer.input_layernorm.weight"], config.rms_eps
+            target.embed_tokens.weight[batch.ids[b, place + 1]],
+            w["midlayer.input_layernorm.weight"],
+            config.rms_eps,
         )
         x = torch.cat([e, rms(g, w["midlayer.hidden_norm.weight"], config.rms_eps)])
         q, k, v = (heads_of(w, f"midlayer.self_attn.{n}", x, d) for n in "qkv")
@@ -206,9 +208,9 @@ def test_a_block_is_what_the_docs_say(target: Target, checkpoint: Checkpoint, fr
     config = made.config
     assert isinstance(config, DflashConfig)
     config = replace(config, sample_from_anchor=from_anchor)
-    head = build_head(config, target, made.draft_ids, 192)
-    assert isinstance(head, Dflash)
-    head.load_state_dict(made.state_dict())
+    head = build_student(config, target, made.draft_ids, 192)
+    assert isinstance(head, DflashStudent)
+    head.module.load_state_dict(made.module.state_dict())
     seen, w, d, eps, theta = (
         target.read(batch.ids, config.taps),
         head.tensors(),
@@ -216,11 +218,11 @@ def test_a_block_is_what_the_docs_say(target: Target, checkpoint: Checkpoint, fr
         config.rms_eps,
         config.rope.theta,
     )
-    found, row = head.guesses(batch, seen, 3), 20
+    found, shown, row = head.guesses(batch, seen, 3), seen.features(config.taps), 20
     b, t = int(batch.sequence[row]), int(batch.position[row])
-    context = [rms(w["fc.weight"] @ seen.taps[b, s], w["hidden_norm.weight"], eps) for s in range(t + 1)]
+    context = [rms(w["fc.weight"] @ shown[b, s], w["hidden_norm.weight"], eps) for s in range(t + 1)]
     tokens = [int(batch.ids[b, t + 1]), *[config.mask_token_id] * (config.block_size - 1)]
-    xs = [target.embedding[token] for token in tokens]
+    xs = [target.embed_tokens.weight[token] for token in tokens]
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
         normed = [rms(x, w[f"{prefix}input_layernorm.weight"], eps) for x in xs]
@@ -250,9 +252,9 @@ def test_medusa_is_what_the_docs_say(has_trunk: bool, target: Target, checkpoint
     batch, row = some_batch(), 20
     b, t = int(batch.sequence[row]), int(batch.position[row])
     medusa = head_of("medusa", target, checkpoint, has_trunk=has_trunk)
-    assert isinstance(medusa, Medusa)
+    assert isinstance(medusa, MedusaStudent)
     seen, w = target.read(batch.ids, medusa.config.hidden_layers), medusa.tensors()
-    h = rms(seen.last[b, t], target.norm, medusa.config.rms_eps)
+    h = rms(seen.last[b, t], target.norm.weight, medusa.config.rms_eps)
     if medusa.trunk is not None:  # what EAGLE's first step speaks of
         h = medusa.trunk.guesses(batch, seen, 1)[0].hidden[row]
     for step, guess in enumerate(medusa.guesses(batch, seen, 3)):
@@ -265,7 +267,7 @@ def test_a_drafts_later_steps_are_those_of_a_longer_text(target: Target, checkpo
     batch, row = some_batch(), 20
     seen = target.read(batch.ids, ())
     draft = head_of("draft", target, checkpoint, num_layers=2)
-    assert isinstance(draft, Draft)
+    assert isinstance(draft, DraftStudent)
     guesses, every = draft.guesses(batch, seen, 3), draft.guesses(batch, seen, 3, torch.Generator())
     torch.testing.assert_close(guesses[1].hidden[row], every[0].hidden[row + 2])
     assert guesses[1].rows[row] == row + 2
@@ -278,8 +280,8 @@ def test_a_draft_with_all_of_the_targets_layers_is_the_target(
 ) -> None:
     recipe = small("draft", num_layers=checkpoint.config.num_layers, draft_vocab_size=VOCAB)
     config = head_config(recipe, checkpoint.config, "tiny", target_hash(checkpoint), 5)
-    assert "draft_ids" not in config.tensor_shapes()
-    head = build_head(config, target, torch.arange(VOCAB), 448)
+    assert "draft_ids" not in tensor_shapes(config)
+    head = build_student(config, target, torch.arange(VOCAB), 448)
     _, held = split(texts, 8)
     found = measure(head, batches(texts, held, 2048, 448, None), 3, torch.float32)
     assert found.by_position[0] > 0.95  # less than 1 for the ends of texts alone

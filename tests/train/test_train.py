@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,22 @@ import torch
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError, ModelFileError
 from paceline.heads.config import check_target, read_head_config, target_hash, write_head_config
+from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.train.data import WriteConfig, write_texts
 from paceline.train.lessons import answer_counts, draft_vocabulary, prepare
 from paceline.train.recipes import Recipe, recipe_for
 from paceline.train.save import read_head, save_head
-from paceline.train.session import train
-from paceline.train.shards import (
-    Texts,
-    Written,
-    from_written,
-    joined,
-    load_shard,
-    load_shards,
-    piece,
-    save_shards,
-)
+from paceline.train.session import TrainConfig, train
+from paceline.train.shards import Texts, Written, from_written, joined, load_shard, load_shards, save_shard
 from paceline.train.stream import batches, split
-from paceline.train.talk import Voice, conversations, questions_in
+from paceline.train.talk import Style, conversations, questions_in
 from paceline.train.target import Target
 from paceline.train.trainer import Limit, Trainer
+from paceline.train.variations import varied
 from paceline.train.writing import Writer
 from tests.make_models import VOCAB, tiny_hf
-from tests.train.small import CPU, VARIANTS, head_of, small, some_batch
+from tests.train.small import CPU, VARIANTS, head_of, piece, small, some_batch
 
 # The data
 
@@ -45,8 +40,9 @@ def test_shards_come_back_as_they_were_and_a_damaged_one_is_named(tmp_path: Path
     whole = from_written(written, VOCAB)
     assert whole.tokens.dtype == np.uint16
     assert whole.num_answer_tokens == 7
-    paths = save_shards(tmp_path, whole, "text", shard_tokens=8)
-    assert len(paths) == 2
+    paths = [tmp_path / "text-00.npz", tmp_path / "text-01.npz"]
+    for path, part in zip(paths, (piece(whole, 0, 1), piece(whole, 1, 3)), strict=True):
+        save_shard(path, part)
     again = load_shards(tmp_path)
     assert all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
     assert again.digest() == whole.digest()
@@ -112,8 +108,6 @@ def test_the_target_writes_greedy_and_sampled_answers_of_its_own(texts: Texts, t
 
 
 def test_given_prompts_are_asked_and_questions_are_found(tiny: LLM) -> None:
-    import random
-
     writer = Writer(tiny, batch=4)
     talks = conversations(tiny.tokenizer, [("Tell me about the wind.",)], seed=1)
     written = list(writer.write((next(talks) for _ in range(3)), lambda: False))
@@ -122,7 +116,7 @@ def test_given_prompts_are_asked_and_questions_are_found(tiny: LLM) -> None:
         "Who rides in front?",
         "What is a paceline?",
     ]
-    assert {Voice(tiny.tokenizer, random.Random(i)).temperature() == 0 for i in range(20)} == {True, False}
+    assert {Style(tiny.tokenizer, random.Random(i)).temperature() == 0 for i in range(20)} == {True, False}
 
 
 def test_the_draft_vocabulary_is_what_answers_are_made_of(texts: Texts) -> None:
@@ -148,18 +142,8 @@ def test_training_raises_held_out_acceptance(
     kind: str, changes: dict[str, Any], checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
     limit, recipe = Limit(tokens=60_000), small(kind, **changes)
-    (found,) = train(
-        checkpoint,
-        texts,
-        [recipe],
-        limit,
-        [tmp_path],
-        device=CPU,
-        seed=1,
-        command=["test"],
-        report=silent,
-        num_measures=3,
-    )
+    config = TrainConfig(limit=limit, device=CPU, seed=1, command=["test"], num_measures=3)
+    (found,) = train(checkpoint, texts, [recipe], [tmp_path], config, silent)
     notes = json.loads((tmp_path / "provenance.json").read_text())
     first, last = notes["curve"][0], notes["curve"][-1]
     assert last["tau"] == found.tau
@@ -167,9 +151,9 @@ def test_training_raises_held_out_acceptance(
     assert last["by_position"][0] > first["by_position"][0] + 0.04
     assert notes["target"]["hash"] == target_hash(checkpoint)
     assert notes["text"]["sha256"] == texts.digest()
-    config, tensors = read_head(tmp_path)
-    assert config.kind == kind
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == config.tensor_shapes()
+    head, tensors = read_head(tmp_path)
+    assert head.kind == kind
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == tensor_shapes(head)
     assert all(float(t.float().abs().max()) > 0 for t in tensors.values()), "what begins as zero learns, too"
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
@@ -187,8 +171,15 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
             nonlocal steps
             steps += what == "step"
 
-        train(checkpoint, texts, [recipe], limit, [folder], device=CPU, seed=3, command=[], report=count, is_resumed=is_resumed,
-              is_over=lambda: steps >= most_steps, num_measures=2)  # fmt: skip
+        config = TrainConfig(
+            limit=limit,
+            device=CPU,
+            seed=3,
+            is_resumed=is_resumed,
+            is_over=lambda: steps >= most_steps,
+            num_measures=2,
+        )
+        train(checkpoint, texts, [recipe], [folder], config, count)
         return read_head(folder)[1]
 
     whole = run(tmp_path / "whole")
@@ -205,18 +196,8 @@ def test_resuming_with_another_recipe_or_text_is_an_error(
     checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
     def run(recipe: Recipe, text: Texts, is_resumed: bool) -> None:
-        train(
-            checkpoint,
-            text,
-            [recipe],
-            Limit(tokens=3000),
-            [tmp_path],
-            device=CPU,
-            seed=1,
-            command=[],
-            report=silent,
-            is_resumed=is_resumed,
-        )
+        config = TrainConfig(limit=Limit(tokens=3000), device=CPU, seed=1, is_resumed=is_resumed)
+        train(checkpoint, text, [recipe], [tmp_path], config, silent)
 
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         run(small("medusa"), texts, True)
@@ -234,8 +215,8 @@ def test_heads_learn_on_from_other_text_with_their_own_tokens(
 
     def run(text: Texts, out: str, tokens: int, start: Path | None = None) -> list[Any]:
         folders = [tmp_path / out / kind for kind in kinds]
-        train(checkpoint, text, [small(kind) for kind in kinds], Limit(tokens=tokens), folders, device=CPU, seed=1, command=[],
-              report=silent, start=start, num_measures=1)  # fmt: skip
+        config = TrainConfig(limit=Limit(tokens=tokens), device=CPU, seed=1, start=start, num_measures=1)
+        train(checkpoint, text, [small(kind) for kind in kinds], folders, config, silent)
         return [read_head(folder) for folder in folders]
 
     def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -276,8 +257,8 @@ def test_an_eagle_head_becomes_the_trunk_of_a_medusa_head(
 ) -> None:
     def run(kind: str, tokens: int, start: Path | None = None, **changes: Any) -> Any:
         recipe = small(kind, **changes)
-        train(checkpoint, texts, [recipe], Limit(tokens=tokens), [tmp_path / kind], device=CPU, seed=1, command=[], report=silent,
-              start=start, num_measures=1)  # fmt: skip
+        config = TrainConfig(limit=Limit(tokens=tokens), device=CPU, seed=1, start=start, num_measures=1)
+        train(checkpoint, texts, [recipe], [tmp_path / kind], config, silent)
         return read_head(tmp_path / kind)
 
     _, eagle = run("eagle", 20_000)
@@ -294,11 +275,11 @@ def test_an_eagle_head_becomes_the_trunk_of_a_medusa_head(
 def test_a_head_of_another_target_is_refused_and_both_are_named(
     checkpoint: Checkpoint, tmp_path: Path, texts: Texts
 ) -> None:
-    lessons = prepare(checkpoint, texts, small("medusa"), CPU, name="the one")
+    lessons = prepare(checkpoint, texts, small("medusa"), CPU)
     trainer = Trainer(lessons, small("medusa"), Limit(tokens=1))
     check_target(trainer.config, checkpoint, "head")
     other = open_checkpoint(str(tiny_hf(tmp_path / "other", "llama", seed=5)), progress=False)
-    with pytest.raises(ModelFileError, match=r"trained for the one .*, not for .*other"):
+    with pytest.raises(ModelFileError, match=rf"trained for {checkpoint.name} .*, not for .*other"):
         check_target(trainer.config, other, "head")
     assert target_hash(checkpoint) == target_hash(open_checkpoint(str(checkpoint.path), progress=False))
 
@@ -315,15 +296,13 @@ def test_heads_survive_the_disk(
         config, again = read_head(tmp_path / str(bits))
         assert config == head.config
         for name, tensor in tensors.items():
-            torch.testing.assert_close(again[name], tensor, atol=loose, rtol=loose)
+            torch.testing.assert_close(again[name], tensor, atol=loose, rtol=loose, check_dtype=False)
     sizes = [(tmp_path / str(bits) / "model.safetensors").stat().st_size for bits in (8, 16)]
     assert sizes[0] < 0.65 * sizes[1]
     (tmp_path / "16" / "config.json").write_text(
         json.dumps(write_head_config(head.config) | {"hidden_size": 96})
     )
-    with pytest.raises(
-        ModelFileError, match=r"where the config asks for|the trunk's hidden_size is 64, the head's 96"
-    ):
+    with pytest.raises(ModelFileError, match=r"has shape|the trunk's hidden_size is 64, the head's 96"):
         read_head(tmp_path / "16")
 
 
@@ -341,22 +320,60 @@ def test_heads_that_learn_together_are_those_that_learn_alone(
 ) -> None:
     def run(*kinds: str) -> dict[str, dict[str, torch.Tensor]]:
         folders = [tmp_path / f"{len(kinds)}" / kind for kind in kinds]
-        train(
-            checkpoint,
-            texts,
-            [small(kind) for kind in kinds],
-            Limit(tokens=9000),
-            folders,
-            device=CPU,
-            seed=2,
-            command=[],
-            report=silent,
-        )
+        config = TrainConfig(limit=Limit(tokens=9000), device=CPU, seed=2)
+        train(checkpoint, texts, [small(kind) for kind in kinds], folders, config, silent)
         return {kind: read_head(folder)[1] for kind, folder in zip(kinds, folders, strict=True)}
 
     together, alone = run("medusa", "dflash", "eagle"), run("dflash")
     for name, tensor in alone["dflash"].items():
         assert torch.equal(tensor, together["dflash"][name]), name
+
+
+def test_prompts_are_varied_into_other_tasks(tiny: LLM) -> None:
+    passage = "The wind turns along the coast road and the riders take turns in front of the group. " * 9
+    prompts = ["What is 12 plus 30 minus 7?", "Who rides in front of a paceline?", f"Read this.\n{passage}"]
+    talks = varied(Style(tiny.tokenizer, random.Random(0), max_prompt=20_000), prompts)
+    asks = [next(next(talks)) for _ in range(120)]
+    texts = [tiny.tokenizer.decode(ask.prompt) for ask in asks]
+    for part in ("Summarize", "Who rides in front", "Write one question that this text answers", "Translate"):
+        assert any(part in text for text in texts), part
+    assert any("plus" in text and "12 plus 30" not in text for text in texts), "other numbers"
+    assert {ask.is_kept for ask in asks} == {True, False}
+    alone = varied(
+        Style(tiny.tokenizer, random.Random(0)), ["Write."]
+    )  # nothing to summarize or to translate
+    assert all(next(next(alone)).prompt for _ in range(40))
+
+
+@pytest.mark.slow
+def test_several_engines_write_into_one_folder_and_are_taken_up_again(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = WriteConfig(model=str(tiny_folder), folder=tmp_path, device="cpu", num_tokens=3000, processes=2)
+    told: list[int] = []
+    texts = write_texts(config, told.append)
+    assert {path.name[:7] for path in tmp_path.glob("*.npz")} == {"text-00", "text-01"}
+    assert texts.num_answer_tokens >= 3000
+    assert told[-1] > 0
+    assert write_texts(config, told.append).digest() == texts.digest(), "there is enough"
+
+
+def test_a_command_that_cannot_train_says_why() -> None:
+    from typer.testing import CliRunner
+
+    from paceline.cli.main import app
+
+    for arguments, message in (
+        ([], "name one kind, or several with --kinds"),
+        (["eagle", "--kinds", "eagle,draft"], "name one kind, or several with --kinds"),
+        (["--kinds", "eagle,hydra"], "'hydra' cannot be trained"),
+        (["eagle", "--set", "ratte=1"], "did you mean 'rate'"),
+        (["eagle", "--set", "rate=fast"], "write name=value"),
+        (["eagle", "--start", "nowhere"], "name the folder of a head"),
+    ):
+        done = CliRunner().invoke(app, ["train", *arguments])
+        assert done.exit_code == 2, arguments
+        assert message in " ".join(done.stderr.split()), arguments
 
 
 @pytest.mark.slow
@@ -411,6 +428,23 @@ def test_the_command_trains_end_to_end(tiny_folder: Path, tmp_path: Path) -> Non
     assert started["by_position"][0] > 0.9 * notes["curve"][-1]["by_position"][0], (
         "it begins as good as EAGLE's first step"
     )
+    kinds = [
+        "--kinds",
+        "draft,dflash",
+        "--text",
+        str(out / "text"),
+        "--rounds",
+        "0.05",
+        "--set",
+        "num_layers=1",
+    ]
+    both = [*common[:1], *common[2:6], "-o", str(tmp_path / "heads"), "--draft-vocab", "256", *kinds]
+    done = CliRunner().invoke(app, both)
+    assert done.exit_code == 0, done.output
+    assert [read_head(tmp_path / "heads" / kind)[0].kind for kind in ("draft", "dflash")] == [
+        "draft",
+        "dflash",
+    ]
     wrong = CliRunner().invoke(app, [*common, "--trunk"])
     assert wrong.exit_code == 2
     assert "only medusa" in wrong.stderr

@@ -1,0 +1,152 @@
+"""The llama layer in plain torch, on any device: the one that the reference decoder, the heads, their
+training and the teacher run.
+
+How keys and values are kept and read is the caller's: a layer is given `attend`. What follows attention is a
+seam, too: `mlp` is any module from [..., hidden] to [..., hidden], dense unless another is handed in.
+Invariant: modules are named as Hugging Face names them, so that a state_dict is what a file holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.models.linear import Linear
+from paceline.models.rope import Angles, rotate
+
+# queries [..., heads, dim], keys and values [..., kv_heads, dim] of the rows -> [..., heads, dim]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# the same of a stack of layers; the number of the layer comes first
+AttendIn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Sizes(NamedTuple):
+    """Of a layer."""
+
+    hidden: int
+    inner: int  # width of the dense ffn
+    heads: int
+    kv_heads: int
+    dim: int  # of a head
+    eps: float
+    has_bias: bool = False  # queries, keys and values
+    has_qk_norm: bool = False
+    is_sandwich: bool = False  # gemma: a norm after attention and after the ffn, too
+    activation: str = "silu"
+    bits: int = 32  # below, products round as the CPU kernels do
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    if x.dtype == weight.dtype:
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
+    return functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+
+
+def gate(gates: Tensor, up: Tensor, activation: str) -> Tensor:
+    """[..., inner] each."""
+    if activation == "silu":
+        return functional.silu(gates) * up
+    return functional.gelu(gates, approximate="tanh") * up
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width), requires_grad=False), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of rows that are `width` wide, and what is made of the attended values."""
+
+    def __init__(self, sizes: Sizes, width: int) -> None:
+        super().__init__()
+        self.dim = sizes.dim
+
+        def projection(heads: int) -> Linear:
+            return Linear.empty(width, heads * sizes.dim, has_bias=sizes.has_bias, bits=sizes.bits)
+
+        self.q_proj = projection(sizes.heads)
+        self.k_proj, self.v_proj = projection(sizes.kv_heads), projection(sizes.kv_heads)
+        self.o_proj = Linear.empty(sizes.heads * sizes.dim, sizes.hidden, bits=sizes.bits)
+        self.q_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
+        self.k_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
+
+    def queries(self, x: Tensor, angles: Angles) -> Tensor:
+        """[..., width] -> [..., heads, dim], normed and rotated."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.dim))
+        return rotate(q if self.q_norm is None else self.q_norm(q), *angles)
+
+    def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """[..., width] -> two of [..., kv_heads, dim], keys normed and rotated."""
+        k, v = (projection(x).unflatten(-1, (-1, self.dim)) for projection in (self.k_proj, self.v_proj))
+        return rotate(k if self.k_norm is None else self.k_norm(k), *angles), v
+
+
+class DenseFfn(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.activation = sizes.activation
+        self.gate_proj = Linear.empty(sizes.hidden, sizes.inner, bits=sizes.bits)
+        self.up_proj = Linear.empty(sizes.hidden, sizes.inner, bits=sizes.bits)
+        self.down_proj = Linear.empty(sizes.inner, sizes.hidden, bits=sizes.bits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x), self.activation))
+
+
+class Layer(nn.Module):
+    """Attention that reads `width` numbers a row (the hidden size unless said), then the ffn."""
+
+    def __init__(self, sizes: Sizes, width: int = 0, ffn: nn.Module | None = None) -> None:
+        super().__init__()
+        self.self_attn = Attention(sizes, width or sizes.hidden)
+        self.mlp = DenseFfn(sizes) if ffn is None else ffn
+        self.input_layernorm: nn.Module = Norm(sizes.hidden, sizes.eps)
+        self.post_attention_layernorm = Norm(sizes.hidden, sizes.eps)
+        self.is_sandwich = sizes.is_sandwich
+        if sizes.is_sandwich:
+            self.pre_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
+            self.post_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
+
+    def forward(self, x: Tensor, angles: Angles, attend: Attend, inputs: Tensor | None = None) -> Tensor:
+        """x [..., hidden] is the residual stream, in and out; inputs: what attention reads instead of it,
+        normed."""
+        inputs = self.input_layernorm(x) if inputs is None else inputs
+        attended = attend(self.self_attn.queries(inputs, angles), *self.self_attn.keys_values(inputs, angles))
+        added = self.self_attn.o_proj(attended.flatten(-2))
+        if not self.is_sandwich:
+            x = x + added
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(added)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
+    """Attention within whole sequences: q [B, S, heads, dim], k and v of kv_heads -> like q. A row sees
+    `window` positions, itself included."""
+    length, mask = q.shape[1], None
+    if window is not None and window < length:
+        back = torch.arange(length, device=q.device)
+        back = back[:, None] - back
+        mask = (back >= 0) & (back < window)
+    return masked(q, k, v, mask, scale, is_causal=mask is None)
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None, is_causal: bool = False
+) -> Tensor:
+    """q [..., n, heads, dim], k and v [..., m, kv_heads, dim], mask bool, [n, m] at its end -> like q."""
+    group = q.shape[-2] // k.shape[-2]
+    k, v = (x.repeat_interleave(group, -2).transpose(-3, -2) for x in (k, v))
+    out = functional.scaled_dot_product_attention(
+        q.transpose(-3, -2), k, v, attn_mask=mask, scale=scale, is_causal=is_causal
+    )
+    return out.transpose(-3, -2)
