@@ -4,6 +4,7 @@ interface.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeGuard
 
 from paceline.core.errors import ConfigError
@@ -48,7 +49,7 @@ def chain_backend(head: Head, surroundings: Surroundings, steps: int) -> ChainBa
         )
     assert isinstance(config, LayeredConfig)
     norm = surroundings.checkpoint.tensor("norm.weight") if isinstance(config, Eagle1Config) else None
-    backend = _layer_backend(config, head.tensors, surroundings, norm)
+    backend = _layer_backend(head, surroundings, norm)
     if _is_recorded(backend):
         _warm_up(backend, steps)
     return backend
@@ -59,22 +60,21 @@ def trunk_backend(trunk: EagleConfig, head: Head, surroundings: Surroundings) ->
     own = {
         name.removeprefix(TRUNK): tensor for name, tensor in head.tensors.items() if name.startswith(TRUNK)
     }
-    backend = _layer_backend(trunk, {**own, "lm_head.weight": head.tensors["lm_head.weight"]}, surroundings)
+    tensors = {**own, "lm_head.weight": head.tensors["lm_head.weight"]}
+    backend = _layer_backend(replace(head, config=trunk, tensors=tensors), surroundings)
     if _is_recorded(backend) and backend.device.type == "cuda":
         backend.warm_up(0)
     return backend
 
 
 def _layer_backend(
-    config: LayeredConfig,
-    tensors: dict[str, torch.Tensor],
-    surroundings: Surroundings,
-    norm: torch.Tensor | None = None,
+    head: Head, surroundings: Surroundings, norm: torch.Tensor | None = None
 ) -> ChainHead | CudaChainHead | TorchChainHead:
     """A head whose layers read token by token. norm: the target's last, for heads that read what comes out of
     it.
     """
-    decoder = surroundings.runner.decoder
+    decoder, config, tensors = surroundings.runner.decoder, head.config, head.tensors
+    assert isinstance(config, LayeredConfig)
     if is_compiled(decoder):
         from paceline.cpu.chain_head import ChainHead
 
@@ -82,7 +82,7 @@ def _layer_backend(
     if is_on_gpu(decoder):
         from paceline.cuda.chain_head import CudaChainHead
 
-        return CudaChainHead(config, tensors, decoder, surroundings.runner.kv.pool.num_blocks, norm)
+        return CudaChainHead(head, decoder, surroundings.runner.kv.pool.num_blocks)
     from paceline.heads.chain import TorchChainHead
 
     return TorchChainHead(config, tensors, decoder, norm, surroundings.runner.kv.device)
@@ -137,7 +137,7 @@ def side_backend(head: Head, surroundings: Surroundings, steps: int) -> SideBack
     if is_on_gpu(decoder):
         from paceline.cuda.side_heads import CudaMedusaHead
 
-        recorded = CudaMedusaHead(config, head.tensors, norm, decoder)
+        recorded = CudaMedusaHead(head, decoder)
         _warm_up(recorded, steps)
         return recorded
     from paceline.heads.side import TorchMedusaHead
@@ -155,7 +155,7 @@ def block_backend(head: Head, surroundings: Surroundings, steps: int) -> BlockBa
     if is_on_gpu(decoder):
         from paceline.cuda.block_head import CudaBlockHead
 
-        recorded = CudaBlockHead(config, head.tensors, decoder, surroundings.runner.kv.pool.num_blocks)
+        recorded = CudaBlockHead(head, decoder, surroundings.runner.kv.pool.num_blocks)
         _warm_up(recorded, steps)
         return recorded
     from paceline.heads.block import TorchBlockHead

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.cuda import advance, enter, guess, overlap
+from paceline.cuda import advance, features, overlap, pick
 
 HOPPER = GPUTarget("cuda", 90, 32)
 GATHER = {
@@ -48,10 +48,10 @@ BARE = {
     "splits": 1,
 }
 CASES: list[tuple[Any, dict[str, Any]]] = [
-    (enter._gather, GATHER), (enter._gather, {**GATHER, "weight_ptr": None}), (enter._join, JOIN), (enter._join, {**JOIN, **BARE}),
-    (enter._join, {**JOIN, "keeps_normed": True}), (guess._best_of_blocks, BLOCKS),
-    (guess._best_of_blocks, {**BLOCKS, "added_ptr": None, "ids_ptr": None}), (guess._best_of_rows, ROWS),
-    (guess._best_of_rows, {**ROWS, "ids_ptr": None}),
+    (features._gather, GATHER), (features._gather, {**GATHER, "weight_ptr": None}), (features._join, JOIN), (features._join, {**JOIN, **BARE}),
+    (features._join, {**JOIN, "keeps_normed": True}), (pick._guess_blocks, BLOCKS),
+    (pick._guess_blocks, {**BLOCKS, "added_ptr": None, "ids_ptr": None}), (pick._guess_rows, ROWS),
+    (pick._guess_rows, {**ROWS, "ids_ptr": None}),
 ]  # fmt: skip
 
 

@@ -20,10 +20,10 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
 
 class CountingCapture:
     def __init__(self) -> None:
-        self.num_captured = 0
+        self.num_recordings = 0
 
     def __call__(self, run: Run) -> Recording:
-        self.num_captured += 1
+        self.num_recordings += 1
         outputs = run()
 
         def replay() -> None:

@@ -16,7 +16,7 @@ from paceline.core.noise import Noise, Purpose
 from paceline.core.types import Cached, Columns, Output, Pick, Segment
 from paceline.cuda import attention
 from paceline.cuda import decoder as decoder_module
-from paceline.cuda.attention import Plan
+from paceline.cuda.attention import Tiling
 from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for, bucket_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Graphs, Recording
@@ -223,7 +223,7 @@ def test_attention_that_adds_splits_has_the_same_bits(
     found = []
     for by_last in (0, 4):
         monkeypatch.setattr(
-            attention, "PLANS", ((16, None, Plan(64, 64, 16, 4, 2, 1, 16, 1, by_last, by_last > 0)),)
+            attention, "TILINGS", ((16, None, Tiling(64, 64, 16, 4, 2, 1, 16, 1, by_last, by_last > 0)),)
         )
         pair = Pair("llama", device)
         pair.forward((0, words(59), None, 1))
@@ -245,9 +245,9 @@ def test_a_bucket_is_recorded_once() -> None:
     runner.kv.reserve(cache, 64)
     for count in (3, 4, 3, 4):  # one bucket
         runner.forward([Segment(words(count), cache, None, count)])
-    assert capture.num_captured == 1
+    assert capture.num_recordings == 1
     runner.forward([Segment(words(9), cache, None, 1)])  # a prompt is not recorded
-    assert capture.num_captured == 1
+    assert capture.num_recordings == 1
 
 
 def test_the_recording_unused_for_longest_goes() -> None:
@@ -280,7 +280,7 @@ def test_padding_rows_see_themselves_and_write_nowhere() -> None:
     batch = inputs.batch
     assert batch.slots[10:].tolist() == [999] * 6
     assert batch.starts.tolist() == [0, 7, 10, 16]
-    assert batch.request_of.tolist() == [0] * 7 + [1] * 3 + [2] * 6
+    assert batch.positions[10:].tolist() == [0] * 6
     assert batch.masks[:, 0].tolist() == [1, 3, 5, 11, 19, 37, 75, 1, 3, 7, 1, 2, 4, 8, 16, 32]
 
 
