@@ -73,13 +73,13 @@ def _highest_peak(
 @triton.jit
 def _add(
     partials: Partials, out: tensor, flat: tensor, is_there: tensor, num_splits: tensor, first: tensor,
-    end: tensor, COUNT: constexpr, DIM: constexpr, PADDED: constexpr, CHUNK: constexpr, IS_ONE_CHUNK: constexpr,
+    end: tensor, COUNT: constexpr, DIM: constexpr, PADDED: constexpr, CHUNK: constexpr, IS_ONE: constexpr,
 ) -> None:  # fmt: skip
-    """out [COUNT, D]: splits `first` to `end` of the rows and heads `flat` [COUNT]. A row sees itself, so only
-    one that is not there has no peak."""
+    """out [COUNT, D]: splits `first` to `end` of the rows and heads `flat` [COUNT], in one chunk or more. A
+    row sees itself, so only one that is not there has no peak."""
     at, d = flat.to(tl.int64) * num_splits, tl.arange(0, PADDED)
     total, result = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT, PADDED), tl.float32)
-    if IS_ONE_CHUNK:
+    if IS_ONE:
         parts = _load_chunk(partials, at, is_there, first, end, DIM, PADDED, CHUNK)
         peaks = parts[0]
         highest = peaks[0]
@@ -101,32 +101,31 @@ def _add(
 @triton.jit(do_not_specialize=["num_sums", "num_splits"])
 def add_splits(
     peaks: tensor, totals: tensor, sums: tensor, out: tensor, num_sums: tensor, num_splits: tensor,
-    DIM: constexpr, PADDED: constexpr, AT_ONCE: constexpr, CHUNK: constexpr, IS_ONE_CHUNK: constexpr,
+    DIM: constexpr, PADDED: constexpr, AT_ONCE: constexpr, CHUNK: constexpr, IS_ONE: constexpr,
 ) -> None:  # fmt: skip
     """AT_ONCE rows and heads."""
     let_next_start()
     wait_for_previous()
     flat, partials = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE), Partials(peaks, totals, sums)
     is_there = flat < num_sums
-    _add(partials, out, flat, is_there, num_splits, 0, num_splits, AT_ONCE, DIM, PADDED, CHUNK, IS_ONE_CHUNK)
+    _add(partials, out, flat, is_there, num_splits, 0, num_splits, AT_ONCE, DIM, PADDED, CHUNK, IS_ONE)
 
 
 @triton.jit
 def add_if_last(
     counter: tensor, partials: Partials, out: tensor, first_flat: tensor, num_rows: tensor,
     num_splits: tensor, first: tensor, end: tensor, HEADS: constexpr, GROUP: constexpr, COUNT: constexpr,
-    DIM: constexpr, PADDED: constexpr, CHUNK: constexpr, IS_ONE_CHUNK: constexpr,
+    DIM: constexpr, PADDED: constexpr, CHUNK: constexpr, IS_ONE: constexpr,
 ) -> None:  # fmt: skip
     """The last of the programs that have the splits `first` to `end` of a tile adds them, COUNT rows and
-    heads at a time; `first_flat` is its first row and head, `num_rows` are its rows. The barrier puts the stores of all threads before the one thread's atomic, which releases them; the last
-    program's atomic acquires what the others released. `counter` is zero again afterwards. It is touched only
-    after `wait_for_previous`, when the launch before has ended: all launches of a stream may share it."""
+    heads at a time; `first_flat` is its first row and head, `num_rows` are its rows. The barrier puts the
+    stores of all threads before the one thread's atomic, which releases them; the last program's acquires
+    what the others released. `counter` is zero again afterwards. It is touched only after
+    `wait_for_previous`, when the launch before has ended: all launches of a stream may share it."""
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == end - first - 1:
         for part in tl.range(0, tl.cdiv(num_rows * GROUP, COUNT)):
             m = part * COUNT + tl.arange(0, COUNT)
             is_there, flat = m < num_rows * GROUP, first_flat + m // GROUP * HEADS + m % GROUP  # [COUNT]
-            _add(
-                partials, out, flat, is_there, num_splits, first, end, COUNT, DIM, PADDED, CHUNK, IS_ONE_CHUNK
-            )
+            _add(partials, out, flat, is_there, num_splits, first, end, COUNT, DIM, PADDED, CHUNK, IS_ONE)
         tl.store(counter, 0)

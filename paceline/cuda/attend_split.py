@@ -49,9 +49,8 @@ def _request_of_tile(
     starts: tensor, prefix_lens: tensor, tile: tensor, num_requests: tensor, ROWS: constexpr,
     REQUESTS: constexpr,
 ) -> tensor:  # fmt: skip
-    """-> request, its first row, the row after its last, its prefix: all loaded at once, since each wait for
-    memory counts. A request's first tile is its first row // ROWS + its index: room for its rows however many
-    the others have."""
+    """-> request, its first row, the row after its last, its prefix: all loaded at once. A request's first
+    tile is its first row // ROWS + its index: room for its rows however many the others have."""
     index = tl.arange(0, REQUESTS)
     is_request = index < num_requests
     start = tl.load(starts + index, mask=is_request, other=0)
@@ -65,7 +64,7 @@ def _request_of_tile(
 
 @triton.jit
 def _mask_bits(sight: TileSight, offset: tensor) -> tensor:
-    """[M] uint64: bit i: the row sees the request's row `offset` + i. Before the first is the prefix: seen."""
+    """[M] uint64: bit i: the row sees the request's row `offset` + i. Before the first is the prefix."""
     num_words = sight.num_words
     word, shift = offset >> 6, (offset & 63).to(tl.uint64)
     at = sight.masks + sight.row * num_words + word
@@ -217,9 +216,7 @@ def attend_split(
     CHUNK: constexpr, IS_ONE_CHUNK: constexpr, IS_LATE: constexpr,
 ) -> None:  # fmt: skip
     """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two.
-
-    `counters`, if any: one a tile and KV head, by which the last program knows that it is to add the splits.
-    """
+    `counters`, if any: one a tile and KV head, by which the last program knows that it adds the splits."""
     if not IS_LATE:
         let_next_start()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -122,8 +122,7 @@ class Buffer:
         return {name: host[a:b].view(self._columns[name].dtype) for name, (a, b) in self._ends.items()}
 
     def next_host(self) -> dict[str, np.ndarray]:
-        """Flat columns to be written and then sent. Their last copy must have arrived: reading a pass's
-        results waits for it."""
+        """Flat columns to be written, then sent. Their last copy has arrived: reading its results waited."""
         self._hosts.reverse()
         return self._hosts[0][1]
 

@@ -98,8 +98,7 @@ class CudaChainHead(CachedHead):
                 self._recorded(ChainShape(inputs.rows_for(1), 1, 1, context, count, is_true=True))
 
     def _tails(self, feeds: Sequence[Feed]) -> list[Feed]:
-        """The feeds without what is too long for a recording, which is read now: all but the last row of a
-        prompt."""
+        """The feeds without what is too long for a recording, which is read now: all but the last row."""
         tails = []
         for f in feeds:
             if len(f.tokens) > inputs.TAIL:
@@ -125,8 +124,7 @@ class CudaChainHead(CachedHead):
     def values(
         self, shape: ChainShape, table: PassRows, feeds: Sequence[Feed], speakers: Sequence[Speaker]
     ) -> dict[str, Any]:
-        """What chains after the feeds read. Where the rows of the steps after the first lie, [steps,
-        requests]; a row sees what was before it."""
+        """What chains after the feeds read, and where the rows of further steps lie: [steps, requests]."""
         ends = [feed.start + len(feed.tokens) for feed in feeds]
         positions: list[int] = []
         slots: list[int] = []

@@ -116,8 +116,7 @@ class CudaDecoder:
         self, batch: Batch, kv: Sequence[LayerCache], *,
         num_layers: int | None = None, hidden_layers: Sequence[int] = (),
     ) -> Output:  # fmt: skip
-        """Write K/V of every row at `batch.slots`; logits of `batch.rows`, and the tokens chosen there where
-        the batch has picks."""
+        """Write K/V of every row at its slot; logits of `batch.rows`, and tokens where there are picks."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         columns, wished = batch.columns, tuple(dict.fromkeys(hidden_layers))

@@ -40,8 +40,7 @@ def _gather(
 
 
 def gather(addresses: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
-    """out [T, parts * hidden] = what lies at addresses [T, parts] int64, each part normed with weight
-    [hidden] if there is one."""
+    """out [T, parts * hidden] = what lies at addresses [T, parts] int64, normed if there is a weight."""
     num_rows, parts = addresses.shape
     hidden = out.shape[1] // parts
     assert out.shape == (num_rows, parts * hidden), "a part an address"

@@ -85,8 +85,7 @@ class Graphs:
         return key in self._recordings
 
     def get(self, key: Hashable, make: Callable[[], tuple[Run, Any]]) -> tuple[Recording, Any]:
-        """The recording of a key and what `make` gave along with it (its inputs); `make` gives what to record
-        if there is none."""
+        """The recording of a key and its inputs, which `make` gives along with what to record."""
         if key not in self._recordings:
             while len(self._recordings) >= self._limit:
                 self._recordings.popitem(last=False)

@@ -105,8 +105,7 @@ def table_of_feeds(feeds: Sequence[Feed], layers: Sequence[int]) -> PassRows:
 
 
 def table_of_rounds(feeds: Sequence[Feed], layers: Sequence[int], count: int, nowhere: int) -> PassRows:
-    """The same with `count` rows each: what follows the last of a text is junk, behind what is seen, and
-    overwritten before it could be."""
+    """The same with `count` rows each: those after a text's last are overwritten before they are seen."""
     missing = [count - len(feed.tokens) for feed in feeds]
     padded = [f._replace(tokens=[*f.tokens, *[0] * n], rows=()) for f, n in zip(feeds, missing, strict=True)]
     table = table_of_feeds(padded, ())
@@ -117,8 +116,7 @@ def table_of_rounds(feeds: Sequence[Feed], layers: Sequence[int], count: int, no
 
 
 def table_of_nodes(nodes: Sequence[Node], trash_slot: int, nowhere: int, has_sources: bool) -> PassRows:
-    """A level of trees. Nodes of levels before stand in the pass for their keys alone: what is computed there
-    is thrown away."""
+    """A level of trees. Nodes of levels before stand in the pass for their keys alone."""
     table = PassRows(wanted=[0] * len(nodes))
     groups: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -196,7 +194,6 @@ def choice_values(speakers: Sequence[Speaker]) -> dict[str, Any]:
 
 
 def guesses_of(results: torch.Tensor, count: int) -> Guesses:
-    """results [2, steps, R or more] int32: tokens, and chances of single steps as the bits of float32. Waits
-    for the device."""
+    """results [2, steps, R or more] int32: tokens, and chances of steps as bits of float32. Waits."""
     tokens, chances = results.cpu().numpy()[:, :, :count]
     return Guesses(tokens.tolist(), np.ascontiguousarray(chances).view(np.float32).cumprod(0).tolist())

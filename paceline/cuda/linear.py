@@ -86,14 +86,10 @@ def splits_of(weight: PackedWeight, shortest: int = _SHORTEST, enough: int = 0) 
     return splits
 
 
-def _is_quick(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool) -> bool:
-    """Multiplied by the small tensor instruction, with other bits than the large one gives."""
-    return num_rows <= 8 and not is_exact and weight.bits == 4 and dtype != torch.float32
-
-
 def way_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bool) -> tuple[Tile, int]:
     """The tile, and how many parts K is cut into: in exact mode as many for any number of rows."""
-    if _is_quick(num_rows, weight, dtype, is_exact):
+    if num_rows <= 8 and not is_exact and weight.bits == 4 and dtype != torch.float32:
+        # by the small tensor instruction, with other bits than the large one gives
         return _QUICK, splits_of(weight, 2 * _SHORTEST)
     has_many_sums = num_rows > _SOME_ROWS and weight.bits == 16 and not is_exact
     splits = splits_of(weight, enough=_FEW if has_many_sums else 0)
@@ -101,8 +97,8 @@ def way_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bo
 
 
 def ahead_of(weight: PackedWeight) -> int:
-    """Groups of weights asked for before the kernel that computes x has ended. Where that is a product there
-    is no time for it, as before a layer's last, which is wider than high; small integers gain nothing."""
+    """Groups of weights asked for before the kernel that computes x has ended. After a product, as before a
+    layer's last, which is wider than high, there is no time for it; small integers gain nothing."""
     return 2 if weight.bits == 16 and weight.shape[0] >= weight.shape[1] else 0
 
 
@@ -132,7 +128,6 @@ def parts(
     is_exact: bool = False, is_early: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """x [T, K] -> [S, T, N]: x @ W.T + bias is their sum; float32 if there are several, else of x's dtype.
-
     `is_early`: the next kernel may start when this one has, and wait. It helps where many small ones follow;
     a large one takes the room that these programs need. One product in each layer must not allow it: see
     `attend`."""

@@ -1,13 +1,11 @@
 """Tokens chosen on the device: the target's own (`pick`), and a drafting head's (`guess`).
 
-`pick` makes the choice of paceline/core/sampling.py for requests without further options, with the same
-noise: the random words are those of paceline/core/noise.py bit for bit, and scores are float64 as there. The
-only thing that may differ is the last bit of a logarithm, so a choice differs from the host's only where two
-scores agree to about 15 digits; it never differs between two runs here. `guess` takes the likeliest token of
-each row, or with a temperature the one that the target's own noise makes win, in float32: a guess that
-differs in the last bit costs a draft now and then and never changes the text. Invariant: a row's choice
-depends on its logits, temperature, seed and position; a guess is a token of the draft vocabulary, whatever
-the logits are.
+`pick` makes the choice of paceline/core/sampling.py for requests without further options: with the random
+words of paceline/core/noise.py bit for bit, and scores in float64 as there. Only the last bit of a logarithm
+may differ, so a choice differs from the host's only where two scores agree to about 15 digits, and never
+between two runs here. `guess` does the same in float32 (without noise: the likeliest token); where it errs a
+draft is lost and the text is the same. Invariant: a row's choice depends on its logits, temperature, seed and
+position; a guess is a token of the draft vocabulary, whatever the logits are.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ TARGET = tl.constexpr(int(Purpose.TARGET))
 
 @triton.jit
 def noise_words(first: tensor, position: tensor, seed: tensor, count: constexpr) -> tensor:
-    """[count] uint32: the words of ids first .. first + count - 1, both multiples of four. TARGET noise has
-    no round."""
+    """[count] uint32: the words of ids first .. first + count - 1, both multiples of four."""
     counter = first // 4 + tl.arange(0, count // 4)
     zero = tl.zeros_like(counter)
     a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.int32), zero + TARGET, zero)

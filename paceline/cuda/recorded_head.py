@@ -56,8 +56,7 @@ class HeadCache:
     def __init__(
         self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, num_blocks: int
     ) -> None:
-        """sizes: layers, KV heads, width of a head. num_blocks: the most that may be needed; it begins with
-        fewer if those are large."""
+        """sizes: layers, KV heads, width of a head. num_blocks: the most needed; it may begin with fewer."""
         per_block = 2 * math.prod(sizes) * BLOCK_SIZE * dtype.itemsize
         self._sizes, self._dtype, self._device = sizes, dtype, device
         self.num_blocks, self.generation = max(1, min(num_blocks, MOST_BYTES // per_block)), 0
@@ -116,11 +115,7 @@ class RecordedHead:
         self._eps, self._hidden_size = head.config.rms_eps, head.config.hidden_size
         self._graphs = Graphs(decoder.capture)
         self._zeros = self._empty(self._hidden_size).zero_()
-
-    @property
-    def nowhere(self) -> int:
-        """An address of features for rows that have none."""
-        return self._zeros.data_ptr()
+        self.nowhere = self._zeros.data_ptr()  # address of features for rows that have none
 
     @property
     def generation(self) -> int:

@@ -94,9 +94,7 @@ def add_norm(
     assert hidden <= MAX_HIDDEN, "a row is one tile"
     assert (out.shape, weight.shape) == (x.shape, (hidden,)), "a norm keeps its shape"
     assert added is None or _are_parts(added, x.shape, x.dtype), "what is added fits"
-    assert after_weight is None or (added is not None and len(after_weight) == hidden), (
-        "what is normed is added"
-    )
+    assert after_weight is None or (added is not None and len(after_weight) == hidden), "a norm of a sum"
     assert are_dense(x, out), "rows follow each other"
     block, splits = triton.next_power_of_2(hidden), 1 if added is None else len(added)
     warps = min(max(block // 512, 1), 16)  # 16 elements a thread, until there are 16 warps
@@ -107,7 +105,7 @@ def add_norm(
 
 @triton.jit
 def turned(left: tensor, right: tensor, cos: tensor, sin: tensor) -> tensor:
-    """Both halves of a head, rotated. Fused by name, so the compiler does not choose which product is rounded."""
+    """Both halves of a head, rotated. Fused by name: the compiler does not choose what is rounded."""
     return tl.fma(left, cos, -(right * sin)), tl.fma(right, cos, left * sin)
 
 
@@ -191,8 +189,7 @@ def place(
     eps: float,
     q_out: torch.Tensor,  # [T, heads, dim]
 ) -> None:
-    """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots. Padding rows
-    may share one."""
+    """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots."""
     (num_rows, num_q, dim), (keys, values), (cos, sin) = q_out.shape, cache, rotary
     num_kv = keys.shape[1]
     num_heads = num_q + 2 * num_kv
@@ -213,7 +210,7 @@ def place(
 
 @triton.jit
 def activated(gate: tensor, up: tensor, is_silu: constexpr) -> tensor:
-    """(1 + tanh(z)) / 2 = sigmoid(2 z): both are the gate times a sigmoid; 2 sqrt(2 / pi) = 1.5957691216..."""
+    """(1 + tanh(z)) / 2 = sigmoid(2 z): both are the gate times a sigmoid; 2 sqrt(2 / pi) = 1.59577."""
     steepness = gate if is_silu else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(-steepness)) * up
 

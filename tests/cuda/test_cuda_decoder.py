@@ -29,16 +29,18 @@ from paceline.runtime.runner import Runner
 from tests.cuda.recorders import CountingCapture, capture_on
 
 SHAPE: dict[str, Any] = {
-    "family": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-    "head_dim": 16, "max_context": 256, "rms_eps": 1e-5, "rope": RopeConfig(),
+    "family": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
+    "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_context": 256, "rms_eps": 1e-5,
+    "rope": RopeConfig(),
 }  # fmt: skip
 MODELS = {
     "llama": {},
     "qwen3": {"qk_norm": True, "tie_embeddings": True},
     "qwen2": {"qkv_bias": True, "num_heads": 6},
     "gemma": {
-        "sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": 5.5, "sliding_window": 9, "local_layers": (True, False),
-        "rope_local": RopeConfig(theta=500.0), "tie_embeddings": True, "qk_norm": True,
+        "sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": 5.5, "sliding_window": 9,
+        "local_layers": (True, False), "rope_local": RopeConfig(theta=500.0),
+        "tie_embeddings": True, "qk_norm": True,
     },
 }  # fmt: skip
 TREE = [-1, 0, 0, 1, 1, 2, 3]  # a root and six nodes

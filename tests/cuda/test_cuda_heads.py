@@ -334,8 +334,10 @@ def guessed(
         return torch.tensor(numbers, dtype=dtype, device=device)
 
     how = Guessing(
-        column([s.temperature for s in speakers], torch.float64), column([s.seed for s in speakers], torch.int64),
-        column([s.position for s in speakers], torch.int64), None if ids is None else ids.to(device),
+        column([s.temperature for s in speakers], torch.float64),
+        column([s.seed for s in speakers], torch.int64),
+        column([s.position for s in speakers], torch.int64),
+        None if ids is None else ids.to(device),
     )  # fmt: skip
     results = torch.zeros((2, len(logits)), dtype=torch.int32, device=device)
     words = guess(logits.to(device), how, step, results)

@@ -167,8 +167,10 @@ def test_place_keeps_integers_and_their_scales(device: torch.device) -> None:
     )
     cos, sin = (table.to(device) for table in rotary_tables(RopeConfig(), dim, 8))
     q = torch.empty(3, num_q, dim, device=device)
-    whole, small = ([torch.zeros(7, num_kv, width, dtype=dtype, device=device) for _ in range(2)] for width, dtype in
-                    ((dim, torch.float32), (dim + 16, torch.int8)))  # fmt: skip
+    whole, small = (
+        [torch.zeros(7, num_kv, width, dtype=dtype, device=device) for _ in range(2)]
+        for width, dtype in ((dim, torch.float32), (dim + 16, torch.int8))
+    )
     for keys, values in (whole, small):
         rows.place(qkv, (at, at), (cos, sin), (keys, values), (None, None), EPS, q)
     for numbers, kept in zip(whole, small, strict=True):
@@ -235,10 +237,8 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows: int, row: int, seed: i
         noise(num_rows, 6 * dim, device=device, seed=seed),
         noise(num_rows, 6 * dim, device=device, seed=seed + 1),
     )
-    weight, tables = (
-        noise(6 * dim, device=device),
-        [table.to(device) for table in rotary_tables(RopeConfig(), dim, 8)],
-    )
+    weight = noise(6 * dim, device=device)
+    cos, sin = (table.to(device) for table in rotary_tables(RopeConfig(), dim, 8))
     norm = weight[:dim].contiguous()
 
     def run(chosen: slice) -> list[torch.Tensor]:
@@ -249,7 +249,8 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows: int, row: int, seed: i
         q = torch.empty(len(stream), 4, dim, device=device)
         rows.add_norm(stream, what[None], weight, weight, EPS, normed)
         rows.gate(normed, "gelu_tanh", gated)
-        rows.place(normed[None], torch.full_like(count, 5), count, *tables, keys, values, norm, norm, EPS, q)
+        where, cache = (torch.full_like(count, 5), count), (keys, values)
+        rows.place(normed[None], where, (cos, sin), cache, (norm, norm), EPS, q)
         return [stream, normed, gated, keys, values, q]
 
     for alone, among in zip(run(slice(row, row + 1)), run(slice(None)), strict=True):
