@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from paceline.core.types import Columns, Pick
+from paceline.core.types import BLOCK_SIZE, Columns, Pick
 
-BLOCK_SIZE = 16  # slots of a block, as runtime/kv_cache.py has it
-SCALE_BYTES = 16  # after the integers of a head: their scale, float32, as there
 WORD = 64  # bits of a word of the masks
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_ROWS = (1, 8, 64, 256)  # few, since every bucket is recorded and compiled for

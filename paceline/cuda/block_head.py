@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from paceline.core.types import BLOCK_SIZE
 from paceline.cuda import head_inputs as inputs
 from paceline.cuda import rows
 from paceline.cuda.attention import Attending, attend
-from paceline.cuda.batch import BLOCK_SIZE, Buffer, Column, DeviceBatch, context_for, mask_words
+from paceline.cuda.batch import Buffer, Column, DeviceBatch, context_for, mask_words
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.overlap import PLAIN_ROWS
 from paceline.cuda.pick import guess, step_results

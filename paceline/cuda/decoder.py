@@ -99,17 +99,8 @@ class CudaDecoder:
         return not self.is_exact
 
     @property
-    def runs_by_itself(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
     def num_bytes(self) -> int:
         return self.weights.num_bytes
-
-    @property
-    def num_recordings(self) -> int:
-        """CUDA graphs recorded and kernels compiled so far: steps meanwhile took longer than usual."""
-        return self.capture.num_recordings
 
     @torch.inference_mode()
     def forward(

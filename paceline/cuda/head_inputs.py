@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from paceline.cuda.batch import BLOCK_SIZE, REQUESTS, WORD, Column, context_for, mask_words, next_size
+from paceline.core.types import BLOCK_SIZE
+from paceline.cuda.batch import REQUESTS, WORD, Column, context_for, mask_words, next_size
 from paceline.cuda.recorded_head import PagedPlace
 from paceline.heads.rows import Feed, Guesses, Node, Row, Speaker
 

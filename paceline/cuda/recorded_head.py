@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from paceline.cuda.batch import BLOCK_SIZE, Buffer
+from paceline.core.types import BLOCK_SIZE
+from paceline.cuda.batch import Buffer
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import gather
 from paceline.cuda.graphs import Graphs, Recording

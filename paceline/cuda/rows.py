@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from paceline.cuda import batch
+from paceline.core import types
 from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 from paceline.models.attention import LayerCache
 
-BLOCK_SIZE, SCALE_BYTES = tl.constexpr(batch.BLOCK_SIZE), tl.constexpr(batch.SCALE_BYTES)
+BLOCK_SIZE, SCALE_BYTES = tl.constexpr(types.BLOCK_SIZE), tl.constexpr(types.SCALE_BYTES)
 MAX_HIDDEN = 16384  # a row of the residual stream is one tile
 TILE = 1024  # elements a program where a row need not be one tile
 # Heads a program places, at most: a warp has enough to do, and one token still spreads over several

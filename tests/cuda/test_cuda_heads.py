@@ -27,7 +27,7 @@ from paceline.cuda.pick import Guessing, guess
 from paceline.cuda.recorded_head import HeadCache
 from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.drafters import registry
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.candidates import likeliest
 from paceline.engine.engine import Engine
 from paceline.heads.block import TorchBlockHead
@@ -37,9 +37,10 @@ from paceline.heads.rows import BlockFeed, Feed, Guesses, Node, Row, Speaker
 from paceline.heads.side import TorchMedusaHead
 from paceline.loaders.head_files import Head
 from paceline.models.decoder import Decoder
-from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
-from tests.cuda.recorders import CountingCapture, capture_on
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.torch_backend import TorchBackend
+from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 from tests.heads import config_of, eagle_1, random_head, random_tensors
 from tests.laws.harness import CONFIG, RandomCheckpoint, request_of
 
@@ -251,18 +252,14 @@ def test_side_heads_are_those_of_torch(kind: str, device: torch.device) -> None:
     alike(ours.guess(mine, speakers), theirs.guess(other, speakers))
 
 
-class Listener:
+class Listener(Drafter):
     """A drafter, and what it proposed."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.said = inner, []  # type: Any, list[Draft]
-        self.name, self.needs, self.is_free, self.observe, self.release = (
-            inner.name,
-            inner.needs,
-            False,
-            inner.observe,
-            inner.release,
-        )
+        self.name, self.needs, self.observe, self.release = (  # type: ignore[method-assign]
+            inner.name, inner.needs, inner.observe, inner.release,
+        )  # fmt: skip
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         drafts: list[Draft] = self.inner.propose(requests, budgets)
@@ -291,12 +288,12 @@ def test_drafters_on_a_gpu_propose_what_they_do_in_torch(
         "tree_width": width,
     }
     found = []
-    for decoder, place in ((target_on(device), device), (torch_target(), CPU)):
-        runner = Runner(decoder, KvCache(CONFIG, 8, device=place, has_spare=True))
+    oracle = LocalExecutor(TorchBackend(CPU), torch_target(), KvMemory(CONFIG, 8))
+    for executor in (executor_of(target_on(device), 8), oracle):
         listener = Listener(
-            registry.create(*registry.parse(options), Surroundings(runner, TARGET, None, lambda *_: None))
+            registry.create(*registry.parse(options), DrafterContext(executor, TARGET, None, lambda *_: None))
         )
-        engine = Engine(runner, listener, EngineConfig(max_model_len=100, num_speculative_tokens=4))
+        engine = Engine(executor, listener, EngineConfig(max_model_len=100, num_speculative_tokens=4))
         request = request_of(TOKENS[:9], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
         engine.add(request)
         for _ in range(3):
