@@ -2,7 +2,7 @@
 to FUSED_ROWS rows.
 
 K is split over programs where W has too few rows to fill the device. The parts are added in order by whatever
-reads them next (`parts`: cuda/rows.py), or by a second kernel (`product`). Invariant: each output is a sum
+reads them next (`parts`: cuda/rows.py), or by a second kernel (a call). Invariant: each output is a sum
 over its own row of x, and in exact mode how K is cut depends on W alone, so there the bits of a row do not
 depend on how many rows there are either. Kernels: cuda/multiply.py.
 """
@@ -102,42 +102,46 @@ def ahead_of(weight: PackedWeight) -> int:
     return 2 if weight.bits == 16 and weight.shape[0] >= weight.shape[1] else 0
 
 
-def product(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *,
-    activation: Activation | None = None, is_exact: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """x [T, K] -> y = x @ W.T + bias, [T, N] of x's dtype; with `activation`: act(first half of y) * second
-    half, [T, N / 2]. `is_exact`: more rows than FUSED_ROWS have the same bits as fewer, too."""
-    _check(x, weight, activation)
-    size = weight.shape[0] if activation is None else weight.shape[0] // 2
-    if len(x) > FUSED_ROWS and not is_exact:
-        whole = torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
-        if activation is None:
-            return whole
-        gated = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
-        gate(whole, activation, gated)
-        return gated
-    out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
-    for some, its_out in zip(x.split(FUSED_ROWS), out.split(FUSED_ROWS), strict=True):
-        launch(some, weight, bias, its_out, *way_of(len(some), weight, x.dtype, is_exact), activation)
-    return out
+class Matrix(NamedTuple):
+    """A product with W and what is added to it: y = x @ W.T + bias."""
 
+    weight: PackedWeight  # [N, K]
+    bias: torch.Tensor | None = None  # [N]
+    is_exact: bool = False  # the same bits with any number of rows, prompts too
 
-def parts(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *,
-    is_exact: bool = False, is_early: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """x [T, K] -> [S, T, N]: x @ W.T + bias is their sum; float32 if there are several, else of x's dtype.
-    `is_early`: the next kernel may start when this one has, and wait. It helps where many small ones follow;
-    a large one takes the room that these programs need. One product in each layer must not allow it: see
-    `attend`."""
-    tile, splits = way_of(len(x), weight, x.dtype, is_exact)
-    if splits == 1 or len(x) > FUSED_ROWS:
-        return product(x, weight, bias, is_exact=is_exact)[None]
-    _check(x, weight, None)
-    sums = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
-    _multiply(x, weight, bias, sums, tile, splits, None, is_early=is_early)
-    return sums
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.packed.nbytes + self.weight.scales.nbytes
+
+    def __call__(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
+        """x [T, K] -> y [T, N] of x's dtype; with `activation`: act(first half of y) * second half."""
+        weight, bias, is_exact = self
+        _check(x, weight, activation)
+        size = weight.shape[0] if activation is None else weight.shape[0] // 2
+        if len(x) > FUSED_ROWS and not is_exact:
+            whole = torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
+            if activation is None:
+                return whole
+            gated = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
+            gate(whole, activation, gated)
+            return gated
+        out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
+        for some, its_out in zip(x.split(FUSED_ROWS), out.split(FUSED_ROWS), strict=True):
+            launch(some, weight, bias, its_out, *way_of(len(some), weight, x.dtype, is_exact), activation)
+        return out
+
+    def parts(self, x: torch.Tensor, *, is_early: bool = False) -> torch.Tensor:
+        """x [T, K] -> [S, T, N]: y is their sum; float32 if there are several, else of x's dtype. `is_early`:
+        the next kernel may start when this one has, and wait. It helps where many small ones follow; a large
+        one takes the room that these programs need. One product in each layer must not: see `Attending`."""
+        weight, bias, is_exact = self
+        tile, splits = way_of(len(x), weight, x.dtype, is_exact)
+        if splits == 1 or len(x) > FUSED_ROWS:
+            return self(x)[None]
+        _check(x, weight, None)
+        sums = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
+        _multiply(x, weight, bias, sums, tile, splits, None, is_early=is_early)
+        return sums
 
 
 def _check(x: torch.Tensor, weight: PackedWeight, activation: str | None) -> None:
@@ -154,7 +158,7 @@ def launch(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor,
     tile: Tile, splits: int, activation: Activation | None = None,
 ) -> None:  # fmt: skip
-    """`product` with a tile and a cut of K of the caller's choice."""
+    """A product with a tile and a cut of K of the caller's choice."""
     if splits == 1:
         _multiply(x, weight, bias, out, tile, 1, activation)
         return
@@ -193,7 +197,7 @@ def _multiply(
 
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """-> [N, K], the very weights `product` multiplies with when x is of this dtype."""
+    """-> [N, K], the very weights a product multiplies with when x is of this dtype."""
     if weight.is_whole:
         return weight.packed.to(dtype)
     (groups, rows, _), (num_outputs, width) = weight.packed.shape, weight.shape

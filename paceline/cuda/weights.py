@@ -16,8 +16,8 @@ from paceline.core.errors import ConfigError
 from paceline.cuda import rows
 from paceline.cuda.attention import Attending, attend
 from paceline.cuda.batch import DeviceBatch
-from paceline.cuda.linear import parts, product
-from paceline.cuda.pack import PackedWeight, pack
+from paceline.cuda.linear import Matrix
+from paceline.cuda.pack import pack
 from paceline.cuda.rows import Activation
 from paceline.loaders.head_files import Head
 from paceline.models.attention import LayerCache
@@ -27,24 +27,6 @@ from paceline.models.rope import RotaryTables, rotary_tables
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {"int8": 8, "int4": 4}  # weights alone: activations are bfloat16
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-
-
-class Matrix(NamedTuple):
-    weight: PackedWeight  # [N, K]
-    bias: torch.Tensor | None
-    is_exact: bool = False  # the same bits with any number of rows, prompts too
-
-    def __call__(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
-        """[T, K] -> [T, N], or [T, N / 2] with an activation."""
-        return product(x, self.weight, self.bias, activation=activation, is_exact=self.is_exact)
-
-    def parts(self, x: torch.Tensor, *, is_early: bool = False) -> torch.Tensor:
-        """[T, K] -> [S, T, N], to be added up."""
-        return parts(x, self.weight, self.bias, is_exact=self.is_exact, is_early=is_early)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.packed.nbytes + self.weight.scales.nbytes
 
 
 class Layer(NamedTuple):

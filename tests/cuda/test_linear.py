@@ -16,13 +16,29 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ModelFileError
 from paceline.cuda import linear
-from paceline.cuda.linear import dequantized, parts, product, splits_of
+from paceline.cuda.linear import Matrix, dequantized, splits_of
 from paceline.cuda.pack import GROUPS, Integers, PackedWeight, pack, pack_values, quantize
-from paceline.cuda.rows import gate
+from paceline.cuda.rows import Activation, gate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (4, 8)
 ALL_BITS = (4, 8, 16)
+
+
+def product(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    is_exact: bool = False,
+) -> torch.Tensor:
+    return Matrix(weight, bias, is_exact)(x, activation)
+
+
+def parts(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, is_exact: bool = False
+) -> torch.Tensor:
+    return Matrix(weight, bias, is_exact).parts(x)
 
 
 def weights(integers: Integers, bits: int, width: int) -> torch.Tensor:
