@@ -20,8 +20,7 @@ from paceline import LLM
 from paceline.cli.main import app
 from paceline.core.errors import ModelNotFound
 from paceline.engine import costs
-from paceline.loaders.describe import describe
-from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M
+from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M, describe
 from paceline.measure.tuning.hardware import HARDWARE, THIS
 from paceline.measure.tuning.plan import Footing, Gains, training
 from paceline.models.config import ModelConfig
