@@ -26,7 +26,7 @@ if not torch.cuda.is_available():  # the tests' way to run kernels without a dev
 
 from paceline.core.types import Columns
 from paceline.cuda import attention
-from paceline.cuda.attention import Plan, attend
+from paceline.cuda.attention import Attending, Tiling, attend
 from paceline.cuda.batch import BLOCK_SIZE, Bucket, Inputs
 from scripts.gpu_linear import microseconds
 
@@ -79,28 +79,26 @@ class Case:
         self.q = torch.randn((rows, HEADS, DIM), dtype=torch.bfloat16, device=DEVICE)
         self.out = torch.empty_like(self.q)
 
-    def run(self, plan: Plan) -> torch.Tensor:
-        attention.PLANS = ((self.bucket.rows, None, plan),)
-        sizes = {"max_context": self.bucket.context, "max_rows": self.bucket.max_rows}
-        for keys, values in self.caches:
-            attend(
-                self.q, keys, values, self.inputs.batch, scale=DIM**-0.5, window=None, out=self.out, **sizes
-            )
+    def run(self, plan: Tiling) -> torch.Tensor:
+        attention.TILINGS = ((self.bucket.rows, None, plan),)
+        how = Attending(DIM**-0.5, self.bucket.context, self.bucket.max_rows)
+        for cache in self.caches:
+            attend(self.q, cache, self.inputs.batch, how, self.out)
         return self.out.float()
 
-    def microseconds(self, plan: Plan) -> float:
+    def microseconds(self, plan: Tiling) -> float:
         """Of a layer, the best of a few replays."""
         return microseconds([lambda: self.run(plan)]) / len(self.caches)
 
 
-def plans_of_round(index: int, rows: int, plan: Plan) -> list[Plan]:
+def plans_of_round(index: int, rows: int, plan: Tiling) -> list[Tiling]:
     names, numbers = ROUNDS[index]
     plans = [plan._replace(**dict(zip(names, each, strict=True))) for each in numbers]
     most = max(64, rows * HEADS // KV_HEADS)
     return [each for each in plans if index != 1 or most // 8 <= each.block_m <= most]
 
 
-def search(rows: int, contexts: list[int], table: Plan) -> None:
+def search(rows: int, contexts: list[int], table: Tiling) -> None:
     cases, started = {context: Case(rows, context, LAYERS) for context in contexts}, time.perf_counter()
     spent = {table: {context: case.microseconds(table) for context, case in cases.items()}}
     loss = {table: float(len(cases))}
@@ -115,7 +113,7 @@ def search(rows: int, contexts: list[int], table: Plan) -> None:
         figures = "  ".join(f"{context}: {us:6.2f}" for context, us in spent[plan].items())
         print(f"rows {rows:3} us a layer  {figures}  {'table' if plan == table else 'other'} {tuple(plan)}")
     print(
-        f"rows {rows:3} {len(spent)} plans in {time.perf_counter() - started:.0f} s: {Plan._fields}",
+        f"rows {rows:3} {len(spent)} plans in {time.perf_counter() - started:.0f} s: {Tiling._fields}",
         flush=True,
     )
 
@@ -131,10 +129,10 @@ def main() -> None:
     options = parser.parse_args()
     global HEADS, KV_HEADS, DIM
     HEADS, KV_HEADS, DIM = (int(size) for size in options.heads.split(","))
-    plans = attention.PLANS
+    plans = attention.TILINGS
     for rows, context in product(map(int, options.rows.split(",")), map(int, options.contexts.split(","))):
-        attention.PLANS = plans
-        plan = attention._plan_for(rows, context)
+        attention.TILINGS = plans
+        plan = attention.tiling_for(rows, context)
         if not options.dry:
             search(rows, [context], plan)
             continue

@@ -26,7 +26,8 @@ if not torch.cuda.is_available():  # the tests' way to run kernels without a dev
     import tests.cuda.conftest  # noqa: F401
 
 from paceline.cuda import linear
-from paceline.cuda.linear import PackedWeight, Tile
+from paceline.cuda.linear import Tile
+from paceline.cuda.pack import PackedWeight, pack
 
 SHAPES = {
     (6144, 4096): 32,
@@ -144,7 +145,7 @@ def time_shape(shape: tuple[int, int], counts: list[int], totals: dict[tuple[str
     inputs = {count: torch.randn((count, shape[1]), device="cuda", dtype=torch.bfloat16) for count in counts}
     time_torch(shape, weight, inputs, totals)
     for bits in BITS:
-        copies = copies_of(linear.pack(weight, bits))
+        copies = copies_of(pack(weight, bits))
         for x in inputs.values():
             time_tiles(shape, copies, x, totals)
 
@@ -152,7 +153,7 @@ def time_shape(shape: tuple[int, int], counts: list[int], totals: dict[tuple[str
 def dry() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for bits, count in combinations(BITS, (1, 40, 70)):
-        weight = linear.pack(torch.randn((256, 512), device=device, dtype=torch.bfloat16), bits)
+        weight = pack(torch.randn((256, 512), device=device, dtype=torch.bfloat16), bits)
         x = torch.randn((count, 512), device=device).bfloat16()
         wanted = x.float() @ linear.dequantized(weight, x.dtype).float().T
         out = torch.empty((count, 256), dtype=x.dtype, device=device)

@@ -19,7 +19,7 @@ import torch
 from paceline.core.types import Cached, Pick, Segment
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import CudaCapture, Recording
-from paceline.cuda.weights import Matrix
+from paceline.cuda.linear import Matrix
 from paceline.loaders.dummy import SHAPES, DummyCheckpoint
 from paceline.models.config import ModelConfig
 from paceline.runtime.kv_cache import BLOCK_SIZE, Kept, KvCache

@@ -12,10 +12,10 @@ from paceline.cuda.block_head import CudaBlockHead
 from paceline.cuda.burst import CudaBurstBackend
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.graphs import CudaCapture
+from paceline.cuda.graphs import Capture, CudaCapture
 from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.cuda.weights import dtype_of
-from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
+from paceline.heads.config import LayeredConfig
 from paceline.loaders.head_files import Head
 from paceline.models.kv_format import FLOATS, KvFormat
 
@@ -23,11 +23,12 @@ from paceline.models.kv_format import FLOATS, KvFormat
 class CudaBackend:
     default_dtype = "bfloat16"
 
-    def __init__(self, device: torch.device, exact: bool = False, capture: CudaCapture | None = None) -> None:
+    def __init__(self, device: torch.device, exact: bool = False, capture: Capture | None = None) -> None:
         """exact: a row has the same bits in every pass, however many rows it has. capture: shared by all that is
         recorded, since graphs share memory.
         """
-        self.device, self._exact, self._capture = device, exact, capture or CudaCapture()
+        self.device, self._exact = device, exact
+        self._capture: Capture = capture or CudaCapture()
 
     @property
     def is_async(self) -> bool:
@@ -70,19 +71,17 @@ class CudaBackend:
         norm: torch.Tensor | None,
         steps: int,
     ) -> CudaChainHead:
-        head = CudaChainHead(config, tensors, decoder, num_blocks, norm)
+        head = CudaChainHead(Head(config, tensors, "", ""), decoder, num_blocks)
         self._warm_up(head, steps)
         return head
 
     def block_head(self, head: Head, decoder: CudaDecoder, num_blocks: int, steps: int) -> CudaBlockHead:
-        assert isinstance(head.config, DflashConfig)
-        made = CudaBlockHead(head.config, head.tensors, decoder, num_blocks)
+        made = CudaBlockHead(head, decoder, num_blocks)
         self._warm_up(made, steps)
         return made
 
     def side_heads(self, head: Head, decoder: CudaDecoder, norm: torch.Tensor, steps: int) -> CudaMedusaHead:
-        assert isinstance(head.config, MedusaConfig)
-        made = CudaMedusaHead(head.config, head.tensors, norm, decoder)
+        made = CudaMedusaHead(head, decoder)
         self._warm_up(made, steps)
         return made
 

@@ -9,16 +9,15 @@ have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from paceline.core.types import Columns, Pick
+from paceline.core.types import BLOCK_SIZE, Columns, Pick
 
-BLOCK_SIZE = 16
 WORD = 64  # bits of a word of the masks
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_ROWS = (1, 8, 64, 256)  # few, since every bucket is recorded and compiled for
@@ -27,7 +26,7 @@ CONTEXTS = tuple(512 * 2**i for i in range(12))
 
 
 class Bucket(NamedTuple):
-    """The sizes a launch is made for."""
+    """The sizes a pass of the target is recorded for."""
 
     rows: int
     requests: int
@@ -40,13 +39,11 @@ class Bucket(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """int32 but for the masks; the comments of types.Columns hold."""
+    """What a pass reads; int32 but for the masks. The comments of types.Columns hold."""
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
     slots: torch.Tensor  # [T]
-    parents: torch.Tensor  # [T]
-    request_of: torch.Tensor  # [T]
     starts: torch.Tensor  # [R + 1]
     prefix_lens: torch.Tensor  # [R]
     block_tables: torch.Tensor  # [R, B]
@@ -60,12 +57,12 @@ def next_size(sizes: tuple[int, ...], size: int) -> int:
 
 
 def context_for(length: int) -> int:
-    """The bucket of so many cached tokens."""
+    """The bucket of this many cached tokens."""
     return next_size(CONTEXTS, length)
 
 
 def bucket_for(columns: Columns) -> Bucket:
-    longest = max(b - a for a, b in zip(columns.starts, columns.starts[1:], strict=False))
+    longest = max(b - a for a, b in pairwise(columns.starts))
     return bucket_of(len(columns.slots), len(columns.prefix_lens), longest, max(columns.prefix_lens))
 
 
@@ -76,9 +73,7 @@ def bucket_of(num_rows: int, num_requests: int, longest: int, length: int) -> Bu
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
-    """[T, W] int64 masks, each row its parent's and its own bit. Bits wrap around, which only padding
-    needs.
-    """
+    """[T, W] int64 masks, each row its parent's and its own bit. Bits of padding may wrap around."""
     masks = [0] * len(parents)
     for first, end in pairwise(starts):
         for row in range(first, end):
@@ -94,86 +89,105 @@ def mask_words(masks: Sequence[int], num_words: int) -> np.ndarray:
     return np.frombuffer(words, np.int64).reshape(len(masks), num_words)
 
 
+class Column(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: type[np.generic] = np.int32  # or int64, float64
+    padding: int = 0
+
+
+class Buffer:
+    """Named columns in one piece of memory, on the device and in `num_hosts` pieces here: with two, one may
+    be written while the copy of the other is on its way."""
+
+    def __init__(self, columns: Mapping[str, Column], device: torch.device, num_hosts: int = 1) -> None:
+        self._columns = columns
+        self._ends: dict[str, tuple[int, int]] = {}
+        total = 0
+        for name, column in columns.items():
+            size = int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
+            self._ends[name] = (total, total + size)
+            total += -(-size // 16) * 16  # aligned: kernels are compiled for aligned addresses and for others
+        is_pinned = device.type == "cuda"
+        hosts = [torch.zeros(total, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(num_hosts)]
+        self._hosts = [(host, self._cut(host.numpy())) for host in hosts]
+        self._device = torch.zeros(total, dtype=torch.uint8, device=device)
+        self.on_device: dict[str, torch.Tensor] = {}
+        for name, (first, end) in self._ends.items():
+            dtype = torch.from_numpy(np.empty(0, columns[name].dtype)).dtype
+            self.on_device[name] = self._device[first:end].view(dtype).view(columns[name].shape)
+
+    def _cut(self, host: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: host[a:b].view(self._columns[name].dtype) for name, (a, b) in self._ends.items()}
+
+    def next_host(self) -> dict[str, np.ndarray]:
+        """Flat columns to be written, then sent. Their last copy has arrived: reading its results waited."""
+        self._hosts.reverse()
+        return self._hosts[0][1]
+
+    def send(self) -> None:
+        self._device.copy_(self._hosts[0][0], non_blocking=True)
+
+    def fill(self, values: Mapping[str, Any]) -> None:
+        """Flat numbers of each column, from its start; what is missing is padding."""
+        host = self.next_host()
+        for name, column in self._columns.items():
+            to, given = host[name], values.get(name, ())
+            to[: len(given)] = given
+            to[len(given) :] = column.padding
+        self.send()
+
+
 _FIRST = np.ones(REQUESTS[-1], np.int64)
-_OWN = np.left_shift(_FIRST, np.arange(len(_FIRST)) % WORD)  # masks of one request's rows that follow nobody
+_OWN = np.left_shift(_FIRST, np.arange(len(_FIRST)) % WORD)  # masks of one request's rows without ancestors
 NOTHING = Columns([], [], [], [], [], [0], [], [], [])
 
 
 class Inputs:
-    """The buffer of one bucket, on the device and twice here: a pass may be filled in while the copy for the
-    one before is on its way.
-    """
+    """The buffer of one bucket."""
 
     def __init__(self, bucket: Bucket, trash_slot: int, device: torch.device) -> None:
         self.bucket, self.trash_slot = bucket, trash_slot
         rows, requests = bucket.rows, bucket.requests + 1
-        blocks = bucket.context // BLOCK_SIZE + -(-bucket.max_rows // BLOCK_SIZE) + 1
-        self._shapes: dict[str, tuple[int, ...]] = {
-            # first, so that their 64-bit words are aligned
-            "picks": (3, 2 * rows), "masks": (rows, 2 * bucket.num_words),
-            "input_ids": (rows,), "positions": (rows,), "slots": (rows,), "parents": (rows,), "request_of": (rows,),
-            "starts": (requests + 1,), "prefix_lens": (requests,), "block_tables": (requests, blocks),
+        self._num_blocks = bucket.context // BLOCK_SIZE + -(-bucket.max_rows // BLOCK_SIZE) + 1
+        each, wide = Column((rows,)), Column((rows,), np.int64)
+        columns = {
+            "temperatures": Column((rows,), np.float64), "seeds": wide, "places": wide,
+            "masks": Column((rows, bucket.num_words), np.int64),
+            "input_ids": each, "positions": each, "slots": each, "starts": Column((requests + 1,)),
+            "prefix_lens": Column((requests,)), "block_tables": Column((requests, self._num_blocks)),
         }  # fmt: skip
-        size = sum(int(np.prod(shape)) for shape in self._shapes.values())
-        hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
-        self._hosts = [
-            (host, {name: part.numpy() for name, part in self._cut(host).items()}) for host in hosts
-        ]
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        parts = self._cut(self._device)
-        temperatures, self.seeds, self.places = parts.pop("picks").view(torch.int64)  # [T] each
-        self.temperatures = temperatures.view(torch.float64)
-        parts["masks"] = parts["masks"].view(torch.int64)
-        self.batch = DeviceBatch(**parts)
+        self._buffer = Buffer(columns, device, num_hosts=2)
+        parts = self._buffer.on_device
+        self.temperatures, self.seeds, self.places = parts["temperatures"], parts["seeds"], parts["places"]
+        self.batch = DeviceBatch(*(parts[name] for name in DeviceBatch._fields))
         self.fill(NOTHING, None)  # a capture launches before there is a batch, and must write nowhere
 
-    def _cut(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = flat.split([int(np.prod(shape)) for shape in self._shapes.values()])
-        return {
-            name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
-        }
-
     def fill(self, columns: Columns, picks: Sequence[Pick] | None) -> None:
-        """Copy a batch to the device. The last copy but one must have arrived: whoever read a pass's results
-        has waited for it.
-        """
-        self._hosts.reverse()
-        host, to = self._hosts[0]
-        if picks is not None:
-            _fill_picks(to["picks"].view(np.int64), columns, picks)
-        rows, requests = len(columns.slots), len(columns.prefix_lens)
-        extra, last = self.bucket.rows - rows, self.bucket.requests
-        for name, padding in (
-            ("input_ids", 0),
-            ("positions", 0),
-            ("slots", self.trash_slot),
-            ("parents", -1),
-            ("request_of", last),
-        ):
-            to[name][:rows] = getattr(columns, name)
-            to[name][rows:] = padding
-        to["starts"][: requests + 1] = columns.starts
-        to["starts"][requests + 1 :] = rows
+        """Copy a batch to the device."""
+        to, rows, requests = self._buffer.next_host(), len(columns.slots), len(columns.prefix_lens)
+        if picks is not None:  # how the token after each wanted row is chosen, and its position
+            count = len(columns.rows)
+            to["temperatures"][:count] = [each.temperature for each in picks]
+            to["seeds"][:count] = np.array([each.seed for each in picks], np.uint64).view(np.int64)
+            to["places"][:count] = [columns.positions[row] + 1 for row in columns.rows]
+        to["input_ids"][:rows], to["input_ids"][rows:] = columns.input_ids, 0
+        to["positions"][:rows], to["positions"][rows:] = columns.positions, 0
+        to["slots"][:rows], to["slots"][rows:] = columns.slots, self.trash_slot
+        to["starts"][: requests + 1], to["starts"][requests + 1 :] = columns.starts, rows
         to["starts"][-1] = self.bucket.rows
         to["prefix_lens"][:requests], to["prefix_lens"][requests:] = columns.prefix_lens, 0
-        tables = np.array(columns.block_tables, np.int32).reshape(
-            requests, len(columns.block_tables) // max(requests, 1)
-        )
-        width = min(tables.shape[1], to["block_tables"].shape[1])
-        to["block_tables"][:requests, :width] = tables[:, :width]
-        if rows == requests and self.bucket.rows <= len(_OWN) and self.bucket.num_words == 1:  # one row each
-            to["masks"].view(np.int64)[:, 0] = np.concatenate((_FIRST[:rows], _OWN[:extra]))
-        else:
-            words = ancestor_words(
-                [*columns.parents, *[-1] * extra], [*columns.starts, self.bucket.rows], self.bucket.num_words
-            )
-            to["masks"][:] = words.view(np.int32)
-        self._device.copy_(host, non_blocking=True)
+        width = len(columns.block_tables) // max(requests, 1)
+        tables = np.array(columns.block_tables, np.int32).reshape(requests, width)
+        width = min(width, self._num_blocks)
+        to["block_tables"].reshape(-1, self._num_blocks)[:requests, :width] = tables[:, :width]
+        to["masks"][:] = self._masks(columns).reshape(-1)
+        self._buffer.send()
 
-
-def _fill_picks(to: np.ndarray, columns: Columns, picks: Sequence[Pick]) -> None:
-    """to [3, 2 L]: how the token after each wanted row is chosen, and its position."""
-    count = len(columns.rows)
-    to[0, :count] = np.array([each.temperature for each in picks], np.float64).view(np.int64)
-    to[1, :count] = np.array([each.seed for each in picks], np.uint64).view(np.int64)
-    to[2, :count] = [columns.positions[row] + 1 for row in columns.rows]
+    def _masks(self, columns: Columns) -> np.ndarray:
+        rows, num_words = len(columns.slots), self.bucket.num_words
+        extra = self.bucket.rows - rows
+        is_one_each = rows == len(columns.prefix_lens)
+        if is_one_each and self.bucket.rows <= len(_OWN) and num_words == 1:
+            return np.concatenate((_FIRST[:rows], _OWN[:extra]))
+        parents, starts = [*columns.parents, *[-1] * extra], [*columns.starts, self.bucket.rows]
+        return ancestor_words(parents, starts, num_words)

@@ -20,11 +20,11 @@ from paceline.core.tree import Tree
 from paceline.core.types import Batch, Draft, Round
 from paceline.cuda import batch as device_batch
 from paceline.cuda.advance import Drafted, Ring, Verified, advance
-from paceline.cuda.batch import REQUESTS, Inputs, bucket_for, context_for, next_size
-from paceline.cuda.chain_head import Bucket, CudaChainHead
-from paceline.cuda.decoder import CudaDecoder, Task
+from paceline.cuda.batch import REQUESTS, Buffer, Inputs, bucket_for, context_for, next_size
+from paceline.cuda.chain_head import CudaChainHead
+from paceline.cuda.decoder import CudaDecoder, PassSpec
 from paceline.cuda.graphs import Graphs
-from paceline.cuda.head_inputs import Buffer, rows_for, table_of_rounds, warm_contexts
+from paceline.cuda.head_inputs import ChainShape, rows_for, table_of_rounds, warm_contexts
 from paceline.heads.rows import BurstInput
 from paceline.models.attention import LayerCache
 
@@ -38,7 +38,7 @@ class _Shape(NamedTuple):
     """What a recording is made for."""
 
     requests: int
-    head: Bucket
+    head: ChainShape
     target: device_batch.Bucket
 
 
@@ -162,13 +162,13 @@ class CudaBurstBackend:
         """
         rows, most = requests * (steps + 1), next_size(REQUESTS, requests)
         target = device_batch.bucket_of(rows, requests, steps + 1, context)
-        return _Shape(requests, Bucket(rows_for(rows), most, most, context, steps, is_true=True), target)
+        return _Shape(requests, ChainShape(rows_for(rows), most, most, context, steps, is_true=True), target)
 
     def _prepare(self, shape: _Shape) -> tuple[Callable[[], None], _Room]:
         head, device, size = self._head, self._decoder.device, self._decoder.config.hidden_size
         draft, buffer = head.prepare(shape.head)
-        task = Task(shape.target, self._decoder.config.num_layers, self._layers, has_picks=True)
-        check, inputs = self._decoder.prepare(task, self._kv)
+        spec = PassSpec(shape.target, self._decoder.config.num_layers, self._layers, has_picks=True)
+        check, inputs = self._decoder.prepare(spec, self._kv)
         hidden = torch.zeros(
             (len(self._layers), shape.target.rows, size), dtype=self._decoder.weights.dtype, device=device
         )
@@ -223,7 +223,7 @@ class CudaBurstBackend:
             room.inputs.places,
         )
         drafted = Drafted(
-            results, at["tokens"], at["positions"], at["slots"], at["stands"], at["prefixes"], at["tables"], at["speaking"], at["places"],
+            results, at["tokens"], at["positions"], at["slots"], at["stands"], at["prefixes"], at["tables"], at["wanted"], at["places"],
             at["next_positions"], at["next_slots"],
         )  # fmt: skip
         advance(verified, drafted, room.ring, requests)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 from paceline.cuda.overlap import OVERLAPS, let_next_start, wait_for_previous
-from paceline.cuda.rows import added_up
+from paceline.cuda.rows import activated, added_up
 
 _FOUR = tl.constexpr("""{
     .reg .b32 a, b, c, d;
@@ -29,7 +30,7 @@ _FOUR = tl.constexpr("""{
     fma.rn.bf16x2 $1, b, $5, $7;
     fma.rn.bf16x2 $2, c, $5, $7;
     fma.rn.bf16x2 $3, d, $5, $7;
-}""")  # each register: two bfloat16, or two words of four integers; scale and offset are of the row, so of both words
+}""")  # a register: two bfloat16, or two words of four integers, which share their row's scale and offset
 
 _TWO = tl.constexpr("""{
     .reg .b32 a, b, h, z;
@@ -45,17 +46,12 @@ _TWO = tl.constexpr("""{
     fma.rn.bf16x2 $1, a, $3, z;
 }""")  # 128 + the low seven bits, less 128 or, where the sign bit is set, 256
 
-
 _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
 
 
 @triton.jit
-def _part(
-    words: tl.tensor, scales: tl.tensor, i: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr
-) -> tl.tensor:
-    """The weights of part i, by way of float32, which holds them exactly: rounded once, as the assembly
-    does.
-    """
+def _part(words: tensor, scales: tensor, i: constexpr, BITS: constexpr, dtype: constexpr) -> tensor:
+    """The weights of part i, made in float32, which holds them exactly: rounded once, as by the assembly."""
     scale = (scales << 16).to(tl.float32, bitcast=True)
     if BITS == 4:
         offset = (scales & -65536).to(tl.float32, bitcast=True)
@@ -66,9 +62,7 @@ def _part(
 
 
 @triton.jit
-def _parts(
-    words: tl.tensor, scales: tl.tensor, BITS: tl.constexpr, ASSEMBLY: tl.constexpr, dtype: tl.constexpr
-) -> tl.tuple:
+def _parts(words: tensor, scales: tensor, BITS: constexpr, ASSEMBLY: constexpr, dtype: constexpr) -> tl.tuple:
     """words [N, W] int16, scales [N, 1] int32 -> the weights of each part of the group, [N, W] each."""
     if ASSEMBLY:
         # Twice, for two words at a time; made for a row and not for each of its words.
@@ -80,37 +74,25 @@ def _parts(
                 "prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [scales], tl.int32, is_pure=True, pack=1
             )
             parts = tl.inline_asm_elementwise(
-                _FOUR, "=r,=r,=r,=r,r,r,r,r,r", [words, scale, offset], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
-                pack=2,
+                _FOUR, "=r,=r,=r,=r,r,r,r,r,r", [words, scale, offset],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
             )  # fmt: skip
         else:
             parts = tl.inline_asm_elementwise(
                 _TWO, "=r,=r,r,r,r", [words, scale], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
             )
-    elif BITS == 4:
-        parts = (
-            _part(words, scales, 0, BITS, dtype),
-            _part(words, scales, 1, BITS, dtype),
-            _part(words, scales, 2, BITS, dtype),
-            _part(words, scales, 3, BITS, dtype),
-        )
     else:
-        parts = (_part(words, scales, 0, BITS, dtype), _part(words, scales, 1, BITS, dtype))
+        parts = ()
+        for i in tl.static_range(16 // BITS):
+            parts += (_part(words, scales, i, BITS, dtype),)
     return parts
 
 
 @triton.jit
 def _rows_of_tile(
-    i: tl.tensor,
-    tile: tl.tensor,
-    num_outputs: tl.tensor,
-    BLOCK_N: tl.constexpr,
-    GATED: tl.constexpr,
-    FILLED: tl.constexpr,
-) -> tl.tensor:
-    """Which rows of W are those at i in a tile; a gated one has rows of the gate and then the same rows of
-    the up half.
-    """
+    i: tensor, tile: tensor, num_outputs: tensor, BLOCK_N: constexpr, GATED: constexpr, FILLED: constexpr
+) -> tensor:
+    """The rows of W at i in a tile; a gated one has rows of the gate, then the same ones of the up half."""
     if GATED:
         HALF: tl.constexpr = BLOCK_N // 2
         n = tile * HALF + i % HALF
@@ -123,14 +105,11 @@ def _rows_of_tile(
 
 @triton.jit
 def _fetch(
-    packed: tl.tensor, tile: tl.tensor, num_outputs: tl.tensor, first: tl.tensor, end: tl.tensor,
-    row_step: tl.tensor, group_step: tl.tensor,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, FILLED: tl.constexpr,
-    AHEAD: tl.constexpr, THREADS: tl.constexpr,
+    packed: tensor, tile: tensor, num_outputs: tensor, first: tensor, end: tensor, row_step: tensor,
+    group_step: tensor, BITS: constexpr, GROUP: constexpr, BLOCK_N: constexpr, GATED: constexpr,
+    FILLED: constexpr, AHEAD: constexpr, THREADS: constexpr,
 ) -> None:  # fmt: skip
-    """Ask for the first AHEAD groups of a tile, into the second-level cache: one run of bytes for each thread
-    and no thread twice.
-    """
+    """Ask for the first AHEAD groups of a tile, into the second-level cache: one run of bytes a thread."""
     i, num_ahead = tl.arange(0, THREADS), tl.minimum(end - first, AHEAD)
     if BITS >= 16:  # a row's groups are one run: whole ones, or, with more threads than rows, pieces
         PIECES: tl.constexpr = THREADS // BLOCK_N
@@ -140,58 +119,39 @@ def _fetch(
     else:  # a group's rows are one run; of a gated tile's two, none goes over into the other
         RUNS: tl.constexpr = min(THREADS // AHEAD, BLOCK_N)
         n = _rows_of_tile(i % RUNS * (BLOCK_N // RUNS), tile, num_outputs, BLOCK_N, GATED, FILLED)
-        group, words, inside = (
-            first + tl.minimum(i // RUNS, num_ahead - 1),
-            BLOCK_N // RUNS * (GROUP * BITS // 16),
-            0,
-        )
+        group, inside = first + tl.minimum(i // RUNS, num_ahead - 1), 0
+        words = BLOCK_N // RUNS * (GROUP * BITS // 16)
     lines = packed + n.to(tl.int64) * row_step + group * group_step + inside
     sizes = tl.zeros((THREADS,), tl.int32) + words * (2 if BITS < 16 else BITS // 8)
     tl.inline_asm_elementwise(_FETCH, "=r,l,r", [lines.to(tl.int64), sizes], tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
-def _activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """Like cuda/rows.py: (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a
-    sigmoid.
-    """
-    steepness = gate if ACTIVATION == "silu" else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1.0 + tl.exp(-steepness)) * up
-
-
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def multiply(
-    x: tl.tensor, packed: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor,
-    num_rows: tl.tensor, num_outputs: tl.tensor, width: tl.tensor, rows: tl.tensor, groups: tl.tensor, splits: tl.tensor,
-    row_step: tl.tensor, group_step: tl.tensor,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, FILLED: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr, THREADS: tl.constexpr, IS_EARLY: tl.constexpr,
+    x: tensor, packed: tensor, scales: tensor, bias: tensor, out: tensor, num_rows: tensor,
+    num_outputs: tensor, width: tensor, rows: tensor, groups: tensor, splits: tensor, row_step: tensor,
+    group_step: tensor, BITS: constexpr, GROUP: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr,
+    STAGES: constexpr, WHOLE: constexpr, FILLED: constexpr, ASSEMBLY: constexpr, ACTIVATION: constexpr,
+    UNROLL: constexpr, AHEAD: constexpr, THREADS: constexpr, IS_EARLY: constexpr,
 ) -> None:  # fmt: skip
-    """x [T, K], packed (see cuda/pack.py; steps from row to row and group to group) -> out [splits, T, N], or
-    [T, N / 2] if gated.
-    """
+    """x [T, K], packed (steps to the next row and group) -> out [splits, T, N]; gated: [T, N / 2]."""
     if IS_EARLY:
         let_next_start()
     WORDS: tl.constexpr = GROUP if BITS >= 16 else GROUP * BITS // 16
+    GATED: tl.constexpr = ACTIVATION is not None
     split, t = tl.program_id(2), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = _rows_of_tile(
-        tl.arange(0, BLOCK_N), tl.program_id(1), num_outputs, BLOCK_N, ACTIVATION is not None, FILLED
-    )
+    n = _rows_of_tile(tl.arange(0, BLOCK_N), tl.program_id(1), num_outputs, BLOCK_N, GATED, FILLED)
     j = tl.arange(0, WORDS)
     lines = packed + n[:, None].to(tl.int64) * row_step + j[None, :]
     is_row = (t < num_rows)[None, :]
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     first, end = groups * split // splits, groups * (split + 1) // splits
-    FEW: tl.constexpr = (
-        BLOCK_T == 8 and BITS < 16
-    )  # bound by instructions: fewer of those that only keep the loop going
-    if (
-        AHEAD and OVERLAPS
-    ):  # weights are nobody's result: the first of them come while the kernel before still runs
+    # With few rows it is bound by instructions: fewer of those that only keep the loop going.
+    FEW: tl.constexpr = BLOCK_T == 8 and BITS < 16
+    if AHEAD and OVERLAPS:  # no kernel computes weights: the first come while the kernel before still runs
         _fetch(
             packed, tl.program_id(1), num_outputs, first, end, row_step, group_step,
-            BITS, GROUP, BLOCK_N, ACTIVATION is not None, FILLED, AHEAD, THREADS,
+            BITS, GROUP, BLOCK_N, GATED, FILLED, AHEAD, THREADS,
         )  # fmt: skip
     wait_for_previous()
     for group in tl.range(first, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
@@ -200,10 +160,8 @@ def multiply(
             if WHOLE:
                 weights, mask = tl.load(lines + group * group_step), is_row
             else:
-                weights, mask = (
-                    tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0),
-                    is_row & (k < width)[:, None],
-                )
+                weights = tl.load(lines + group * group_step, mask=(k < width)[None, :], other=0.0)
+                mask = is_row & (k < width)[:, None]
             inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [GROUP, BLOCK_T]
             sums = tl.dot(weights, inputs, sums, input_precision="ieee")
         else:
@@ -214,24 +172,21 @@ def multiply(
             for i in tl.static_range(16 // BITS):
                 k = group * GROUP + i * WORDS + j
                 mask = is_row if WHOLE else is_row & (k < width)[:, None]
-                inputs = tl.load(
-                    x + t[None, :] * width + k[:, None], mask=mask, other=0.0
-                )  # [WORDS, BLOCK_T]
+                inputs = tl.load(x + t[None, :] * width + k[:, None], mask=mask, other=0.0)  # [WORDS, T]
                 of_group = tl.dot(parts[i], inputs, of_group, input_precision="ieee")
             sums = of_group if FEW else sums + of_group
     if not IS_EARLY:
         let_next_start()
     if bias is not None:
         sums += tl.where(split == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
-    _store(
-        sums, out, tl.program_id(1), split * num_rows + t, is_row, num_outputs, BLOCK_N, BLOCK_T, ACTIVATION
-    )
+    line = split * num_rows + t
+    _store(sums, out, tl.program_id(1), line, is_row, num_outputs, BLOCK_N, BLOCK_T, ACTIVATION)
 
 
 @triton.jit
 def _store(
-    sums: tl.tensor, out: tl.tensor, tile: tl.tensor, line: tl.tensor, is_row: tl.tensor, num_outputs: tl.tensor,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ACTIVATION: tl.constexpr,
+    sums: tensor, out: tensor, tile: tensor, line: tensor, is_row: tensor, num_outputs: tensor,
+    BLOCK_N: constexpr, BLOCK_T: constexpr, ACTIVATION: constexpr,
 ) -> None:  # fmt: skip
     """sums [BLOCK_N, BLOCK_T] to the rows `line` [BLOCK_T] of out."""
     result = sums.to(out.dtype.element_ty)
@@ -240,7 +195,7 @@ def _store(
         gate, up = tl.split(halves)
         n = (tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None]
         place, mask = line[None, :] * (num_outputs // 2) + n, is_row & (n < num_outputs // 2)
-        result = _activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
+        result = activated(gate, up, ACTIVATION == "silu").to(out.dtype.element_ty)
     else:
         n = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
         place, mask = line[None, :] * num_outputs + n, is_row & (n < num_outputs)
@@ -249,8 +204,8 @@ def _store(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_parts(
-    parts: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+    parts: tensor, out: tensor, num_rows: tensor, num_outputs: tensor, SPLITS: constexpr, BLOCK: constexpr,
+    ACTIVATION: constexpr,
 ) -> None:  # fmt: skip
     """parts [SPLITS, T, N] float32 -> out [T, N], or [T, N / 2] if gated."""
     let_next_start()
@@ -262,27 +217,23 @@ def add_parts(
     line = parts + row * num_outputs + n
     result = added_up(line, step, mask, SPLITS, dtype)
     if ACTIVATION is not None:
-        result = _activated(result, added_up(line + size, step, mask, SPLITS, dtype), ACTIVATION)
+        result = activated(result, added_up(line + size, step, mask, SPLITS, dtype), ACTIVATION == "silu")
     tl.store(out + row * size + n, result.to(dtype), mask=mask)
 
 
 @triton.jit
 def expand(
-    packed: tl.tensor, scales: tl.tensor, out: tl.tensor, num_outputs: tl.tensor, width: tl.tensor, rows: tl.tensor,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    packed: tensor, scales: tensor, out: tensor, num_outputs: tensor, width: tensor, rows: tensor,
+    BITS: constexpr, GROUP: constexpr, BLOCK_N: constexpr,
 ) -> None:  # fmt: skip
+    """packed -> out [N, K]."""
     WORDS: tl.constexpr = GROUP * BITS // 16
     group = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, WORDS)
     row = group * rows + n
-    parts = _parts(
-        tl.load(packed + row[:, None] * WORDS + j[None, :]),
-        tl.load(scales + row)[:, None],
-        BITS,
-        False,
-        out.dtype.element_ty,
-    )
+    words, of_row = tl.load(packed + row[:, None] * WORDS + j[None, :]), tl.load(scales + row)[:, None]
+    parts = _parts(words, of_row, BITS, False, out.dtype.element_ty)
     for i in tl.static_range(16 // BITS):
         k = group * GROUP + i * WORDS + j
         place = n[:, None].to(tl.int64) * width + k[None, :]

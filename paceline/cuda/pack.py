@@ -6,8 +6,7 @@ group of consecutive inputs of a row. An int16 word holds the integers of four (
 parts of its group: word j has inputs j, j + words, j + 2 * words ... from its lowest bits up. Tiles are thus
 whole words, the same place of all of them is one run of inputs, and a group of all rows is one run of memory.
 Weights of 16 and 32 bits stay [N, K], not copied, so an embedding can be the output layer too; their groups
-are but steps of the kernel. Invariant: `unpack(pack(q))` is q, and `weights` are exactly what the kernels
-multiply with.
+are but steps of the kernel. Invariant: packing loses nothing: the integers can be read back.
 """
 
 from __future__ import annotations
@@ -21,18 +20,14 @@ from paceline.models.quantize import padded
 
 GROUP = 128  # inputs that share a scale
 GROUPS = (64, 128)
-# inputs of weights of 16 bits a kernel loads at a time: three programs with four such stages fit a
-# multiprocessor
-STEP = 64
+STEP = 64  # inputs of 16-bit weights loaded at a time: a multiprocessor holds three programs of four stages
 ROWS = 128  # rows are filled up to a multiple: no kernel masks a load of weights
 _CHUNK = 8192  # rows quantized at a time: bounds the memory beside the weights
 
 
 class PackedWeight(NamedTuple):
     packed: torch.Tensor  # [groups, rows, words of a group] int16; whole: [N, K] bfloat16, float16 or float32
-    scales: (
-        torch.Tensor
-    )  # [groups, rows] int32: s in the low half, -c in the high half, both bfloat16; whole: empty
+    scales: torch.Tensor  # [groups, rows] int32: s in the low half, -c in the high, bfloat16; whole: empty
     bits: int
     group: int
     shape: tuple[int, int]  # N, K before filling up
@@ -49,37 +44,26 @@ class Integers(NamedTuple):
     offsets: torch.Tensor  # [N, groups] bfloat16; zeros for int8
 
 
-def pack(
-    weight: torch.Tensor, bits: int, device: torch.device | None = None, group: int = GROUP
-) -> PackedWeight:
-    """weight [N, K] of any float dtype (16 and 32 bits: of its own); the result is on `device`, or where the
-    weight is.
-    """
+def pack(weight: torch.Tensor, bits: int, group: int = GROUP) -> PackedWeight:
+    """weight [N, K] of any float dtype; of 16 and 32 bits it keeps its own."""
+    (num_rows, width), device = weight.shape, weight.device
     if bits >= 16:
-        return _whole(weight.to(device or weight.device))
+        assert weight.is_floating_point(), f"weights of {weight.dtype} are no numbers"
+        scales = torch.empty((0, 0), dtype=torch.int32, device=device)
+        return PackedWeight(weight.contiguous(), scales, 8 * weight.element_size(), STEP, (num_rows, width))
     assert bits in (4, 8), f"no kernel for {bits} bits"
     assert group in GROUPS, f"no kernel for groups of {group}"
-    place, (num_rows, width) = device or weight.device, weight.shape
     groups, rows = padded(width, group) // group, padded(num_rows, ROWS)
-    packed = torch.zeros((groups, rows, group * bits // 16), dtype=torch.int16, device=place)
-    scales = torch.zeros((groups, rows), dtype=torch.int32, device=place)
+    packed = torch.zeros((groups, rows, group * bits // 16), dtype=torch.int16, device=device)
+    scales = torch.zeros((groups, rows), dtype=torch.int32, device=device)
     assert packed.numel() < 2**31, "kernels index with 32 bits"
     for first in range(0, num_rows, _CHUNK):
-        integers = quantize(weight[first : first + _CHUNK].to(place), bits, group)
+        integers = quantize(weight[first : first + _CHUNK], bits, group)
         last = first + len(integers.values)
         packed[:, first:last] = pack_values(integers.values, bits, group)
-        scales[:, first:last] = (
-            torch.stack([integers.scales, -integers.offsets], -1).view(torch.int32).squeeze(-1).T
-        )
+        pairs = torch.stack([integers.scales, -integers.offsets], -1)
+        scales[:, first:last] = pairs.view(torch.int32).squeeze(-1).T
     return PackedWeight(packed, scales, bits, group, (num_rows, width))
-
-
-def _whole(weight: torch.Tensor) -> PackedWeight:
-    assert weight.is_floating_point(), f"weights of {weight.dtype} are no numbers"
-    scales = torch.empty((0, 0), dtype=torch.int32, device=weight.device)
-    return PackedWeight(
-        weight.contiguous(), scales, 8 * weight.element_size(), STEP, (weight.shape[0], weight.shape[1])
-    )
 
 
 def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
@@ -96,20 +80,11 @@ def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
     scales = scales.bfloat16()
     offsets = (16 * scales.float() - low).bfloat16() if bits == 4 else torch.zeros_like(scales)
     if not bool(torch.isfinite(scales).all() & torch.isfinite(offsets).all()):
-        raise ModelFileError(
-            f"weights as large as {weight.abs().max():.3g} cannot be quantized; use dtype bfloat16"
-        )
+        most = f"{weight.abs().max():.3g}"
+        raise ModelFileError(f"weights as large as {most} cannot be quantized; use dtype bfloat16")
     steps = torch.where(scales == 0, torch.ones_like(scales), scales).float()[..., None]
     exact = (grouped + offsets.float()[..., None]) / steps - (16 if bits == 4 else 0)
     return Integers(exact.round().clamp(lowest, highest).to(torch.int8).flatten(1), scales, offsets)
-
-
-def weights(integers: Integers, bits: int, width: int) -> torch.Tensor:
-    """-> [N, width] float32, before they are rounded to the dtype of the product."""
-    grouped = integers.values.float().unflatten(1, (integers.scales.shape[1], -1)) + (16 if bits == 4 else 0)
-    return (grouped * integers.scales.float()[..., None] - integers.offsets.float()[..., None]).flatten(1)[
-        :, :width
-    ]
 
 
 def pack_values(values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -119,16 +94,3 @@ def pack_values(values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     for i in range(16 // bits):
         words |= (parts[:, :, i] & (2**bits - 1)) << (i * bits)
     return words.to(torch.int16).transpose(0, 1)
-
-
-def unpack(weight: PackedWeight) -> Integers:
-    """The inverse of `pack`: what it kept of each weight."""
-    num_rows, bits = weight.shape[0], weight.bits
-    words = weight.packed[:, :num_rows].transpose(0, 1).int()  # [N, groups, words]
-    shifted = [(words >> (i * bits)) & (2**bits - 1) for i in range(16 // bits)]
-    values = torch.stack(shifted, 2).to(
-        torch.int8
-    )  # [N, groups, parts, words]: above 127 wraps to the negative ones
-    pairs = weight.scales[:, :num_rows].T  # a bfloat16 is the upper half of the float32 of its value
-    scales, offsets = (half.view(torch.float32).bfloat16() for half in (pairs << 16, pairs & -65536))
-    return Integers(values.flatten(1), scales, -offsets)

@@ -1,11 +1,11 @@
-"""The target's choices on the device: a step copies no logits to the host, which follows the choices down the
-drafted trees.
+"""Tokens chosen on the device: the target's own (`pick`), and a drafting head's (`guess`).
 
-`pick` makes the choice of paceline/core/sampling.py for requests without further options, with the same
-noise: the random words are those of paceline/core/noise.py bit for bit, and scores are float64 as there. The
-only thing that may differ is the last bit of a logarithm, so a choice differs from the host's only where two
-scores agree to about 15 digits; it never differs between two runs here. Invariant: a row's choice depends on
-its logits, temperature, seed and position.
+`pick` makes the choice of paceline/core/sampling.py for requests without further options: with the random
+words of paceline/core/noise.py bit for bit, and scores in float64 as there. Only the last bit of a logarithm
+may differ, so a choice differs from the host's only where two scores agree to about 15 digits, and never
+between two runs here. `guess` does the same in float32 (without noise: the likeliest token); where it errs a
+draft is lost and the text is the same. Invariant: a row's choice depends on its logits, temperature, seed and
+position; a guess is a token of the draft vocabulary, whatever the logits are.
 """
 
 from __future__ import annotations
@@ -15,51 +15,35 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 from paceline.core.noise import Purpose
 from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 
-BLOCK = 1024  # ids a program looks at; four share a random counter
-_TARGET = tl.constexpr(int(Purpose.TARGET))
-
-
-class Workspace(NamedTuple):
-    """The best of each block of the vocabulary."""
-
-    scores: torch.Tensor  # [rows, blocks] float64
-    ids: torch.Tensor  # [rows, blocks] int32
-
-
-def workspace(num_rows: int, vocab: int, device: torch.device | str) -> Workspace:
-    shape = (num_rows, triton.cdiv(vocab, BLOCK))
-    return Workspace(
-        torch.empty(shape, dtype=torch.float64, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device),
-    )
+BLOCK = 1024  # ids of a program; four share a random counter
+TARGET = tl.constexpr(int(Purpose.TARGET))
 
 
 @triton.jit
-def noise_words(first: tl.tensor, position: tl.tensor, seed: tl.tensor, count: tl.constexpr) -> tl.tensor:
-    """[count] uint32: the words of ids first .. first + count - 1, both multiples of four. TARGET noise has
-    no round.
-    """
+def noise_words(first: tensor, position: tensor, seed: tensor, count: constexpr) -> tensor:
+    """[count] uint32: the words of ids first .. first + count - 1, both multiples of four."""
     counter = first // 4 + tl.arange(0, count // 4)
     zero = tl.zeros_like(counter)
-    a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.int32), zero + _TARGET, zero)
+    a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.int32), zero + TARGET, zero)
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
 
 
 @triton.jit
-def _best_of_blocks(
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    seeds_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    vocab: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+def uniform(words: tensor) -> tensor:
+    """float64 above 0 and below 1; a float32 next to 1 would have no logarithm of a logarithm."""
+    return (words.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+
+
+@triton.jit
+def _pick_blocks(
+    logits_ptr: tensor, temperature_ptr: tensor, seeds_ptr: tensor, positions_ptr: tensor, scores_ptr: tensor,
+    ids_ptr: tensor, vocab: constexpr, block: constexpr,
+) -> None:  # fmt: skip
     let_next_start()
     wait_for_previous()
     row, part = tl.program_id(0), tl.program_id(1)
@@ -69,8 +53,7 @@ def _best_of_blocks(
     temperature = tl.load(temperature_ptr + row).to(tl.float64)
     if temperature > 0:
         words = noise_words(part * block, tl.load(positions_ptr + row), tl.load(seeds_ptr + row), block)
-        uniform = (words.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
-        score = score / temperature - tl.log(-tl.log(uniform))
+        score = score / temperature - tl.log(-tl.log(uniform(words)))
     score = tl.where(score == score, score, float("inf"))  # a NaN wins, so that it is seen
     best, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     index = row * tl.num_programs(1) + part
@@ -79,15 +62,10 @@ def _best_of_blocks(
 
 
 @triton.jit
-def _best_of_rows(
-    scores_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    out_ids_ptr: tl.tensor,
-    vocab: tl.constexpr,
-    num_blocks: tl.constexpr,
-    width: tl.constexpr,
-) -> None:
+def _pick_rows(
+    scores_ptr: tensor, ids_ptr: tensor, logits_ptr: tensor, out_ids_ptr: tensor, vocab: constexpr,
+    num_blocks: constexpr, width: constexpr,
+) -> None:  # fmt: skip
     """Blocks are in the order of their ids, so the first of the best has the lowest id."""
     let_next_start()
     wait_for_previous()
@@ -108,26 +86,128 @@ def pick(
     seeds: torch.Tensor,  # [L] int64: the 64 bits of each request's seed
     positions: torch.Tensor,  # [L] int64: of the token to be chosen, one past the row's own
     out_ids: torch.Tensor | None = None,  # [L] int64
-    work: Workspace | None = None,  # of at least L rows
 ) -> torch.Tensor:
     """The token of each row, [L] int64: its best where the temperature is 0, its seeded draw elsewhere; the
-    lowest id wins a tie.
-
-    It is -1 where a row is broken: if any logit is NaN or +inf, or all are -inf.
-    """
-    num_rows, vocab = logits.shape
-    out_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out_ids is None else out_ids
-    work = workspace(num_rows, vocab, logits.device) if work is None else work
+    lowest id wins a tie. -1 where a row is broken: if any logit is NaN or +inf, or all are -inf."""
+    (num_rows, vocab), device = logits.shape, logits.device
+    out_ids = torch.empty(num_rows, dtype=torch.int64, device=device) if out_ids is None else out_ids
     assert logits.is_contiguous(), "rows follow each other"
     assert len(temperature) == len(seeds) == len(positions) == len(out_ids) == num_rows, "one of each a row"
     assert seeds.dtype == positions.dtype == out_ids.dtype == torch.int64, "64-bit keys and ids"
     assert temperature.dtype in (torch.float32, torch.float64), "a temperature is a fraction"
     num_blocks = triton.cdiv(vocab, BLOCK)
-    assert len(work.scores) >= num_rows, "a workspace of as many rows"
-    assert work.scores.shape[1] == num_blocks, "a workspace of this vocabulary"
-    _best_of_blocks[(num_rows, num_blocks)](
-        logits, temperature, seeds, positions, *work, vocab, BLOCK, num_warps=4, **LAUNCH
+    scores = torch.empty((num_rows, num_blocks), dtype=torch.float64, device=device)  # the best of each block
+    ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
+    _pick_blocks[(num_rows, num_blocks)](
+        logits, temperature, seeds, positions, scores, ids, vocab, BLOCK, num_warps=4, **LAUNCH
     )
     width = triton.next_power_of_2(num_blocks)
-    _best_of_rows[(num_rows,)](*work, logits, out_ids, vocab, num_blocks, width, num_warps=1, **LAUNCH)
+    _pick_rows[(num_rows,)](scores, ids, logits, out_ids, vocab, num_blocks, width, num_warps=1, **LAUNCH)
     return out_ids
+
+
+class Guessing(NamedTuple):
+    """How each request's tokens are chosen, on the device."""
+
+    temperatures: torch.Tensor  # [R] float64; 0: the likeliest
+    seeds: torch.Tensor  # [R] int64
+    places: torch.Tensor  # [R] int64: position of the first token
+    ids: torch.Tensor | None  # [words] int32: draft id -> target id; None: they are the same
+
+
+@triton.jit
+def _noise(ids: tensor, position: tensor, seed: tensor) -> tensor:
+    """Gumbel noise of these tokens, float32."""
+    zero = tl.zeros_like(ids)
+    a, b, c, d = tl.philox(seed, ids // 4, zero + position.to(tl.int32), zero + TARGET, zero)
+    lane = ids % 4
+    word = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
+    return (-tl.log(-tl.log(uniform(word)))).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["step", "num_requests"])
+def _guess_blocks(
+    logits_ptr: tensor, added_ptr: tensor, ids_ptr: tensor, temperatures_ptr: tensor, seeds_ptr: tensor,
+    places_ptr: tensor, scores_ptr: tensor, sums_ptr: tensor, words_ptr: tensor, step: tensor,
+    num_requests: tensor, vocab: constexpr, block: constexpr,
+) -> None:  # fmt: skip
+    """Rows are steps by requests."""
+    let_next_start()
+    row, part = tl.program_id(0), tl.program_id(1)
+    request, index = row % num_requests, row * tl.num_programs(1) + part
+    words = part * block + tl.arange(0, block)
+    inside = words < vocab
+    temperature = tl.load(temperatures_ptr + request).to(tl.float32)
+    wait_for_previous()
+    at = row.to(tl.int64) * vocab + words
+    score = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
+    if added_ptr is not None:
+        score += tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if temperature > 0:
+        ids = words
+        if ids_ptr is not None:
+            ids = tl.load(ids_ptr + words, mask=inside, other=0)
+        position = tl.load(places_ptr + request) + step + row // num_requests
+        score += temperature * _noise(ids, position, tl.load(seeds_ptr + request))
+    score = tl.where(score == score, score, -float("inf"))
+    best, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(scores_ptr + index, best)
+    tl.store(sums_ptr + index, tl.sum(tl.exp(score - tl.where(best == -float("inf"), 0.0, best)), 0))
+    tl.store(words_ptr + index, tl.minimum(part * block + at, vocab - 1))
+
+
+@triton.jit
+def _guess_rows(
+    scores_ptr: tensor, sums_ptr: tensor, words_ptr: tensor, ids_ptr: tensor, tokens_ptr: tensor,
+    chances_ptr: tensor, drafted_ptr: tensor, num_blocks: constexpr, width: constexpr,
+) -> None:  # fmt: skip
+    let_next_start()
+    wait_for_previous()
+    row, at = tl.program_id(0), tl.arange(0, width)
+    inside = at < num_blocks
+    scores = tl.load(scores_ptr + row * num_blocks + at, mask=inside, other=-float("inf"))
+    sums = tl.load(sums_ptr + row * num_blocks + at, mask=inside, other=0.0)
+    best, part = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
+    is_finite = tl.abs(best) != float("inf")
+    total = tl.sum(sums * tl.exp(scores - tl.where(is_finite, best, 0.0)), 0)
+    word = tl.load(words_ptr + row * num_blocks + part)
+    token = word
+    if ids_ptr is not None:
+        token = tl.load(ids_ptr + word)
+    tl.store(drafted_ptr + row, word)
+    tl.store(tokens_ptr + row, token)
+    tl.store(chances_ptr + row, tl.where(is_finite, 1.0 / total, 0.0))
+
+
+def step_results(steps: int, num_requests: int, device: torch.device) -> torch.Tensor:
+    """[2, steps, R or more] int32: `guess` fills it step by step, each from an aligned address."""
+    return torch.empty((2, steps, max(num_requests, 4)), dtype=torch.int32, device=device)
+
+
+def guess(
+    logits: torch.Tensor,  # [steps * R, words]: the first step's, then the next one's
+    how: Guessing,
+    step: int,  # of the first rows
+    results: torch.Tensor,  # [2, steps * R] int32: gets tokens, and their chances as the bits of float32
+    added: torch.Tensor | None = None,  # [steps * R, words]: what a Markov head adds
+) -> torch.Tensor:
+    """-> [steps * R] int32: the tokens as draft ids. Chances are a softmax at temperature 1, noise added."""
+    (num_rows, vocab), device = logits.shape, logits.device
+    num_requests, num_blocks = len(how.seeds), triton.cdiv(vocab, BLOCK)
+    assert all(x is None or x.is_contiguous() for x in (logits, added)), "rows follow each other"
+    assert added is None or added.shape == logits.shape, "one number a logit"
+    assert num_rows % num_requests == 0, "as many rows each step"
+    assert results.shape == (2, num_rows), "a guess a row"
+    assert how.ids is None or (len(how.ids) == vocab and how.ids.dtype == torch.int32), "a token a logit"
+    scores, sums = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
+    words = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
+    drafted = torch.empty(num_rows, dtype=torch.int32, device=device)
+    _guess_blocks[(num_rows, num_blocks)](
+        logits, added, how.ids, how.temperatures, how.seeds, how.places, scores, sums, words,
+        step, num_requests, vocab, BLOCK, num_warps=4, **LAUNCH,
+    )  # fmt: skip
+    tokens, chances, width = results[0], results[1].view(torch.float32), triton.next_power_of_2(num_blocks)
+    _guess_rows[(num_rows,)](
+        scores, sums, words, how.ids, tokens, chances, drafted, num_blocks, width, num_warps=1, **LAUNCH
+    )
+    return drafted

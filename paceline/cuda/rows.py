@@ -14,42 +14,35 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
+from paceline.core import types
 from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
+from paceline.models.attention import LayerCache
 
-SCALE_BYTES = tl.constexpr(16)  # as runtime/kv_cache.py has it
+BLOCK_SIZE, SCALE_BYTES = tl.constexpr(types.BLOCK_SIZE), tl.constexpr(types.SCALE_BYTES)
 MAX_HIDDEN = 16384  # a row of the residual stream is one tile
 TILE = 1024  # elements a program where a row need not be one tile
-# heads a program places, at most: a warp has enough to do, and one token still spreads over several
-# multiprocessors
+# Heads a program places, at most: a warp has enough to do, and one token still spreads over several
+# multiprocessors.
 HEADS = 2
 
-
-def _warps(block: int) -> int:
-    """16 elements a thread, until there are 16 warps."""
-    return min(max(block // 512, 1), 16)
+Activation = Literal["silu", "gelu_tanh"]
 
 
-def _are_parts(parts: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """One part is of the activations' dtype, several are float32."""
-    return (
-        parts.shape[1:] == shape
-        and parts.dtype == (dtype if len(parts) == 1 else torch.float32)
-        and parts.is_contiguous()
-    )
-
-
-def _are_dense(*tensors: torch.Tensor) -> bool:
+def are_dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
+def _are_parts(parts: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """One part is of the activations' dtype, several are float32."""
+    wanted = dtype if len(parts) == 1 else torch.float32
+    return parts.shape[1:] == shape and parts.dtype == wanted and parts.is_contiguous()
+
+
 @triton.jit
-def added_up(
-    parts_ptr: tl.tensor, step: tl.tensor, mask: tl.tensor, splits: tl.constexpr, dtype: tl.constexpr
-) -> tl.tensor:
-    """float32: what a product of so many parts gives (cuda/linear.py), `step` numbers from one part to the
-    next, rounded as it would be.
-    """
+def added_up(parts_ptr: tensor, step: tensor, mask: tensor, splits: constexpr, dtype: constexpr) -> tensor:
+    """float32: a product in `splits` parts, each `step` numbers after the last, rounded as a whole one is."""
     total = tl.load(parts_ptr, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, splits):
         total += tl.load(parts_ptr + i * step, mask=mask, other=0.0)
@@ -57,23 +50,16 @@ def added_up(
 
 
 @triton.jit
-def _normed(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, size: tl.constexpr) -> tl.tensor:
+def normed(x: tensor, weight: tensor, eps: tensor, size: constexpr) -> tensor:
     """x [block] float32, zero beyond `size`."""
     return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
 
 
 @triton.jit
 def _add_norm(
-    x_ptr: tl.tensor,
-    added_ptr: tl.tensor,
-    after_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    eps: tl.tensor,
-    hidden: tl.constexpr,
-    splits: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    x_ptr: tensor, added_ptr: tensor, after_ptr: tensor, weight_ptr: tensor, out_ptr: tensor, eps: tensor,
+    hidden: constexpr, splits: constexpr, block: constexpr,
+) -> None:  # fmt: skip
     let_next_start()
     start = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, block)
@@ -83,16 +69,15 @@ def _add_norm(
     wait_for_previous()
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
-        added = added_up(
-            added_ptr + start + at, tl.num_programs(0).to(tl.int64) * hidden, inside, splits, dtype
-        )
+        step = tl.num_programs(0).to(tl.int64) * hidden
+        added = added_up(added_ptr + start + at, step, inside, splits, dtype)
         if after_ptr is not None:
             after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            added = _normed(added, after, eps, hidden).to(dtype).to(tl.float32)
+            added = normed(added, after, eps, hidden).to(dtype).to(tl.float32)
         total = (x + added).to(dtype)
         tl.store(x_ptr + start + at, total, mask=inside)
         x = total.to(tl.float32)
-    out = _normed(x, weight, eps, hidden)
+    out = normed(x, weight, eps, hidden)
     tl.store(out_ptr + start + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -109,47 +94,29 @@ def add_norm(
     assert hidden <= MAX_HIDDEN, "a row is one tile"
     assert (out.shape, weight.shape) == (x.shape, (hidden,)), "a norm keeps its shape"
     assert added is None or _are_parts(added, x.shape, x.dtype), "what is added fits"
-    assert after_weight is None or (added is not None and after_weight.shape == (hidden,)), (
-        "something is added"
-    )
-    assert _are_dense(x, out), "rows follow each other"
+    assert after_weight is None or (added is not None and len(after_weight) == hidden), "a norm of a sum"
+    assert are_dense(x, out), "rows follow each other"
     block, splits = triton.next_power_of_2(hidden), 1 if added is None else len(added)
-    _add_norm[(num_rows,)](
-        x, added, after_weight, weight, out, eps, hidden, splits, block, num_warps=_warps(block), **LAUNCH
-    )
+    warps = min(max(block // 512, 1), 16)  # 16 elements a thread, until there are 16 warps
+    sizes = (hidden, splits, block)
+    weights = (after_weight, weight)
+    _add_norm[(num_rows,)](x, added, *weights, out, eps, *sizes, num_warps=warps, **LAUNCH)
 
 
 @triton.jit
-def turned(left: tl.tensor, right: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
-    """Both halves of a head, rotated. Fused by name: which product is rounded is not the compiler's
-    choice.
-    """
+def turned(left: tensor, right: tensor, cos: tensor, sin: tensor) -> tensor:
+    """Both halves of a head, rotated. Fused by name: the compiler does not choose what is rounded."""
     return tl.fma(left, cos, -(right * sin)), tl.fma(right, cos, left * sin)
 
 
 @triton.jit
 def _place(
-    qkv_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    q_norm_ptr: tl.tensor,
-    k_norm_ptr: tl.tensor,
-    q_out_ptr: tl.tensor,
-    eps: tl.tensor,
-    num_q: tl.constexpr,
-    num_kv: tl.constexpr,
-    dim: tl.constexpr,
-    splits: tl.constexpr,
-    half_block: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
-    """A tile is `group` heads by half a head: left and right halves turn together. Heads: queries, then keys,
-    then values.
-    """
+    qkv_ptr: tensor, positions_ptr: tensor, slots_ptr: tensor, cos_ptr: tensor, sin_ptr: tensor,
+    keys_ptr: tensor, values_ptr: tensor, q_norm_ptr: tensor, k_norm_ptr: tensor, q_out_ptr: tensor,
+    eps: tensor, num_q: constexpr, num_kv: constexpr, dim: constexpr, splits: constexpr,
+    half_block: constexpr, group: constexpr,
+) -> None:  # fmt: skip
+    """A tile is `group` heads by half a head: both halves turn together. Heads: queries, keys, values."""
     let_next_start()
     half: tl.constexpr = dim // 2
     row = tl.program_id(0).to(tl.int64)
@@ -174,9 +141,8 @@ def _place(
     if q_norm_ptr is not None:
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / dim + eps)[:, None]
         normed_left = left * scale * _head_weight(q_norm_ptr, k_norm_ptr, is_query, at, is_dim)
-        normed_right = (
-            right * scale * _head_weight(q_norm_ptr + half, k_norm_ptr + half, is_query, at, is_dim)
-        )
+        right_weight = _head_weight(q_norm_ptr + half, k_norm_ptr + half, is_query, at, is_dim)
+        normed_right = right * scale * right_weight
     turned_left, turned_right = turned(normed_left, normed_right, cos, sin)
 
     q_out = q_out_ptr + row * num_q * dim + offsets
@@ -188,23 +154,13 @@ def _place(
 
 @triton.jit
 def _keep(
-    cache_ptr: tl.tensor,
-    line: tl.tensor,
-    at: tl.tensor,
-    left: tl.tensor,
-    right: tl.tensor,
-    mask: tl.tensor,
-    dim: tl.constexpr,
+    cache_ptr: tensor, line: tensor, at: tensor, left: tensor, right: tensor, mask: tensor, dim: constexpr
 ) -> None:
-    """Store heads [G, half] in lines [G, 1] of a cache; as integers, with their scale after them, if it is
-    one of integers.
-    """
+    """Store heads [G, half] in lines [G, 1] of a cache; in one of integers, with their scale after them."""
     half: tl.constexpr = dim // 2
     if cache_ptr.dtype.element_ty == tl.int8:
         start = cache_ptr + line * (dim + SCALE_BYTES)
-        highest = tl.maximum(
-            tl.max(tl.abs(left), 1, keep_dims=True), tl.max(tl.abs(right), 1, keep_dims=True)
-        )  # [G, 1]
+        highest = tl.max(tl.maximum(tl.abs(left), tl.abs(right)), 1, keep_dims=True)  # [G, 1]
         scale = tl.where(highest > 0, highest, 1.0) / 127
         is_kept = tl.max(mask.to(tl.int32), 1, keep_dims=True) > 0
         tl.store((start + dim).to(tl.pointer_type(tl.float32), bitcast=True), scale, mask=is_kept)
@@ -217,8 +173,8 @@ def _keep(
 
 @triton.jit
 def _head_weight(
-    q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, is_query: tl.tensor, at: tl.tensor, is_dim: tl.tensor
-) -> tl.tensor:
+    q_norm_ptr: tensor, k_norm_ptr: tensor, is_query: tensor, at: tensor, is_dim: tensor
+) -> tensor:
     of_queries = tl.load(q_norm_ptr + at, mask=is_dim, other=0.0).to(tl.float32)
     of_keys = tl.load(k_norm_ptr + at, mask=is_dim, other=0.0).to(tl.float32)
     return tl.where(is_query, of_queries, of_keys)
@@ -226,56 +182,42 @@ def _head_weight(
 
 def place(
     qkv: torch.Tensor,  # [parts, T, (heads + 2 * kv_heads) * dim]: a product in parts
-    positions: torch.Tensor,  # [T]
-    slots: torch.Tensor,  # [T]
-    cos: torch.Tensor,  # [context, dim / 2] float32
-    sin: torch.Tensor,  # [context, dim / 2] float32
-    keys: torch.Tensor,  # [num_slots, kv_heads, dim]; int8: [num_slots, kv_heads, dim + SCALE_BYTES]
-    values: torch.Tensor,  # as the keys
-    q_norm: torch.Tensor | None,  # [dim]
-    k_norm: torch.Tensor | None,  # [dim]
+    where: tuple[torch.Tensor, torch.Tensor],  # positions [T] and slots [T]
+    rotary: tuple[torch.Tensor, torch.Tensor],  # cosines and sines [context, dim / 2] float32
+    cache: LayerCache,  # [slots, kv_heads, dim]; int8: dim + SCALE_BYTES
+    norms: tuple[torch.Tensor | None, torch.Tensor | None],  # of queries and keys, [dim] each
     eps: float,
     q_out: torch.Tensor,  # [T, heads, dim]
 ) -> None:
-    """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots. Slots of
-    padding rows may coincide.
-    """
-    num_rows, num_q, dim = q_out.shape
+    """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots."""
+    (num_rows, num_q, dim), (keys, values), (cos, sin) = q_out.shape, cache, rotary
     num_kv = keys.shape[1]
     num_heads = num_q + 2 * num_kv
-    assert _are_parts(qkv, torch.Size((num_rows, num_heads * dim)), q_out.dtype), "all heads of every token"
-    assert positions.shape == slots.shape == (num_rows,), "one of each a token"
+    assert _are_parts(qkv, (num_rows, num_heads * dim), q_out.dtype), "all heads of every token"
+    assert where[0].shape == where[1].shape == (num_rows,), "a position and a slot a token"
     width = dim + SCALE_BYTES.value * (keys.dtype == torch.int8)
     assert keys.shape == values.shape == (len(keys), num_kv, width), "keys and values are of the same heads"
     assert cos.shape == sin.shape == (len(cos), dim / 2), "half a head turns with the other half"
     assert cos.dtype == sin.dtype == torch.float32, "rotary tables are float32"
-    assert (q_norm is None) == (k_norm is None), "queries and keys are both normed, or neither"
-    assert _are_dense(qkv, cos, sin, keys, values, q_out), "rows follow each other"
+    assert (norms[0] is None) == (norms[1] is None), "queries and keys are both normed, or neither"
+    assert are_dense(qkv, cos, sin, keys, values, q_out), "rows follow each other"
     group = HEADS if len(qkv) <= 4 else 1  # of many parts, less of each
-    grid = (num_rows, triton.cdiv(num_heads, group))
-    half_block = triton.next_power_of_2(dim // 2)
-    sizes = (num_q, num_kv, dim, len(qkv), half_block, group)
-    _place[grid](
-        qkv,
-        positions,
-        slots,
-        cos,
-        sin,
-        keys,
-        values,
-        q_norm,
-        k_norm,
-        q_out,
-        eps,
-        *sizes,
-        num_warps=1,
-        **LAUNCH,
+    sizes = (num_q, num_kv, dim, len(qkv), triton.next_power_of_2(dim // 2), group)
+    _place[(num_rows, triton.cdiv(num_heads, group))](
+        qkv, *where, *rotary, *cache, *norms, q_out, eps, *sizes, num_warps=1, **LAUNCH
     )
 
 
 @triton.jit
+def activated(gate: tensor, up: tensor, is_silu: constexpr) -> tensor:
+    """(1 + tanh(z)) / 2 = sigmoid(2 z): both are the gate times a sigmoid; 2 sqrt(2 / pi) = 1.59577."""
+    steepness = gate if is_silu else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-steepness)) * up
+
+
+@triton.jit
 def _gate(
-    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.constexpr, is_silu: tl.constexpr, tile: tl.constexpr
+    gate_up_ptr: tensor, out_ptr: tensor, width: constexpr, is_silu: constexpr, tile: constexpr
 ) -> None:
     let_next_start()
     wait_for_previous()
@@ -285,35 +227,31 @@ def _gate(
     source = gate_up_ptr + row * 2 * width + at
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
-    # (1 + tanh(z)) / 2 = sigmoid(2 z), so both activations are the gate times a sigmoid; 2 sqrt(2 / pi) =
-    # 1.5957691216...
-    steepness = gate if is_silu else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    out = gate / (1.0 + tl.exp(-steepness)) * up
+    out = activated(gate, up, is_silu)
     tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gate(gate_up: torch.Tensor, activation: Literal["silu", "gelu_tanh"], out: torch.Tensor) -> None:
+def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
     """[T, 2 * width] (gate half, then up half) -> out [T, width] = activation(gate) * up."""
     num_rows, width = out.shape
     assert gate_up.shape == (num_rows, 2 * width), "two halves"
     assert activation in ("silu", "gelu_tanh"), f"no activation {activation}"
-    assert _are_dense(gate_up, out), "rows follow each other"
-    _gate[(num_rows, triton.cdiv(width, TILE))](
-        gate_up, out, width, activation == "silu", TILE, num_warps=4, **LAUNCH
-    )
+    assert are_dense(gate_up, out), "rows follow each other"
+    grid = (num_rows, triton.cdiv(width, TILE))
+    _gate[grid](gate_up, out, width, activation == "silu", TILE, num_warps=4, **LAUNCH)
 
 
 @triton.jit
 def _embed(
-    ids_ptr: tl.tensor, table_ptr: tl.tensor, out_ptr: tl.tensor, picked_ptr: tl.tensor, scale: tl.tensor, hidden: tl.constexpr,
-    tile: tl.constexpr,
+    ids_ptr: tensor, table_ptr: tensor, out_ptr: tensor, picked_ptr: tensor, scale: tensor, hidden: constexpr,
+    tile: constexpr,
 ) -> None:  # fmt: skip
     let_next_start()
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     token = tl.load(ids_ptr + row).to(tl.int64)
-    if picked_ptr is not None:  # -1 where a row was broken: nobody will look at what comes of it
+    if picked_ptr is not None:  # -1 where a row was broken: what comes of it is never used
         picked = tl.load(picked_ptr + tl.maximum(-1 - token, 0), mask=token < 0, other=0)
         token = tl.where(token < 0, tl.maximum(picked, 0), token)
     x = tl.load(table_ptr + token * hidden + at, mask=at < hidden, other=0.0).to(tl.float32) * scale
@@ -321,19 +259,13 @@ def _embed(
 
 
 def embed(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
+    ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor,
     picked: torch.Tensor | None = None,
-) -> None:
-    """out [T, hidden] = rows `ids` [T] of the table [vocab, hidden], times scale. An id of -1 - i is
-    picked[i].
-    """
+) -> None:  # fmt: skip
+    """out [T, hidden] = rows `ids` [T] of the table [vocab, hidden], times scale; -1 - i means picked[i]."""
     num_rows, hidden = out.shape
     assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
-    assert _are_dense(table, out), "rows follow each other"
+    assert are_dense(table, out), "rows follow each other"
     assert picked is None or picked.dtype == torch.int64, "as `pick` writes them"
-    _embed[(num_rows, triton.cdiv(hidden, TILE))](
-        ids, table, out, picked, scale, hidden, TILE, num_warps=4, **LAUNCH
-    )
+    grid = (num_rows, triton.cdiv(hidden, TILE))
+    _embed[grid](ids, table, out, picked, scale, hidden, TILE, num_warps=4, **LAUNCH)

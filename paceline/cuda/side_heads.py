@@ -8,118 +8,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from paceline.cuda.batch import REQUESTS, next_size
-from paceline.cuda.enter import gather
-from paceline.cuda.graphs import Graphs, Recording
-from paceline.cuda.guess import Guessing, guess
-from paceline.cuda.head_inputs import (
-    Buffer,
-    Column,
-    addresses_of,
-    guesses_of,
-    speaker_columns,
-    speaker_values,
-)
-from paceline.cuda.head_weights import HeadReader
-from paceline.heads.config import MedusaConfig
+from paceline.cuda.batch import Buffer, Column
+from paceline.cuda.decoder import CudaDecoder
+from paceline.cuda.head_inputs import addresses_of, choice_columns, choice_values, guesses_of, requests_for
+from paceline.cuda.pick import guess
+from paceline.cuda.recorded_head import RecordedHead
+from paceline.cuda.weights import head_reader
+from paceline.heads.config import TRUNK, MedusaConfig
 from paceline.heads.rows import Guesses, Row, Speaker
-
-if TYPE_CHECKING:
-    from paceline.cuda.decoder import CudaDecoder
+from paceline.loaders.head_files import Head
 
 
-class Bucket(NamedTuple):
+class SideShape(NamedTuple):
     requests: int
     is_guessed: bool  # else logits are wanted
 
 
-class CudaMedusaHead:
-    def __init__(
-        self,
-        config: MedusaConfig,
-        tensors: Mapping[str, torch.Tensor],
-        norm: torch.Tensor,
-        decoder: CudaDecoder,
-    ) -> None:
-        """norm: the target's last, or the trunk's."""
-        self.config, self.device = config, decoder.device
-        reader, heads = HeadReader(tensors, decoder), range(config.num_heads_ahead)
-        self._dtype, self._ids, self._norm = reader.dtype, reader.ids(), norm.to(self.device)
-        names = [[f"blocks.{head}.layers.{block}" for head in heads] for block in range(config.num_blocks)]
-        biases = [
-            torch.stack([tensors[f"{name}.bias"] for name in each])[:, None].to(self.device, self._dtype)
-            for each in names
-        ]
-        self._blocks = [  # weights [heads, inputs, outputs] and biases [heads, 1, outputs]
-            (torch.stack([reader.table(name) for name in each]).transpose(1, 2), bias)
-            for each, bias in zip(names, biases, strict=True)
-        ]
+class CudaMedusaHead(RecordedHead):
+    def __init__(self, head: Head, decoder: CudaDecoder) -> None:
+        super().__init__(head, decoder)
+        config, reader = head.config, head_reader(head, decoder.weights)
+        assert isinstance(config, MedusaConfig)
+        self.config, heads = config, range(config.num_heads_ahead)
+        norm = decoder.weights.norm if config.trunk is None else reader.norm(f"{TRUNK}norm")
+        self._norm = norm  # the target's last, or the trunk's
+        names = [[f"blocks.{i}.layers.{block}" for i in heads] for block in range(config.num_blocks)]
+        self._blocks = []  # weights [heads, inputs, outputs] and biases [heads, 1, outputs]
+        for each in names:
+            bias = torch.stack([head.tensors[f"{name}.bias"] for name in each])[:, None]
+            weight = torch.stack([reader.table(name) for name in each]).transpose(1, 2)
+            self._blocks.append((weight, bias.to(self.device, self.dtype)))
         # One output layer for all heads, or [heads, hidden, words] of their own.
-        self._speak = (
+        self._output_layer = (
             reader.matrix("lm_head")
             if reader.has("lm_head")
-            else torch.stack([reader.table(f"lm_heads.{head}") for head in heads]).transpose(1, 2)
+            else torch.stack([reader.table(f"lm_heads.{i}") for i in heads]).transpose(1, 2)
         )
-        self._graphs = Graphs(decoder.capture)
-        self._nowhere = torch.zeros(config.hidden_size, dtype=self._dtype, device=self.device)
-
-    def can_guess(self, temperature: float) -> bool:
-        return True
 
     @torch.inference_mode()
     def guess(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Guesses:
-        return guesses_of(self._launch(rows, speakers), len(rows))
+        return guesses_of(self._run_rows(rows, speakers), len(rows))
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
-        found: torch.Tensor = self._launch(rows, ())
-        return found[:, : len(rows)]
+        return self._run_rows(rows, ())[:, : len(rows)]
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
-        """Record what a request alone will need; all heads speak, however many tokens are wanted."""
-        self._recorded(Bucket(1, is_guessed=True))
+        """Record what a request alone will need; all heads are computed, however many tokens are wanted."""
+        self._recorded(SideShape(1, is_guessed=True))
 
-    def _recorded(self, bucket: Bucket) -> tuple[Recording, Buffer]:
-        return self._graphs.get(bucket, lambda: self._prepare(bucket))
+    def _run_rows(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> torch.Tensor:
+        shape = SideShape(requests_for(len(rows)), bool(speakers))
+        values = {"addresses": addresses_of(rows, (self.config.target_layers,)), **choice_values(speakers)}
+        found: torch.Tensor = self._launch(shape, values, is_recorded=True)
+        return found
 
-    def _launch(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Any:
-        bucket = Bucket(next_size(REQUESTS, len(rows)), bool(speakers))
-        values = {"addresses": addresses_of(rows, (self.config.target_layers,)), **speaker_values(speakers)}
-        recording, buffer = self._recorded(bucket)
-        buffer.fill(values)
-        recording.replay()
-        return recording.outputs
-
-    def _prepare(self, bucket: Bucket) -> tuple[Callable[[], Any], Buffer]:
-        addresses = Column((bucket.requests, 1), np.int64, self._nowhere.data_ptr())
-        buffer = Buffer({"addresses": addresses, **speaker_columns(bucket.requests)}, self.device)
+    def prepare(self, shape: SideShape) -> tuple[Callable[[], Any], Buffer]:
+        addresses = Column((shape.requests, 1), np.int64, self.nowhere)
+        buffer = Buffer({"addresses": addresses, **choice_columns(shape.requests)}, self.device)
         buffer.fill({})
-        return partial(self._run, bucket, buffer.on_device), buffer
+        return partial(self._run, shape, buffer.on_device), buffer
 
-    def _run(self, bucket: Bucket, at: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _run(self, shape: SideShape, at: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """-> results [2, heads, requests] of guesses, or logits [heads, requests, words]."""
-        config = self.config
-        h = torch.empty((bucket.requests, config.hidden_size), dtype=self._dtype, device=self.device)
-        gather(at["addresses"], self._norm, config.rms_eps, config.hidden_size, h)
-        y = h.expand(config.num_heads_ahead, -1, -1)
+        count = self.config.num_heads_ahead
+        y = self._gathered(at["addresses"], self._norm).expand(count, -1, -1)
         for weight, bias in self._blocks:
             y = y + functional.silu(torch.baddbmm(bias, y, weight))
-        if isinstance(self._speak, torch.Tensor):
-            logits = torch.bmm(y, self._speak).flatten(0, 1)
+        if isinstance(self._output_layer, torch.Tensor):
+            logits = torch.bmm(y, self._output_layer).flatten(0, 1)
         else:
-            logits = self._speak(y.flatten(0, 1))
-        if not bucket.is_guessed:
-            return logits.view(config.num_heads_ahead, bucket.requests, -1)
-        how = Guessing(at["temperatures"], at["seeds"], at["places"], self._ids)
-        results = torch.empty(
-            (2, config.num_heads_ahead, bucket.requests), dtype=torch.int32, device=self.device
-        )
-        guess(logits, how, 0, results.flatten(1))
+            logits = self._output_layer(y.flatten(0, 1))
+        if not shape.is_guessed:
+            return logits.view(count, shape.requests, -1)
+        results = torch.empty((2, count, shape.requests), dtype=torch.int32, device=self.device)
+        guess(logits, self._guessing(at), 0, results.flatten(1))
         return results

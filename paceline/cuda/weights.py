@@ -1,5 +1,5 @@
-"""A model's weights on a GPU: matrices in half precision or as small integers, norms and rotary tables in
-float32.
+"""Weights on a GPU, of a model or of a learned head: matrices in half precision or as small integers, norms
+and rotary tables in float32.
 
 Invariant: a matrix is on the device in its final form before the next is read, so loading needs little more
 memory than the model.
@@ -7,46 +7,35 @@ memory than the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.cuda.linear import Activation, PackedWeight, pack, parts, product
+from paceline.cuda import rows
+from paceline.cuda.attention import Attending, attend
+from paceline.cuda.batch import DeviceBatch
+from paceline.cuda.linear import Matrix
+from paceline.cuda.pack import pack
+from paceline.cuda.rows import Activation
+from paceline.loaders.head_files import Head
+from paceline.models.attention import LayerCache
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.rope import RotaryTables, rotary_tables
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {"int8": 8, "int4": 4}  # weights alone: activations are bfloat16
-
-
-class Matrix(NamedTuple):
-    weight: PackedWeight  # [N, K]
-    bias: torch.Tensor | None
-    is_exact: bool  # the same bits with any number of rows, prompts too
-
-    def __call__(
-        self, x: torch.Tensor, activation: Activation | None = None
-    ) -> torch.Tensor:  # [T, K] -> [T, N], or [T, N / 2]
-        return product(x, self.weight, self.bias, activation=activation, is_exact=self.is_exact)
-
-    def parts(
-        self, x: torch.Tensor, *, is_early: bool = False
-    ) -> torch.Tensor:  # [T, K] -> [S, T, N], to be added up
-        return parts(x, self.weight, self.bias, is_exact=self.is_exact, is_early=is_early)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.packed.nbytes + self.weight.scales.nbytes
+NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
 class Layer(NamedTuple):
+    dtype: torch.dtype  # of activations
+    eps: float
     attention_norm: torch.Tensor
     qkv: Matrix
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    tables: RotaryTables
+    qk_norms: tuple[torch.Tensor | None, torch.Tensor | None]
+    rotary: RotaryTables
     window: int | None
     out: Matrix
     after_attention: torch.Tensor | None
@@ -54,6 +43,30 @@ class Layer(NamedTuple):
     gate_up: Matrix
     down: Matrix
     after_mlp: torch.Tensor | None
+
+    def queries(
+        self, qkv: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], cache: LayerCache
+    ) -> torch.Tensor:
+        """qkv [parts, T, (heads + 2 * kv_heads) * dim] at positions and slots [T]: keys and values go to the
+        cache -> queries [T, heads, dim]."""
+        dim = 2 * self.rotary.cos.shape[1]
+        shape = (qkv.shape[1], self.out.weight.shape[1] // dim, dim)
+        q = torch.empty(shape, dtype=self.dtype, device=qkv.device)
+        rows.place(qkv, where, self.rotary, cache, self.qk_norms, self.eps, q)
+        return q
+
+    def attend(
+        self, qkv: torch.Tensor, slots: torch.Tensor, batch: DeviceBatch, cache: LayerCache, how: Attending
+    ) -> torch.Tensor:
+        """qkv as above, written at `slots` [T] -> [T, heads * dim]."""
+        q = self.queries(qkv, (batch.positions, slots), cache)
+        out = torch.empty_like(q)
+        attend(q, cache, batch, how._replace(window=self.window), out)
+        return out.view(len(out), -1)
+
+    def mlp(self, normed: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """[T, hidden] -> [parts, T, hidden]: what is added to the residual stream."""
+        return self.down.parts(self.gate_up(normed, activation))
 
 
 class Weights(NamedTuple):
@@ -63,85 +76,100 @@ class Weights(NamedTuple):
     norm: torch.Tensor
     head: Matrix
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the matrices, which a pass reads in full."""
+        matrices = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return sum(matrix.num_bytes for matrix in (*matrices, self.head))
+
 
 def dtype_of(name: str) -> torch.dtype:
+    """Of activations."""
     if name not in {*DTYPES, *BITS}:
         raise ConfigError(f"dtype is {name!r}; on a GPU choose auto, {', '.join([*DTYPES, *BITS])}")
     return DTYPES.get(name, torch.bfloat16)
 
 
-def load_weights(
-    checkpoint: Any,
-    config: ModelConfig,
-    dtype: str,
-    device: torch.device,
-    is_exact: bool,
-    progress: Callable[[int, int], None],
-) -> Weights:
-    reader = _Reader(checkpoint, config, dtype, device, is_exact)
-    layers = []
-    for i in range(config.num_layers):
-        layers.append(reader.layer(i))
-        progress(i + 1, config.num_layers)
-    embedding = reader.tensor("embed_tokens.weight").to(reader.dtype)
-    head = (
-        Matrix(pack(embedding, 16), None, is_exact)
-        if config.tie_embeddings and not reader.bits
-        else reader.matrix("embed_tokens" if config.tie_embeddings else "lm_head")
-    )
-    return Weights(reader.dtype, embedding, layers, reader.tensor("norm.weight"), head)
+class WeightReader:
+    """Tensors by their names, brought to the device."""
 
+    def __init__(self, read: Callable[[str], torch.Tensor], names: Container[str], device: torch.device,
+                 dtype: torch.dtype, bits: int | None = None, is_exact: bool = False) -> None:  # fmt: skip
+        """read: a tensor of a name, float32; names: those there are; dtype: of activations."""
+        self._read, self._names, self.device = read, names, device
+        self.dtype, self._bits, self._is_exact = dtype, bits, is_exact
 
-class _Reader:
-    def __init__(
-        self, checkpoint: Any, config: ModelConfig, dtype: str, device: torch.device, is_exact: bool
-    ) -> None:
-        self.checkpoint, self.config, self.device = checkpoint, config, device
-        self.dtype, self.bits, self.is_exact = dtype_of(dtype), BITS.get(dtype), is_exact
-        self.tables = self._tables(config.rope)
-        self.local_tables = self._tables(config.rope_local) if config.rope_local is not None else self.tables
+    def has(self, name: str) -> bool:
+        return f"{name}.weight" in self._names
 
-    def _tables(self, rope: RopeConfig) -> RotaryTables:
-        tables = rotary_tables(rope, self.config.head_dim, self.config.max_context)
-        return RotaryTables(*(table.to(self.device).contiguous() for table in tables))
+    def norm(self, name: str) -> torch.Tensor | None:
+        """float32, if there is one."""
+        return self._read(f"{name}.weight").to(self.device).contiguous() if self.has(name) else None
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """float32 on the device."""
-        return self.checkpoint.tensor(name).to(self.device).contiguous()
+    def table(self, name: str) -> torch.Tensor:
+        return self._read(f"{name}.weight").to(self.device).to(self.dtype).contiguous()
 
     def matrix(self, *names: str) -> Matrix:
         """One matrix from the rows of several: one launch instead of three."""
-        weight = torch.cat(
-            [
-                self.tensor(f"{name}.weight").to(self.dtype if self.bits is None else torch.float32)
-                for name in names
-            ]
-        )
-        has_bias = f"{names[0]}.bias" in self.config.weight_names()
-        bias = torch.cat([self.tensor(f"{name}.bias").to(self.dtype) for name in names]) if has_bias else None
-        return Matrix(pack(weight, self.bits or 16), bias, self.is_exact)
+        dtype = self.dtype if self._bits is None else torch.float32
+        weight = torch.cat([self._read(f"{name}.weight").to(self.device).to(dtype) for name in names])
+        has_bias = f"{names[0]}.bias" in self._names
+        biases = [self._read(f"{name}.bias").to(self.device).to(self.dtype) for name in names if has_bias]
+        return Matrix(pack(weight, self._bits or 16), torch.cat(biases) if biases else None, self._is_exact)
 
-    def layer(self, index: int) -> Layer:
-        config, prefix = self.config, f"layers.{index}."
-        attention, mlp, is_local = f"{prefix}self_attn.", f"{prefix}mlp.", config.is_local(index)
-        names = [
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ]
-        norms = [self.tensor(f"{prefix}{name}.weight") for name in names[: 4 if config.sandwich_norm else 2]]
+    def rotary(self, rope: RopeConfig, head_dim: int, num_positions: int) -> RotaryTables:
+        tables = rotary_tables(rope, head_dim, num_positions)
+        return RotaryTables(*(table.to(self.device).contiguous() for table in tables))
+
+    def layer(self, prefix: str, rotary: RotaryTables, eps: float, window: int | None = None) -> Layer:
+        """Gemma norms what a block adds, too: then there are four norms."""
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        before, after, before_mlp, after_mlp = (self.norm(f"{prefix}{name}_layernorm") for name in NORMS)
+        assert after is not None, "every layer norms what its MLP reads"
         return Layer(
-            attention_norm=norms[0],
+            dtype=self.dtype,
+            eps=eps,
+            attention_norm=torch.ones_like(after) if before is None else before,
             qkv=self.matrix(*(f"{attention}{name}_proj" for name in "qkv")),
-            q_norm=self.tensor(f"{attention}q_norm.weight") if config.qk_norm else None,
-            k_norm=self.tensor(f"{attention}k_norm.weight") if config.qk_norm else None,
-            tables=self.local_tables if is_local else self.tables,
-            window=config.sliding_window if is_local else None,
+            qk_norms=(self.norm(f"{attention}q_norm"), self.norm(f"{attention}k_norm")),
+            rotary=rotary,
+            window=window,
             out=self.matrix(f"{attention}o_proj"),
-            after_attention=norms[1] if config.sandwich_norm else None,
-            mlp_norm=norms[2] if config.sandwich_norm else norms[1],
+            after_attention=None if before_mlp is None else after,
+            mlp_norm=after if before_mlp is None else before_mlp,
             gate_up=self.matrix(f"{mlp}gate_proj", f"{mlp}up_proj"),
             down=self.matrix(f"{mlp}down_proj"),
-            after_mlp=norms[3] if config.sandwich_norm else None,
+            after_mlp=after_mlp,
         )
+
+
+def load_weights(
+    source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Weights:  # fmt: skip
+    """Of a checkpoint; `progress` is told layers done and layers in all."""
+    reader = WeightReader(
+        source.tensor, config.weight_names(), device, dtype_of(dtype), BITS.get(dtype), is_exact=exact
+    )
+    size = config.head_dim, config.max_context
+    tables = reader.rotary(config.rope, *size)
+    local_tables = tables if config.rope_local is None else reader.rotary(config.rope_local, *size)
+    layers = []
+    for i in range(config.num_layers):
+        is_local, prefix = config.is_local(i), f"layers.{i}."
+        window = config.sliding_window if is_local else None
+        layers.append(reader.layer(prefix, local_tables if is_local else tables, config.rms_eps, window))
+        if progress is not None:
+            progress(i + 1, config.num_layers)
+    embedding, norm = reader.table("embed_tokens"), reader.norm("norm")
+    assert norm is not None, "a model norms what its output layer reads"
+    if config.tie_embeddings and dtype not in BITS:
+        head = Matrix(pack(embedding, 16), None, exact)
+    else:
+        head = reader.matrix("embed_tokens" if config.tie_embeddings else "lm_head")
+    return Weights(reader.dtype, embedding, layers, norm, head)
+
+
+def head_reader(head: Head, target: Weights) -> WeightReader:
+    """A learned head has the dtype of the target's activations."""
+    return WeightReader(head.tensors.__getitem__, head.tensors, target.norm.device, target.dtype)

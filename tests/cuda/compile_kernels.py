@@ -1,5 +1,4 @@
-"""Compiles the kernels of learned heads for a GPU that need not be there: run as a script, since Triton's
-interpreter must be off.
+"""Compiles kernels for a GPU that need not be there: run as a script, since Triton's interpreter must be off.
 
 The interpreter takes Python that the compiler refuses; this is where a machine without a GPU sees it."""
 
@@ -12,71 +11,61 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.cuda import advance, enter, guess, overlap
+from paceline.cuda import add_splits, advance, attend_split, features, multiply, overlap, pick
 
 HOPPER = GPUTarget("cuda", 90, 32)
-GATHER = {
-    "addresses_ptr": "*i64",
-    "weight_ptr": "*fp32",
-    "out_ptr": "*bf16",
-    "eps": "fp32",
-    "hidden": 576,
-    "block": 1024,
-}
-JOIN = {
-    "ids_ptr": "*i32", "table_ptr": "*bf16", "features_ptr": "*fp32", "left_weight_ptr": "*fp32", "right_weight_ptr": "*fp32",
-    "out_ptr": "*bf16", "residual_ptr": "*bf16", "scale": "fp32", "eps": "fp32", "hidden": 576, "splits": 2, "keeps_normed": False,
-    "block": 1024,
-}  # fmt: skip
-BLOCKS = {
-    "logits_ptr": "*bf16", "added_ptr": "*bf16", "ids_ptr": "*i32", "temperatures_ptr": "*fp64", "seeds_ptr": "*i64",
-    "places_ptr": "*i64", "scores_ptr": "*fp32", "sums_ptr": "*fp32", "words_ptr": "*i32", "step": "i32", "num_requests": "i32",
-    "vocab": 8192, "block": 1024,
-}  # fmt: skip
-ROWS = {
-    "scores_ptr": "*fp32", "sums_ptr": "*fp32", "words_ptr": "*i32", "ids_ptr": "*i32", "tokens_ptr": "*i32", "chances_ptr": "*fp32",
-    "drafted_ptr": "*i32", "num_blocks": 8, "width": 8,
-}  # fmt: skip
+BF16, FP32, FP64, I8, I16, I32, I64 = "*bf16", "*fp32", "*fp64", "*i8", "*i16", "*i32", "*i64"
+TYPES = (BF16, FP32, FP64, I8, I16, I32, I64, "fp32", "i32")  # any other argument is a constant
+JOIN = ("fp32", "fp32", 576, 2)
 WIDE = ("picked_ptr", "places_ptr", "speaking_ptr", "head_places_ptr")
 SIZES = {"STEPS": 5, "ROWS": 8, "TABLE": 65, "HEAD_TABLE": 64, "RESULTS": 4, "NEXT": 4}
-ADVANCE = {name: SIZES.get(name, "*i64" if name in WIDE else "*i32") for name in advance._advance.arg_names}
-BARE = {
-    "left_weight_ptr": None,
-    "right_weight_ptr": None,
-    "residual_ptr": None,
-    "features_ptr": "*bf16",
-    "splits": 1,
-}
-CASES: list[tuple[Any, dict[str, Any]]] = [
-    (enter._gather, GATHER), (enter._gather, {**GATHER, "weight_ptr": None}), (enter._join, JOIN), (enter._join, {**JOIN, **BARE}),
-    (enter._join, {**JOIN, "keeps_normed": True}), (guess._best_of_blocks, BLOCKS),
-    (guess._best_of_blocks, {**BLOCKS, "added_ptr": None, "ids_ptr": None}), (guess._best_of_rows, ROWS),
-    (guess._best_of_rows, {**ROWS, "ids_ptr": None}),
-]  # fmt: skip
+ADVANCE = [SIZES.get(name, I64 if name in WIDE else I32) for name in advance._advance.arg_names]
 
 
-def compiled(kernel: Any, arguments: dict[str, Any]) -> str:
+def attending(cache: str, counters: str | None, *how: int) -> list[Any]:
+    pointers = (BF16, cache, cache, BF16, FP32, FP32, FP32, I32, I32, I32, I32, I32, I64, counters)
+    return [*pointers, "fp32", *["i32"] * 6, 8, 4, 128, 128, 16, 16, *how]
+
+
+def multiplying(packed: str, bits: int, activation: str | None) -> list[Any]:
+    out = FP32 if activation is None else BF16
+    group = 64 if bits >= 16 else 128
+    sizes = (bits, group, 16, 64, 4, True, True, True, activation, 1, 2, 128, False)
+    return [BF16, packed, I32, None, out, *["i32"] * 8, *sizes]
+
+
+CASES: list[tuple[Any, list[Any]]] = [
+    (features._gather, [I64, FP32, BF16, "fp32", 576, 1024]),
+    (features._gather, [I64, None, BF16, "fp32", 576, 1024]),
+    (features._join, [I32, BF16, FP32, FP32, FP32, BF16, BF16, *JOIN, False, 1024]),
+    (features._join, [I32, BF16, FP32, FP32, FP32, BF16, BF16, *JOIN, True, 1024]),
+    (features._join, [I32, BF16, BF16, None, None, BF16, None, "fp32", "fp32", 576, 1, False, 1024]),
+    (pick._guess_blocks, [BF16, BF16, I32, FP64, I64, I64, FP32, FP32, I32, "i32", "i32", 8192, 1024]),
+    (pick._guess_blocks, [BF16, None, None, FP64, I64, I64, FP32, FP32, I32, "i32", "i32", 8192, 1024]),
+    (pick._guess_rows, [FP32, FP32, I32, I32, I32, FP32, I32, 8, 8]),
+    (pick._guess_rows, [FP32, FP32, I32, None, I32, FP32, I32, 8, 8]),
+    (attend_split.attend_split, attending(BF16, I32, 0, False, 1, True, True, 4, 4, True, True)),
+    (attend_split.attend_split, attending(I8, None, 512, False, 2, False, False, 0, 0, False, False)),
+    (add_splits.add_splits, [FP32, FP32, FP32, BF16, "i32", "i32", 96, 128, 4, 16, False]),
+    (multiply.multiply, multiplying(BF16, 16, "silu")),
+    (multiply.multiply, multiplying(I16, 4, None)),
+]
+
+
+def compiled(kernel: Any, arguments: list[Any]) -> str:
     """arguments: the type of each, or the value of a constant. -> PTX"""
-    signature = {
-        name: arguments[name] if isinstance(arguments[name], str) else "constexpr"
-        for name in kernel.arg_names
-    }
-    constants = {
-        (i,): arguments[name]
-        for i, name in enumerate(kernel.arg_names)
-        if not isinstance(arguments[name], str)
-    }
+    named = dict(zip(kernel.arg_names, arguments, strict=True))
+    signature = {name: value if value in TYPES else "constexpr" for name, value in named.items()}
+    constants = {(i,): value for i, value in enumerate(arguments) if value not in TYPES}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return str(triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True}).asm["ptx"])
 
 
 if __name__ == "__main__":
-    overlap.OVERLAPS = tl.constexpr(True)  # as on a Hopper
+    # as on a Hopper
+    overlap.OVERLAPS = multiply.OVERLAPS = tl.constexpr(True)  # type: ignore[attr-defined]
     for kernel, arguments in CASES:
-        assert "griddepcontrol.wait" in compiled(kernel, arguments), (
-            f"{kernel} does not wait for the one before"
-        )
-    assert "griddepcontrol" not in compiled(advance._advance, ADVANCE), (
-        "it is launched when all before it has ended"
-    )
+        ptx = compiled(kernel, arguments)
+        assert "griddepcontrol.wait" in ptx, f"{kernel} does not wait for the one before"
+    assert "griddepcontrol" not in compiled(advance._advance, ADVANCE), "it starts when all before has ended"
     print(len(CASES) + 1, "compiled")

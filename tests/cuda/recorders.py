@@ -1,5 +1,5 @@
 """A capture for devices without CUDA graphs: a replay runs the same launches again and writes the same
-outputs.
+outputs. And an executor over a decoder that was captured so.
 """
 
 from __future__ import annotations
@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from paceline.cuda.backend import CudaBackend
+from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Capture, CudaCapture, Recording, Run
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
@@ -20,10 +24,10 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
 
 class CountingCapture:
     def __init__(self) -> None:
-        self.num_captured = 0
+        self.num_recordings = 0
 
     def __call__(self, run: Run) -> Recording:
-        self.num_captured += 1
+        self.num_recordings += 1
         outputs = run()
 
         def replay() -> None:
@@ -35,3 +39,8 @@ class CountingCapture:
 
 def capture_on(device: torch.device) -> Capture:
     return CudaCapture() if device.type == "cuda" else CountingCapture()
+
+
+def executor_of(decoder: CudaDecoder, num_blocks: int) -> LocalExecutor:
+    backend = CudaBackend(decoder.device, decoder.is_exact, decoder.capture)
+    return LocalExecutor(backend, decoder, KvMemory(decoder.config, num_blocks, decoder.device))

@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.types import BatchTensors
 from paceline.cuda import attention
-from paceline.cuda.attention import PLANS, Launch, Plan, attend, launch_for
+from paceline.cuda.attention import TILINGS, Attending, Launch, Tiling, attend, launch_for
 from paceline.cuda.batch import DeviceBatch, ancestor_words
 from paceline.models.attention import Masking, TorchAttention
 
@@ -40,6 +40,7 @@ class Case(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     batch: DeviceBatch
+    parents: torch.Tensor
     shape: Shape
     max_context: int
     max_rows: int
@@ -48,15 +49,18 @@ class Case(NamedTuple):
 
     @property
     def launch(self) -> Launch:
-        return launch_for(self.q, self.keys, self.max_context, self.max_rows, self.is_exact)
+        return launch_for(self.q, self.keys, self.how)
+
+    @property
+    def how(self) -> Attending:
+        return Attending(
+            self.shape.dim**-0.5, self.max_context, self.max_rows, self.shape.window, is_exact=self.is_exact,
+            counters=self.counters,
+        )  # fmt: skip
 
     def attend(self) -> torch.Tensor:
         out = torch.full_like(self.q, float("nan"))
-        attend(
-            self.q, self.keys, self.values, self.batch, scale=self.shape.dim**-0.5, window=self.shape.window,
-            max_context=self.max_context, max_rows=self.max_rows, out=out, is_exact=self.is_exact,
-            counters=self.counters,
-        )  # fmt: skip
+        attend(self.q, (self.keys, self.values), self.batch, self.how, out)
         return out
 
     def oracle(self) -> torch.Tensor:
@@ -65,6 +69,10 @@ class Case(NamedTuple):
         names = dict(zip(DeviceBatch._fields, columns, strict=True))
         names.pop("masks")
         masking = Masking(self.shape.dim**-0.5, self.shape.window)
+        names["parents"] = self.parents
+        names["request_of"] = torch.arange(len(names["prefix_lens"])).repeat_interleave(
+            names["starts"].diff()
+        )
         plain = TorchAttention(BatchTensors(**names, rows=torch.empty(0), block_size=BLOCK))
         q, keys, values = self.q.cpu().float(), self.keys.cpu().float(), self.values.cpu().float()
         return torch.cat([plain._attend(q, keys, values, span, masking) for span in plain.spans])
@@ -112,9 +120,7 @@ def make(
         (POOL * BLOCK, shape.kv_heads, shape.dim), 1e4, dtype=shape.dtype
     )  # what no row should see would be noticed
     values, queries = keys.clone(), []
-    columns: dict[str, list[int]] = {
-        name: [] for name in ("positions", "slots", "parents", "request_of", "prefix_lens")
-    }
+    columns: dict[str, list[int]] = {name: [] for name in ("positions", "slots", "parents", "prefix_lens")}
     starts, tables = [0], []
     for index, (prefix, parents) in enumerate(requests):
         table = [free.pop() for _ in range(-(-(prefix + len(parents)) // BLOCK))]
@@ -125,18 +131,16 @@ def make(
         columns["positions"] += [prefix + depth for depth in depths(parents)]
         columns["slots"] += slots[prefix:]
         columns["parents"] += [-1 if p < 0 else starts[-1] + p for p in parents]
-        columns["request_of"] += [index] * len(parents)
         columns["prefix_lens"].append(prefix)
         starts.append(starts[-1] + len(parents))
         tables.append(table)
-    last = len(requests) + empty
     starts += [starts[-1]] * empty
     columns["prefix_lens"] += [0] * empty
     tables += [[]] * empty
     if padding:
         keys[trash] = values[trash] = 1.0
         queries.append(noise("padding", padding, shape, shape.heads))
-        for name, number in (("positions", 0), ("slots", trash), ("parents", -1), ("request_of", last)):
+        for name, number in (("positions", 0), ("slots", trash), ("parents", -1)):
             columns[name] += [number] * padding
         columns["prefix_lens"].append(0)
         starts.append(starts[-1] + padding)
@@ -144,7 +148,10 @@ def make(
     longest = max(max_rows, padding, *(len(r.parents) for r in requests))
     context = max(max_context, *(r.prefix for r in requests))
     width = context // BLOCK + 1
-    flat = {name: torch.tensor(column, dtype=torch.int32, device=device) for name, column in columns.items()}
+    flat = {
+        name: torch.tensor(columns[name], dtype=torch.int32, device=device)
+        for name in ("positions", "slots", "prefix_lens")
+    }
     batch = DeviceBatch(
         **flat,
         input_ids=torch.zeros(starts[-1], dtype=torch.int32, device=device),
@@ -156,9 +163,8 @@ def make(
             device
         ),
     )
-    return Case(
-        torch.cat(queries).to(device), keys.to(device), values.to(device), batch, shape, context, longest
-    )
+    q, above = torch.cat(queries).to(device), torch.tensor(columns["parents"])
+    return Case(q, keys.to(device), values.to(device), batch, above, shape, context, longest)
 
 
 def check(case: Case) -> None:
@@ -199,7 +205,7 @@ def test_long_context_in_splits(window: int | None, device: torch.device) -> Non
 
 def test_more_splits_than_are_added_at_a_time(device: torch.device) -> None:
     case = make([Asked(700, (-1,))], Shape(2, 1, 16), device, max_context=8192)
-    assert case.launch.num_splits > 2 * case.launch.together
+    assert case.launch.num_splits > 2 * case.launch.tiling.together
     check(case)
 
 
@@ -253,18 +259,23 @@ def test_bits_of_a_row_in_any_bucket_of_contexts(device: torch.device) -> None:
         make([Asked(500, tree)], shape, device, max_rows=8, max_context=size)._replace(is_exact=True)
         for size in (512, 4096)
     )
-    assert short.launch.num_splits <= short.launch.together == long.launch.together < long.launch.num_splits
+    assert (
+        short.launch.num_splits
+        <= short.launch.tiling.together
+        == long.launch.tiling.together
+        < long.launch.num_splits
+    )
     assert torch.equal(short.attend(), long.attend())
 
 
 @pytest.mark.parametrize("num_loops", [1, 2])
 @pytest.mark.parametrize(("near", "far"), [(64, 64), (64, 192), (128, 256)])
-def test_every_plan_has_the_same_sums(
+def test_every_tiling_has_the_same_sums(
     near: int, far: int, num_loops: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "PLANS", ((1000, None, Plan(near, far, 32, 4, 3, num_loops, 8, 4)),))
+    monkeypatch.setattr(attention, "TILINGS", ((1000, None, Tiling(near, far, 32, 4, 3, num_loops, 8, 4)),))
     case = make([Asked(1200, random_tree(4, 1)), Asked(3, (-1,))], Shape(6, 2), device, padding=2)
-    assert case.q.shape[0] * case.q.shape[1] % case.launch.at_once, "the last program has fewer to add"
+    assert case.q.shape[0] * case.q.shape[1] % case.launch.tiling.at_once, "the last program has fewer to add"
     check(case)
 
 
@@ -301,27 +312,27 @@ def test_the_last_program_adds_splits_with_the_same_bits(
         device,
         padding=2,
     )
-    counters, plan = (
+    counters, tiling = (
         torch.zeros(len(case.q) + 4, dtype=torch.int32, device=device),
-        Plan(64, 128, 16, 4, 3, 1, together, 4),
+        Tiling(64, 128, 16, 4, 3, 1, together, 4),
     )
-    monkeypatch.setattr(attention, "PLANS", ((1000, None, plan),))
+    monkeypatch.setattr(attention, "TILINGS", ((1000, None, tiling),))
     apart = case.attend()
-    monkeypatch.setattr(attention, "PLANS", ((1000, None, plan._replace(by_last=by_last)),))
+    monkeypatch.setattr(attention, "TILINGS", ((1000, None, tiling._replace(by_last=by_last)),))
     monkeypatch.setattr(attention, "add_splits", None)  # nobody else adds them
     assert torch.equal(case._replace(counters=counters).attend(), apart)
     assert not counters.any(), "ready for the next launch"
 
 
-def test_plans_are_whole_tiles_in_order_of_rows() -> None:
-    assert [rows for rows, _, _ in PLANS] == sorted(rows for rows, _, _ in PLANS)
+def test_tilings_are_whole_tiles_in_order_of_rows() -> None:
+    assert [rows for rows, _, _ in TILINGS] == sorted(rows for rows, _, _ in TILINGS)
     assert all(
         size > 0 and size % attention.PLACES.value == 0
-        for *_, plan in PLANS
-        for size in (plan.near_size, plan.far_size)
+        for *_, tiling in TILINGS
+        for size in (tiling.near_size, tiling.far_size)
     )
-    assert all(attention._plan_for(rows, 1 << 20) is not attention.UNSPLIT for rows, _, _ in PLANS), (
-        "a plan for every context"
+    assert all(attention.tiling_for(rows, 1 << 20) is not attention.UNSPLIT for rows, _, _ in TILINGS), (
+        "a tiling for every context"
     )
 
 

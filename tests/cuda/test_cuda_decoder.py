@@ -16,7 +16,7 @@ from paceline.core.noise import Noise, Purpose
 from paceline.core.types import Cached, Columns, Output, Pick, Segment
 from paceline.cuda import attention
 from paceline.cuda import decoder as decoder_module
-from paceline.cuda.attention import Plan
+from paceline.cuda.attention import Tiling
 from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for, bucket_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Graphs, Recording
@@ -24,24 +24,30 @@ from paceline.loaders.dummy import DummyCheckpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.runtime.batch import build
+from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_cache import KvCache
-from tests.cuda.recorders import CountingCapture, capture_on
+from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.torch_backend import TorchBackend
+from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 
 SHAPE: dict[str, Any] = {
-    "family": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-    "head_dim": 16, "max_context": 256, "rms_eps": 1e-5, "rope": RopeConfig(),
+    "family": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
+    "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_context": 256, "rms_eps": 1e-5,
+    "rope": RopeConfig(),
 }  # fmt: skip
 MODELS = {
     "llama": {},
     "qwen3": {"qk_norm": True, "tie_embeddings": True},
     "qwen2": {"qkv_bias": True, "num_heads": 6},
     "gemma": {
-        "sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": 5.5, "sliding_window": 9, "local_layers": (True, False),
-        "rope_local": RopeConfig(theta=500.0), "tie_embeddings": True, "qk_norm": True,
+        "sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": 5.5, "sliding_window": 9,
+        "local_layers": (True, False), "rope_local": RopeConfig(theta=500.0),
+        "tie_embeddings": True, "qk_norm": True,
     },
 }  # fmt: skip
 TREE = [-1, 0, 0, 1, 1, 2, 3]  # a root and six nodes
 GREEDY = Pick(0.0, 0)
+CPU = torch.device("cpu")
 
 
 @cache
@@ -62,10 +68,8 @@ class Pair:
             **options,
         )
         theirs = Decoder.load(DummyCheckpoint(config))
-        self.runners = [
-            Runner(ours, KvCache(config, 32, device=device, has_spare=True)),
-            Runner(theirs, KvCache(config, 32)),
-        ]
+        oracle = LocalExecutor(TorchBackend(CPU), theirs, KvMemory(config, 32))
+        self.executors = [executor_of(ours, 32), oracle]
         self.caches: list[list[Cached]] = [[], []]
 
     def forward(
@@ -73,16 +77,16 @@ class Pair:
     ) -> list[Output]:
         """parts: (request, tokens, parents, wanted logits)."""
         outputs = []
-        for runner, caches in zip(self.runners, self.caches, strict=True):
+        for executor, caches in zip(self.executors, self.caches, strict=True):
             while len(caches) <= max(part[0] for part in parts):
                 caches.append(Cached())
             for request, tokens, _, _ in parts:
-                assert runner.kv.reserve(caches[request], caches[request].num_cached + len(tokens))
+                assert executor.kv.reserve(caches[request], caches[request].num_cached + len(tokens))
             segments = [
                 Segment(tokens, caches[request], parents, wanted, pick)
                 for request, tokens, parents, wanted in parts
             ]
-            outputs.append(runner.forward(segments, **options))
+            outputs.append(executor.forward(segments, **options))
         return outputs
 
     def keep(self, request: int, count: int) -> None:
@@ -144,14 +148,14 @@ def test_a_pass_reads_what_the_one_before_picked(device: torch.device) -> None:
     pair = Pair("llama", device, exact=True)
     pair.forward((0, words(21), None, 1), (1, words(5, 9), None, 1))
     pair.keep(0, 21), pair.keep(1, 5)
-    runner, caches = pair.runners[0], pair.caches[0]
-    assert all(runner.kv.reserve(cache, cache.num_cached + 3) for cache in caches)
+    executor, caches = pair.executors[0], pair.caches[0]
+    assert all(executor.kv.reserve(cache, cache.num_cached + 3) for cache in caches)
 
     def later(cache: Cached, count: int) -> Cached:
         return Cached(cache.blocks, cache.num_cached + count)
 
     def plain(*rows: tuple[int, Cached]) -> Output:
-        return runner.forward([Segment([token], cache, None, 1, GREEDY) for token, cache in rows])
+        return executor.forward([Segment([token], cache, None, 1, GREEDY) for token, cache in rows])
 
     first = plain((7, caches[0]), (8, caches[1]))
     second = plain((-2, later(caches[1], 1)), (-1, later(caches[0], 1)))
@@ -170,7 +174,7 @@ def test_picks_of_more_rows_than_a_graph_has_are_not_the_next_passs_to_read(
 ) -> None:
     monkeypatch.setattr(decoder_module, "MAX_GRAPH_ROWS", 4)
     pair = Pair("llama", device)
-    decoder = pair.runners[0].decoder
+    decoder = pair.executors[0].decoder
     few = pair.forward((0, words(4), None, 4), pick=GREEDY)[0]
     assert few.picked is decoder.latest
     many, theirs = pair.forward((0, words(5), None, 5), pick=GREEDY)
@@ -195,7 +199,7 @@ def test_padding_widens_nobodys_rows(num_requests: int, device: torch.device) ->
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_a_broken_row_is_not_chosen_from(device: torch.device) -> None:
     pair = Pair("llama", device)
-    weights = pair.runners[0].decoder.weights
+    weights = pair.executors[0].decoder.weights
     weights.embedding[5] = float("nan")
     (ours, _) = pair.forward((0, [5, 6], None, 2), (1, [7], None, 1), pick=GREEDY)
     assert ours.picked is not None
@@ -222,13 +226,13 @@ def test_attention_that_adds_splits_has_the_same_bits(
     found = []
     for by_last in (0, 4):
         monkeypatch.setattr(
-            attention, "PLANS", ((16, None, Plan(64, 64, 16, 4, 2, 1, 16, 1, by_last, by_last > 0)),)
+            attention, "TILINGS", ((16, None, Tiling(64, 64, 16, 4, 2, 1, 16, 1, by_last, by_last > 0)),)
         )
         pair = Pair("llama", device)
         pair.forward((0, words(59), None, 1))
         pair.keep(0, 59)
         found.append(pair.forward((0, words(10), None, 10))[0].logits)
-        assert not pair.runners[0].decoder._counters.any()
+        assert not pair.executors[0].decoder._counters.any()
     assert torch.equal(*found)
 
 
@@ -236,17 +240,15 @@ def test_a_bucket_is_recorded_once() -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
     config, capture = config_of("llama"), CountingCapture()
-    runner = Runner(
-        CudaDecoder.load(DummyCheckpoint(config), dtype="float32", device="cpu", capture=capture),
-        KvCache(config, 8, has_spare=True),
-    )
+    decoder = CudaDecoder.load(DummyCheckpoint(config), dtype="float32", device="cpu", capture=capture)
+    executor = executor_of(decoder, 8)
     cache = Cached()
-    runner.kv.reserve(cache, 64)
+    executor.kv.reserve(cache, 64)
     for count in (3, 4, 3, 4):  # one bucket
-        runner.forward([Segment(words(count), cache, None, count)])
-    assert capture.num_captured == 1
-    runner.forward([Segment(words(9), cache, None, 1)])  # a prompt is not recorded
-    assert capture.num_captured == 1
+        executor.forward([Segment(words(count), cache, None, count)])
+    assert capture.num_recordings == 1
+    executor.forward([Segment(words(9), cache, None, 1)])  # a prompt is not recorded
+    assert capture.num_recordings == 1
 
 
 def test_the_recording_unused_for_longest_goes() -> None:
@@ -264,10 +266,10 @@ def test_the_recording_unused_for_longest_goes() -> None:
 
 
 def columns_of(*segments: Segment) -> Columns:
-    cache = KvCache(config_of("llama"), 32)
+    cache = KvCache(32)
     for segment in segments:
         assert cache.reserve(segment.cache, segment.cache.num_cached + len(segment.tokens))
-    return build(segments, cache).columns
+    return build(segments, cache, CPU).columns
 
 
 def test_padding_rows_see_themselves_and_write_nowhere() -> None:
@@ -279,7 +281,7 @@ def test_padding_rows_see_themselves_and_write_nowhere() -> None:
     batch = inputs.batch
     assert batch.slots[10:].tolist() == [999] * 6
     assert batch.starts.tolist() == [0, 7, 10, 16]
-    assert batch.request_of.tolist() == [0] * 7 + [1] * 3 + [2] * 6
+    assert batch.positions[10:].tolist() == [0] * 6
     assert batch.masks[:, 0].tolist() == [1, 3, 5, 11, 19, 37, 75, 1, 3, 7, 1, 2, 4, 8, 16, 32]
 
 

@@ -19,15 +19,15 @@ import torch
 from paceline.core.options import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
-from paceline.cuda import chain_head, head_inputs
+from paceline.cuda import head_inputs
 from paceline.cuda.block_head import CudaBlockHead
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.guess import Guessing, guess
-from paceline.cuda.head_cache import HeadCache
+from paceline.cuda.pick import Guessing, guess
+from paceline.cuda.recorded_head import HeadCache
 from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.drafters import registry
-from paceline.drafters.base import DrafterContext
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.candidates import likeliest
 from paceline.engine.engine import Engine
 from paceline.heads.block import TorchBlockHead
@@ -35,9 +35,12 @@ from paceline.heads.chain import TorchChainHead
 from paceline.heads.others import SeparateMedusaConfig
 from paceline.heads.rows import BlockFeed, Feed, Guesses, Node, Row, Speaker
 from paceline.heads.side import TorchMedusaHead
+from paceline.loaders.head_files import Head
 from paceline.models.decoder import Decoder
-from paceline.runtime.kv_cache import KvCache
-from tests.cuda.recorders import CountingCapture, capture_on
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.torch_backend import TorchBackend
+from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 from tests.heads import config_of, eagle_1, random_head, random_tensors
 from tests.laws.harness import CONFIG, RandomCheckpoint, request_of
 
@@ -46,11 +49,11 @@ NORM = TARGET.tensor("norm.weight")
 N = 24
 TOKENS = torch.randint(0, CONFIG.vocab_size, (N,), generator=torch.Generator().manual_seed(4)).tolist()
 CPU = torch.device("cpu")
-CHAINS: dict[str, tuple[Any, torch.Tensor | None]] = {
-    "eagle": (config_of("eagle", CONFIG, draft_vocab=40), None),
-    "eagle normed": (config_of("eagle", CONFIG, norm_before_residual=True, norm_output=True), None),
-    "eagle 1": (eagle_1(CONFIG), NORM),
-    "draft": (config_of("draft", CONFIG, draft_vocab=40), None),
+CHAINS: dict[str, Any] = {
+    "eagle": config_of("eagle", CONFIG, draft_vocab=40),
+    "eagle normed": config_of("eagle", CONFIG, norm_before_residual=True, norm_output=True),
+    "eagle 1": eagle_1(CONFIG),
+    "draft": config_of("draft", CONFIG, draft_vocab=40),
 }
 
 
@@ -76,16 +79,20 @@ def shown(device: torch.device) -> list[Row]:
 
 def tensors_of(config: Any, seed: int = 0) -> dict[str, torch.Tensor]:
     tensors = random_tensors(config, seed)
-    return (
-        tensors if config.has_lm_head else {**tensors, "lm_head.weight": TARGET.tensor("embed_tokens.weight")}
-    )
+    if config.has_lm_head or isinstance(config, SeparateMedusaConfig):
+        return tensors
+    return {**tensors, "lm_head.weight": TARGET.tensor("embed_tokens.weight")}
+
+
+def head_of(config: Any, seed: int = 0) -> Head:
+    return Head(config, tensors_of(config, seed), "", "")
 
 
 def chain_heads(name: str, device: torch.device, num_blocks: int = 64) -> list[Any]:
     """The head under test, and the oracle."""
-    config, norm = CHAINS[name]
-    tensors = tensors_of(config)
-    ours = CudaChainHead(config, tensors, target_on(device), num_blocks, norm)
+    config, tensors = CHAINS[name], tensors_of(CHAINS[name])
+    ours = CudaChainHead(head_of(config), target_on(device), num_blocks)
+    norm = NORM if name == "eagle 1" else None
     return [ours, TorchChainHead(config, tensors, torch_target(), norm, CPU)]
 
 
@@ -155,7 +162,7 @@ def test_a_fork_has_the_same_rows_and_goes_its_own_way(device: torch.device) -> 
 
 
 def test_blocks_of_places_that_are_gone_are_used_again(device: torch.device) -> None:
-    cache_ = HeadCache(1, 1, 4, torch.float32, device, num_blocks=4)
+    cache_ = HeadCache((1, 1, 4), torch.float32, device, num_blocks=4)
     for _ in range(9):
         place = cache_.place()
         place.reserve(50)
@@ -173,33 +180,33 @@ def test_blocks_of_places_that_are_gone_are_used_again(device: torch.device) -> 
 def test_a_chain_is_one_recording_replayed() -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
-    config, capture = CHAINS["eagle"][0], CountingCapture()
-    head, rows = CudaChainHead(config, tensors_of(config), target_on(CPU, capture), 16), shown(CPU)
+    config, capture = CHAINS["eagle"], CountingCapture()
+    head, rows = CudaChainHead(head_of(config), target_on(CPU, capture), 16), shown(CPU)
     place = head.place()
     for first, end in ((0, 3), (3, 7), (7, 11)):
         head.guess(
             [Feed(place, first, TOKENS[first:end], rows[first:end])], [Speaker(0.0, 0, end + 1)], 2, 0.0
         )
-    assert capture.num_captured == 1
+    assert capture.num_recordings == 1
 
 
 def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
     monkeypatch.setattr(head_inputs, "WARM", 2)
-    config, capture = CHAINS["eagle"][0], CountingCapture()
-    head, rows = CudaChainHead(config, tensors_of(config), target_on(CPU, capture), 16), shown(CPU)
+    config, capture = CHAINS["eagle"], CountingCapture()
+    head, rows = CudaChainHead(head_of(config), target_on(CPU, capture), 16), shown(CPU)
     head.warm_up(2)
-    assert capture.num_captured == 2
+    assert capture.num_recordings == 2
     for steps in (1, 2):
         head.guess([Feed(head.place(), 0, TOKENS[:2], rows[:2])], [Speaker(0.0, 0, 3)], steps, 0.0)
-    assert capture.num_captured == 2
+    assert capture.num_recordings == 2
 
 
 def test_a_prompt_is_read_before_and_not_recorded(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain_head, "TAIL", 4)
+    monkeypatch.setattr(head_inputs, "TAIL", 4)
     chains = []
     for head, rows in zip(chain_heads("eagle", device), (shown(device), shown(CPU)), strict=True):
         feeds = [Feed(head.place(), 0, TOKENS[:count], rows[:count]) for count in (9, 2)]
@@ -214,7 +221,7 @@ def test_blocks_are_those_of_torch(rank: int, from_anchor: bool, device: torch.d
     )
     tensors, found = tensors_of(config, seed=1), []
     ours, theirs = (
-        CudaBlockHead(config, tensors, target_on(device), 4),
+        CudaBlockHead(head_of(config, seed=1), target_on(device), 4),
         TorchBlockHead(config, tensors, torch_target(), CPU),
     )
     for head, rows in ((ours, shown(device)), (theirs, shown(CPU))):
@@ -237,27 +244,22 @@ def test_side_heads_are_those_of_torch(kind: str, device: torch.device) -> None:
     config: Any = config_of("medusa", CONFIG, draft_vocab=40, num_blocks=2)
     if kind == "one a head":
         config = SeparateMedusaConfig(**{**asdict(config), "has_lm_head": False})
-    tensors = random_tensors(config)
-    ours = CudaMedusaHead(config, tensors, NORM, target_on(device))
-    theirs = TorchMedusaHead(config, tensors, NORM, CPU)
+    ours = CudaMedusaHead(head_of(config), target_on(device))
+    theirs = TorchMedusaHead(config, tensors_of(config), NORM, CPU)
     mine, other = ([rows[i] for i in (5, 9, 2)] for rows in (shown(device), shown(CPU)))
     speakers = [Speaker(0.0, 0, 0)] * 3
     same(ours.logits(mine), theirs.logits(other))
     alike(ours.guess(mine, speakers), theirs.guess(other, speakers))
 
 
-class Listener:
+class Listener(Drafter):
     """A drafter, and what it proposed."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.said = inner, []  # type: Any, list[Draft]
-        self.name, self.needs, self.is_free, self.observe, self.release = (
-            inner.name,
-            inner.needs,
-            False,
-            inner.observe,
-            inner.release,
-        )
+        self.name, self.needs, self.observe, self.release = (  # type: ignore[method-assign]
+            inner.name, inner.needs, inner.observe, inner.release,
+        )  # fmt: skip
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         drafts: list[Draft] = self.inner.propose(requests, budgets)
@@ -286,12 +288,12 @@ def test_drafters_on_a_gpu_propose_what_they_do_in_torch(
         "tree_width": width,
     }
     found = []
-    for decoder, place in ((target_on(device), device), (torch_target(), CPU)):
-        runner = Runner(decoder, KvCache(CONFIG, 8, device=place, has_spare=True))
+    oracle = LocalExecutor(TorchBackend(CPU), torch_target(), KvMemory(CONFIG, 8))
+    for executor in (executor_of(target_on(device), 8), oracle):
         listener = Listener(
-            registry.create(*registry.parse(options), DrafterContext(runner, TARGET, None, lambda *_: None))
+            registry.create(*registry.parse(options), DrafterContext(executor, TARGET, None, lambda *_: None))
         )
-        engine = Engine(runner, listener, EngineConfig(max_model_len=100, num_speculative_tokens=4))
+        engine = Engine(executor, listener, EngineConfig(max_model_len=100, num_speculative_tokens=4))
         request = request_of(TOKENS[:9], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
         engine.add(request)
         for _ in range(3):
@@ -329,8 +331,10 @@ def guessed(
         return torch.tensor(numbers, dtype=dtype, device=device)
 
     how = Guessing(
-        column([s.temperature for s in speakers], torch.float64), column([s.seed for s in speakers], torch.int64),
-        column([s.position for s in speakers], torch.int64), None if ids is None else ids.to(device),
+        column([s.temperature for s in speakers], torch.float64),
+        column([s.seed for s in speakers], torch.int64),
+        column([s.position for s in speakers], torch.int64),
+        None if ids is None else ids.to(device),
     )  # fmt: skip
     results = torch.zeros((2, len(logits)), dtype=torch.int32, device=device)
     words = guess(logits.to(device), how, step, results)

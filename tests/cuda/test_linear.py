@@ -16,13 +16,47 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ModelFileError
 from paceline.cuda import linear
-from paceline.cuda.linear import PackedWeight, dequantized, pack, parts, product, splits_of
-from paceline.cuda.pack import GROUPS, pack_values, quantize, unpack, weights
-from paceline.cuda.rows import gate
+from paceline.cuda.linear import Matrix, dequantized, splits_of
+from paceline.cuda.pack import GROUPS, Integers, PackedWeight, pack, pack_values, quantize
+from paceline.cuda.rows import Activation, gate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (4, 8)
 ALL_BITS = (4, 8, 16)
+
+
+def product(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    is_exact: bool = False,
+) -> torch.Tensor:
+    return Matrix(weight, bias, is_exact)(x, activation)
+
+
+def parts(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, is_exact: bool = False
+) -> torch.Tensor:
+    return Matrix(weight, bias, is_exact).parts(x)
+
+
+def weights(integers: Integers, bits: int, width: int) -> torch.Tensor:
+    """-> [N, width] float32, before they are rounded to the dtype of the product."""
+    grouped = integers.values.float().unflatten(1, (integers.scales.shape[1], -1)) + (16 if bits == 4 else 0)
+    scaled = grouped * integers.scales.float()[..., None] - integers.offsets.float()[..., None]
+    return scaled.flatten(1)[:, :width]
+
+
+def unpack(weight: PackedWeight) -> Integers:
+    """The inverse of `pack`: what it kept of each weight."""
+    num_rows, bits = weight.shape[0], weight.bits
+    words = weight.packed[:, :num_rows].transpose(0, 1).int()  # [N, groups, words]
+    shifted = [(words >> (i * bits)) & (2**bits - 1) for i in range(16 // bits)]
+    values = torch.stack(shifted, 2).to(torch.int8)  # [N, groups, parts, words]: above 127 wraps around
+    pairs = weight.scales[:, :num_rows].T  # a bfloat16 is the upper half of the float32 of its value
+    scales, offsets = (half.view(torch.float32).bfloat16() for half in (pairs << 16, pairs & -65536))
+    return Integers(values.flatten(1), scales, -offsets)
 
 
 def noise(

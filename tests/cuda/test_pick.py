@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.noise import Noise, Purpose, philox
-from paceline.cuda.pick import BLOCK, noise_words, pick, workspace
+from paceline.cuda.pick import BLOCK, noise_words, pick
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = st.integers(0, 2**64 - 1)
@@ -67,7 +67,7 @@ def test_choices_are_those_of_the_host(
     ids = torch.full((num_rows,), -7, device=DEVICE)
     warmth = torch.tensor(temperatures, dtype=torch.float64, device=DEVICE)
     seeds, positions = longs(*[signed(seed)] * num_rows), longs(*range(position, position + num_rows))
-    assert pick(logits, warmth, seeds, positions, ids, workspace(num_rows + 1, vocab, DEVICE)) is ids
+    assert pick(logits, warmth, seeds, positions, ids) is ids
     for row, temperature in enumerate(temperatures):
         values = logits[row].double().cpu().numpy()
         wanted = (

@@ -134,7 +134,8 @@ def placed(
     )
     q_out = torch.full((num_rows, num_q, dim), float("nan"), dtype=dtype, device=device)
     at = torch.tensor(slots, dtype=torch.int32, device=device)
-    rows.place(qkv[None], positions, at, *tables, keys, values, *norms, EPS, q_out)
+    cos_table, sin_table = tables
+    rows.place(qkv[None], (positions, at), (cos_table, sin_table), (keys, values), norms, EPS, q_out)
 
     q, k, v = qkv.view(num_rows, -1, dim).float().tensor_split((-2 * num_kv, -num_kv), 1)
     if norms[0] is not None and norms[1] is not None:
@@ -164,14 +165,14 @@ def test_place_keeps_integers_and_their_scales(device: torch.device) -> None:
         noise(1, 3, (num_q + 2 * num_kv) * dim, device=device),
         torch.tensor([2, 0, 5], dtype=torch.int32, device=device),
     )
-    tables, q = (
-        [table.to(device) for table in rotary_tables(RopeConfig(), dim, 8)],
-        torch.empty(3, num_q, dim, device=device),
+    cos, sin = (table.to(device) for table in rotary_tables(RopeConfig(), dim, 8))
+    q = torch.empty(3, num_q, dim, device=device)
+    whole, small = (
+        [torch.zeros(7, num_kv, width, dtype=dtype, device=device) for _ in range(2)]
+        for width, dtype in ((dim, torch.float32), (dim + 16, torch.int8))
     )
-    whole, small = ([torch.zeros(7, num_kv, width, dtype=dtype, device=device) for _ in range(2)] for width, dtype in
-                    ((dim, torch.float32), (dim + 16, torch.int8)))  # fmt: skip
     for keys, values in (whole, small):
-        rows.place(qkv, at, at, *tables, keys, values, None, None, EPS, q)
+        rows.place(qkv, (at, at), (cos, sin), (keys, values), (None, None), EPS, q)
     for numbers, kept in zip(whole, small, strict=True):
         scales = kept[..., dim : dim + 4].contiguous().view(torch.float32)
         assert torch.allclose(scales[at.long()], numbers[at.long()].abs().amax(-1, keepdim=True) / 127)
@@ -188,9 +189,8 @@ def test_place_leaves_values_as_they_are(device: torch.device) -> None:
     cos, sin = torch.ones(1, 2, device=device), torch.zeros(1, 2, device=device)
     keys, values = torch.zeros(1, 1, 4, device=device), torch.zeros(1, 1, 4, device=device)
     zero = torch.zeros(1, dtype=torch.int32, device=device)
-    rows.place(
-        qkv[None], zero, zero, cos, sin, keys, values, None, None, EPS, torch.empty(1, 1, 4, device=device)
-    )
+    q_out = torch.empty(1, 1, 4, device=device)
+    rows.place(qkv[None], (zero, zero), (cos, sin), (keys, values), (None, None), EPS, q_out)
     assert values.flatten().tolist() == [float("inf"), 0.0, 0.0, 0.0]
 
 
@@ -237,10 +237,8 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows: int, row: int, seed: i
         noise(num_rows, 6 * dim, device=device, seed=seed),
         noise(num_rows, 6 * dim, device=device, seed=seed + 1),
     )
-    weight, tables = (
-        noise(6 * dim, device=device),
-        [table.to(device) for table in rotary_tables(RopeConfig(), dim, 8)],
-    )
+    weight = noise(6 * dim, device=device)
+    cos, sin = (table.to(device) for table in rotary_tables(RopeConfig(), dim, 8))
     norm = weight[:dim].contiguous()
 
     def run(chosen: slice) -> list[torch.Tensor]:
@@ -251,7 +249,8 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows: int, row: int, seed: i
         q = torch.empty(len(stream), 4, dim, device=device)
         rows.add_norm(stream, what[None], weight, weight, EPS, normed)
         rows.gate(normed, "gelu_tanh", gated)
-        rows.place(normed[None], torch.full_like(count, 5), count, *tables, keys, values, norm, norm, EPS, q)
+        where, cache = (torch.full_like(count, 5), count), (keys, values)
+        rows.place(normed[None], where, (cos, sin), cache, (norm, norm), EPS, q)
         return [stream, normed, gated, keys, values, q]
 
     for alone, among in zip(run(slice(row, row + 1)), run(slice(None)), strict=True):
