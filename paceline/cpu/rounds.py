@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from paceline.core.types import Asides, Batch, Round
+from paceline.cpu.chain_call import MOST_ROWS
 from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.chains import draft_chains
 from paceline.cpu.compile import entry_of
@@ -35,7 +36,6 @@ from paceline.cpu.flights import (
 from paceline.cpu.forward import FORWARD
 from paceline.cpu.head_memory import address
 from paceline.cpu.recycle import Recycled
-from paceline.cpu.single_feed import MOST_ROWS
 from paceline.cpu.taps import Taps
 from paceline.cpu.votes import draft as vote
 from paceline.heads.rows import Feed, Matcher, Orders, Speaker
