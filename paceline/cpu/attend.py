@@ -10,6 +10,7 @@ from numba import carray
 from paceline.cpu.compile import piece
 from paceline.cpu.key_tiles import VALUE_SCALE, round_head, round_key
 from paceline.cpu.lanes import LANES, int_pointer
+from paceline.cpu.layer import turn_head
 from paceline.cpu.paged import (
     BLOCK,
     Run,
@@ -27,39 +28,12 @@ from paceline.cpu.paged import (
     value_bytes,
     weigh,
 )
-from paceline.cpu.rows import copy, normalize, turn
+from paceline.cpu.rows import copy
 from paceline.cpu.sync import barrier, range_of
 from paceline.cpu.value_tiles import round_value
 
 FEW_ROWS = 16  # up to this, the positions of a context are shared out; with more, the rows are
 TOGETHER = 4  # of many rows, those that share what is read
-
-
-@piece
-def _put_query(m, source, target, cos, sin):  # type: ignore[no-untyped-def]
-    if is_rounded(m):
-        turn(source, source, cos, sin, m.dim)
-        round_head(source, m.dim, target)
-    else:
-        turn(source, target, cos, sin, m.dim)
-
-
-@piece
-def _put_key(m, source, target, cos, sin):  # type: ignore[no-untyped-def]
-    if is_rounded(m):
-        turn(source, source, cos, sin, m.dim)
-        round_key(source, m.dim, target)
-    else:
-        turn(source, target, cos, sin, m.dim)
-
-
-@piece
-def _put_value(m, source, target, key):  # type: ignore[no-untyped-def]
-    """`key`: of the same position, which has the scale."""
-    if is_rounded(m):
-        round_value(source, m.dim, target, key + m.dim + VALUE_SCALE)
-    else:
-        copy(source, target, m.dim)
 
 
 @piece
@@ -70,21 +44,31 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     first, last = range_of(share, b.rows * units)
     for item in range(first, last):
         row, unit = item // units, item % units
-        here, angle = w.wide + (row * layer.qkv.n + unit * dim) * 4, positions[row] * (dim // 2) * 4
-        slot = slots[row] * m.num_kv_heads
+        here, slot = w.wide + (row * layer.qkv.n + unit * dim) * 4, slots[row] * m.num_kv_heads
         if unit < m.num_heads:
-            if layer.q_norm != 0:
-                normalize(here, layer.q_norm, here, dim, m.eps)
+            turn_head(m, layer, layer.q_norm, here, positions[row])
             query = (unit // group * b.rows + row) * group + unit % group
-            _put_query(m, here, w.queries + query * m.key_bytes, layer.cos + angle, layer.sin + angle)
+            _keep_head(m, here, w.queries + query * m.key_bytes, 1)
         elif unit < m.num_heads + m.num_kv_heads:
-            if layer.k_norm != 0:
-                normalize(here, layer.k_norm, here, dim, m.eps)
-            key = keys + (slot + unit - m.num_heads) * m.key_bytes
-            _put_key(m, here, key, layer.cos + angle, layer.sin + angle)
+            turn_head(m, layer, layer.k_norm, here, positions[row])
+            _keep_head(m, here, keys + (slot + unit - m.num_heads) * m.key_bytes, 0)
         else:
             head = slot + unit - m.num_heads - m.num_kv_heads
-            _put_value(m, here, values + head * value_bytes(m), keys + head * m.key_bytes)
+            to, key = values + head * value_bytes(m), keys + head * m.key_bytes  # which has the value's scale
+            if is_rounded(m):
+                round_value(here, dim, to, key + dim + VALUE_SCALE)
+            else:
+                copy(here, to, dim)
+
+
+@piece
+def _keep_head(m, source, to, has_sums):  # type: ignore[no-untyped-def]
+    if not is_rounded(m):
+        copy(source, to, m.dim)
+    elif has_sums:
+        round_head(source, m.dim, to)
+    else:
+        round_key(source, m.dim, to)
 
 
 @piece

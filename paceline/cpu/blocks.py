@@ -29,10 +29,9 @@ from paceline.cpu.heads import (
     put_8_norms,
     put_8_row,
     put_features,
-    turn_head,
 )
 from paceline.cpu.lanes import LANES, double_pointer, int_pointer, seed_pointer
-from paceline.cpu.layer import Model, activations, layer_of
+from paceline.cpu.layer import Model, activations, layer_of, turn_head
 from paceline.cpu.matmul import Matrix, outputs_of, product_8
 from paceline.cpu.rows import add, copy
 from paceline.cpu.sync import barrier, close_region, join, open_region, range_of

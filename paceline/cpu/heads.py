@@ -13,9 +13,9 @@ from numba import carray
 from paceline.cpu.compile import piece
 from paceline.cpu.head_attention import attend_rows, value_at, write_key
 from paceline.cpu.lanes import float_pointer, int_pointer
-from paceline.cpu.layer import leave_layer, multiply, put_norm, put_norms, put_row
+from paceline.cpu.layer import leave_layer, multiply, put_norm, put_norms, put_row, turn_head
 from paceline.cpu.matmul import product_8
-from paceline.cpu.rows import copy, embed_8, embed_32, normalize, put_8, turn
+from paceline.cpu.rows import copy, embed_8, embed_32, normalize, put_8
 from paceline.cpu.sync import barrier, range_of
 
 
@@ -94,14 +94,6 @@ def put_features(e, sources, norm, first, m, w, row, rows):  # type: ignore[no-u
     for i in range(width):
         x[i] *= factors[i]
     put_8_row(ready, width, w, row, rows)
-
-
-@piece
-def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
-    angle = position * (m.dim // 2) * 4
-    if norm != 0:
-        normalize(here, norm, here, m.dim, m.eps)
-    turn(here, here, layer.cos + angle, layer.sin + angle, m.dim)
 
 
 @piece

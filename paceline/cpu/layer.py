@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paceline.cpu.compile import piece, size_of, struct, unrolled
 from paceline.cpu.matmul import Activations, Matrix
-from paceline.cpu.rows import add, copy, fill, gate, normalize
+from paceline.cpu.rows import add, copy, fill, gate, normalize, turn
 from paceline.cpu.sync import barrier, range_of
 
 COLUMNS = 64  # columns a thread takes at a time: a multiple of every group
@@ -100,6 +100,15 @@ def put_norms(put, share, rows, m, w, weight):  # type: ignore[no-untyped-def]
     """The same for all rows of the residual stream."""
     for row in range(share.part, rows, share.threads):
         put_norm(put, w.h + row * m.hidden * 4, weight, m, w, row, rows)
+
+
+@piece
+def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
+    """Norm, where there is a weight, and rotate a head in place."""
+    angle = position * (m.dim // 2) * 4
+    if norm != 0:
+        normalize(here, norm, here, m.dim, m.eps)
+    turn(here, here, layer.cos + angle, layer.sin + angle, m.dim)
 
 
 @unrolled

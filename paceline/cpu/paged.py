@@ -203,11 +203,8 @@ def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped
         places, end = _places(b, w, run, first, min(first + BLOCK, last))
         for kv_head in range(kv_heads[0], kv_heads[1]):
             queries = w.queries + (kv_head * b.rows + run.first) * group * m.key_bytes
-            to, done, key = (
-                run.scores + _at(run, m, kv_head) * stride + first * 4,
-                0,
-                keys + kv_head * m.key_bytes,
-            )
+            to, done = run.scores + _at(run, m, kv_head) * stride + first * 4, 0
+            key = keys + kv_head * m.key_bytes
             if is_rounded(m):
                 _keep_scales(b, m, run, kv_head, key, places, first, end - first)
             while done < total:
