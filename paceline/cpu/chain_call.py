@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,15 +39,24 @@ THEN, OTHERS = place_of(Call, "then"), place_of(Call, "first", "others")
 IS_FUSED, NUM_SPEAKING = place_of(Task, "is_fused"), place_of(Task, "num_speaking")
 
 
-class ChainCall:
-    """Room for `rows` rows of `feeds` requests, each of which sees up to `others` places of a tree."""
+class Capacity(NamedTuple):
+    """What a call has memory for."""
 
+    feeds: int = 1
+    rows: int = MOST_ROWS
+    others: int = 0  # places of a tree that a row sees beside its text
+    steps: int = MOST_STEPS
+
+
+USUAL = Capacity()
+
+
+class ChainCall:
     def __init__(
-        self, model: Model, entry: Entry, ids: np.ndarray, threads: int, *, rows: int = MOST_ROWS,
-        feeds: int = 1, others: int = 0, steps: int = MOST_STEPS,
-    ) -> None:  # fmt: skip
+        self, model: Model, entry: Entry, ids: np.ndarray, threads: int, most: Capacity = USUAL
+    ) -> None:
         """ids: of the draft's vocabulary in the target's; empty where they are the same."""
-        self.room = (feeds, rows, others, steps)
+        self.most, (feeds, rows, others, steps) = most, most
         self._ids, self._threads, self._work, self._count = ids, threads, NO_WORK, 0
         self._logits = np.empty((feeds, model.head.n), np.float32)
         self._outputs = np.empty((feeds, model.hidden), np.float32)
@@ -102,7 +112,7 @@ class ChainCall:
     ) -> None:  # fmt: skip
         """Write down what `draft_chains` must know of feeds, after whose last rows chains of up to `steps`
         tokens are drafted, until no chance reaches `least`; without speakers they are only read."""
-        given, rows, row, then, count = self._numbers, self.room[1], 0, self._then, self.room[0]
+        given, rows, row, then, count = self._numbers, self.most.rows, 0, self._then, self.most.feeds
         for i, feed in enumerate(feeds):
             place, at = feed.place, feed.start
             keys, values, blocks = place.keys_at, place.values_at, place.blocks
@@ -123,7 +133,7 @@ class ChainCall:
 
     def open_nodes(self, nodes: Sequence[Node], sources: Sequence[int], work: Work) -> None:
         """The same of the nodes of a tree's level, each of which speaks once."""
-        given, rows, most = self._numbers, self.room[1], self.room[2]
+        given, rows, most = self._numbers, self.most.rows, self.most.others
         for row, n in enumerate(nodes):
             place = n.place
             columns = (n.token, n.position, place.keys_at, place.values_at, place.blocks, n.at, n.seen)
@@ -143,11 +153,9 @@ class ChainCall:
         call[ROWS], call[THEN], call[TASK + IS_FUSED] = rows, count, not is_tree
         for task in (TASK, FOLLOWING):
             call[task + NUM_SPEAKING], call[task + STEPS] = count, steps
-        others = (
-            (self._places[9], self._places[8], self.room[2])
-            if is_tree
-            else (0, self._places[0] + 8 * 7 * self.room[1], 0)
-        )
+        others = (0, self._places[0] + 8 * 7 * self.most.rows, 0)
+        if is_tree:
+            others = (self._places[9], self._places[8], self.most.others)
         call[OTHERS : OTHERS + 3] = array("q", others)
         if work is not self._work:
             self._work = work

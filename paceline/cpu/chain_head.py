@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.cpu.chain_call import MOST_ROWS, MOST_STEPS, ChainCall
+from paceline.cpu.chain_call import MOST_ROWS, MOST_STEPS, Capacity, ChainCall
 from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_memory import NOTHING, Memory, Place, Room, Tensors, address, draft_ids, sources_of
@@ -148,24 +148,14 @@ class ChainHead:
             longest = max(longest, end)
         rows = feeds[0].rows if len(feeds) == 1 else [row for feed in feeds for row in feed.rows]
         sources = sources_of(rows, self._layers, self.model.hidden)
-        work = self._room.get(max(call.room[1], MOST_ROWS), longest)
+        work = self._room.get(max(call.most.rows, MOST_ROWS), longest)
         call.open(feeds, sources, speakers, steps, least, work)
 
     def _call_for(self, feeds: int, rows: int, others: int, steps: int) -> ChainCall:
         """The usual one, or one with more room."""
         if feeds == 1 and rows <= MOST_ROWS and steps <= MOST_STEPS and not others:
             return self._single
-        wanted = (feeds, rows, others, steps)
-        if any(need > have for need, have in zip(wanted, self._many.room, strict=True)):
-            room = [max(pair) for pair in zip(wanted, self._many.room, strict=True)]
-            self._many = ChainCall(
-                self.model,
-                self._entry,
-                self._ids,
-                self.threads,
-                feeds=room[0],
-                rows=room[1],
-                others=room[2],
-                steps=room[3],
-            )
+        most = Capacity(*map(max, (feeds, rows, others, steps), self._many.most))
+        if most != self._many.most:
+            self._many = ChainCall(self.model, self._entry, self._ids, self.threads, most)
         return self._many
