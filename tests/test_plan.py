@@ -20,8 +20,7 @@ from paceline import LLM
 from paceline.cli.main import app
 from paceline.core.errors import ModelNotFound
 from paceline.engine import costs
-from paceline.loaders.describe import describe
-from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M
+from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M, describe
 from paceline.measure.tuning.hardware import HARDWARE, THIS
 from paceline.measure.tuning.plan import Footing, Gains, training
 from paceline.models.config import ModelConfig
@@ -81,7 +80,7 @@ def on(config: ModelConfig, hardware: str = "h200", **changes: Any) -> Footing:
 
 
 def test_the_sizes_are_those_of_the_real_engine(default_model: LLM) -> None:
-    runner = default_model.engine.runner
+    runner = default_model.engine.executor
     cpu = replace(HARDWARE["m2"], int8_flops=1e12)
     found = Footing(runner.config, cpu, "int8", "float32")
     assert found.weight_bytes == pytest.approx(runner.decoder.num_bytes, rel=0.01)

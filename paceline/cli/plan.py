@@ -140,7 +140,7 @@ def _report(
 ) -> Report:
     from paceline.cli.plan_report import Report
     from paceline.core.options import nearest
-    from paceline.loaders.describe import describe
+    from paceline.loaders.dummy import describe
     from paceline.measure.tuning.plan import KV_WIDTHS, WIDTHS, Footing, beside
 
     dtype = ("int8" if machine.int8_flops is not None else "bfloat16") if dtype == "auto" else dtype

@@ -23,13 +23,8 @@ from numba.extending import intrinsic
 
 from paceline.cpu.features import VARIANT
 
-SOURCES = (
-    VARIANT,
-    *(
-        (path.name, path.stat().st_mtime_ns, path.stat().st_size)
-        for path in sorted(Path(__file__).parent.glob("*.py"))
-    ),
-)
+FILES = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "core" / "weigh.py"]
+SOURCES = (VARIANT, *((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in FILES))
 
 
 def kernel(function: Callable[..., None] | None = None, *, parallel: bool = False) -> Any:
