@@ -18,7 +18,7 @@ from tests.odd_models import digest
 TWO = {"NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
 
 
-def run(code: str, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, timeout: float = 1200, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **TWO, **variables}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parent.parent, capture_output=True,
