@@ -52,7 +52,7 @@ def scorer(queries: int, span: int, dim: int) -> Callable[..., None]:
     def score(q, keys, places, out):  # type: ignore[no-untyped-def]
         for p in range(0, POSITIONS, span):
             at, to = address(places) + p * PLACE, address(out) + p * 4
-            score_rounded(queries, span, address(q), address(keys), at, dim, to, POSITIONS * 4)
+            score_rounded(span, queries, address(q), address(keys), at, dim, to, POSITIONS * 4)
 
     return score
 

@@ -23,8 +23,8 @@ def scorer(queries: int, span: int) -> Callable[..., None]:
     def score(q, keys, places, out):  # type: ignore[no-untyped-def]
         for p in range(0, POSITIONS, span):
             score_tile(
-                queries,
                 span,
+                queries,
                 address(q),
                 address(keys),
                 address(places) + p * PLACE,

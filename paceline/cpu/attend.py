@@ -1,5 +1,4 @@
-"""Who computes what in attention. Few rows: threads share out the positions, then the heads, then the
-columns. Many: a few rows each.
+"""How threads share attention: of few rows positions, then heads, then columns; of many the rows.
 
 Invariant: both ways are made of the same chains (paged.py), so they give the same bits.
 """
@@ -11,6 +10,7 @@ from numba import carray
 from paceline.cpu.compile import piece
 from paceline.cpu.key_tiles import VALUE_SCALE, round_head, round_key
 from paceline.cpu.lanes import LANES, int_pointer
+from paceline.cpu.layer import turn_head
 from paceline.cpu.paged import (
     BLOCK,
     Run,
@@ -28,99 +28,77 @@ from paceline.cpu.paged import (
     value_bytes,
     weigh,
 )
-from paceline.cpu.rows import copy, normalize, turn
-from paceline.cpu.sync import barrier
+from paceline.cpu.rows import copy
+from paceline.cpu.sync import barrier, range_of
 from paceline.cpu.value_tiles import round_value
 
-FEW_ROWS = 16  # up to so many, the positions of a context are shared out; with more, the rows are
-TOGETHER = 4  # of many rows, so many share what is read
+FEW_ROWS = 16  # up to this, the positions of a context are shared out; with more, the rows are
+TOGETHER = 4  # of many rows, those that share what is read
 
 
 @piece
-def _put_query(m, source, target, cos, sin):  # type: ignore[no-untyped-def]
-    if is_rounded(m):
-        turn(source, source, cos, sin, m.dim)
-        round_head(source, m.dim, target)
-    else:
-        turn(source, target, cos, sin, m.dim)
-
-
-@piece
-def _put_key(m, source, target, cos, sin):  # type: ignore[no-untyped-def]
-    if is_rounded(m):
-        turn(source, source, cos, sin, m.dim)
-        round_key(source, m.dim, target)
-    else:
-        turn(source, target, cos, sin, m.dim)
-
-
-@piece
-def _put_value(m, source, target, key):  # type: ignore[no-untyped-def]
-    """`key`: of the same position, which has the scale."""
-    if is_rounded(m):
-        round_value(source, m.dim, target, key + m.dim + VALUE_SCALE)
-    else:
-        copy(source, target, m.dim)
-
-
-@piece
-def place(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
-    """Norm and rotate queries and keys; keys and values into the cache, queries to those of the same KV
-    head.
-    """
+def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
+    """Norm and rotate queries and keys; keys and values go into the cache, queries to w.queries."""
     positions, slots = carray(int_pointer(b.positions), b.rows), carray(int_pointer(b.slots), b.rows)
     units, dim, group = m.num_heads + 2 * m.num_kv_heads, m.dim, m.num_heads // m.num_kv_heads
-    for item in range(b.rows * units * part // b.threads, b.rows * units * (part + 1) // b.threads):
+    first, last = range_of(share, b.rows * units)
+    for item in range(first, last):
         row, unit = item // units, item % units
-        here, angle = w.wide + (row * layer.qkv.n + unit * dim) * 4, positions[row] * (dim // 2) * 4
-        slot = slots[row] * m.num_kv_heads
+        here, slot = w.wide + (row * layer.qkv.n + unit * dim) * 4, slots[row] * m.num_kv_heads
         if unit < m.num_heads:
-            if layer.q_norm != 0:
-                normalize(here, layer.q_norm, here, dim, m.eps)
+            turn_head(m, layer, layer.q_norm, here, positions[row])
             query = (unit // group * b.rows + row) * group + unit % group
-            _put_query(m, here, w.queries + query * m.key_bytes, layer.cos + angle, layer.sin + angle)
+            _keep_head(m, here, w.queries + query * m.key_bytes, 1)
         elif unit < m.num_heads + m.num_kv_heads:
-            if layer.k_norm != 0:
-                normalize(here, layer.k_norm, here, dim, m.eps)
-            key = keys + (slot + unit - m.num_heads) * m.key_bytes
-            _put_key(m, here, key, layer.cos + angle, layer.sin + angle)
+            turn_head(m, layer, layer.k_norm, here, positions[row])
+            _keep_head(m, here, keys + (slot + unit - m.num_heads) * m.key_bytes, 0)
         else:
             head = slot + unit - m.num_heads - m.num_kv_heads
-            _put_value(m, here, values + head * value_bytes(m), keys + head * m.key_bytes)
+            to, key = values + head * value_bytes(m), keys + head * m.key_bytes  # which has the value's scale
+            if is_rounded(m):
+                round_value(here, dim, to, key + dim + VALUE_SCALE)
+            else:
+                copy(here, to, dim)
 
 
 @piece
-def attend(part, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
+def _keep_head(m, source, to, has_sums):  # type: ignore[no-untyped-def]
+    if not is_rounded(m):
+        copy(source, to, m.dim)
+    elif has_sums:
+        round_head(source, m.dim, to)
+    else:
+        round_key(source, m.dim, to)
+
+
+@piece
+def attend(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     """From queries and the cache to `ready`. All threads must have placed what is theirs."""
     if b.rows > FEW_ROWS:
-        _attend_by_rows(part, b, m, layer.window, w, keys, values)
+        _attend_by_rows(share, b, m, layer.window, w, keys, values)
         return
-    _share_scores(part, b, m, layer.window, w, keys)
-    barrier(w.sync, b.threads)
-    _share_weights(part, b, m, layer.window, w)
-    barrier(w.sync, b.threads)
-    _share_columns(part, b, m, layer.window, w, values)
+    _share_scores(share, b, m, layer.window, w, keys)
+    barrier(share)
+    _share_weights(share, b, m, layer.window, w)
+    barrier(share)
+    _share_columns(share, b, m, layer.window, w, values)
 
 
 @piece
 def _blocks(b, w, run, window):  # type: ignore[no-untyped-def]
-    """The first position of the prefix that a row of the run sees, rounded down, and the number of blocks
-    from there on.
-    """
+    """The first position of the prefix that a row sees, rounded down, and the number of blocks from there."""
     low = starts_of(b, w, run, window)[0] // BLOCK * BLOCK
     return low, max(0, (run.prefix - low + BLOCK - 1) // BLOCK)
 
 
 @piece
-def _share_scores(part, b, m, window, w, keys):  # type: ignore[no-untyped-def]
-    """A thread takes a stretch of all blocks of all prefixes, rows weighed in, and every so many rows' own
-    positions.
-    """
+def _share_scores(share, b, m, window, w, keys):  # type: ignore[no-untyped-def]
+    """A thread takes a stretch of all prefixes' blocks, weighed by rows, and some rows' own positions."""
     work, row = 0, 0
     while row < b.rows:
         run = run_of(b, w, row, b.rows)
         work, row = work + _blocks(b, w, run, window)[1] * (run.last - run.first), run.last
-    begin, end = work * part // b.threads, work * (part + 1) // b.threads
+    begin, end = range_of(share, work)
     heads, row, before = (0, m.num_kv_heads), 0, 0
     while row < b.rows:
         run = run_of(b, w, row, b.rows)
@@ -131,23 +109,22 @@ def _share_scores(part, b, m, window, w, keys):  # type: ignore[no-untyped-def]
         last = min(max((end - before + count - 1) // count, 0), blocks)
         score(b, m, w, run, heads, low + first * BLOCK, min(low + last * BLOCK, run.prefix), keys)
         for own in range(run.first, run.last):
-            if own % b.threads == part:
+            if own % share.threads == share.part:
                 length = length_of(b, w, run, own)
-                score(
-                    b, m, w, row_of(run, own), heads, max(run.prefix, start_of(window, length)), length, keys
-                )
+                start = max(run.prefix, start_of(window, length))
+                score(b, m, w, row_of(run, own), heads, start, length, keys)
         before, row = before + blocks * count, run.last
 
 
 @piece
-def _share_weights(part, b, m, window, w):  # type: ignore[no-untyped-def]
+def _share_weights(share, b, m, window, w):  # type: ignore[no-untyped-def]
     """A thread takes a stretch of the queries, KV head by KV head, most of whose values it will add up."""
     group, row = m.num_heads // m.num_kv_heads, 0
     while row < b.rows:
         run = run_of(b, w, row, b.rows)
         count = (run.last - run.first) * group
-        total = count * m.num_kv_heads
-        for item in range(total * part // b.threads, total * (part + 1) // b.threads):
+        first, last = range_of(share, count * m.num_kv_heads)
+        for item in range(first, last):
             own, head = run.first + item % count // group, item // count * group + item % group
             length = length_of(b, w, run, own)
             weigh(b, m, run, own, head, start_of(window, length), length)
@@ -155,10 +132,9 @@ def _share_weights(part, b, m, window, w):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _share_columns(part, b, m, window, w, values):  # type: ignore[no-untyped-def]
+def _share_columns(share, b, m, window, w, values):  # type: ignore[no-untyped-def]
     """A thread takes some columns of all KV heads' values."""
-    strips, row = m.num_kv_heads * m.dim // LANES, 0
-    columns = (strips * part // b.threads, strips * (part + 1) // b.threads)
+    columns, row = range_of(share, m.num_kv_heads * m.dim // LANES), 0
     while row < b.rows:
         run = run_of(b, w, row, b.rows)
         _mix_rows(b, m, w, run, run.prefix, window, columns, values)
@@ -167,9 +143,7 @@ def _share_columns(part, b, m, window, w, values):  # type: ignore[no-untyped-de
 
 @piece
 def _mix_rows(b, m, w, run, common, window, columns, values):  # type: ignore[no-untyped-def]
-    """Each row's positions in order: those that only some rows still see, those that all see, those that are
-    its own.
-    """
+    """Each row's positions in order: those that only some rows still see, that all see, that are its own."""
     highest = min(starts_of(b, w, run, window)[1], common)
     for strip in range(columns[0], columns[1]):
         clear(m, run, strip)
@@ -184,38 +158,27 @@ def _mix_rows(b, m, w, run, common, window, columns, values):  # type: ignore[no
 
 
 @piece
-def _attend_by_rows(part, b, m, window, w, keys, values):  # type: ignore[no-untyped-def]
+def _attend_by_rows(share, b, m, window, w, keys, values):  # type: ignore[no-untyped-def]
     """A thread takes a KV head of a few rows, every so many: later rows of a prompt see more."""
-    strips, group, item = m.dim // LANES, m.num_heads // m.num_kv_heads, 0
-    own = TOGETHER * group * part
+    group, item = m.num_heads // m.num_kv_heads, 0
+    own = TOGETHER * group * share.part
     scores, totals, mixed = w.scores + own * b.span * 4, w.totals + own * 4, w.mixed + own * m.dim * 8
-    scales = w.value_scales + TOGETHER * part * b.span * 4
+    scales = w.value_scales + TOGETHER * share.part * b.span * 4
     for kv_head in range(m.num_kv_heads):
         row = 0
         while row < b.rows:
             shared = run_of(b, w, row, TOGETHER)
-            if item % b.threads == part:
-                run = Run(
-                    shared.first,
-                    shared.last,
-                    shared.prefix,
-                    shared.places,
-                    w.queries,
-                    scores,
-                    scales,
-                    totals,
-                    mixed,
-                    b.rows,
-                    0,
-                    row,
-                )
-                _attend_run(b, m, window, w, run, kv_head, strips, keys, values)
+            if item % share.threads == share.part:
+                last, prefix, places = shared.last, shared.prefix, shared.places
+                run = Run(row, last, prefix, places, scores, scales, totals, mixed, 0, row)
+                _attend_run(b, m, window, w, run, kv_head, keys, values)
             item, row = item + 1, shared.last
 
 
 @piece
-def _attend_run(b, m, window, w, run, kv_head, strips, keys, values):  # type: ignore[no-untyped-def]
-    heads, group, common = (kv_head, kv_head + 1), m.num_heads // m.num_kv_heads, common_length(b, w, run)
+def _attend_run(b, m, window, w, run, kv_head, keys, values):  # type: ignore[no-untyped-def]
+    heads, group, strips = (kv_head, kv_head + 1), m.num_heads // m.num_kv_heads, m.dim // LANES
+    common = common_length(b, w, run)
     score(b, m, w, run, heads, starts_of(b, w, run, window)[0] // BLOCK * BLOCK, common, keys)
     for row in range(run.first, run.last):
         length = length_of(b, w, run, row)

@@ -32,6 +32,7 @@ from paceline.cpu.burst_kernel import (
     WeightsPart,
     run_burst,
 )
+from paceline.cpu.chain_call import MOST_ROWS
 from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.chains import draft_chains
 from paceline.cpu.compile import entry_of, numbers, size_of
@@ -39,7 +40,6 @@ from paceline.cpu.decoder import CpuDecoder, LayerCache
 from paceline.cpu.forward import FORWARD
 from paceline.cpu.head_memory import address
 from paceline.cpu.recycle import Recycled
-from paceline.cpu.single_feed import MOST_ROWS
 from paceline.cpu.taps import Taps
 from paceline.heads.rows import BurstInput
 

@@ -18,11 +18,11 @@ from numba.extending import intrinsic
 from paceline.core import weigh as weigher
 from paceline.core.types import BLOCK_SIZE
 from paceline.core.weigh import AGREED, ALONE, CONTRADICTED, NUM_CELLS
+from paceline.cpu.chain_call import KEYS, MOST_ROWS, PLACES, POSITIONS, ROOMS, SEEN, TOKENS, VALUES
 from paceline.cpu.chains import ROWS
 from paceline.cpu.compile import invoke, invoke_for_number, kernel, piece, struct
 from paceline.cpu.forward import Pass
 from paceline.cpu.lanes import INT32, INT64, Emitter, double_pointer, int_pointer, word_pointer
-from paceline.cpu.single_feed import KEYS, MOST_ROWS, PLACES, POSITIONS, ROOMS, SEEN, TOKENS, VALUES
 
 SPEC_ROWS, SPEC_OUTPUTS = Pass._fields.index("rows"), Pass._fields.index("num_outputs")
 NOTHING, MATCH, HEAD = 0, 1, 2  # whose draft is checked

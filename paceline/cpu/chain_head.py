@@ -8,35 +8,26 @@ this call keeps alive, and a sequence has room for all places that are written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry, Task, call_of, draft_chains
+from paceline.cpu.chain_call import MOST_ROWS, MOST_STEPS, Capacity, ChainCall
+from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.head_memory import (
-    NOTHING,
-    Flat,
-    Memory,
-    Place,
-    Tensors,
-    Workspace,
-    address,
-    describe,
-    sources_of,
-)
-from paceline.cpu.heads import Rows, Work
-from paceline.cpu.single_feed import MOST_ROWS, MOST_STEPS, SingleFeed
+from paceline.cpu.head_memory import NOTHING, Memory, Place, Room, Tensors, address, draft_ids, sources_of
+from paceline.cpu.sync import num_threads
 from paceline.heads.config import DraftConfig, EagleConfig, LayeredConfig
 from paceline.heads.others import Eagle1Config
 from paceline.heads.rows import Feed, Guesses, Node, Row, Said, Speaker
 
 CHUNK = 256  # rows read in one pass
-
-
 GREEDY = Speaker(0.0, 0, 0)
+
+
+def _kind_of(config: LayeredConfig) -> int:
+    if isinstance(config, Eagle1Config):
+        return EAGLE_1
+    return EAGLE_3 if isinstance(config, EagleConfig) else PLAIN
 
 
 class ChainHead:
@@ -48,68 +39,50 @@ class ChainHead:
         feature_norm: torch.Tensor | None = None,
     ) -> None:
         """feature_norm: the target's last norm, for heads that read what comes out of it."""
-        self.config, memory = config, Memory()
-        self._layers = config.hidden_layers
+        self.config, self._memory, kind = config, Memory(), _kind_of(config)
+        memory, self._layers = self._memory, config.hidden_layers
         self.num_sources = len(self._layers)
-        self._memory = memory
-        kind = (
-            EAGLE_1
-            if isinstance(config, Eagle1Config)
-            else EAGLE_3
-            if isinstance(config, EagleConfig)
-            else PLAIN
+        prefixes = ["midlayer."] if kind != PLAIN else []
+        if isinstance(config, DraftConfig):
+            prefixes = [f"layers.{i}." for i in range(config.num_layers)]
+        fuse, balance = NOTHING, 0
+        if kind != PLAIN:
+            fuse, balance = memory.balanced(tensors["fc.weight"], tensors.get("fc.bias"))
+        self.model, self.threads = memory.describe(config, prefixes, tensors, target), num_threads()
+        norm = memory.vector(feature_norm) if feature_norm is not None else 0
+        is_residual, is_output = (
+            getattr(config, name, False) for name in ("norm_before_residual", "norm_output")
         )
-        names = (
-            ["midlayer."]
-            if kind != PLAIN
-            else [f"layers.{i}." for i in range(config.num_layers)]
-            if isinstance(config, DraftConfig)
-            else []
+        self._entry = Entry(kind, max(self.num_sources, 1), norm, fuse, balance, is_residual, is_output)
+        widths = (
+            fuse.k,
+            2 * config.hidden_size,
+            config.intermediate_size,
+            config.num_heads * config.head_dim,
         )
-        rows = [memory.layer(tensors, name, config.intermediate_size) for name in names]
-        fuse, balance = (
-            memory.balanced(tensors["fc.weight"], tensors.get("fc.bias")) if kind != PLAIN else (NOTHING, 0)
-        )
-        self.shape = describe(config, rows, tensors, target, memory, fuse)
-        self._entry = Entry(
-            kind, max(self.num_sources, 1), memory.vector(feature_norm) if feature_norm is not None else 0, balance,
-            getattr(config, "norm_before_residual", False), getattr(config, "norm_output", False),
-        )  # fmt: skip
-        width = config.hidden_size
-        self._workspace = Workspace(
-            self.shape,
-            max(fuse.k, 2 * width, config.intermediate_size, config.num_heads * config.head_dim),
-            width,
-        )
-        ids = tensors.get("draft_ids")
-        self._ids = np.empty(0, np.int64) if ids is None else ids.to(torch.int64).numpy()
-        self._logits = np.empty((0, self.shape.num_outputs), np.float32)
-        self._single = SingleFeed(self.shape, self._entry, self._ids)
+        self._room, self._ids = Room.of(self.model, max(widths), self.threads), draft_ids(tensors)
+        self._single = self._many = ChainCall(self.model, self._entry, self._ids, self.threads)
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """What is compiled on first use is not the first request's to wait for, nor to be taken for a
-        cost.
-        """
+        """What is compiled on first use is not the first request's to wait for, nor a cost of drafting."""
         nothing = torch.zeros(1, self.config.hidden_size)
-        row = Row(0, dict.fromkeys(self.config.hidden_layers, nothing), 0)
+        row = Row(0, dict.fromkeys(self._layers, nothing), 0)
         self.guess([Feed(self.place(), 0, [0], [row])], [GREEDY], 1, 0.0)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._memory.kept)
+        return self._memory.num_bytes
 
     def read(self, feeds: Sequence[Feed]) -> None:
-        """Take rows into the sequences; nobody speaks."""
+        """Take rows into the sequences; nothing is guessed."""
         for feed in feeds:
             for first in range(0, len(feed.tokens), CHUNK):
                 part = slice(first, first + CHUNK)
-                self._run(
-                    [Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], [], 0, 0.0
-                )
+                self._run([Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], [])
 
     def place(self) -> Place:
-        return Place(self.shape.num_layers * self.config.num_kv_heads, self.config.head_dim)
+        return Place(self.model.num_layers * self.config.num_kv_heads, self.config.head_dim)
 
     def fork(self, place: Place, length: int) -> Place:
         return place.fork(length)
@@ -119,167 +92,70 @@ class ChainHead:
 
     def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed, until no chance reaches `least`."""
-        if len(feeds) == 1 and len(feeds[0].tokens) <= MOST_ROWS and steps <= MOST_STEPS:
-            sources, work = self._made_ready(feeds[0], steps)
-            return self._single.guess(feeds[0], sources, speakers[0], steps, least, work)
-        _, tokens, chances = self._run(feeds, speakers, steps, least)
-        return Guesses(tokens.tolist(), chances.tolist())
+        return self._run(feeds, speakers, steps, least).guesses
 
     def open(
         self, feed: Feed, speaker: Speaker, steps: int, least: float, num_more: int
     ) -> tuple[int, int, int, int]:
-        """For whoever calls the kernel several times (cpu/flights.py): with room for so many rows more.
-        Addresses, as SingleFeed's.
-        """
-        sources, work = self._made_ready(feed, num_more + steps)
-        self._single.open(feed, sources, speaker, steps, least, work)
+        """For the burst, which calls the kernel several times: with room for `num_more` rows. Addresses, as
+        ChainCall's."""
+        self._open(self._single, [feed], [speaker], steps, least, num_more)
         return self._single.addresses
-
-    def _made_ready(self, feed: Feed, num_more: int) -> tuple[list[int], Work]:
-        end = feed.start + len(feed.tokens) + num_more
-        feed.place.reserve(end)
-        return sources_of(feed.rows, self._layers, self.shape.hidden), self._workspace.get(MOST_ROWS, end)
 
     def begin(self, feeds: Sequence[Feed]) -> Said:
         """The logits after the last row of each feed."""
-        return self._run(feeds, [GREEDY] * len(feeds), 0, 0.0)[0]
+        return self._said(self._run(feeds, [GREEDY] * len(feeds)))
 
     def level(self, nodes: Sequence[Node]) -> Said:
         """The logits after each node of a tree's level."""
         for node in nodes:
             node.place.reserve(node.at + 1)
         most = max(len(node.others) for node in nodes)
-        others = [[*node.others, *[0] * (most - len(node.others))] for node in nodes]
-        columns = [
-            [n.token for n in nodes], [n.position for n in nodes], [n.place.keys_at for n in nodes],
-            [n.place.values_at for n in nodes], [n.place.blocks for n in nodes], [n.at for n in nodes], [n.seen for n in nodes],
-        ]  # fmt: skip
-        sources = list(chain.from_iterable([address(n.source)] * self._entry.num_sources for n in nodes))
-        table = _Table(
-            columns,
-            sources,
-            list(chain.from_iterable(others)),
-            [len(n.others) for n in nodes],
-            list(range(len(nodes))),
-        )
+        sources = [address(n.source) for n in nodes for _ in range(self._entry.num_sources)]
+        call = self._call_for(len(nodes), len(nodes), most, 0)
         longest = max(n.seen for n in nodes) + most
-        return self._call(table, [], [GREEDY] * len(nodes), 0, 0.0, longest, is_fused=False)[0]
+        call.open_nodes(nodes, sources, self._room.get(len(nodes), longest))
+        call.run()
+        return self._said(call)
 
     def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
         """[feeds, hidden] after the last row of each; the next call may write there, too."""
-        if len(feeds) == 1 and len(feeds[0].tokens) <= MOST_ROWS:
-            return torch.from_numpy(self._single.output(feeds[0], *self._made_ready(feeds[0], 0)))
-        said, _, _ = self._run(feeds, [GREEDY] * len(feeds), 0, 0.0, is_speaking=False)
-        return torch.from_numpy(np.stack(said.outputs))
+        return torch.from_numpy(self._run(feeds, [GREEDY] * len(feeds), has_logits=False).outputs)
+
+    def _said(self, call: ChainCall) -> Said:
+        """Outputs are sources of the nodes that follow, so they are copied."""
+        logits = torch.from_numpy(call.logits[:, : self.config.draft_vocab_size])
+        return Said(logits, list(call.outputs.copy()))
 
     def _run(
-        self,
-        feeds: Sequence[Feed],
-        speakers: Sequence[Speaker],
-        steps: int,
-        least: float,
-        is_speaking: bool = True,
-    ) -> tuple[Said, np.ndarray, np.ndarray]:
-        tokens: list[int] = []
-        places: list[int] = []
-        keys: list[int] = []
-        values: list[int] = []
-        rooms: list[int] = []
-        sources: list[int] = []
-        speaking: list[int] = []
+        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int = 0, least: float = 0.0, *,
+        has_logits: bool = True,
+    ) -> ChainCall:  # fmt: skip
+        """The call that was made, which knows what came of it."""
+        call = self._call_for(len(feeds), sum(len(feed.tokens) for feed in feeds), 0, steps)
+        self._open(call, feeds, speakers, steps, least, 0)
+        call.run(has_logits=has_logits)
+        return call
+
+    def _open(
+        self, call: ChainCall, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float,
+        num_more: int,
+    ) -> None:  # fmt: skip
+        longest = 0
         for feed in feeds:
-            count, end = len(feed.tokens), feed.start + len(feed.tokens)
-            feed.place.reserve(end + steps)
-            tokens.extend(feed.tokens)
-            places.extend(range(feed.start, end))
-            keys.extend([feed.place.keys_at] * count)
-            values.extend([feed.place.values_at] * count)
-            rooms.extend([feed.place.blocks] * count)
-            sources.extend(sources_of(feed.rows, self.config.hidden_layers, self.config.hidden_size))
-            speaking.append(len(tokens) - 1)
-        seen = [place + 1 for place in places]
-        nobody = [0] * len(tokens)
-        table = _Table(
-            [tokens, places, keys, values, rooms, places, seen],
-            sources or [0],
-            [0],
-            nobody,
-            speaking if speakers else [],
-        )
-        longest = max(seen) + steps
-        return self._call(
-            table, _following(table), speakers, steps, least, longest, is_fused=True, is_speaking=is_speaking
-        )
+            end = feed.start + len(feed.tokens) + num_more + steps
+            feed.place.reserve(end)
+            longest = max(longest, end)
+        rows = feeds[0].rows if len(feeds) == 1 else [row for feed in feeds for row in feed.rows]
+        sources = sources_of(rows, self._layers, self.model.hidden)
+        work = self._room.get(max(call.most.rows, MOST_ROWS), longest)
+        call.open(feeds, sources, speakers, steps, least, work)
 
-    def _call(
-        self,
-        table: _Table,
-        then: list[list[int]],
-        speakers: Sequence[Speaker],
-        steps: int,
-        least: float,
-        longest: int,
-        *,
-        is_fused: bool,
-        is_speaking: bool = True,
-    ) -> tuple[Said, np.ndarray, np.ndarray]:
-        flat, count, width = Flat(), len(speakers), self.config.hidden_size
-        outputs = np.empty((count, width), np.float32)
-        tokens, chances = np.empty((steps, count), np.int64), np.empty((steps, count))
-        if len(self._logits) < count:
-            self._logits = np.empty((count, self.shape.num_outputs), np.float32)
-        own = [address(outputs) + 4 * width * i for i in range(count) for _ in range(self._entry.num_sources)]
-        first = [flat.add(column) for column in table.columns]
-        rest = [flat.add(column) for column in then]
-        extra = [
-            flat.add(column)
-            for column in (table.others, table.num_others, table.sources, own, table.speaking, range(count))
-        ]
-        done, at = flat.add((0, 0)), flat.add([s.position for s in speakers])
-        temperatures = np.array([s.temperature for s in speakers], np.float64)
-        seeds = np.array([s.seed for s in speakers], np.uint64)
-        base = flat.close()
-        most = len(table.others) // max(len(table.columns[0]), 1)
-        rows = Rows(len(table.columns[0]), *_seven(base, first), base + extra[0], base + extra[1], most)
-        further = Rows(len(then[0]), *_seven(base, rest), 0, base + extra[1], 0) if then else rows
-        task = Task(
-            base + extra[2], is_fused, base + extra[4], count, steps, address(temperatures), address(seeds), base + at,
-            address(self._ids), len(self._ids), least, address(self._logits) if is_speaking else 0, address(outputs), address(tokens),
-            address(chances), base + done,
-        )  # fmt: skip
-        following = task._replace(sources=base + extra[3], is_fused=False, speaking=base + extra[5])
-        work = self._workspace.get(len(table.columns[0]), longest)
-        call = call_of(rows, further, self.shape, self._entry, task, following, work)
-        draft_chains(call.buffer_info()[0], self.shape.threads)
-        made = int(flat.array[done // 8])
-        vocab = self.config.draft_vocab_size
-        return (
-            Said(torch.from_numpy(self._logits[:count, :vocab]), list(outputs)),
-            tokens[:made],
-            chances[:made],
-        )
-
-
-class _Table(NamedTuple):
-    """Rows of a first pass, column by column as in `Rows`."""
-
-    columns: list[list[int]]
-    sources: list[int]
-    others: list[int]
-    num_others: list[int]
-    speaking: list[int]
-
-
-def _following(table: _Table) -> list[list[int]]:
-    """One row for each that speaks, a place further."""
-    _, positions, keys, values, rooms, places, seen = (
-        [column[row] for row in table.speaking] for column in table.columns
-    )
-    ahead = [[n + 1 for n in column] for column in (positions, places, seen)]
-    return [[0] * len(keys), ahead[0], keys, values, rooms, ahead[1], ahead[2]]
-
-
-def _seven(base: int, offsets: list[int]) -> tuple[int, int, int, int, int, int, int]:
-    """Addresses of the columns of `Rows`."""
-    tokens, positions, keys, values, rooms, places, seen = (base + offset for offset in offsets)
-    return tokens, positions, keys, values, rooms, places, seen
+    def _call_for(self, feeds: int, rows: int, others: int, steps: int) -> ChainCall:
+        """The usual one, or one with more room."""
+        if feeds == 1 and rows <= MOST_ROWS and steps <= MOST_STEPS and not others:
+            return self._single
+        most = Capacity(*map(max, (feeds, rows, others, steps), self._many.most))
+        if most != self._many.most:
+            self._many = ChainCall(self.model, self._entry, self._ids, self.threads, most)
+        return self._many

@@ -10,21 +10,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import ge
 from typing import NamedTuple, Self
 
-import numpy as np
 import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import Batch, Columns, Output
 from paceline.cpu.attend import FEW_ROWS, TOGETHER
 from paceline.cpu.compile import numbers
-from paceline.cpu.forward import COLUMNS, FORWARD, LayerRow, Model, Pass, Work
+from paceline.cpu.forward import FORWARD, Pass, Work
 from paceline.cpu.key_tiles import TAIL
+from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.recycle import Recycled
-from paceline.cpu.sync import BYTES, num_threads
+from paceline.cpu.recycle import Recycled, Workspace
+from paceline.cpu.sync import Team, num_threads
 from paceline.cpu.taps import Taps
 from paceline.cpu.tiles import PLACE
 from paceline.cpu.value_tiles import CHUNK, LONGEST
@@ -57,11 +56,11 @@ class CpuDecoder:
         self.config, self.bits = config, bits_of(dtype)
         self.tensors = tensors  # the tables below hold addresses into them
         self._rotary = _rotary(config)
-        self._layers = np.array([_flat(self._layer(i)) for i in range(config.num_layers)], np.int64)
-        self._model = numbers(self._describe())
-        self._sync = torch.zeros(BYTES, dtype=torch.uint8)
-        self._work, self._memory = numbers(()), torch.empty(0)
-        self._work_key = (0, 0, 0, 0)
+        self._layers = numbers(self._layer(i) for i in range(config.num_layers))
+        self.model = self._describe()
+        self._model = numbers(self.model)
+        self._team = Team()
+        self._workspace = Workspace(self._sizes, self._work)
         self._outputs, self._features = Recycled(), Recycled()
         self._caches = array("q")
         self._caches_of: Sequence[LayerCache] | None = None
@@ -80,20 +79,15 @@ class CpuDecoder:
     ) -> Self:
         """Positions from `context` on will not be asked for; `use_cache` keeps packed weights on disk."""
         config = source.config
-        for what, size in (
-            ("heads", config.head_dim),
-            ("layers", config.hidden_size),
-            ("MLPs", config.intermediate_size),
-        ):
+        sizes = {"heads": config.head_dim, "layers": config.hidden_size, "MLPs": config.intermediate_size}
+        for what, size in sizes.items():
             if size % MULTIPLE:
-                raise ConfigError(
-                    f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}; use kernels='torch'"
-                )
+                need = f"the CPU kernels need {what} whose width is a multiple of {MULTIPLE}, not {size}"
+                raise ConfigError(f"{need}; use kernels='torch'")
         seen = min(config.max_context, context or config.max_context)
         if bits_of(dtype) < 32 and seen > LONGEST:
-            raise ConfigError(
-                f"{dtype} on a CPU reads at most {LONGEST:,} tokens, not {seen:,}; set max_model_len, or dtype float32"
-            )
+            most = f"{dtype} on a CPU reads at most {LONGEST:,} tokens, not {seen:,}"
+            raise ConfigError(f"{most}; set max_model_len, or dtype float32")
         read = load_packed if use_cache else pack_model
         tensors = read(source, bits_of(dtype), progress)
         return cls(replace(config, max_context=seen), dtype, tensors)
@@ -135,7 +129,8 @@ class CpuDecoder:
         after, before_mlp = "post_attention_layernorm", "pre_feedforward_layernorm"
         has_after = config.sandwich_norm
         return LayerRow(
-            attention_norm=self._at(f"{name}input_layernorm.weight"),
+            input_norm=self._at(f"{name}input_layernorm.weight"),
+            hidden_norm=0,
             qkv=self._matrix(f"{name}qkv", config.hidden_size, self.bits),
             q_norm=self._at(f"{name}self_attn.q_norm.weight"),
             k_norm=self._at(f"{name}self_attn.k_norm.weight"),
@@ -152,15 +147,13 @@ class CpuDecoder:
 
     def _describe(self) -> Model:
         config, bits = self.config, head_bits(self.bits)
-        ends = [
-            self._matrix("embedding" if config.tie_embeddings else end, config.hidden_size, bits)
-            for end in ("embedding", "head")
-        ]
-        self._ends = np.array(ends, np.int64)  # [2, fields of a Matrix]
+        names = ["embedding"] * 2 if config.tie_embeddings else ["embedding", "head"]
+        embedding, head = (self._matrix(name, config.hidden_size, bits) for name in names)
         return Model(
-            _address(self._ends), self._at("norm.weight"), _address(self._layers), config.num_layers, config.hidden_size,
-            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, float(config.rms_eps),
-            float(config.scale), float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self._key_bytes(),
+            embedding, bits == 32, head, self._at("norm.weight"), self._layers.buffer_info()[0],
+            config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads,
+            config.num_kv_heads, config.head_dim, float(config.rms_eps), float(config.scale),
+            float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self._key_bytes(),
         )  # fmt: skip
 
     def forward(
@@ -175,34 +168,29 @@ class CpuDecoder:
         hidden[n] is the residual stream after n layers, hidden[0] the embeddings."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
-        hidden, taps = (
-            self._hidden(hidden_layers, len(batch.columns.input_ids))
-            if hidden_layers
-            else (NO_HIDDEN, self._no_taps)
-        )
+        hidden: Mapping[int, torch.Tensor] = NO_HIDDEN
+        taps = self._no_taps
+        if hidden_layers:
+            hidden, taps = self._hidden(hidden_layers, len(batch.columns.input_ids))
         spec = self._pass(batch, kv, taps, depth)
-        logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
-        given = (array("q", spec), self._model, self._workspace(spec))
-        FORWARD[self.bits](spec.threads, *(each.buffer_info()[0] for each in given), logits.data_ptr())
+        logits, threads = self._outputs.take(spec.num_outputs, self.model.head.n), num_threads()
+        given = (array("q", spec), self._model, self._work_of(spec, threads))
+        FORWARD[self.bits](threads, *(each.buffer_info()[0] for each in given), logits.data_ptr())
+        self._team.notice()
         vocab = self.config.vocab_size
-        return Output(
-            logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous(),
-            hidden,
-            self._choices(batch),
-        )
+        own = logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous()
+        return Output(own, hidden, self._choices(batch))
 
     def prepare(self, batch: Batch, kv: Sequence[LayerCache], num_more: int) -> Prepared:
-        """What a kernel must know that runs passes by itself, of no more rows than the batch has, up to so
-        many positions further on.
-        """
+        """What a kernel must know that runs passes by itself, none with more rows than the batch has, up to
+        `num_more` positions further on."""
         taps = self._no_taps[:]
+        self._team.notice()
         spec = self._pass(batch, kv, taps, self.config.num_layers)
         spec = spec._replace(span=_span(max(batch.columns.positions) + num_more + 1))
-        logits = self._outputs.take(spec.num_outputs, int(self._ends[1, 3]))
-        model, work = self._model.buffer_info()[0], self._workspace(spec).buffer_info()[0]
-        return Prepared(
-            array("q", spec), model, work, logits, taps, self._picked.buffer_info()[0], spec.threads
-        )
+        logits, threads = self._outputs.take(spec.num_outputs, self.model.head.n), num_threads()
+        model, work = self._model.buffer_info()[0], self._work_of(spec, threads).buffer_info()[0]
+        return Prepared(array("q", spec), model, work, logits, taps, self._picked.buffer_info()[0], threads)
 
     def _hidden(self, layers: Sequence[int], rows: int) -> tuple[Mapping[int, torch.Tensor], array[int]]:
         """Room for hidden states, and where the kernel puts them."""
@@ -229,20 +217,16 @@ class CpuDecoder:
             self._check_cache(kv)
             self._caches = array("q", [t.data_ptr() for cache in kv for t in cache])
             self._caches_of = kv
-        caches, picked = (
-            self._caches.buffer_info()[0],
-            self._picked.buffer_info()[0] if batch.picks is not None else 0,
-        )
+        caches, picked = self._caches.buffer_info()[0], self._picked.buffer_info()[0]
+        max_blocks = len(columns.block_tables) // batch.num_requests
         return Pass(
-            len(columns.slots), ids, positions, slots, parents, request_of, tables, prefixes, batch.num_requests,
-            len(columns.block_tables) // batch.num_requests, batch.block_size, _span(last_position + 1), caches, rows,
-            len(columns.rows), taps.buffer_info()[0], depth, num_threads(), picked,
+            len(columns.slots), ids, positions, slots, parents, request_of, tables, prefixes,
+            batch.num_requests, max_blocks, batch.block_size, _span(last_position + 1), caches, rows,
+            len(columns.rows), taps.buffer_info()[0], depth, picked if batch.picks is not None else 0,
         )  # fmt: skip
 
     def _key_bytes(self) -> int:
-        """Of a head: a quantized model's keys are int8 with scales, those of its values among them
-        (key_tiles.py, value_tiles.py).
-        """
+        """Of a head: a quantized model's keys are int8 with their scales and their values' (key_tiles.py)."""
         return self.config.head_dim * 4 if self.bits == 32 else self.config.head_dim + TAIL
 
     def _check_cache(self, kv: Sequence[LayerCache]) -> None:
@@ -250,52 +234,40 @@ class CpuDecoder:
         for keys, values in kv:
             assert keys.is_contiguous() & values.is_contiguous(), "the cache is contiguous"
             assert (keys.dtype is kept) & (values.dtype is kept), f"keys and values are {kept}"
-            sizes = [
-                (self.config.num_kv_heads, size)
-                for size in (self._key_bytes() // kept.itemsize, self.config.head_dim)
-            ]
-            assert [keys.shape[1:], values.shape[1:]] == sizes, "a cache of another model"
+            heads, widths = (
+                self.config.num_kv_heads,
+                (self._key_bytes() // kept.itemsize, self.config.head_dim),
+            )
+            assert keys.shape[1:] == (heads, widths[0]), "keys of another model"
+            assert values.shape[1:] == (heads, widths[1]), "values of another model"
 
     def _check(self, columns: Columns, kv: Sequence[LayerCache], last_position: int, block_size: int) -> None:
-        """The kernels read and write where they are told: nothing may lie outside the tables and the
-        cache.
-        """
+        """Kernels read and write where they are told: nothing may lie outside the tables and the cache."""
         assert last_position < self.config.max_context, "a position beyond the rotary tables"
         assert max(columns.slots) < kv[0][0].shape[0], "a slot beyond the cache"
         assert max(columns.input_ids) < self.config.vocab_size, "a token beyond the vocabulary"
         room = len(columns.block_tables) // len(columns.prefix_lens) * block_size
         assert max(columns.prefix_lens) <= room, "a prefix longer than its blocks"
-        assert max(len(columns.rows), max(columns.rows, default=-1) + 1) <= len(columns.slots), (
-            "logits of a row that is not there"
-        )
+        most = max(len(columns.rows), max(columns.rows, default=-1) + 1)
+        assert most <= len(columns.slots), "logits of a row that is not there"
 
-    def _workspace(self, spec: Pass) -> array[int]:
-        """Memory for the pass, kept for the next one: it grows to the largest pass seen."""
-        key = (spec.rows, spec.span, spec.num_requests * spec.max_blocks * spec.block_size, spec.threads)
-        if self._work and all(map(ge, self._work_key, key)):
-            return self._work
-        self._work_key = tuple(max(have, need) for have, need in zip(self._work_key, key, strict=True))  # type: ignore[assignment]
-        sizes = self._sizes(*self._work_key)
-        starts = np.cumsum([0, *(padded(size, 64) for size in sizes.values())])
-        self._memory = torch.zeros(int(starts[-1]) + 64, dtype=torch.uint8)
-        base = padded(self._memory.data_ptr(), 64)
-        addresses = dict(zip(sizes, (base + int(start) for start in starts), strict=False))
-        self._work = numbers(Work(self._sync.data_ptr(), **addresses, widest=self._widest()))
-        return self._work
+    def _work_of(self, spec: Pass, threads: int) -> array[int]:
+        places = spec.num_requests * spec.max_blocks * spec.block_size
+        return self._workspace.get(spec.rows, spec.span, places, threads)
+
+    def _work(self, places: dict[str, int]) -> array[int]:
+        return numbers(Work(self._team.at, **places, widest=self._widest()))
 
     def _widest(self) -> int:
         config = self.config
-        return padded(
-            max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim), COLUMNS
-        )
+        widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        return padded(max(widths), COLUMNS)
 
     def _sizes(self, rows: int, span: int, places: int, threads: int) -> dict[str, int]:
         """Bytes of each part of the workspace."""
         config, widest, layer = self.config, self._widest(), self._layer(0)
-        queries = max(
-            min(rows, FEW_ROWS) * config.num_heads,
-            threads * TOGETHER * config.num_heads // config.num_kv_heads,
-        )
+        together = threads * TOGETHER * config.num_heads // config.num_kv_heads
+        queries = max(min(rows, FEW_ROWS) * config.num_heads, together)
         return {
             "h": rows * config.hidden_size * 4,
             "ready": rows * widest * 4,
@@ -304,8 +276,8 @@ class CpuDecoder:
             "values": rows * widest * 4,
             "scales": rows * widest // 32 * 4,
             "sums": rows * widest // 32 * 4,
-            "paths": (rows * (rows + 1) + 2 * CHUNK)
-            * PLACE,  # kernels look this far beyond the end of a list
+            # kernels look this far beyond the end of a list
+            "paths": (rows * (rows + 1) + 2 * CHUNK) * PLACE,
             "places": (places + 2 * CHUNK) * PLACE,
             "queries": rows * config.num_heads * config.head_dim * 4,
             "scores": queries * span * 4,
@@ -316,33 +288,18 @@ class CpuDecoder:
         }
 
 
-def _address(array: np.ndarray) -> int:
-    """`array.ctypes.data` ten times as fast."""
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def _span(positions: int) -> int:
-    """An odd number of cache lines, so that the scores of several queries do not compete for the same place
-    in a cache.
-    """
+    """An odd number of cache lines, so that scores of several queries do not compete for cache lines."""
     return (padded(positions, 16) // 16 | 1) * 16
 
 
 def _rotary(config: ModelConfig) -> tuple[RotaryTables, RotaryTables]:
     """Tables of the global and of the local layers."""
     first = rotary_tables(config.rope, config.head_dim, config.max_context)
-    second = (
-        rotary_tables(config.rope_local, config.head_dim, config.max_context)
-        if config.rope_local is not None
-        else first
-    )
+    second = first
+    if config.rope_local is not None:
+        second = rotary_tables(config.rope_local, config.head_dim, config.max_context)
     for table in (*first, *second):
-        assert table.is_contiguous() & (table.shape == (config.max_context, config.head_dim // 2)), (
-            "tables fit the heads"
-        )
+        assert table.is_contiguous(), "kernels read contiguous tables"
+        assert table.shape == (config.max_context, config.head_dim // 2), "tables fit the heads"
     return first, second
-
-
-def _flat(row: LayerRow) -> list[int]:
-    return [number for field in row for number in (field if isinstance(field, Matrix) else (field,))]

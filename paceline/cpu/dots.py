@@ -12,19 +12,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from paceline.cpu.features import VARIANT
-from paceline.cpu.lanes import INT32, Emitter, bytes_, floats
+from paceline.cpu.lanes import INT32, Emitter, bytes_, floats, instruction
+from paceline.models.quantize import DOT_ROWS, GROUP
 
-ROWS = 8  # outputs of a tile
-GROUP = {8: 64, 4: 32}  # values of k that share a scale
-BLOCK = {8: ROWS * 64 + 2 * ROWS, 4: ROWS * 32 // 2 + 4 * ROWS}  # bytes
+ROWS = DOT_ROWS  # outputs of a tile
+BLOCK = {8: ROWS * GROUP[8] + 2 * ROWS, 4: ROWS * GROUP[4] // 2 + 4 * ROWS}  # bytes
 USUAL_TOKENS = 4  # of a tile: what keeps every sum in one of 32 registers
-MAX_TOKENS = (
-    6  # of the only or the last tile: spilling some sums costs less than another turn over the weights
-)
+MAX_TOKENS = 6  # of the only or last tile: spilling some sums costs less than another turn over the weights
 AHEAD = 512  # prefetch distance in bytes: measured, more or less is slower
 WIDTH = 8 if VARIANT == "vnni" else 4  # outputs of a register
 # A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8:
@@ -54,12 +50,7 @@ def dot(emit: Emitter, total: Any, weights: Any, quad: Any) -> Any:
         return emit.call("llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, weights, quad])
     if VARIANT == "vnni":
         return emit.call("llvm.x86.avx512.vpdpbusd.256", total.type, [total, weights, quad])
-    builder, wide = emit.builder, _ints(4 * WIDTH)
-    products = builder.mul(builder.sext(weights, wide), builder.sext(quad, wide))
-    for lane in range(4):
-        mask = ir.Constant(_ints(WIDTH), [4 * row + lane for row in range(WIDTH)])
-        total = builder.add(total, builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask))
-    return total
+    return emit.add_fours(total, weights, quad)
 
 
 def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
@@ -90,10 +81,8 @@ def _group_dots(
     """The integer sums of one group: [token][part]."""
     parts = ROWS // WIDTH
     totals = [[_start(emit, bits, sources, t, group)] * parts for t in range(tokens)]
-    rows = [
-        emit.offset(sources.x, emit.times(sources.x_stride, t), emit.times(group, GROUP[bits]))
-        for t in range(tokens)
-    ]
+    first = emit.offset(sources.x, emit.times(group, GROUP[bits]))
+    rows = [emit.offset(first, emit.times(sources.x_stride, t)) for t in range(tokens)]
     fours: list[Any] = []
     for quad in range(GROUP[bits] // 4):
         if quad % 4 == 0:
@@ -103,29 +92,21 @@ def _group_dots(
         weights = _weights(emit, bits, block, quad)
         for t, four in enumerate(fours):
             same = emit.builder.bitcast(emit.splat(four, quad % 4, WIDTH), bytes_(4 * WIDTH))
-            totals[t] = [
-                dot(emit, total, weight, same) for total, weight in zip(totals[t], weights, strict=True)
-            ]
+            totals[t] = [dot(emit, *pair, same) for pair in zip(totals[t], weights, strict=True)]
     return totals
 
 
 def _halves(emit: Emitter, address: Any) -> list[Any]:
-    """ROWS half-precision numbers, not negative, as floats 2**-112 times as large. Their bits fit: no
-    conversion instruction is needed.
-    """
+    """ROWS half-precision numbers, not negative, as floats 2**-112 times as large: their bits fit."""
     short = ir.VectorType(ir.IntType(16), WIDTH)
     raw = [emit.load(emit.offset(address, 2 * at), short) for at in range(0, ROWS, WIDTH)]
     shift = ir.Constant(_ints(WIDTH), [13] * WIDTH)
-    return [
-        emit.builder.bitcast(emit.builder.shl(emit.builder.zext(each, _ints(WIDTH)), shift), floats(WIDTH))
-        for each in raw
-    ]
+    wide = [emit.builder.shl(emit.builder.zext(each, _ints(WIDTH)), shift) for each in raw]
+    return [emit.builder.bitcast(each, floats(WIDTH)) for each in wide]
 
 
 def _offsets(emit: Emitter, sums: Any, scales: Any) -> Any:
-    """What the minima of a group are multiplied by, for each of up to four tokens: minus the scaled sum of
-    the token's integers.
-    """
+    """What a group's minima are multiplied by, for up to four tokens: minus the scaled sum of integers."""
     totals = emit.builder.sitofp(emit.load(sums, _ints(scales.type.count)), scales.type)
     return emit.builder.fneg(emit.builder.fmul(totals, scales))
 
@@ -149,13 +130,9 @@ def _tile(
             emit.load(emit.offset(sources.scales, first, 4 * t), floats(min(4, tokens - t)))
             for t in range(0, tokens, 4)
         ]
-        offsets = (
-            [_offsets(emit, emit.offset(sources.sums, first, 16 * i), four) for i, four in enumerate(fours)]
-            if bits == 4
-            else []
-        )
-        # A number of a token is a lane of a register: multiplying by it is one instruction, a scalar would be
-        # spread before it.
+        at = emit.offset(sources.sums, first)
+        offsets = [_offsets(emit, emit.offset(at, 16 * i), four) for i, four in enumerate(fours) if minima]
+        # A token's number is a lane of a register: multiplying by it is one instruction, by a scalar two.
         for t in range(tokens):
             spread = emit.splat(fours[t // 4], t % 4, WIDTH)
             for p in parts:
@@ -169,16 +146,7 @@ def _tile(
             emit.store(builder.load(sums[t][p]), emit.offset(y, emit.times(y_stride, t), 4 * WIDTH * p))
 
 
-@intrinsic(prefer_literal=True)
-def dot_tile(
-    _context: Any, bits: Any, tokens: Any, weights: Any, x: Any, scales: Any, sums: Any, bias: Any,
-    x_stride: Any, group_stride: Any, groups: Any, y: Any, y_stride: Any,
-) -> Any:  # fmt: skip
-    """8 outputs of `tokens` consecutive rows of x; `bits` and `tokens` are compile-time constants."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sources, (groups, y, y_stride) = Sources(*arguments[2:9]), arguments[9:]
-        _tile(Emitter(builder), bits.literal_value, tokens.literal_value, sources, groups, y, y_stride)
-        return context.get_dummy_value()
-
-    return types.void(bits, tokens, *[types.int64] * 10), generate
+@instruction(constants=1, most=MAX_TOKENS, operands=10)
+def dot_tile(emit: Emitter, bits: int, tokens: int, *operands: Any) -> None:
+    """8 outputs of `tokens` consecutive rows of x. operands: the fields of Sources, groups, y, its stride."""
+    _tile(emit, bits, tokens, Sources(*operands[:7]), *operands[7:])

@@ -9,14 +9,15 @@ text: the target chooses by itself.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray
+from numba import carray, types
 
 from paceline.core import noise
 from paceline.cpu.compile import piece
-from paceline.cpu.head_attention import LOWEST, largest_lanes, sum_exponentials
-from paceline.cpu.lanes import LANES, float_pointer
+from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction
+from paceline.cpu.tiles import LEAST, LOWEST, largest_of, power_of_two
 from paceline.cpu.top import choose, first_largest
 
 FIRST, SECOND = noise._MULTIPLIERS
@@ -24,6 +25,22 @@ WEYL_FIRST, WEYL_SECOND = (np.uint64(number) for number in noise._WEYL)
 MASK, HALF, FOUR, ZERO = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(4), np.uint64(0)
 FAR = 8.0  # tokens so far behind the best, in nats, are not guessed: noise seldom makes them win
 ONE = np.float32(1)
+
+
+largest_lanes = instruction(types.float32)(largest_of)
+
+
+@instruction(types.float32)
+def sum_exponentials(emit: Emitter, at: Any, turns: Any, top: Any) -> Any:
+    """The sum of exp(x - top) over 16 * turns floats, none above the top."""
+    builder, kind, total = emit.builder, floats(LANES), emit.variable(emit.zeros(LANES))
+    factor, largest = emit.constant(LOG2_E, LANES), emit.broadcast(top, LANES)
+    with emit.loop(turns) as step:
+        value = emit.load(emit.offset(at, emit.times(step, 4 * LANES)), kind)
+        below = builder.fmul(builder.fsub(value, largest), factor)
+        below = emit.call(f"llvm.maxnum.v{LANES}f32", kind, [below, emit.constant(LEAST, LANES)])
+        builder.store(builder.fadd(builder.load(total), power_of_two(emit, below)), total)
+    return emit.total(builder.load(total))
 
 
 @piece
@@ -49,15 +66,24 @@ def _first_of(logits, count, top):  # type: ignore[no-untyped-def]
     return 0
 
 
+class Noise(NamedTuple):
+    """With which a token is guessed: none at temperature 0."""
+
+    temperature: float
+    seed: int
+    position: int
+
+
 @piece
-def guess(logits_at, size, count, ids, temperature, seed, position):  # type: ignore[no-untyped-def]
+def guess(logits_at, size, count, ids, noise):  # type: ignore[no-untyped-def]
     """(index, chance) of the best of `count` logits, filled up to `size`, a multiple of 16; ids: of the
     target's vocabulary, none if they are the same."""
+    temperature, seed, position = noise.temperature, noise.seed, noise.position
     logits = carray(float_pointer(logits_at), size)
     top = largest_lanes(logits_at, size // LANES)
     best = _first_of(logits, count, top)
     if temperature == 0.0:
-        chance = ONE / sum_exponentials(0, logits_at, size // LANES, ONE, top)
+        chance = ONE / sum_exponentials(logits_at, size // LANES, top)
         return best, chance if chance == chance else np.float32(0)
     lead = top / temperature + gumbel(seed, position, ids[best] if len(ids) else best)
     edge, most, total = top - FAR * temperature, lead, 0.0
@@ -76,8 +102,8 @@ def look_through(logits_at, first, last, count):  # type: ignore[no-untyped-def]
     """Of the logits [first, last) of a row, multiples of 16: which of those below `count` is the first of the
     largest (-1: none), and the sum of the exponentials beside it."""
     place = first_largest(logits_at, first, min(last, count))
-    top = carray(float_pointer(logits_at), count)[place] if place >= 0 else LOWEST
-    return place, sum_exponentials(0, logits_at + first * 4, (last - first) // LANES, ONE, top)
+    top = carray(float_pointer(logits_at), count)[place] if place >= 0 else np.float32(LOWEST)
+    return place, sum_exponentials(logits_at + first * 4, (last - first) // LANES, top)
 
 
 @piece

@@ -1,232 +1,197 @@
 """Attention of drafting heads over sequences that each lie in one piece of memory.
 
-Keys of sixteen positions lie together, [layer][kv head][block][dim][16], values [layer][kv
-head][block][16][dim]: a row's scores are sixteen chains side by side. A row sees the first `seen` positions
-of its sequence and then the places listed for it (its ancestors in a tree, itself).
+Keys of sixteen positions lie together, [layer][kv head][block][dim][16], values [layer][kv head][block][16]
+[dim]: a row's scores are sixteen chains side by side. Rows come in groups that see the first `seen` positions
+of their sequence (a block of DFlash; else a group is one row) and then the places listed for a row, its
+ancestors in a tree and itself. A query is a head of a row. Queries of one KV head take their turns at a few
+positions while these are in the nearest cache.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
-from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.lanes import FLOAT, LANES, LOG2_E, Emitter, float_pointer, floats, int_pointer
+from paceline.cpu.compile import piece
+from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction, int_pointer
 from paceline.cpu.rows import fill
-from paceline.cpu.tiles import LEAST, power_of_two
+from paceline.cpu.sync import range_of
+from paceline.cpu.tiles import LOWEST, weigh_lanes
 
 BLOCK = LANES  # positions that lie together
-SIDE_BY_SIDE = 4  # query heads of one KV head scored at once
+TILE = 5  # queries worked on side by side: their sums take 20 of 32 registers
+TOGETHER = 16  # queries that take turns
 UNROLL = 4
 AHEAD = 64  # positions between values that are read and those that are asked for
-LOWEST = np.float32(-3e38)
+CHUNK = AHEAD // BLOCK  # blocks of values that queries take turns at: 16 KB where heads are 64 wide
 
 
-@intrinsic(prefer_literal=True)
+@instruction(most=TILE)
 def score_block(
-    _context: Any, heads: Any, q: Any, q_stride: Any, keys: Any, dim: Any, out: Any, stride: Any
-) -> Any:
+    emit: Emitter, count: int, q: Any, q_stride: Any, keys: Any, dim: Any, out: Any, stride: Any
+) -> None:
     """out[h, :16] = q[h] · keys[:, p] for the sixteen positions of a block."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        q, q_stride, keys, dim, out, stride = arguments[1:]
-        emit, count = Emitter(builder), heads.literal_value
-        sums = [emit.variable(emit.zeros(LANES)) for _ in range(count)]
-        with emit.loop(builder.sdiv(dim, emit.const(UNROLL))) as step:
-            rows = [
-                emit.offset(q, emit.times(q_stride, h), emit.times(step, 4 * UNROLL)) for h in range(count)
-            ]
-            fours = [emit.load(row, floats(UNROLL)) for row in rows]
-            for k in range(UNROLL):
-                key = emit.load(
-                    emit.offset(keys, emit.times(step, 4 * LANES * UNROLL), 4 * LANES * k), floats(LANES)
-                )
-                for total, four in zip(sums, fours, strict=True):
-                    emit.accumulate(total, key, emit.splat(four, k, LANES))
-        for h, total in enumerate(sums):
-            emit.store(builder.load(total), emit.offset(out, emit.times(stride, h)))
-        return context.get_dummy_value()
-
-    return types.void(heads, *[types.int64] * 6), generate
+    sums = [emit.variable(emit.zeros(LANES)) for _ in range(count)]
+    with emit.loop(emit.builder.sdiv(dim, emit.const(UNROLL))) as step:
+        here, first = emit.offset(keys, emit.times(step, 4 * LANES * UNROLL)), emit.times(step, 4 * UNROLL)
+        rows = [emit.offset(q, emit.times(q_stride, h), first) for h in range(count)]
+        fours = [emit.load(row, floats(UNROLL)) for row in rows]
+        for k in range(UNROLL):
+            key = emit.load(emit.offset(here, 4 * LANES * k), floats(LANES))
+            for total, four in zip(sums, fours, strict=True):
+                emit.accumulate(total, key, emit.splat(four, k, LANES))
+    for h, total in enumerate(sums):
+        emit.store(emit.builder.load(total), emit.offset(out, emit.times(stride, h)))
 
 
-@intrinsic(prefer_literal=True)
-def mix_values(
-    _context: Any,
-    heads: Any,
-    weights: Any,
-    stride: Any,
-    values: Any,
-    row_bytes: Any,
-    turns: Any,
-    out: Any,
-    to: Any,
-) -> Any:
+@instruction(most=TILE, operands=7)
+def mix_values(emit: Emitter, count: int, *operands: Any) -> None:
     """out[h, :16] += sum over 4 * turns positions of weights[h, p] * values[p, :16]. Rows of values are
     `row_bytes` apart, those of out `to`. Lines that lie so far apart no processor foresees: each turn asks
     for those needed AHEAD positions on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, stride, values, row_bytes, turns, out, to = arguments[1:]
-        emit, count = Emitter(builder), heads.literal_value
-        targets = [emit.offset(out, emit.times(to, h)) for h in range(count)]
-        sums = [emit.variable(emit.load(target, floats(LANES))) for target in targets]
-        with emit.loop(turns) as turn:
-            first, here = (
-                emit.times(turn, 4 * UNROLL),
-                emit.offset(values, emit.times(emit.times(turn, UNROLL), row_bytes)),
-            )
-            fours = [
-                emit.load(emit.offset(weights, emit.times(stride, h), first), floats(UNROLL))
-                for h in range(count)
-            ]
-            for k in range(UNROLL):
-                emit.prefetch(emit.offset(here, emit.times(row_bytes, AHEAD + k)))
-                value = emit.load(emit.offset(here, emit.times(row_bytes, k)), floats(LANES))
-                for total, four in zip(sums, fours, strict=True):
-                    emit.accumulate(total, emit.splat(four, k, LANES), value)
-        for total, target in zip(sums, targets, strict=True):
-            emit.store(builder.load(total), target)
-        return context.get_dummy_value()
-
-    return types.void(heads, *[types.int64] * 7), generate
-
-
-@intrinsic
-def largest_lanes(_context: Any, at: Any, turns: Any) -> Any:
-    """The largest of 16 * turns floats; what is not a number is passed over."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        at, turns = arguments
-        emit, kind = Emitter(builder), floats(LANES)
-        top = emit.variable(emit.constant(float(LOWEST), LANES))
-        with emit.loop(turns) as step:
-            value = emit.load(emit.offset(at, emit.times(step, 4 * LANES)), kind)
-            builder.store(emit.call(f"llvm.maxnum.v{LANES}f32", kind, [value, builder.load(top)]), top)
-        return emit.largest(builder.load(top))
-
-    return types.float32(types.int64, types.int64), generate
-
-
-@intrinsic(prefer_literal=True)
-def sum_exponentials(_context: Any, is_kept: Any, at: Any, turns: Any, scale: Any, top: Any) -> Any:
-    """The sum of exp(scale * (x - top)) over 16 * turns floats, none above the top; `is_kept` (a compile-time
-    constant): each takes the place of its x."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        at, turns, scale, top = arguments[1:]
-        emit, kind = Emitter(builder), floats(LANES)
-        factor = emit.broadcast(builder.fmul(scale, ir.Constant(FLOAT, LOG2_E)), LANES)
-        largest, least, total = (
-            emit.broadcast(top, LANES),
-            emit.constant(LEAST, LANES),
-            emit.variable(emit.zeros(LANES)),
-        )
-        with emit.loop(turns) as step:
-            here = emit.offset(at, emit.times(step, 4 * LANES))
-            below = builder.fmul(builder.fsub(emit.load(here, kind), largest), factor)
-            value = power_of_two(emit, emit.call(f"llvm.maxnum.v{LANES}f32", kind, [below, least]))
-            if is_kept.literal_value:
-                emit.store(value, here)
-            builder.store(builder.fadd(builder.load(total), value), total)
-        return emit.total(builder.load(total))
-
-    return types.float32(is_kept, types.int64, types.int64, types.float32, types.float32), generate
+    weights, stride, values, row_bytes, turns, out, to = operands
+    targets = [emit.offset(out, emit.times(to, h)) for h in range(count)]
+    sums = [emit.variable(emit.load(target, floats(LANES))) for target in targets]
+    with emit.loop(turns) as turn:
+        first = emit.offset(weights, emit.times(turn, 4 * UNROLL))
+        here = emit.offset(values, emit.times(emit.times(turn, UNROLL), row_bytes))
+        fours = [emit.load(emit.offset(first, emit.times(stride, h)), floats(UNROLL)) for h in range(count)]
+        for k in range(UNROLL):
+            emit.prefetch(emit.offset(here, emit.times(row_bytes, AHEAD + k)))
+            value = emit.load(emit.offset(here, emit.times(row_bytes, k)), floats(LANES))
+            for total, four in zip(sums, fours, strict=True):
+                emit.accumulate(total, emit.splat(four, k, LANES), value)
+    for total, target in zip(sums, targets, strict=True):
+        emit.store(emit.builder.load(total), target)
 
 
 @piece
-def first_block(s, i, room, head):  # type: ignore[no-untyped-def]
+def first_block(m, i, room, head):  # type: ignore[no-untyped-def]
     """Where the blocks of a KV head of layer i begin, in bytes."""
-    return (i * s.num_kv_heads + head) * room * s.dim * BLOCK * 4
+    return (i * m.num_kv_heads + head) * room * m.dim * BLOCK * 4
 
 
 @piece
-def write_key(s, i, keys, room, place, head, source):  # type: ignore[no-untyped-def]
+def write_key(m, i, keys, room, place, head, source):  # type: ignore[no-untyped-def]
     """A key of layer i into its column."""
-    at = first_block(s, i, room, head) + place // BLOCK * s.dim * BLOCK * 4
-    to, key = carray(float_pointer(keys + at), s.dim * BLOCK), carray(float_pointer(source), s.dim)
-    for d in range(s.dim):
+    at = first_block(m, i, room, head) + place // BLOCK * m.dim * BLOCK * 4
+    to, key = carray(float_pointer(keys + at), m.dim * BLOCK), carray(float_pointer(source), m.dim)
+    for d in range(m.dim):
         to[d * BLOCK + place % BLOCK] = key[d]
 
 
 @piece
-def value_at(s, i, values, room, place, head):  # type: ignore[no-untyped-def]
-    return values + first_block(s, i, room, head) + place * s.dim * 4
+def value_at(m, i, values, room, place, head):  # type: ignore[no-untyped-def]
+    return values + first_block(m, i, room, head) + place * m.dim * 4
 
 
-@unrolled
-def _attend_some(heads, s, q, keys, values, seen, others, scores, longest, out):  # type: ignore[no-untyped-def]
-    """`heads` query heads (a compile-time constant) of one KV head, whose blocks begin at keys and values."""
-    block_bytes, blocks, dim, stride = s.dim * BLOCK * 4, (seen + BLOCK - 1) // BLOCK, s.dim, longest * 4
-    for b in range(blocks):
-        score_block(heads, q, dim * 4, keys + b * block_bytes, dim, scores + b * BLOCK * 4, stride)
-    turns = blocks + (len(others) + LANES - 1) // LANES
-    for h in range(heads):
-        mine, query = (
-            carray(float_pointer(scores + h * stride), longest),
-            carray(float_pointer(q + h * dim * 4), dim),
-        )
-        mine[seen : turns * LANES] = LOWEST
-        for j in range(len(others)):
-            at = keys + others[j] // BLOCK * block_bytes
-            column, total = carray(float_pointer(at), dim * BLOCK), np.float32(0)
-            for d in range(dim):
-                total += query[d] * column[d * BLOCK + others[j] % BLOCK]
-            mine[blocks * BLOCK + j] = total
-        at = scores + h * stride
-        mine[longest - 1] = sum_exponentials(1, at, turns, np.float32(s.scale), largest_lanes(at, turns))
-    fill(out, 0, heads * dim)
-    for d in range(0, dim, LANES):
-        mix_values(
-            heads, scores, stride, values + d * 4, dim * 4, blocks * BLOCK // UNROLL, out + d * 4, dim * 4
-        )
-    for h in range(heads):
-        mine, to = (
-            carray(float_pointer(scores + h * stride), longest),
-            carray(float_pointer(out + h * dim * 4), dim),
-        )
-        shrink = np.float32(1) / mine[longest - 1]
-        for j in range(len(others)):
-            value = carray(
-                float_pointer(values + others[j] // BLOCK * block_bytes + others[j] % BLOCK * dim * 4), dim
-            )
-            for d in range(dim):
-                to[d] += mine[blocks * BLOCK + j] * value[d]
-        for d in range(dim):
-            to[d] *= shrink
+class Group(NamedTuple):
+    """Queries of one KV head and what they see. Query number n is head n // size of row n % size."""
+
+    first: int
+    end: int
+    size: int  # rows
+    q: int  # address of the first row's first head, and
+    q_stride: int  # bytes between rows
+    out: int
+    out_stride: int
+    keys: int  # address of this KV head's blocks
+    values: int
+    seen: int
+    others: int  # address of further places, where a group is one row
+    num_others: int
 
 
 @piece
-def attend_rows(part, r, s, layer, i, w):  # type: ignore[no-untyped-def]
-    """Attention of all rows into `ready`. A thread takes rows of one KV head after the other, which they
-    mostly share.
-    """
+def _height(g, n):  # type: ignore[no-untyped-def]
+    """Queries of the tile that begins with n: rows of one head or heads of one row, in even tiles."""
+    left = min(g.size - n % g.size, g.end - n) if g.size > 1 else g.end - n
+    tiles = (left + TILE - 1) // TILE
+    return (left + tiles - 1) // tiles
+
+
+@piece
+def _weigh(m, g, n, at, longest):  # type: ignore[no-untyped-def]
+    """Scores of query n, with those of its other places after whole blocks, become weights of sum one."""
+    blocks, dim = (g.seen + BLOCK - 1) // BLOCK, m.dim
+    turns = blocks + (g.num_others + LANES - 1) // LANES
+    mine, others = carray(float_pointer(at), longest), carray(int_pointer(g.others), g.num_others)
+    mine[g.seen : turns * LANES] = np.float32(LOWEST)
+    query = carray(float_pointer(g.q + n % g.size * g.q_stride + n // g.size * dim * 4), dim)
+    for j in range(g.num_others):
+        column = carray(float_pointer(g.keys + others[j] // BLOCK * dim * BLOCK * 4), dim * BLOCK)
+        total = np.float32(0)
+        for d in range(dim):
+            total += query[d] * column[d * BLOCK + others[j] % BLOCK]
+        mine[blocks * BLOCK + j] = total
+    weigh_lanes(at, turns, np.float32(m.scale * LOG2_E), at + (longest - 1) * 4)
+    shrink = np.float32(1) / mine[longest - 1]
+    for p in range(turns * LANES):
+        mine[p] *= shrink
+
+
+@piece
+def _add_others(m, g, to, weights):  # type: ignore[no-untyped-def]
+    """The values of the other places of a query."""
+    out, others = carray(float_pointer(to), m.dim), carray(int_pointer(g.others), g.num_others)
+    mine = carray(float_pointer(weights), g.num_others)
+    for j in range(g.num_others):
+        value = carray(float_pointer(g.values + others[j] * m.dim * 4), m.dim)
+        for d in range(m.dim):
+            out[d] += mine[j] * value[d]
+
+
+@piece
+def _attend_group(m, g, scores, longest):  # type: ignore[no-untyped-def]
+    blocks, block_bytes, head_bytes = (g.seen + BLOCK - 1) // BLOCK, m.dim * BLOCK * 4, m.dim * 4
+    q_stride, out_stride = (
+        g.q_stride if g.size > 1 else head_bytes,
+        g.out_stride if g.size > 1 else head_bytes,
+    )
+    for b in range(blocks):
+        n = g.first
+        while n < g.end:
+            height, q = _height(g, n), g.q + n % g.size * g.q_stride + n // g.size * head_bytes
+            to = scores + ((n - g.first) * longest + b * BLOCK) * 4
+            score_block(height, q, q_stride, g.keys + b * block_bytes, m.dim, to, longest * 4)
+            n += height
+    for n in range(g.first, g.end):
+        _weigh(m, g, n, scores + (n - g.first) * longest * 4, longest)
+        fill(g.out + n % g.size * g.out_stride + n // g.size * head_bytes, 0, m.dim)
+    for b in range(0, blocks, CHUNK):
+        turns = min(CHUNK, blocks - b) * BLOCK // UNROLL
+        for d in range(0, head_bytes, LANES * 4):
+            n, value = g.first, g.values + b * block_bytes + d
+            while n < g.end:
+                height, to = _height(g, n), g.out + n % g.size * g.out_stride + n // g.size * head_bytes + d
+                weights = scores + ((n - g.first) * longest + b * BLOCK) * 4
+                mix_values(height, weights, longest * 4, value, head_bytes, turns, to, out_stride)
+                n += height
+    for n in range(g.first, g.end if g.num_others else g.first):
+        to = g.out + n % g.size * g.out_stride + n // g.size * head_bytes
+        _add_others(m, g, to, scores + ((n - g.first) * longest + blocks * BLOCK) * 4)
+
+
+@piece
+def attend_rows(share, r, size, m, layer, i, w):  # type: ignore[no-untyped-def]
+    """Attention of all rows, in groups of `size`, into `ready`. A thread has a run of all queries, KV head by
+    KV head, which most groups share."""
     keys, values = carray(int_pointer(r.keys), r.num), carray(int_pointer(r.values), r.num)
-    seen, counts = carray(int_pointer(r.seen), r.num), carray(int_pointer(r.num_others), r.num)
-    rooms, items = carray(int_pointer(r.rooms), r.num), r.num * s.num_kv_heads
-    group, scores = s.num_heads // s.num_kv_heads, w.scores + part * SIDE_BY_SIDE * w.longest * 4
-    for item in range(items * part // s.threads, items * (part + 1) // s.threads):
-        kv_head, row = item // r.num, item % r.num
-        others = carray(int_pointer(r.others + row * r.most_others * 8), counts[row])
-        skip = first_block(s, i, rooms[row], kv_head)
-        k, v, head = keys[row] + skip, values[row] + skip, 0
-        while head < group:
-            parts = (group - head + SIDE_BY_SIDE - 1) // SIDE_BY_SIDE
-            heads, first = (group - head + parts - 1) // parts, kv_head * group + head
-            q, out = (
-                w.wide + (row * layer.qkv.n + first * s.dim) * 4,
-                w.ready + (row * w.widest + first * s.dim) * 4,
-            )
-            if heads == 1:
-                _attend_some(1, s, q, k, v, seen[row], others, scores, w.longest, out)
-            elif heads == 2:
-                _attend_some(2, s, q, k, v, seen[row], others, scores, w.longest, out)
-            elif heads == 3:
-                _attend_some(3, s, q, k, v, seen[row], others, scores, w.longest, out)
-            else:
-                _attend_some(4, s, q, k, v, seen[row], others, scores, w.longest, out)
-            head += heads
+    seen, rooms = carray(int_pointer(r.seen), r.num), carray(int_pointer(r.rooms), r.num)
+    counts = carray(int_pointer(r.num_others), r.num)
+    groups, together = r.num // size, m.num_heads // m.num_kv_heads * size
+    at, last = range_of(share, m.num_kv_heads * groups * together)
+    while at < last:
+        kv_head, row, n = at // (groups * together), at // together % groups * size, at % together
+        end, first = min(n + last - at, together, n + TOGETHER), kv_head * together
+        skip = first_block(m, i, rooms[row], kv_head)
+        q, out = w.wide + row * layer.qkv.n * 4, w.ready + row * w.widest * 4
+        others = r.others + row * r.most_others * 8
+        group = Group(
+            first + n, first + end, size, q, layer.qkv.n * 4, out, w.widest * 4, keys[row] + skip,
+            values[row] + skip, seen[row], others, counts[row] if size == 1 else 0,
+        )  # fmt: skip
+        _attend_group(m, group, w.scores + share.part * TOGETHER * w.longest * 4, w.longest)
+        at += end - n

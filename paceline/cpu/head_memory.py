@@ -7,17 +7,21 @@ which moves when it grows.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from paceline.cpu.compile import numbers
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.head_attention import BLOCK, SIDE_BY_SIDE
-from paceline.cpu.heads import COLUMNS, LayerRow, Shape, Work
+from paceline.cpu.head_attention import BLOCK, TOGETHER
+from paceline.cpu.heads import Work
 from paceline.cpu.lanes import LANES
+from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.sync import BYTES, num_threads
+from paceline.cpu.recycle import Workspace
+from paceline.cpu.sync import Team
 from paceline.cpu.taps import address_in
 from paceline.heads.config import LayeredConfig
 from paceline.heads.rows import Row
@@ -26,7 +30,7 @@ from paceline.models.quantize import pack_linear, padded
 from paceline.models.rope import rotary_tables
 
 Tensors = Mapping[str, torch.Tensor]
-NOTHING = Matrix(0, 0, 0, 0)
+NOTHING, NO_WORK = Matrix(0, 0, 0, 0), Work(*[0] * len(Work._fields))
 NEVER = -3e38  # the logit of a row that only fills up the last tile
 
 
@@ -69,19 +73,21 @@ class Memory:
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
+        self.tables: list[array[int]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.kept)
 
     def vector(self, tensor: torch.Tensor) -> int:
         self.kept.append(tensor.float().contiguous())
         return self.kept[-1].data_ptr()
 
     def matrix(
-        self,
-        weights: Sequence[torch.Tensor],
-        bias: torch.Tensor | None = None,
-        order: Sequence[int] | None = None,
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None, order: Sequence[int] = ()
     ) -> Matrix:
         whole = torch.cat([w.float() for w in weights])
-        weight, its_bias = pack_linear(whole if order is None else whole[list(order)], bias, 8)
+        weight, its_bias = pack_linear(whole[list(order)] if order else whole, bias, 8)
         self.kept += [weight, its_bias]
         return Matrix(weight.data_ptr(), its_bias.data_ptr(), padded(whole.shape[1], COLUMNS), len(its_bias))
 
@@ -98,120 +104,93 @@ class Memory:
         bias = torch.cat([torch.zeros(len(weight)), torch.full((missing,), fill)])
         return self.matrix([torch.nn.functional.pad(weight.float(), (0, 0, 0, missing))], bias)
 
-    def layer(self, tensors: Tensors, prefix: str, inner: int) -> LayerRow:
+    def layer(self, tensors: Tensors, prefix: str, inner: int, cos: int, sin: int) -> LayerRow:
         def norm(name: str) -> int:
             return self.vector(tensors[prefix + name]) if prefix + name in tensors else 0
 
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        def linear(*names: str, order: Sequence[int] = ()) -> Matrix:
+            biases = [tensors[f"{prefix}{n}.bias"].float() for n in names if f"{prefix}{n}.bias" in tensors]
+            weights = [tensors[f"{prefix}{n}.weight"] for n in names]
+            return self.matrix(weights, torch.cat(biases) if biases else None, order)
+
         return LayerRow(
-            norm("input_layernorm.weight"),
-            norm("hidden_norm.weight"),
-            self.matrix(
-                [tensors[f"{attention}{name}_proj.weight"] for name in "qkv"], _biases(tensors, attention)
-            ),
-            norm("self_attn.q_norm.weight"),
-            norm("self_attn.k_norm.weight"),
-            self.matrix([tensors[f"{attention}o_proj.weight"]]),
-            norm("post_attention_layernorm.weight"),
-            self.matrix(
-                [tensors[f"{mlp}{name}_proj.weight"] for name in ("gate", "up")], order=gate_up_order(inner)
-            ),
-            self.matrix([tensors[f"{mlp}down_proj.weight"]]),
+            norm("input_layernorm.weight"), norm("hidden_norm.weight"),
+            linear(*(f"self_attn.{name}_proj" for name in "qkv")),
+            norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight"), cos, sin, 0,
+            linear("self_attn.o_proj"), 0, norm("post_attention_layernorm.weight"),
+            linear("mlp.gate_proj", "mlp.up_proj", order=gate_up_order(inner)), linear("mlp.down_proj"), 0,
+        )  # fmt: skip
+
+    def describe(
+        self, config: LayeredConfig, prefixes: Sequence[str], tensors: Tensors, target: CpuDecoder
+    ) -> Model:
+        """A head whose layers' tensors have these prefixes; its tokens are embedded as the target's."""
+        tables = rotary_tables(config.rope, config.head_dim, target.config.max_context)
+        cos, sin, inner = self.vector(tables.cos), self.vector(tables.sin), config.intermediate_size
+        rows = [self.layer(tensors, prefix, inner, cos, sin) for prefix in prefixes]
+        self.tables.append(numbers(rows))
+        return target.model._replace(
+            head=self.output(tensors["lm_head.weight"]),
+            norm=self.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0,
+            layers=self.tables[-1].buffer_info()[0],
+            num_layers=len(rows),
+            hidden=config.hidden_size,
+            inner=inner,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            dim=config.head_dim,
+            eps=float(config.rms_eps),
+            scale=config.head_dim**-0.5,
+            is_gelu=False,
+            vocab=config.draft_vocab_size,
         )
 
 
-def _biases(tensors: Tensors, attention: str) -> torch.Tensor | None:
-    found = [
-        tensors[f"{attention}{name}_proj.bias"] for name in "qkv" if f"{attention}{name}_proj.bias" in tensors
-    ]
-    return torch.cat(found).float() if found else None
+def draft_ids(tensors: Tensors) -> np.ndarray:
+    """Of the draft's vocabulary in the target's; empty where they are the same."""
+    ids = tensors.get("draft_ids")
+    return np.empty(0, np.int64) if ids is None else ids.to(torch.int64).numpy()
 
 
-def embedding_of(target: CpuDecoder) -> tuple[Matrix, bool]:
-    """The target's embedding as it lies in memory, and whether it is float32."""
-    weight, bias = target.tensors["embedding.weight"], target.tensors["embedding.bias"]
-    is_float = weight.dtype == torch.float32
-    width = target.config.hidden_size
-    return Matrix(
-        weight.data_ptr(), bias.data_ptr(), width if is_float else padded(width, COLUMNS), len(bias)
-    ), is_float
+class Room:
+    """The workspace of a head, and the widths in floats that its sizes follow from."""
 
+    def __init__(self, widest: int, hidden: int, wide: int = 0, narrow: int = 0, threads: int = 0) -> None:
+        """widest: of a product's input, wide and narrow: of outputs; threads: that attend."""
+        self._widest, self._queries, self._team = padded(widest, COLUMNS), threads * TOGETHER, Team()
+        self._floats = {
+            "h": hidden,
+            "ready": self._widest,
+            "wide": padded(wide, 8),
+            "narrow": padded(narrow, 8),
+        }
+        self._workspace, self._longest = Workspace(self._sizes, self._work), 0
 
-def describe(
-    config: LayeredConfig,
-    rows: Sequence[LayerRow],
-    tensors: Tensors,
-    target: CpuDecoder,
-    memory: Memory,
-    *others: Matrix,
-) -> Shape:
-    """others: the matrices that follow the embedding and the output layer."""
-    table = torch.tensor(
-        [[n for field in row for n in (field if isinstance(field, Matrix) else (field,))] for row in rows]
-    )
-    tables = rotary_tables(config.rope, config.head_dim, target.config.max_context)
-    embedding, is_float = embedding_of(target)
-    head = memory.output(tensors["lm_head.weight"])
-    matrices = torch.tensor([embedding, head, *others])
-    memory.kept += [table, matrices]
-    return Shape(
-        table.data_ptr(), len(rows), config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
-        config.rms_eps, config.head_dim**-0.5, target.config.embed_scale, False, matrices.data_ptr(), is_float, memory.vector(tables.cos),
-        memory.vector(tables.sin), memory.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0, config.draft_vocab_size,
-        head.n, num_threads(),
-    )  # fmt: skip
+    @classmethod
+    def of(cls, model: Model, widest: int, threads: int) -> Room:
+        """Of a head with layers."""
+        qkv = (model.num_heads + 2 * model.num_kv_heads) * model.dim
+        wide = max(padded(qkv, 8), 2 * padded(model.inner, 8))
+        return cls(widest, model.hidden, wide, model.hidden, threads)
 
-
-class Workspace:
-    """Memory of a pass, kept for the next one: it grows to the largest seen."""
-
-    def __init__(self, shape: Shape, widest: int, narrow: int, queries: int = SIDE_BY_SIDE) -> None:
-        """widest: of a product's input; narrow: outputs of the products that are neither qkv nor gate_up;
-        queries: scored at once.
-        """
-        self._shape, self._widest, self._narrow, self._queries = (
-            shape,
-            padded(widest, COLUMNS),
-            narrow,
-            queries,
-        )
-        self._sync = np.zeros(BYTES // 8, np.int64)
-        self._rows = self._longest = 0
-        self._memory = np.empty(0, np.uint8)
-        self._work: Work | None = None
-
-    def get(self, rows: int, longest: int) -> Work:
+    def get(self, rows: int, longest: int = 0) -> Work:
         """longest: positions that a row may see."""
-        if self._work is not None and rows <= self._rows and longest <= self._longest:
-            return self._work
-        self._rows, self._longest = max(rows, self._rows), padded(max(2 * longest, self._longest), LANES)
-        sizes = self._sizes(self._rows, self._longest + 4 * LANES)
-        starts = np.cumsum([0, *(padded(size, 64) for size in sizes.values())]).tolist()
-        self._memory = np.zeros(starts[-1] + 64, np.uint8)
-        base = padded(address(self._memory), 64)
-        places = {name: base + start for name, start in zip(sizes, starts, strict=False)}
-        self._work = Work(
-            sync=address(self._sync), longest=self._longest + 4 * LANES, widest=self._widest, **places
-        )
-        return self._work
+        if longest > self._longest:
+            self._longest = padded(2 * longest, LANES)
+        return self._workspace.get(rows, self._longest)
 
     def _sizes(self, rows: int, longest: int) -> dict[str, int]:
-        s = self._shape
-        qkv = padded((s.num_heads + 2 * s.num_kv_heads) * s.dim, 8)
-        return {
-            "h": rows * s.hidden * 4,
-            "ready": rows * self._widest * 4,
-            "wide": rows * max(qkv, 2 * padded(s.inner, 8)) * 4,
-            "narrow": rows * padded(max(self._narrow, s.hidden), 8) * 4,
-            "values": rows * self._widest,
-            "scales": rows * self._widest // COLUMNS * 4,
-            "sums": rows * self._widest // COLUMNS * 4,
-            "scores": s.threads * self._queries * longest * 4,
-        }
+        sizes = {name: 4 * rows * floats for name, floats in self._floats.items()}
+        sizes |= dict.fromkeys(("scales", "sums"), 4 * rows * self._widest // COLUMNS)
+        return sizes | {"values": rows * self._widest, "scores": 4 * self._queries * (longest + 4 * LANES)}
+
+    def _work(self, places: dict[str, int]) -> Work:
+        return Work(sync=self._team.at, longest=self._longest + 4 * LANES, widest=self._widest, **places)
 
 
-def address(array: np.ndarray) -> int:
-    found: int = array.__array_interface__["data"][0]
+def address(memory: np.ndarray) -> int:
+    """`memory.ctypes.data` ten times as fast."""
+    found: int = memory.__array_interface__["data"][0]
     return found
 
 
@@ -226,24 +205,3 @@ def sources_of(rows: Sequence[Row], layers: Sequence[int], hidden_size: int) -> 
             starts = [address_in(hidden, layer) for layer in layers]
         found.extend(start + 4 * hidden_size * row.at for start in starts)
     return found
-
-
-class Flat:
-    """Columns of whole numbers in one array, and where each begins."""
-
-    __slots__ = ("_numbers", "array")
-
-    def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self.array = np.empty(0, np.int64)
-
-    def add(self, column: Sequence[int]) -> int:
-        """Its offset in bytes."""
-        at = 8 * len(self._numbers)
-        self._numbers.extend(column)
-        return at
-
-    def close(self) -> int:
-        """The address to which the offsets are added."""
-        self.array = np.array(self._numbers, np.int64)
-        return address(self.array)

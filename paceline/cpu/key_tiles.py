@@ -13,12 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from paceline.cpu.features import VARIANT
-from paceline.cpu.lanes import FLOAT, INT32, LANES, MAGIC, MAGIC_BITS, Emitter, bytes_, floats
-from paceline.cpu.tiles import AHEAD, PLACE, SPAN, addresses
+from paceline.cpu.lanes import FLOAT, INT32, LANES, MAGIC, MAGIC_BITS, Emitter, bytes_, floats, instruction
+from paceline.cpu.tiles import AHEAD, PLACE, SCORED, SPAN, addresses
 
 TAIL = 16  # bytes after the integers of a head
 VALUE_SCALE = 8  # bytes into a cached key's tail: where its value's scale lies
@@ -37,9 +35,8 @@ def round_numbers(emit: Emitter, x: Any, turns: Any, out: Any, scale_at: Any, su
     builder, kind, ints = emit.builder, floats(LANES), ir.VectorType(INT32, LANES)
     tops = emit.variable(emit.zeros(LANES))
     with emit.loop(turns) as turn:
-        size = emit.call(
-            f"llvm.fabs.v{LANES}f32", kind, [emit.load(emit.offset(x, emit.times(turn, 4 * LANES)), kind)]
-        )
+        value = emit.load(emit.offset(x, emit.times(turn, 4 * LANES)), kind)
+        size = emit.call(f"llvm.fabs.v{LANES}f32", kind, [value])
         builder.store(emit.call(f"llvm.maximum.v{LANES}f32", kind, [size, builder.load(tops)]), tops)
     # unlike a comparison, it passes on what is not a number
     top = emit.call(f"llvm.vector.reduce.fmaximum.v{LANES}f32", FLOAT, [builder.load(tops)])
@@ -57,47 +54,22 @@ def round_numbers(emit: Emitter, x: Any, turns: Any, out: Any, scale_at: Any, su
         emit.store(emit.call(f"llvm.vector.reduce.add.v{LANES}i32", INT32, [builder.load(total)]), sum_at)
 
 
-@intrinsic
-def round_head(_context: Any, x: Any, dim: Any, out: Any) -> Any:
+@instruction()
+def round_head(emit: Emitter, x: Any, dim: Any, out: Any) -> None:
     """`dim` floats become a head in memory: int8 = round(x / s) with s = max|x| / 127 of each half."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        x, dim, out = arguments
-        emit = Emitter(builder)
-        tail = emit.offset(out, dim)
-        for i, (first, turns) in enumerate(_halves(emit, dim)):
-            source = emit.offset(x, emit.times(first, 4))
-            round_numbers(
-                emit,
-                source,
-                turns,
-                emit.offset(out, first),
-                emit.offset(tail, 4 * i),
-                emit.offset(tail, 8 + 4 * i),
-            )
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
+    tail = emit.offset(out, dim)
+    for i, (first, turns) in enumerate(_halves(emit, dim)):
+        source, scale_at, sum_at = emit.offset(x, emit.times(first, 4)), 4 * i, 8 + 4 * i
+        to = emit.offset(out, first)
+        round_numbers(emit, source, turns, to, emit.offset(tail, scale_at), emit.offset(tail, sum_at))
 
 
-@intrinsic
-def round_key(_context: Any, x: Any, dim: Any, out: Any) -> Any:
+@instruction()
+def round_key(emit: Emitter, x: Any, dim: Any, out: Any) -> None:
     """The same without the sums: nothing is written there."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        x, dim, out = arguments
-        emit = Emitter(builder)
-        for i, (first, turns) in enumerate(_halves(emit, dim)):
-            round_numbers(
-                emit,
-                emit.offset(x, emit.times(first, 4)),
-                turns,
-                emit.offset(out, first),
-                emit.offset(out, dim, 4 * i),
-            )
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
+    for i, (first, turns) in enumerate(_halves(emit, dim)):
+        source = emit.offset(x, emit.times(first, 4))
+        round_numbers(emit, source, turns, emit.offset(out, first), emit.offset(out, dim, 4 * i))
 
 
 def _dot(emit: Emitter, total: Any, keys: Any, query: Any) -> Any:
@@ -106,22 +78,17 @@ def _dot(emit: Emitter, total: Any, keys: Any, query: Any) -> Any:
         return emit.call("llvm.aarch64.neon.sdot.v4i32.v16i8", SUMS, [total, keys, query])
     if (
         VARIANT == "vnni"
-    ):  # x86 multiplies unsigned by signed bytes: 128 is added here, and its share taken off the sums
-        return emit.call(
-            "llvm.x86.avx512.vpdpbusd.128",
-            SUMS,
-            [total, emit.builder.xor(keys, bytes_(16)([0x80] * 16)), query],
-        )
+    ):  # it multiplies unsigned by signed bytes: 128 is added, its share taken off the sums
+        unsigned = emit.builder.xor(keys, bytes_(16)([0x80] * 16))
+        return emit.call("llvm.x86.avx512.vpdpbusd.128", SUMS, [total, unsigned, query])
     return emit.add_fours(total, keys, query)
 
 
 def _add_neighbours(emit: Emitter, first: Any, second: Any) -> Any:
     if VARIANT == "sdot":
         return emit.call("llvm.aarch64.neon.addp.v4i32", SUMS, [first, second])
-    even, odd = (ir.Constant(SUMS, list(range(start, 8, 2))) for start in (0, 1))
-    return emit.builder.add(
-        emit.builder.shuffle_vector(first, second, even), emit.builder.shuffle_vector(first, second, odd)
-    )
+    masks = [ir.Constant(SUMS, list(range(start, 8, 2))) for start in (0, 1)]
+    return emit.builder.add(*(emit.builder.shuffle_vector(first, second, mask) for mask in masks))
 
 
 def _half_dots(
@@ -153,62 +120,29 @@ def _half_dots(
 def _key_scales(emit: Emitter, rows: list[Any], dim: Any) -> list[Any]:
     """Of the first halves of SPAN keys and of the second."""
     pairs = [emit.load(emit.offset(row, dim), floats(2)) for row in rows] * (SPAN // len(rows))
-    both = [
-        emit.builder.shuffle_vector(a, b, ir.Constant(SUMS, [0, 1, 2, 3]))
-        for a, b in zip(pairs[::2], pairs[1::2], strict=True)
-    ]
-    return [emit.builder.shuffle_vector(*both, ir.Constant(SUMS, list(range(half, 8, 2)))) for half in (0, 1)]
+    whole, shuffle = ir.Constant(SUMS, [0, 1, 2, 3]), emit.builder.shuffle_vector
+    both = [shuffle(a, b, whole) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+    return [shuffle(*both, ir.Constant(SUMS, list(range(half, 8, 2)))) for half in (0, 1)]
 
 
-def _tile(
-    emit: Emitter,
-    num_queries: int,
-    span: int,
-    queries: Any,
-    keys: Any,
-    places: Any,
-    dim: Any,
-    out: Any,
-    stride: Any,
-) -> None:
-    builder, rows = emit.builder, addresses(emit, keys, places, span)
+def _tile(emit: Emitter, span: int, num_queries: int, *operands: Any) -> None:
+    """out[q, p] = queries[q] · keys[p] for `span` positions (SPAN or 1), as tiles.score_tile, from heads that
+    are rounded."""
+    (queries, keys, places, dim, out, stride), builder = operands, emit.builder
+    rows = addresses(emit, keys, places, span)
     for row in addresses(emit, keys, emit.offset(places, PLACE * AHEAD), span):
         emit.prefetch(row)
         emit.prefetch(emit.offset(row, 64))
     own = [emit.offset(queries, emit.times(emit.offset(dim, TAIL), q)) for q in range(num_queries)]
-    dots = [
-        _half_dots(emit, own, rows, *half, emit.offset(dim, 8 + 4 * i))
-        for i, half in enumerate(_halves(emit, dim))
-    ]
+    halves = [(*half, emit.offset(dim, 8 + 4 * i)) for i, half in enumerate(_halves(emit, dim))]
+    dots = [_half_dots(emit, own, rows, *half) for half in halves]
     scales = _key_scales(emit, rows, dim)
     for q, query in enumerate(own):
         factors = [emit.broadcast(emit.load(emit.offset(query, dim, 4 * i), FLOAT), 4) for i in (0, 1)]
         first, second = (builder.fmul(factor, scale) for factor, scale in zip(factors, scales, strict=True))
         lanes = emit.fma(dots[0][q], first, builder.fmul(dots[1][q], second))
-        emit.store(
-            lanes if span == SPAN else builder.extract_element(lanes, emit.first),
-            emit.offset(out, emit.times(stride, q)),
-        )
+        found = lanes if span == SPAN else builder.extract_element(lanes, emit.first)
+        emit.store(found, emit.offset(out, emit.times(stride, q)))
 
 
-@intrinsic(prefer_literal=True)
-def score_rounded(
-    _context: Any,
-    num_queries: Any,
-    span: Any,
-    queries: Any,
-    keys: Any,
-    places: Any,
-    dim: Any,
-    out: Any,
-    stride: Any,
-) -> Any:
-    """out[q, p] = queries[q] · keys[p] for `span` positions (SPAN or 1), as score_tile, from heads that are
-    rounded.
-    """
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _tile(Emitter(builder), num_queries.literal_value, span.literal_value, *arguments[2:])
-        return context.get_dummy_value()
-
-    return types.void(num_queries, span, *[types.int64] * 6), generate
+score_rounded = instruction(constants=1, most=SCORED, operands=6)(_tile)

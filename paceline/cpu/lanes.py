@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
+from time import CLOCK_MONOTONIC
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,8 @@ from numba.extending import intrinsic
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
-MAGIC_BITS, MAGIC = (
-    0x4B400000,
-    12582912.0,
-)  # 1.5 * 2**23: adding a small number rounds it, and leaves it in the low bits
+# 1.5 * 2**23: adding it rounds a small number, and leaves an integer in the low bits
+MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0
 LANES = 16  # output rows in a tile; four NEON, two AVX2 or one AVX-512 register
 
 
@@ -37,9 +37,7 @@ def bytes_(width: int) -> ir.VectorType:
 
 
 class Emitter:
-    """Writes instructions at the builder's position. Addresses are 64-bit integers; `+` on them is
-    `offset`.
-    """
+    """Writes instructions at the builder's position. Addresses are 64-bit integers, added to by `offset`."""
 
     first = ir.Constant(INT32, 0)  # the index of a vector's first lane
 
@@ -111,25 +109,19 @@ class Emitter:
         return vectors[0]
 
     def _add_neighbours(self, first: Any, second: Any) -> Any:
-        lanes = first.type.count
-        even, odd = (
-            ir.Constant(ir.VectorType(INT32, lanes), list(range(start, 2 * lanes, 2))) for start in (0, 1)
-        )
-        return self.builder.fadd(
-            self.builder.shuffle_vector(first, second, even), self.builder.shuffle_vector(first, second, odd)
-        )
+        kind = ir.VectorType(INT32, first.type.count)
+        masks = [ir.Constant(kind, list(range(start, 2 * first.type.count, 2))) for start in (0, 1)]
+        even, odd = (self.builder.shuffle_vector(first, second, mask) for mask in masks)
+        return self.builder.fadd(even, odd)
 
     def add_fours(self, sums: Any, a: Any, b: Any) -> Any:
-        """sums[i] + a[4i : 4i+4] * b[4i : 4i+4], of signed bytes: what dot products are where there is no
-        instruction for them.
-        """
+        """sums[i] + a[4i : 4i+4] * b[4i : 4i+4], of signed bytes: where no instruction does it."""
         lanes, wide = sums.type.count, ir.VectorType(INT32, a.type.count)
         products = self.builder.mul(self.builder.sext(a, wide), self.builder.sext(b, wide))
         for lane in range(4):
             mask = ir.Constant(ir.VectorType(INT32, lanes), [4 * i + lane for i in range(lanes)])
-            sums = self.builder.add(
-                sums, self.builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask)
-            )
+            each = self.builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask)
+            sums = self.builder.add(sums, each)
         return sums
 
     def largest(self, vector: Any) -> Any:
@@ -147,19 +139,14 @@ class Emitter:
         return ir.Constant(floats(width), [float(np.float32(value))] * width)
 
     def exponential(self, x: Any) -> Any:
-        """e ** x lane by lane, within 2 units in the last place, for x clamped to [-87, 88]: 2 ** n times a
-        polynomial in the rest.
-        """
+        """e ** x for x clamped to [-87, 88], within 2 units in the last place: 2 ** n times a polynomial."""
         builder, width = self.builder, x.type.count
         for function, limit in (("maxnum", -87.0), ("minnum", 88.0)):
             x = self.call(f"llvm.{function}.v{width}f32", x.type, [x, self.constant(limit, width)])
-        rounding = self.constant(
-            12582912.0, width
-        )  # 1.5 * 2**23: adding and subtracting it rounds to an integer
+        rounding = self.constant(MAGIC, width)
         whole = builder.fsub(self.fma(x, self.constant(LOG2_E, width), rounding), rounding)
-        rest = self.fma(
-            whole, self.constant(-LN2_LOW, width), self.fma(whole, self.constant(-LN2_HIGH, width), x)
-        )
+        rest = self.fma(whole, self.constant(-LN2_HIGH, width), x)
+        rest = self.fma(whole, self.constant(-LN2_LOW, width), rest)
         series = self.constant(1 / 5040, width)
         for divisor in (720, 120, 24, 6, 2, 1, 1):
             series = self.fma(series, rest, self.constant(1 / divisor, width))
@@ -176,6 +163,55 @@ class Emitter:
     def call(self, name: str, result: ir.Type, operands: list[Any]) -> Any:
         kind = ir.FunctionType(result, [operand.type for operand in operands])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), operands)
+
+
+def instruction(
+    result: types.Type = types.void, *, constants: int = 0, most: int = 0, operands: int = 0
+) -> Any:
+    """Decorates a function (emit, *operands) that writes the code of an instruction for kernels.
+
+    Operands are 64-bit integers and floats. The first `constants` are known when a kernel is compiled. With
+    `most`, the next one is a number from 1 to `most` at run time, and there is code for each. Both are
+    Python's numbers where the code is written. `operands`: how many `write` takes as one starred parameter.
+    """
+
+    def decorate(write: Callable[..., Any]) -> Any:
+        def typed(_context: Any, *kinds: Any) -> Any:
+            is_float = [isinstance(types.unliteral(kind), types.Float) for kind in kinds[constants:]]
+            rest_kinds = [types.float32 if each else types.int64 for each in is_float]
+
+            def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+                fixed, rest = [kind.literal_value for kind in kinds[:constants]], arguments[constants:]
+                if most:
+                    _write_each(
+                        builder, most, rest[0], lambda n: write(Emitter(builder), *fixed, n, *rest[1:])
+                    )
+                    return context.get_dummy_value()
+                found = write(Emitter(builder), *fixed, *rest)
+                return context.get_dummy_value() if found is None else found
+
+            return result(*kinds[:constants], *rest_kinds), generate
+
+        named = [p for p in signature(write).parameters.values() if p.kind is not Parameter.VAR_POSITIONAL]
+        starred = [Parameter(f"operand_{i}", Parameter.POSITIONAL_OR_KEYWORD) for i in range(operands)]
+        typed.__name__ = write.__name__
+        typed.__signature__ = Signature([*named, *starred])  # type: ignore[attr-defined]
+        return intrinsic(prefer_literal=True)(typed)
+
+    return decorate
+
+
+def _write_each(builder: Any, most: int, count: Any, write: Callable[[int], Any]) -> None:
+    """Code for every count from 1 to `most`, of which the right one runs."""
+    blocks = [builder.append_basic_block(f"count.{n}") for n in range(1, most + 1)]
+    end = builder.append_basic_block("counted")
+    switch = builder.switch(count, blocks[-1])
+    for n, block in enumerate(blocks, 1):
+        switch.add_case(ir.Constant(INT64, n), block)
+        builder.position_at_end(block)
+        write(n)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def _pointer_to(kind: types.Type) -> Callable[..., Any]:
@@ -202,18 +238,23 @@ def address(_context: Any, array: types.Type) -> Any:
     """Where an array's data lies (`array.ctypes.data` would keep the function out of the disk cache)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(
-            context.make_array(signature.args[0])(context, builder, arguments[0]).data, INT64
-        )
+        found = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.ptrtoint(found.data, INT64)
 
     return types.int64(array), generate
 
 
-@intrinsic
-def fma(_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
+@instruction(types.float32)
+def fma(emit: Emitter, a: Any, b: Any, c: Any) -> Any:
     """a * b + c with one rounding, for scalars; loops over it vectorize without changing a bit."""
+    return emit.fma(a, b, c)
 
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return Emitter(builder).fma(*arguments)
 
-    return types.float32(types.float32, types.float32, types.float32), generate
+@instruction(types.float64)
+def seconds_now(emit: Emitter) -> Any:
+    """Of a clock that only goes on."""
+    builder, room = emit.builder, emit.variable(ir.Constant(ir.ArrayType(INT64, 2), [0, 0]))
+    emit.call("clock_gettime", INT32, [ir.Constant(INT32, CLOCK_MONOTONIC), room])
+    time = builder.load(room)
+    seconds, nanoseconds = (builder.sitofp(builder.extract_value(time, i), ir.DoubleType()) for i in range(2))
+    return builder.fadd(seconds, builder.fmul(nanoseconds, ir.Constant(ir.DoubleType(), 1e-9)))

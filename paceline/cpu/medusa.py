@@ -13,26 +13,28 @@ import numpy as np
 import torch
 from numba import carray, prange
 
-from paceline.cpu.compile import kernel, piece
-from paceline.cpu.guess import guess
-from paceline.cpu.head_memory import Flat, Memory, Tensors, address
-from paceline.cpu.heads import COLUMNS, Work, put_row
+from paceline.cpu.compile import kernel, numbers, piece, size_of, struct
+from paceline.cpu.guess import Noise, guess
+from paceline.cpu.head_memory import Memory, Room, Tensors, address, draft_ids
+from paceline.cpu.heads import Work, multiply_8, put_8_row
 from paceline.cpu.lanes import double_pointer, int_pointer, seed_pointer
-from paceline.cpu.matmul import Activations, Matrix, product_8
+from paceline.cpu.layer import matrix_at
+from paceline.cpu.matmul import Matrix
 from paceline.cpu.rows import add, copy, gate, normalize
-from paceline.cpu.sync import BYTES, barrier, num_threads
+from paceline.cpu.sync import barrier, close_region, join, num_threads, open_region
 from paceline.cpu.taps import address_in
 from paceline.heads.config import MedusaConfig
 from paceline.heads.rows import Guesses, Row, Speaker
-from paceline.models.quantize import padded
+
+MATRIX_BYTES = 8 * size_of(Matrix)
 
 
 class Heads(NamedTuple):
     norm: int  # of the hidden states
     ones: int
-    first: int  # address of a Matrix's fields: the first blocks, stacked
-    others: int  # [heads, blocks - 1] of them
-    outputs: int  # [heads] of them; all the same where the output layer is shared
+    first: Matrix  # the first blocks, stacked
+    others: int  # address of [heads, blocks - 1] Matrix
+    outputs: int  # address of [heads] Matrix, or of one where the output layer is shared
     is_shared: bool
     num_heads: int
     num_blocks: int
@@ -40,7 +42,6 @@ class Heads(NamedTuple):
     eps: float
     num_words: int
     num_outputs: int
-    threads: int
 
 
 class Task(NamedTuple):
@@ -58,129 +59,124 @@ class Task(NamedTuple):
     chances: int
 
 
-@piece
-def _matrix(at, i):  # type: ignore[no-untyped-def]
-    f = carray(int_pointer(at + i * 32), 4)
-    return Matrix(f[0], f[1], f[2], f[3])
+class Call(NamedTuple):
+    """What `draft_heads` is given the address of."""
+
+    heads: Heads
+    task: Task
+    work: Work
 
 
-@piece
-def _multiply(part, m, w, matrix, y, rows):  # type: ignore[no-untyped-def]
-    barrier(w.sync, m.threads)
-    product_8(part, m.threads, matrix, Activations(w.values, w.scales, w.sums), y, rows)
-    barrier(w.sync, m.threads)
+call_at = struct(Call)
 
 
 @piece
 def _put(w, source, row, rows, width):  # type: ignore[no-untyped-def]
     ready = w.ready + row * w.widest * 4
     copy(source, ready, width)
-    put_row(ready, width, w, row, rows)
+    put_8_row(ready, width, w, row, rows)
 
 
 @piece
-def _first_blocks(part, m, t, w):  # type: ignore[no-untyped-def]
+def _first_blocks(share, m, t, w):  # type: ignore[no-untyped-def]
     sources, width = carray(int_pointer(t.sources), t.num), m.hidden * 4
-    for row in range(part, t.num, m.threads):
+    for row in range(share.part, t.num, share.threads):
         normalize(sources[row], m.norm, w.h + row * width, m.hidden, m.eps)
         _put(w, w.h + row * width, row, t.num, m.hidden)
-    first = _matrix(m.first, 0)
-    _multiply(part, m, w, first, t.z, t.num)
-    for item in range(part, t.num * m.num_heads, m.threads):
+    multiply_8(share, m.first, w, t.z, t.num)
+    for item in range(share.part, t.num * m.num_heads, share.threads):
         row, head = item // m.num_heads, item % m.num_heads
-        state, z = t.states + (head * t.num + row) * width, t.z + (row * first.n + head * m.hidden) * 4
+        state, z = t.states + (head * t.num + row) * width, t.z + (row * m.first.n + head * m.hidden) * 4
         gate(False, z, m.ones, state, m.hidden)
         add(state, w.h + row * width, m.hidden)
-    barrier(w.sync, m.threads)
+    barrier(share)
 
 
 @piece
-def _other_blocks(part, m, t, w):  # type: ignore[no-untyped-def]
+def _other_blocks(share, m, t, w):  # type: ignore[no-untyped-def]
     width = m.hidden * 4
-    for head in range(m.num_heads):
-        for block in range(m.num_blocks - 1):
-            matrix = _matrix(m.others, head * (m.num_blocks - 1) + block)
-            for row in range(part, t.num, m.threads):
-                _put(w, t.states + (head * t.num + row) * width, row, t.num, m.hidden)
-            _multiply(part, m, w, matrix, t.z, t.num)
-            for row in range(part, t.num, m.threads):
-                z = t.z + row * matrix.n * 4
-                gate(False, z, m.ones, z, m.hidden)
-                add(t.states + (head * t.num + row) * width, z, m.hidden)
-            barrier(w.sync, m.threads)
+    for item in range(m.num_heads * (m.num_blocks - 1)):
+        matrix, states = (
+            matrix_at(m.others + item * MATRIX_BYTES),
+            t.states + item // (m.num_blocks - 1) * t.num * width,
+        )
+        for row in range(share.part, t.num, share.threads):
+            _put(w, states + row * width, row, t.num, m.hidden)
+        multiply_8(share, matrix, w, t.z, t.num)
+        for row in range(share.part, t.num, share.threads):
+            z = t.z + row * matrix.n * 4
+            gate(False, z, m.ones, z, m.hidden)
+            add(states + row * width, z, m.hidden)
+        barrier(share)
 
 
 @piece
-def _speak(part, m, t, w):  # type: ignore[no-untyped-def]
+def _speak(share, m, t, w):  # type: ignore[no-untyped-def]
     """Logits of all heads: as rows of one product, or head by head."""
     together = m.num_heads if m.is_shared else 1
     rows = together * t.num
     for head in range(0, m.num_heads, together):
-        for row in range(part, rows, m.threads):
+        for row in range(share.part, rows, share.threads):
             _put(w, t.states + (head * t.num + row) * m.hidden * 4, row, rows, m.hidden)
-        _multiply(part, m, w, _matrix(m.outputs, head), t.logits + head * t.num * m.num_outputs * 4, rows)
+        matrix = matrix_at(m.outputs + head * MATRIX_BYTES)
+        multiply_8(share, matrix, w, t.logits + head * t.num * m.num_outputs * 4, rows)
 
 
 @piece
-def _part(part, m, t, w):  # type: ignore[no-untyped-def]
+def _part(share, m, t, w):  # type: ignore[no-untyped-def]
     temperatures, seeds = carray(double_pointer(t.temperatures), t.num), carray(seed_pointer(t.seeds), t.num)
     positions, ids = carray(int_pointer(t.positions), t.num), carray(int_pointer(t.ids), t.num_ids)
-    tokens, chances = (
-        carray(int_pointer(t.tokens), (m.num_heads, t.num)),
-        carray(double_pointer(t.chances), (m.num_heads, t.num)),
-    )
-    _first_blocks(part, m, t, w)
-    _other_blocks(part, m, t, w)
-    _speak(part, m, t, w)
-    for item in range(part, t.num * m.num_heads, m.threads):
+    tokens = carray(int_pointer(t.tokens), (m.num_heads, t.num))
+    chances = carray(double_pointer(t.chances), (m.num_heads, t.num))
+    _first_blocks(share, m, t, w)
+    _other_blocks(share, m, t, w)
+    _speak(share, m, t, w)
+    for item in range(share.part, t.num * m.num_heads, share.threads):
         head, row = item // t.num, item % t.num
-        at = t.logits + item * m.num_outputs * 4
-        best, chance = guess(
-            at, m.num_outputs, m.num_words, ids, temperatures[row], seeds[row], positions[row] + head
-        )
+        how = Noise(temperatures[row], seeds[row], positions[row] + head)
+        best, chance = guess(t.logits + item * m.num_outputs * 4, m.num_outputs, m.num_words, ids, how)
         tokens[head, row] = ids[best] if t.num_ids else best
         chances[head, row] = chance
 
 
 @kernel(parallel=True)
-def draft_heads(m, t, w):  # type: ignore[no-untyped-def]
-    for part in prange(m.threads):
-        _part(np.int64(part), m, t, w)
+def draft_heads(at, threads):  # type: ignore[no-untyped-def]
+    """at: of the numbers of a Call."""
+    sync = call_at(at).work.sync
+    open_region(sync)
+    for part in prange(threads):
+        share = join(sync, np.int64(part), threads)
+        if share.part >= 0:
+            call = call_at(at)
+            _part(share, call.heads, call.task, call.work)
+    close_region(sync)
 
 
 class MedusaHead:
-    """What drafters see: models/side_heads.py has the same in torch."""
+    """What drafters see: heads/side.py has the same in torch."""
 
     def __init__(self, config: MedusaConfig, tensors: Tensors, norm: torch.Tensor) -> None:
         """norm: the target's last, or the trunk's."""
-        self.config, self._memory = config, Memory()
-        memory, blocks = self._memory, [range(config.num_blocks), range(config.num_heads_ahead)]
-        weights = {
-            (h, b): (tensors[f"blocks.{h}.layers.{b}.weight"], tensors[f"blocks.{h}.layers.{b}.bias"])
-            for h in blocks[1]
-            for b in blocks[0]
-        }
-        first = memory.matrix(
-            [weights[h, 0][0] for h in blocks[1]], torch.cat([weights[h, 0][1] for h in blocks[1]])
-        )
-        others = [
-            memory.matrix([weights[h, b][0]], weights[h, b][1]) for h in blocks[1] for b in blocks[0] if b
-        ]
+        self.config, self._memory, self._threads = config, Memory(), num_threads()
+        memory, heads, blocks = self._memory, range(config.num_heads_ahead), range(1, config.num_blocks)
+
+        def block(head: int, block: int, part: str) -> torch.Tensor:
+            return tensors[f"blocks.{head}.layers.{block}.{part}"]
+
+        biases = torch.cat([block(h, 0, "bias") for h in heads])
+        first = memory.matrix([block(h, 0, "weight") for h in heads], biases)
+        others = [memory.matrix([block(h, b, "weight")], block(h, b, "bias")) for h in heads for b in blocks]
         is_shared = "lm_head.weight" in tensors
-        names = ["lm_head.weight"] if is_shared else [f"lm_heads.{h}.weight" for h in blocks[1]]
+        names = ["lm_head.weight"] if is_shared else [f"lm_heads.{h}.weight" for h in heads]
         outputs = [memory.output(tensors[name]) for name in names]
-        table = torch.tensor([first, *outputs, *others])
-        memory.kept.append(table)
-        at = table.data_ptr()
+        memory.tables.append(numbers((*outputs, *others)))
+        at = memory.tables[0].buffer_info()[0]
+        ones = memory.vector(torch.ones(config.hidden_size))
         self._heads = Heads(
-            memory.vector(norm), memory.vector(torch.ones(config.hidden_size)), at, at + 32 * (1 + len(outputs)), at + 32, is_shared,
-            config.num_heads_ahead, config.num_blocks, config.hidden_size, config.rms_eps, config.draft_vocab_size, outputs[0].n,
-            num_threads(),
+            memory.vector(norm), ones, first, at + MATRIX_BYTES * len(outputs), at, is_shared, len(heads),
+            config.num_blocks, config.hidden_size, config.rms_eps, config.draft_vocab_size, outputs[0].n,
         )  # fmt: skip
-        self._stack = first.n
-        ids = tensors.get("draft_ids")
-        self._ids = np.empty(0, np.int64) if ids is None else ids.to(torch.int64).numpy()
-        self._sync = np.zeros(BYTES // 8, np.int64)
+        self._ids, self._room = draft_ids(tensors), Room(config.hidden_size, config.hidden_size)
 
     def can_guess(self, temperature: float) -> bool:
         return True
@@ -198,41 +194,19 @@ class MedusaHead:
     def _run(
         self, rows: Sequence[Row], speakers: Sequence[Speaker]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        m, count, flat = self._heads, len(rows), Flat()
-        width, layer = 4 * m.hidden, self.config.target_layers
+        """Logits, tokens and chances, [heads, requests, ...]."""
+        m, count, layer = self._heads, len(rows), self.config.target_layers
         logits = np.empty((m.num_heads, count, m.num_outputs), np.float32)
         tokens, chances = np.empty((m.num_heads, count), np.int64), np.empty((m.num_heads, count))
-        temperatures, seeds = (
-            np.array([s.temperature for s in speakers], np.float64),
-            np.array([s.seed for s in speakers], np.uint64),
-        )
-        sources = [address_in(r.hidden, layer) + width * r.at for r in rows]
-        offsets = [flat.add(column) for column in (sources, [s.position for s in speakers])]
-        base = flat.close()
-        states, z = (
-            np.empty((m.num_heads, count, m.hidden), np.float32),
-            np.empty((count, self._stack), np.float32),
-        )
-        task = Task(
-            count, base + offsets[0], address(temperatures), address(seeds), base + offsets[1], address(self._ids), len(self._ids),
-            address(states), address(z), address(logits), address(tokens), address(chances),
-        )  # fmt: skip
-        draft_heads(m, task, self._work(count * m.num_heads))
+        states = np.empty((m.num_heads, count, m.hidden), np.float32)
+        z = np.empty((count, m.first.n), np.float32)
+        sources = np.array([address_in(r.hidden, layer) + 4 * m.hidden * r.at for r in rows])
+        temperatures = np.array([s.temperature for s in speakers], np.float64)
+        seeds = np.array([s.seed for s in speakers], np.uint64)
+        positions = np.array([s.position for s in speakers], np.int64)
+        given = [address(each) for each in (sources, temperatures, seeds, positions, self._ids)]
+        made = [address(each) for each in (states, z, logits, tokens, chances)]
+        task = Task._make((count, *given, len(self._ids), *made))
+        call = numbers(Call(m, task, self._room.get(count * m.num_heads)))
+        draft_heads(call.buffer_info()[0], self._threads)
         return logits, tokens, chances
-
-    def _work(self, rows: int) -> Work:
-        """Memory of a pass; `kept` holds it until the next."""
-        wide = padded(self._heads.hidden, COLUMNS)
-        sizes = {
-            "h": rows * wide * 4,
-            "ready": rows * wide * 4,
-            "values": rows * wide,
-            "scales": rows * wide // 16,
-            "sums": rows * wide // 16,
-        }
-        self._space = np.empty(sum(sizes.values()) + 64, np.uint8)
-        at, places = padded(address(self._space), 64), {}
-        for name, size in sizes.items():
-            places[name] = at
-            at += size
-        return Work(sync=address(self._sync), wide=0, narrow=0, scores=0, longest=0, widest=wide, **places)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.key_tiles import TAIL, VALUE_SCALE, score_rounded
-from paceline.cpu.lanes import LANES, float_pointer, int_pointer
+from paceline.cpu.compile import piece
+from paceline.cpu.key_tiles import VALUE_SCALE, score_rounded
+from paceline.cpu.lanes import LANES, LOG2_E, float_pointer, int_pointer
+from paceline.cpu.rows import fill
 from paceline.cpu.tiles import LOWEST, MIXED, PLACE, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
 from paceline.cpu.value_tiles import (
     ADDED,
@@ -31,32 +32,25 @@ from paceline.cpu.value_tiles import (
     weigh_rounded,
 )
 
-LOG2_E = 1.4426950408889634
-BLOCK = (
-    16  # positions whose keys all KV heads read before the next: what lies side by side is read at one time
-)
+BLOCK = 16  # positions whose keys all KV heads read before the next: neighbours are read at one time
 FLOAT_CHUNK = (
-    64  # positions whose values are added before the next columns' turn: they stay in the first-level cache
+    64  # positions whose values are added before the next columns' turn: they stay in the nearest cache
 )
 TURNED = (CHUNK + TURN) * LANES  # bytes of a chunk's rounded values, sixteen columns, wherever it begins
 
 
 class Run(NamedTuple):
-    """Rows of one request side by side, and where what is computed for them lies; a row's queries are those
-    of one KV head.
-    """
+    """Rows of one request side by side, and the memory of what is computed for them, KV head by KV head."""
 
     first: int  # row
     last: int  # and one
     prefix: int  # cached positions
     places: int  # address of their offsets
-    queries: int  # address of [KV heads, rows, group, a head]
     scores: int  # address of [KV heads, rows, group, span], then weights: floats, or two bytes each
     scales: int  # address of [KV heads, rows, span]: of rounded values
     totals: int  # address of [KV heads, rows, group]: sums of weights
     mixed: int  # address of [KV heads, rows, group, dim]; of rounded values [..., 2, dim]
-    rows: int  # in `queries`
-    own_rows: int  # in the others: 0 if only one KV head is there
+    rows: int  # in these four: 0 if only one KV head is there
     start: int  # their first row
 
 
@@ -80,9 +74,7 @@ def _sum_bytes(m):  # type: ignore[no-untyped-def]
 
 @piece
 def trace_paths(b, m, paths_at):  # type: ignore[no-untyped-def]
-    """paths[row, :depth]: places of the row's ancestors in this pass, oldest first, then its own; paths[row,
-    rows, 0] is how many.
-    """
+    """paths[row, :depth]: places of its ancestors in this pass and its own; paths[row, rows, 0]: depth."""
     parents, slots = carray(int_pointer(b.parents), b.rows), carray(int_pointer(b.slots), b.rows)
     paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1, 2))
     for row in range(b.rows):
@@ -97,14 +89,12 @@ def trace_paths(b, m, paths_at):  # type: ignore[no-untyped-def]
 
 
 @piece
-def expand_tables(b, part, m, places_at):  # type: ignore[no-untyped-def]
-    """places[request, position]: offsets of the cached prefixes' keys and values. A thread takes every so
-    many requests.
-    """
+def expand_tables(share, b, m, places_at):  # type: ignore[no-untyped-def]
+    """places[request, position]: offsets of the cached prefixes' keys and values."""
     room = b.max_blocks * b.block_size
     lengths = carray(int_pointer(b.prefix_lens), b.num_requests)
     of_keys, of_values = m.num_kv_heads * m.key_bytes, m.num_kv_heads * value_bytes(m)
-    for request in range(part, b.num_requests, b.threads):
+    for request in range(share.part, b.num_requests, share.threads):
         table = carray(int_pointer(b.block_tables + request * b.max_blocks * 8), b.max_blocks)
         places = carray(int_pointer(places_at + request * room * PLACE), (room, 2))
         for position in range(lengths[request]):
@@ -114,25 +104,20 @@ def expand_tables(b, part, m, places_at):  # type: ignore[no-untyped-def]
 
 @piece
 def run_of(b, w, first, most):  # type: ignore[no-untyped-def]
-    """The rows from `first` on that belong to the same request, at most so many, in the memory that all
-    threads share.
-    """
+    """Rows of one request from `first` on, `most` of them at most, in the memory that all threads share."""
     requests = carray(int_pointer(b.request_of), b.rows)
     request, last = requests[first], first + 1
     while last < b.rows and last - first < most and requests[last] == request:
         last += 1
     prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
     places = w.places + request * b.max_blocks * b.block_size * PLACE
-    return Run(
-        first, last, prefix, places, w.queries, w.scores, w.value_scales, w.totals, w.mixed, b.rows, b.rows, 0
-    )
+    return Run(first, last, prefix, places, w.scores, w.value_scales, w.totals, w.mixed, b.rows, 0)
 
 
 @piece
 def row_of(run, row):  # type: ignore[no-untyped-def]
-    return Run(
-        row, row + 1, run.prefix, run.places, run.queries, run.scores, run.scales, run.totals, run.mixed, run.rows, run.own_rows, run.start
-    )  # fmt: skip
+    scores, scales, totals, mixed = run.scores, run.scales, run.totals, run.mixed
+    return Run(row, row + 1, run.prefix, run.places, scores, scales, totals, mixed, run.rows, run.start)
 
 
 @piece
@@ -170,7 +155,7 @@ def common_length(b, w, run):  # type: ignore[no-untyped-def]
 @piece
 def _at(run, m, kv_head):  # type: ignore[no-untyped-def]
     """Which query is the run's first in memory of its own."""
-    return (kv_head * run.own_rows + run.first - run.start) * (m.num_heads // m.num_kv_heads)
+    return (kv_head * run.rows + run.first - run.start) * (m.num_heads // m.num_kv_heads)
 
 
 @piece
@@ -181,58 +166,27 @@ def _places(b, w, run, first, last):  # type: ignore[no-untyped-def]
     return w.paths + (run.first * (b.rows + 1) + first - run.prefix) * PLACE, last
 
 
-@unrolled
-def _score_tiles(tile, size, count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
-    """`count` queries of `size` bytes, SCORED at most, over some positions."""
+@piece
+def _score_queries(m, count, queries, keys, places, positions, out, stride):  # type: ignore[no-untyped-def]
+    """`count` queries, SCORED at most, over some positions."""
     whole = positions // SPAN * SPAN
-    for p in range(0, whole, SPAN):
-        at, to = places + p * PLACE, out + p * 4
-        if count == 1:
-            tile(1, 4, queries, keys, at, dim, to, stride)
-        elif count == 2:
-            tile(2, 4, queries, keys, at, dim, to, stride)
-        elif count == 3:
-            tile(3, 4, queries, keys, at, dim, to, stride)
-        else:
-            tile(4, 4, queries, keys, at, dim, to, stride)
-    for p in range(whole, positions):
-        for q in range(count):
-            tile(1, 1, queries + q * size, keys, places + p * PLACE, dim, out + q * stride + p * 4, stride)
-
-
-@piece
-def _score_floats(count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
-    _score_tiles(score_tile, dim * 4, count, queries, keys, places, positions, dim, out, stride)
-
-
-@piece
-def _score_rounded(count, queries, keys, places, positions, dim, out, stride):  # type: ignore[no-untyped-def]
-    _score_tiles(score_rounded, dim + TAIL, count, queries, keys, places, positions, dim, out, stride)
-
-
-@piece
-def _mix_queries(count, weights, weight_stride, values, places, positions, out, stride):  # type: ignore[no-untyped-def]
-    """`count` queries, MIXED at most, over some positions."""
-    if count == 1:
-        mix_tile(1, weights, weight_stride, values, places, positions, out, stride)
-    elif count == 2:
-        mix_tile(2, weights, weight_stride, values, places, positions, out, stride)
-    elif count == 3:
-        mix_tile(3, weights, weight_stride, values, places, positions, out, stride)
-    elif count == 4:
-        mix_tile(4, weights, weight_stride, values, places, positions, out, stride)
+    if is_rounded(m):
+        for p in range(0, whole, SPAN):
+            score_rounded(SPAN, count, queries, keys, places + p * PLACE, m.dim, out + p * 4, stride)
+        for p in range(whole, positions):
+            score_rounded(1, count, queries, keys, places + p * PLACE, m.dim, out + p * 4, stride)
     else:
-        mix_tile(5, weights, weight_stride, values, places, positions, out, stride)
+        for p in range(0, whole, SPAN):
+            score_tile(SPAN, count, queries, keys, places + p * PLACE, m.dim, out + p * 4, stride)
+        for p in range(whole, positions):
+            score_tile(1, count, queries, keys, places + p * PLACE, m.dim, out + p * 4, stride)
 
 
 @piece
 def _keep_scales(b, m, run, kv_head, keys, places, first, positions):  # type: ignore[no-untyped-def]
-    """Of some positions' values, for every row of the run: whoever weighs finds them side by side."""
-    row, rows, whole = (
-        kv_head * run.own_rows + run.first - run.start,
-        run.last - run.first,
-        positions // SPAN * SPAN,
-    )
+    """Of some positions' values, for every row of the run: `weigh` finds them side by side."""
+    row, rows = kv_head * run.rows + run.first - run.start, run.last - run.first
+    whole = positions // SPAN * SPAN
     scale, out = keys + m.dim + VALUE_SCALE, run.scales + (row * b.span + first) * 4
     for p in range(0, whole, SPAN):
         copy_scales(SPAN, scale, places + p * PLACE, rows, out + p * 4, b.span * 4)
@@ -242,57 +196,49 @@ def _keep_scales(b, m, run, kv_head, keys, places, first, positions):  # type: i
 
 @piece
 def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped-def]
-    """Scores of positions first to last, which all rows of the run see at the same places, for a range of KV
-    heads.
-    """
+    """Scores of positions first to last, which all rows see at the same places, for a range of KV heads."""
     group, stride = m.num_heads // m.num_kv_heads, b.span * 4
     total = (run.last - run.first) * group
     while first < last:
         places, end = _places(b, w, run, first, min(first + BLOCK, last))
         for kv_head in range(kv_heads[0], kv_heads[1]):
-            queries = run.queries + (kv_head * run.rows + run.first) * group * m.key_bytes
+            queries = w.queries + (kv_head * b.rows + run.first) * group * m.key_bytes
             to, done = run.scores + _at(run, m, kv_head) * stride + first * 4, 0
+            key = keys + kv_head * m.key_bytes
             if is_rounded(m):
-                _keep_scales(b, m, run, kv_head, keys + kv_head * m.key_bytes, places, first, end - first)
+                _keep_scales(b, m, run, kv_head, key, places, first, end - first)
             while done < total:
                 tiles = (total - done + SCORED - 1) // SCORED
                 count = (total - done + tiles - 1) // tiles
-                query, key, out = (
-                    queries + done * m.key_bytes,
-                    keys + kv_head * m.key_bytes,
-                    to + done * stride,
-                )
-                if is_rounded(m):
-                    _score_rounded(count, query, key, places, end - first, m.dim, out, stride)
-                else:
-                    _score_floats(count, query, key, places, end - first, m.dim, out, stride)
+                query, out = queries + done * m.key_bytes, to + done * stride
+                _score_queries(m, count, query, key, places, end - first, out, stride)
                 done += count
         first = end
 
 
 @piece
+def _surround(at, first, start, length, last, value):  # type: ignore[no-untyped-def]
+    """A value before and after what lies in floats start to length, from `first` to `last`."""
+    x = carray(float_pointer(at), last)
+    for i in range(first, start):
+        x[i] = value
+    for i in range(length, last):
+        x[i] = value
+
+
+@piece
 def weigh(b, m, run, row, head, start, length):  # type: ignore[no-untyped-def]
-    """Scores of one query over positions start to length become weights, in sixteens from a multiple of 16
-    on.
-    """
+    """Scores of one query over positions start to length become weights, in sixteens."""
     group = m.num_heads // m.num_kv_heads
     query = _at(run, m, head // group) + (row - run.first) * group + head % group
     first, last = start // LANES * LANES, (length + LANES - 1) // LANES * LANES
-    scores = carray(float_pointer(run.scores + query * b.span * 4), last)
-    for i in range(first, start):
-        scores[i] = np.float32(LOWEST)
-    for i in range(length, last):
-        scores[i] = np.float32(LOWEST)
+    _surround(run.scores + query * b.span * 4, first, start, length, last, np.float32(LOWEST))
     at, scale = run.scores + (query * b.span + first) * 4, np.float32(m.scale * LOG2_E)
     if not is_rounded(m):
         weigh_lanes(at, (last - first) // LANES, scale, run.totals + query * 4)
         return
     scales_at = run.scales + query // group * b.span * 4
-    scales = carray(float_pointer(scales_at), last)
-    for i in range(first, start):
-        scales[i] = np.float32(0)
-    for i in range(length, last):
-        scales[i] = np.float32(0)
+    _surround(scales_at, first, start, length, last, np.float32(0))
     out = run.scores + query * b.span * 4 + first * 2
     weigh_rounded(at, scales_at + first * 4, (last - first) // LANES, scale, out, run.totals + query * 4)
 
@@ -306,23 +252,11 @@ def _turn(values, places, first, last, out, asked):  # type: ignore[no-untyped-d
     for p in range(begin, min(whole, begin + TURN * turns), 4):
         turn_some(values, places + (p - first) * PLACE, first - p, last - p, out + (p - begin) * LANES)
     if whole < end:
-        turn_values(
-            values, places + (whole - first) * PLACE, (end - whole) // 4, out + (whole - begin) * LANES, asked
-        )
+        to = out + (whole - begin) * LANES
+        turn_values(values, places + (whole - first) * PLACE, (end - whole) // 4, to, asked)
     for p in range(max(whole, end), begin + TURN * turns, 4):
         turn_some(values, places + (p - first) * PLACE, 0, last - p, out + (p - begin) * LANES)
     return turns
-
-
-@piece
-def _add_queries(count, weights, weight_stride, turned, turns, out, stride):  # type: ignore[no-untyped-def]
-    """`count` queries, ADDED at most, over turned values."""
-    if count == 1:
-        add_turned(1, weights, weight_stride, turned, turns, out, stride)
-    elif count == 2:
-        add_turned(2, weights, weight_stride, turned, turns, out, stride)
-    else:
-        add_turned(3, weights, weight_stride, turned, turns, out, stride)
 
 
 @piece
@@ -330,24 +264,19 @@ def _mix_rounded(b, m, run, strip, first, last, values, places):  # type: ignore
     """One strip of a chunk of positions. Their values are turned once for all queries."""
     turned, strips = stack_memory(TURNED), m.dim // LANES
     turns = _turn(values + strip * LANES, places, first, last, turned, strip % 2 * 2)
-    query, done, total = (
-        _at(run, m, strip // strips),
-        0,
-        (run.last - run.first) * (m.num_heads // m.num_kv_heads),
-    )
+    query, done = _at(run, m, strip // strips), 0
+    total = (run.last - run.first) * (m.num_heads // m.num_kv_heads)
     while done < total:
         count = min(ADDED, total - done)
         weights = run.scores + (query + done) * b.span * 4 + first // TURN * TURN * 2
         to = run.mixed + (query + done) * m.dim * 8 + strip % strips * LANES * 4
-        _add_queries(count, weights, b.span * 4, turned, turns, to, m.dim * 8)
+        add_turned(count, weights, b.span * 4, turned, turns, to, m.dim * 8)
         done += count
 
 
 @piece
 def mix(b, m, w, run, columns, first, last, values):  # type: ignore[no-untyped-def]
-    """Add the values of positions first to last to the sums of all rows, sixteen columns at a time, for a
-    range of such strips.
-    """
+    """Add the values of positions first to last to the sums of all rows, for a range of strips of columns."""
     group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
     total = (run.last - run.first) * group
     while first < last:
@@ -362,16 +291,8 @@ def mix(b, m, w, run, columns, first, last, values):  # type: ignore[no-untyped-
                 count = (total - done + tiles - 1) // tiles
                 weights = run.scores + ((query + done) * b.span + first) * 4
                 to = run.mixed + ((query + done) * m.dim + strip % strips * LANES) * 4
-                _mix_queries(
-                    count,
-                    weights,
-                    b.span * 4,
-                    values + strip * LANES * 4,
-                    places + 8,
-                    end - first,
-                    to,
-                    m.dim * 4,
-                )
+                value, size = values + strip * LANES * 4, end - first
+                mix_tile(count, weights, b.span * 4, value, places + 8, size, to, m.dim * 4)
                 done += count
         first = end
 
@@ -383,9 +304,7 @@ def clear(m, run, strip):  # type: ignore[no-untyped-def]
     for query in range((run.last - run.first) * group):
         at = run.mixed + (_at(run, m, strip // strips) + query) * _sum_bytes(m) + strip % strips * LANES * 4
         for part in range(_sum_bytes(m) // (m.dim * 4)):
-            sums = carray(float_pointer(at + part * m.dim * 4), LANES)
-            for i in range(LANES):
-                sums[i] = np.float32(0)
+            fill(at + part * m.dim * 4, 0, LANES)
 
 
 @piece
@@ -396,10 +315,8 @@ def finish(m, w, run, strip):  # type: ignore[no-untyped-def]
     for query in range((run.last - run.first) * group):
         own = _at(run, m, kv_head) + query
         row, head = run.first + query // group, kv_head * group + query % group
-        at, to = (
-            run.mixed + own * _sum_bytes(m) + column * 4,
-            w.ready + (row * w.widest + head * m.dim + column) * 4,
-        )
+        at = run.mixed + own * _sum_bytes(m) + column * 4
+        to = w.ready + (row * w.widest + head * m.dim + column) * 4
         shrink = np.float32(1) / carray(float_pointer(run.totals), own + 1)[own]
         if is_rounded(m):
             combine(at, m.dim * 4, shrink, to)

@@ -1,17 +1,23 @@
-"""Memory for what a pass puts out, used again: a fresh mapping of a megabyte and a half costs a fault for
-every page, half a millisecond in all.
+"""Memory of passes, used again: a fresh mapping of a megabyte and a half costs a fault for every page, half a
+millisecond in all.
 
-Invariant: memory is lent again only when no tensor refers to it any more, so an output stays what it was
-however long it is kept.
+Invariant: an output's memory is lent again only when no tensor refers to it any more, so it stays what it was
+however long it is kept; a workspace never outlives the pass that asked for it but for the next to use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import gt
 from sys import getrefcount
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
+from paceline.models.quantize import padded
+
+T = TypeVar("T")
 KEPT = 2  # blocks: one is written while the last is read
 
 
@@ -41,3 +47,25 @@ class Recycled:
                 return self._blocks[i][:size]
         self._blocks = [*self._blocks, np.empty(size, np.float32)][-KEPT:]
         return self._blocks[-1][:size]
+
+
+class Workspace(Generic[T]):
+    """Memory in which a pass computes: it grows to the largest pass seen."""
+
+    def __init__(self, sizes: Callable[..., dict[str, int]], make: Callable[[dict[str, int]], T]) -> None:
+        """sizes: bytes of each part by the key that `get` is given; make: what is made of their addresses."""
+        self._sizes, self._make = sizes, make
+        self._key: tuple[int, ...] = ()
+        self._memory = np.empty(0, np.uint8)
+        self._made: T | None = None
+
+    def get(self, *key: int) -> T:
+        """Whose sizes are at least those of this key."""
+        if self._made is None or any(map(gt, key, self._key)):
+            self._key = tuple(map(max, key, self._key or key))
+            sizes = self._sizes(*self._key)
+            starts = np.cumsum([0, *(padded(size, 64) for size in sizes.values())]).tolist()
+            self._memory = np.zeros(starts[-1] + 64, np.uint8)
+            base = padded(self._memory.ctypes.data, 64)
+            self._made = self._make({name: base + start for name, start in zip(sizes, starts, strict=False)})
+        return self._made

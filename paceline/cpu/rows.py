@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
-from paceline.cpu.compile import piece
-from paceline.cpu.dots import BLOCK, GROUP, ROWS, SCALE_SHIFT
+from paceline.cpu.compile import piece, unrolled
+from paceline.cpu.dots import BLOCK, SCALE_SHIFT
 from paceline.cpu.lanes import (
     FLOAT,
     INT32,
@@ -25,116 +24,94 @@ from paceline.cpu.lanes import (
     MAGIC_BITS,
     Emitter,
     byte_pointer,
+    bytes_,
     float_pointer,
     floats,
     fma,
+    instruction,
 )
+from paceline.models.quantize import DOT_ROWS, GROUP
 
 ONE = np.float32(1)
-DOT_ROWS, GROUP_8, GROUP_4, BLOCK_8, BLOCK_4 = ROWS, GROUP[8], GROUP[4], BLOCK[8], BLOCK[4]
+GROUP_8, GROUP_4, BLOCK_8 = GROUP[8], GROUP[4], BLOCK[8]
 WIDTH = 4
 REBASE = float(2.0**SCALE_SHIFT)
 
 
-@intrinsic(prefer_literal=True)
-def gate_lanes(_context: Any, is_gelu: Any, gate: Any, up: Any, out: Any, count: Any) -> Any:
+@instruction(constants=1)
+def gate_lanes(emit: Emitter, is_gelu: int, gate: Any, up: Any, out: Any, count: Any) -> None:
     """out = act(gate) * up over `count` floats, a multiple of 16. act is z * sigmoid(s): s is z for silu, and
     for gelu in its tanh form 2 * sqrt(2 / pi) * (z + 0.044715 * z ** 3)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        gate, up, out, count = arguments[1:]
-        emit = Emitter(builder)
-        with emit.loop(builder.sdiv(count, emit.const(LANES))) as turn:
-            step = emit.times(turn, 4 * LANES)
-            z, inner = [emit.load(emit.offset(gate, step), floats(LANES))] * 2
-            if is_gelu.literal_value:
-                cube = builder.fmul(builder.fmul(z, z), builder.fmul(z, emit.constant(0.044715, LANES)))
-                inner = builder.fmul(emit.constant(1.5957691216057308, LANES), builder.fadd(z, cube))
-            below = builder.fadd(emit.constant(1.0, LANES), emit.exponential(builder.fneg(inner)))
-            value = builder.fmul(builder.fdiv(z, below), emit.load(emit.offset(up, step), floats(LANES)))
-            emit.store(value, emit.offset(out, step))
-        return context.get_dummy_value()
-
-    return types.void(is_gelu, *[types.int64] * 4), generate
+    builder = emit.builder
+    with emit.loop(builder.sdiv(count, emit.const(LANES))) as turn:
+        step = emit.times(turn, 4 * LANES)
+        z, inner = [emit.load(emit.offset(gate, step), floats(LANES))] * 2
+        if is_gelu:
+            cube = builder.fmul(builder.fmul(z, z), builder.fmul(z, emit.constant(0.044715, LANES)))
+            inner = builder.fmul(emit.constant(1.5957691216057308, LANES), builder.fadd(z, cube))
+        below = builder.fadd(emit.constant(1.0, LANES), emit.exponential(builder.fneg(inner)))
+        value = builder.fmul(builder.fdiv(z, below), emit.load(emit.offset(up, step), floats(LANES)))
+        emit.store(value, emit.offset(out, step))
 
 
-@intrinsic(prefer_literal=True)
-def quantize_lanes(_context: Any, group: Any, x: Any, out: Any, scale_at: Any, sum_at: Any) -> Any:
-    """int8 = round(x / s) with s = max|x| / 127 over `group` floats; stores s (rebased, see dots.py) and the
-    sum of the integers.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, out, scale_at, sum_at = arguments[1:]
-        emit, turns = Emitter(builder), range(group.literal_value // WIDTH)
-        values = [emit.load(emit.offset(x, 4 * WIDTH * turn), floats(WIDTH)) for turn in turns]
-        sizes = [emit.call(f"llvm.fabs.v{WIDTH}f32", floats(WIDTH), [value]) for value in values]
-        while len(sizes) > 1:
-            pairs = zip(sizes[::2], sizes[1::2], strict=True)
-            sizes = [emit.call(f"llvm.maximum.v{WIDTH}f32", floats(WIDTH), [a, b]) for a, b in pairs]
-        # unlike a comparison, it passes on what is not a number
-        top = emit.call(f"llvm.vector.reduce.fmaximum.v{WIDTH}f32", FLOAT, [sizes[0]])
-        zero, limit = ir.Constant(FLOAT, 0.0), ir.Constant(FLOAT, 127.0)
-        is_zero = builder.fcmp_ordered("==", top, zero)
-        inverse = emit.broadcast(builder.select(is_zero, zero, builder.fdiv(limit, top)), WIDTH)
-        scale = builder.fmul(builder.fdiv(top, limit), ir.Constant(FLOAT, REBASE))
-        ints = ir.VectorType(INT32, WIDTH)
-        total = ir.Constant(ints, [0] * WIDTH)
-        for turn, value in zip(turns, values, strict=True):
-            bits = builder.bitcast(emit.fma(value, inverse, emit.constant(MAGIC, WIDTH)), ints)
-            whole = builder.sub(bits, ir.Constant(ints, [MAGIC_BITS] * WIDTH))
-            total = builder.add(total, whole)
-            emit.store(
-                builder.trunc(whole, ir.VectorType(ir.IntType(8), WIDTH)), emit.offset(out, WIDTH * turn)
-            )
-        emit.store(scale, scale_at)
-        lanes = [builder.extract_element(total, ir.Constant(INT32, lane)) for lane in range(WIDTH)]
-        emit.store(builder.add(builder.add(lanes[0], lanes[1]), builder.add(lanes[2], lanes[3])), sum_at)
-        return context.get_dummy_value()
-
-    return types.void(group, *[types.int64] * 4), generate
+@instruction(constants=1)
+def quantize_lanes(emit: Emitter, group: int, x: Any, out: Any, scale_at: Any, sum_at: Any) -> None:
+    """int8 = round(x / s), s = max|x| / 127 over `group` floats; stores s (rebased: dots.py) and the sum."""
+    builder = emit.builder
+    turns = range(group // WIDTH)
+    values = [emit.load(emit.offset(x, 4 * WIDTH * turn), floats(WIDTH)) for turn in turns]
+    sizes = [emit.call(f"llvm.fabs.v{WIDTH}f32", floats(WIDTH), [value]) for value in values]
+    while len(sizes) > 1:
+        pairs = zip(sizes[::2], sizes[1::2], strict=True)
+        sizes = [emit.call(f"llvm.maximum.v{WIDTH}f32", floats(WIDTH), [a, b]) for a, b in pairs]
+    # unlike a comparison, it passes on what is not a number
+    top = emit.call(f"llvm.vector.reduce.fmaximum.v{WIDTH}f32", FLOAT, [sizes[0]])
+    zero, limit = ir.Constant(FLOAT, 0.0), ir.Constant(FLOAT, 127.0)
+    is_zero = builder.fcmp_ordered("==", top, zero)
+    inverse = emit.broadcast(builder.select(is_zero, zero, builder.fdiv(limit, top)), WIDTH)
+    scale = builder.fmul(builder.fdiv(top, limit), ir.Constant(FLOAT, REBASE))
+    ints = ir.VectorType(INT32, WIDTH)
+    total = ir.Constant(ints, [0] * WIDTH)
+    for turn, value in zip(turns, values, strict=True):
+        bits = builder.bitcast(emit.fma(value, inverse, emit.constant(MAGIC, WIDTH)), ints)
+        whole = builder.sub(bits, ir.Constant(ints, [MAGIC_BITS] * WIDTH))
+        total = builder.add(total, whole)
+        emit.store(builder.trunc(whole, bytes_(WIDTH)), emit.offset(out, WIDTH * turn))
+    emit.store(scale, scale_at)
+    lanes = [builder.extract_element(total, ir.Constant(INT32, lane)) for lane in range(WIDTH)]
+    emit.store(builder.add(builder.add(lanes[0], lanes[1]), builder.add(lanes[2], lanes[3])), sum_at)
 
 
-@intrinsic
-def stored_scale(_context: Any, at: Any) -> Any:
+@instruction(types.float32)
+def stored_scale(emit: Emitter, at: Any) -> Any:
     """The half-precision scale at this address, as in dots.py; numba itself has no half precision."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        bits = builder.zext(Emitter(builder).load(arguments[0], ir.IntType(16)), INT32)
-        tiny = builder.bitcast(builder.shl(bits, ir.Constant(INT32, 13)), FLOAT)
-        return builder.fmul(tiny, ir.Constant(FLOAT, REBASE))
-
-    return types.float32(types.int64), generate
+    builder = emit.builder
+    bits = builder.zext(emit.load(at, ir.IntType(16)), INT32)
+    tiny = builder.bitcast(builder.shl(bits, ir.Constant(INT32, 13)), FLOAT)
+    return builder.fmul(tiny, ir.Constant(FLOAT, REBASE))
 
 
-@intrinsic
-def sum_of_squares(_context: Any, x: Any, width: Any) -> Any:
+@instruction(types.float32)
+def sum_of_squares(emit: Emitter, x: Any, width: Any) -> Any:
     """Of `width` floats, a multiple of 4: sixteen chains, and four for what is left."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        x, width = arguments
-        emit, turns = Emitter(builder), builder.sdiv(width, Emitter(builder).const(LANES))
-        whole, rest = emit.variable(emit.zeros(LANES)), emit.variable(emit.zeros(WIDTH))
-        with emit.loop(turns) as turn:
-            value = emit.load(emit.offset(x, emit.times(turn, 4 * LANES)), floats(LANES))
-            emit.accumulate(whole, value, value)
-        done = emit.times(turns, LANES)
-        with emit.loop(builder.sdiv(builder.sub(width, done), emit.const(WIDTH))) as turn:
-            value = emit.load(emit.offset(x, emit.times(done, 4), emit.times(turn, 4 * WIDTH)), floats(WIDTH))
-            emit.accumulate(rest, value, value)
-        return builder.fadd(emit.total(builder.load(whole)), emit.total(builder.load(rest)))
-
-    return types.float32(types.int64, types.int64), generate
+    builder = emit.builder
+    turns = builder.sdiv(width, emit.const(LANES))
+    whole, rest = emit.variable(emit.zeros(LANES)), emit.variable(emit.zeros(WIDTH))
+    with emit.loop(turns) as turn:
+        value = emit.load(emit.offset(x, emit.times(turn, 4 * LANES)), floats(LANES))
+        emit.accumulate(whole, value, value)
+    done = emit.times(turns, LANES)
+    with emit.loop(builder.sdiv(builder.sub(width, done), emit.const(WIDTH))) as turn:
+        value = emit.load(emit.offset(x, emit.times(done, 4), emit.times(turn, 4 * WIDTH)), floats(WIDTH))
+        emit.accumulate(rest, value, value)
+    return builder.fadd(emit.total(builder.load(whole)), emit.total(builder.load(rest)))
 
 
 @piece
 def normalize(x_at, weight_at, y_at, width, eps):  # type: ignore[no-untyped-def]
     """y = x / rms(x) * weight; the width is a multiple of 4. y may be x."""
-    x, y, weight = (
-        carray(float_pointer(x_at), width),
-        carray(float_pointer(y_at), width),
-        carray(float_pointer(weight_at), width),
-    )
+    x, y = carray(float_pointer(x_at), width), carray(float_pointer(y_at), width)
+    weight = carray(float_pointer(weight_at), width)
     factor = ONE / np.sqrt(sum_of_squares(x_at, width) / np.float32(width) + np.float32(eps))
     for i in range(width):
         y[i] = x[i] * factor * weight[i]
@@ -168,30 +145,26 @@ def put_32(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-
     copy(x_at + first * 4, to.values + (row * width + first) * 4, min(last, width) - first)
 
 
+@unrolled
+def _put_groups(group, x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
+    """The same in int8. `first` is a multiple of the group, and the row goes on with zeros to the end of its
+    last one; `last` may lie in the next row, which another thread writes."""
+    padded = (width + group - 1) // group * group
+    for start in range(first, min(last, padded), group):
+        at = (start // group * rows + row) * 4
+        quantize_lanes(
+            group, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at
+        )
+
+
 @piece
 def put_8(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
-    """The same in int8. `first` and `last` are multiples of the group, and the row goes on with zeros to the
-    end of its last one.
-    """
-    padded = (width + GROUP_8 - 1) // GROUP_8 * GROUP_8
-    for start in range(first, last, GROUP_8):
-        at = (start // GROUP_8 * rows + row) * 4
-        quantize_lanes(
-            GROUP_8, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at
-        )
+    _put_groups(GROUP_8, x_at, width, first, last, to, row, rows)
 
 
 @piece
 def put_4(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
-    """The same for int4 weights, whose groups are shorter."""
-    padded = (width + GROUP_4 - 1) // GROUP_4 * GROUP_4
-    for start in range(
-        first, min(last, padded), GROUP_4
-    ):  # `last` may lie in the next row, which another thread writes
-        at = (start // GROUP_4 * rows + row) * 4
-        quantize_lanes(
-            GROUP_4, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at
-        )
+    _put_groups(GROUP_4, x_at, width, first, last, to, row, rows)
 
 
 @piece
@@ -208,10 +181,8 @@ def embed_8(m, token, y_at, width, scale):  # type: ignore[no-untyped-def]
     y, lane = carray(float_pointer(y_at), width), token % DOT_ROWS
     for first in range(0, width, GROUP_8):
         block = m.weight + (token // DOT_ROWS * (m.k // GROUP_8) + first // GROUP_8) * BLOCK_8
-        weights, factor = (
-            carray(byte_pointer(block), BLOCK_8),
-            stored_scale(block + BLOCK_8 - 2 * (DOT_ROWS - lane)),
-        )
+        weights = carray(byte_pointer(block), BLOCK_8)
+        factor = stored_scale(block + BLOCK_8 - 2 * (DOT_ROWS - lane))
         for i in range(min(GROUP_8, width - first)):
             whole = np.float32(weights[i // 4 * 4 * DOT_ROWS + lane * 4 + i % 4])
             y[first + i] = whole * factor * np.float32(scale)

@@ -15,16 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from paceline.cpu.compile import kernel, piece
+from paceline.cpu.compile import kernel, piece, struct
 from paceline.cpu.lanes import int_pointer, word_pointer
 
-COUNT, TOTAL, TOKEN, PARENT, FIRST, NEXT, PREVIOUS, WHERE = range(
-    8
-)  # columns of a node; WHERE: slot of the text, or -1
-FREE, NUM_FREE, BEGIN, END, NUM_ACTIVE = range(
-    5
-)  # fields of the state; BEGIN and END count all tokens ever pushed
-ROOT, NOTHING = 0, 0  # the root is nobody's child, so its number can say that there is no node
+# columns of a node; WHERE: slot of the text, or -1
+COUNT, TOTAL, TOKEN, PARENT, FIRST, NEXT, PREVIOUS, WHERE = range(8)
+FREE, NUM_FREE, BEGIN, END, NUM_ACTIVE = range(5)  # of the state; BEGIN and END count all tokens ever pushed
+ROOT, NOTHING = 0, 0  # the root is no child, so its number can say that there is no node
 SEPARATOR = -1  # what stands in the text where there is nothing more
 
 
@@ -38,22 +35,17 @@ class Arrays(NamedTuple):
     active: np.ndarray  # [depth] int32: nodes of the last tokens that occurred before, longest first
 
 
+# what kernels read of a tree: addresses of its arrays, its size and depth, and whether it may grow
+Header = NamedTuple("Header", [(name, int) for name in (*Arrays._fields, "size", "depth", "may_grow")])  # type: ignore[misc]
+header_at = struct(Header)
+
+
 @piece
 def tree_at(header):  # type: ignore[no-untyped-def]
-    """header: address of eight int64, where the five arrays lie, the tree's size and depth, and whether it
-    may grow.
-    """
-    f = carray(int_pointer(header), 8)
-    size, depth = f[5], f[6]
-    return Arrays(
-        carray(word_pointer(f[0]), (size, 8)), carray(word_pointer(f[1]), 2 * size), carray(word_pointer(f[2]), size),
-        carray(int_pointer(f[3]), 5), carray(word_pointer(f[4]), depth),
-    )  # fmt: skip
-
-
-@piece
-def may_grow(header):  # type: ignore[no-untyped-def]
-    return carray(int_pointer(header), 8)[7] != 0
+    h = header_at(header)
+    nodes, slots = carray(word_pointer(h.nodes), (h.size, 8)), carray(word_pointer(h.slots), 2 * h.size)
+    text, state = carray(word_pointer(h.text), h.size), carray(int_pointer(h.state), 5)
+    return Arrays(nodes, slots, text, state, carray(word_pointer(h.active), h.depth))
 
 
 @piece
@@ -139,9 +131,7 @@ def create(nodes, slots, state, parent, token, where):  # type: ignore[no-untype
 
 @piece
 def visit(nodes, slots, text, state, parent, token, room):  # type: ignore[no-untyped-def]
-    """One more occurrence of a node's child, which is returned if it had occurred before. `room`: levels that
-    may lie below the child.
-    """
+    """One more occurrence of a node's child, returned if it had occurred before. `room`: levels below it."""
     node = find(nodes, slots, parent, token)
     if node == NOTHING:
         create(nodes, slots, state, parent, token, state[END] % len(text) if room else -1)
@@ -161,9 +151,7 @@ def visit(nodes, slots, text, state, parent, token, room):  # type: ignore[no-un
 
 @piece
 def push(nodes, slots, text, state, active, token):  # type: ignore[no-untyped-def]
-    """The text goes on. `active` are the nodes of its last tokens that had occurred before, longest first:
-    all lengths down to 1.
-    """
+    """The text goes on. `active`: nodes of its last tokens that had occurred before, the longest first."""
     depth = len(active)
     text[state[END] % len(text)] = token
     state[END] += 1
@@ -192,16 +180,14 @@ def forget(nodes, slots, text, state, depth):  # type: ignore[no-untyped-def]
         was_leaf = nodes[node, WHERE] >= 0
         nodes[node, COUNT] -= 1
         nodes[parent, TOTAL] -= 1
-        after = nodes[node, NEXT]
+        is_first, after = nodes[node, PREVIOUS] == NOTHING, nodes[node, NEXT]
         if nodes[node, COUNT] == 0:
             leave(nodes, slots, node)
             unlink(nodes, node)
             nodes[node, NEXT] = state[FREE]
             state[FREE] = node
             state[NUM_FREE] += 1
-        elif (
-            nodes[node, PREVIOUS] == NOTHING and after != NOTHING and nodes[after, COUNT] > nodes[node, COUNT]
-        ):
+        elif is_first and after != NOTHING and nodes[after, COUNT] > nodes[node, COUNT]:
             unlink(nodes, after)
             link(nodes, after)
         parent = node
@@ -217,9 +203,7 @@ def is_full(text, state, depth):  # type: ignore[no-untyped-def]
 
 @piece
 def push_all(tree, tokens, can_grow):  # type: ignore[no-untyped-def]
-    """Push tokens and say how many; where there is no room stop if the arrays may grow, else forget what is
-    oldest.
-    """
+    """Push tokens and say how many; without room stop if the arrays may grow, else forget what is oldest."""
     nodes, slots, text, state, active = tree
     for i in range(len(tokens)):
         while is_full(text, state, len(active)):
@@ -233,7 +217,7 @@ def push_all(tree, tokens, can_grow):  # type: ignore[no-untyped-def]
 @kernel
 def extend(header, tokens_at, count):  # type: ignore[no-untyped-def]
     """tokens_at: address of int32."""
-    return push_all(tree_at(header), carray(word_pointer(tokens_at), count), may_grow(header))
+    return push_all(tree_at(header), carray(word_pointer(tokens_at), count), header_at(header).may_grow != 0)
 
 
 @kernel
@@ -249,9 +233,7 @@ def close(header, begin):  # type: ignore[no-untyped-def]
 
 @kernel
 def move(nodes, slots, text, state, old_nodes, old_text):  # type: ignore[no-untyped-def]
-    """Fill larger arrays from smaller ones: nodes keep their numbers, the text its places counted from the
-    beginning.
-    """
+    """Fill larger arrays from smaller ones: nodes keep their numbers, the text its places."""
     begin, size, used = state[BEGIN], len(old_text), len(old_nodes)
     for at in range(begin, state[END] + 1):
         text[at % len(text)] = old_text[at % size]

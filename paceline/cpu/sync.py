@@ -1,126 +1,196 @@
-"""Threads that run a whole pass side by side meet at barriers between its steps.
+"""Threads that run a whole pass side by side: who takes part in it, and barriers between its steps.
 
-Invariant: nobody passes a barrier before all have come. Waiting is spinning, since steps take microseconds;
-after a while the core is offered to others. All threads must really run at once, which `roll_call` finds out
-before a pass relies on it.
+A pass asks for a number of threads and goes on with those that have come when its patience ends, since the
+runtime may give fewer (OMP_DYNAMIC, OMP_THREAD_LIMIT) or one may be late on a busy machine. Invariant: no
+barrier is passed before all that take part have come, and all that take part are running when the first step
+begins, so whatever number the runtime gives, no pass waits for ever. Waiting is spinning, since steps take
+microseconds; after a while the core is offered to others.
 """
 
 from __future__ import annotations
 
-import time
+import os
 import warnings
-from functools import cache
-from typing import Any
+from array import array
+from typing import Any, NamedTuple
 
 import numba
-import numpy as np
 from llvmlite import ir
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import carray, types
 
-from paceline.cpu.compile import kernel, piece
-from paceline.cpu.lanes import INT32, INT64, Emitter
+from paceline.core.errors import ConfigError
+from paceline.cpu.compile import piece
+from paceline.cpu.lanes import INT32, INT64, Emitter, instruction, int_pointer, seconds_now
 
-BYTES = 256  # of a barrier's memory: the number of arrivals and the number of meetings, far apart
+# Memory of a team, in bytes: arrivals at a barrier and barriers passed, far apart; the gate of a region: how
+# many threads have come, and shifted by COUNTED, once that is settled, how many take part;
+LINE, COUNTED = 128, 32
+GATE = 2 * LINE
+# and what the first thread knows: its patience, how many regions in a row were short of threads, and the
+# address of the lock of all regions, where the runtime can have one at a time.
+PATIENCE, SHORT, LOCK = (GATE + LINE + 8 * i for i in range(3))
 SPINS = 10_000  # turns before the core is offered to others
-PATIENCE = 1000  # times that a roll call offers its core before it gives up
-# for so long it is called again: on a busy machine a thread may be late, and one that is not there never
-# comes
-LATE_S = 0.5
+MOST_PATIENCE, LEAST_PATIENCE = 10_000_000, 50_000  # nanoseconds: the least where threads did not come before
+NOTICED = 5  # regions in a row that were short of threads before it is said
 
 
-def _pointer(builder: Any, at: Any) -> Any:
-    return builder.inttoptr(at, INT64.as_pointer())
+class Share(NamedTuple):
+    """What a thread does of a region: part number `part` of `threads`, or nothing if `part` is negative."""
+
+    part: int
+    threads: int
+    sync: int  # address of a team's memory
 
 
-@intrinsic
-def arrive(_context: Any, at: Any) -> Any:
+def _pointer(emit: Emitter, at: Any) -> Any:
+    return emit.builder.inttoptr(at, INT64.as_pointer())
+
+
+@instruction(types.int64)
+def arrive(emit: Emitter, at: Any) -> Any:
     """Add one to the integer at this address; returns what it was."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, arguments[0]), ir.Constant(INT64, 1), "acq_rel")
-
-    return types.int64(types.int64), generate
+    return emit.builder.atomic_rmw("add", _pointer(emit, at), ir.Constant(INT64, 1), "acq_rel")
 
 
-@intrinsic
-def look(_context: Any, at: Any) -> Any:
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_pointer(builder, arguments[0]), "acquire", 8, typ=INT64)
-
-    return types.int64(types.int64), generate
+@instruction(types.int64)
+def look(emit: Emitter, at: Any) -> Any:
+    return emit.builder.load_atomic(_pointer(emit, at), "acquire", 8, typ=INT64)
 
 
-@intrinsic
-def publish(_context: Any, at: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+@instruction()
+def publish(emit: Emitter, at: Any, value: Any) -> None:
+    emit.builder.store_atomic(value, _pointer(emit, at), "release", 8)
 
 
-@intrinsic
-def offer_core(_context: Any) -> Any:
-    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        return Emitter(builder).call("sched_yield", INT32, [])
+@instruction(types.boolean)
+def exchange(emit: Emitter, at: Any, old: Any, new: Any) -> Any:
+    """Put `new` where `old` is; whether it was."""
+    found = emit.builder.cmpxchg(_pointer(emit, at), old, new, "acq_rel", "acquire")
+    return emit.builder.extract_value(found, 1)
 
-    return types.int32(), generate
+
+@instruction(types.int32)
+def offer_core(emit: Emitter) -> Any:
+    return emit.call("sched_yield", INT32, [])
 
 
 @piece
-def barrier(at, threads):  # type: ignore[no-untyped-def]
+def open_region(sync):  # type: ignore[no-untyped-def]
+    """Before a region; `close_region` comes after it."""
+    lock = look(sync + LOCK)
+    while lock != 0 and not exchange(lock, 0, 1):
+        offer_core()
+    publish(sync + GATE, 0)
+
+
+@piece
+def close_region(sync):  # type: ignore[no-untyped-def]
+    if look(sync + LOCK) != 0:
+        publish(look(sync + LOCK), 0)
+
+
+@piece
+def join(sync, part, threads):  # type: ignore[no-untyped-def]
+    """The share of iteration `part` of a region of `threads`. The first that comes waits until all have, or
+    its patience ends and the others come too late: nothing is left for them to do."""
     if threads == 1:
+        return Share(part, 1, sync)
+    gate, place, spins, until = sync + GATE, arrive(sync + GATE), 0, 0.0
+    come = look(gate)
+    while come >> COUNTED == 0:
+        spins += 1
+        is_over = come == threads
+        if spins % SPINS == 0 and place == 0:
+            now = seconds_now()
+            until = until if until > 0.0 else now + look(sync + PATIENCE) * 1e-9
+            is_over = now > until
+        if spins % SPINS == 0:
+            offer_core()
+        if is_over:
+            exchange(gate, come, come | come << COUNTED)
+        come = look(gate)
+    count = come >> COUNTED
+    if place == 0:
+        _remember(sync, count < threads)
+    if place >= count:
+        return Share(-1, count, sync)
+    return Share(part if count == threads else place, count, sync)
+
+
+@piece
+def _remember(sync, is_short):  # type: ignore[no-untyped-def]
+    """A runtime that gives fewer threads is waited for less the next time."""
+    known = carray(int_pointer(sync + PATIENCE), 2)
+    known[0] = max(known[0] // 4, LEAST_PATIENCE) if is_short else min(known[0] * 2, MOST_PATIENCE)
+    known[1] = known[1] + 1 if is_short else 0
+
+
+@piece
+def range_of(share, count):  # type: ignore[no-untyped-def]
+    """The part of `count` items that is this thread's."""
+    return count * share.part // share.threads, count * (share.part + 1) // share.threads
+
+
+@piece
+def barrier(share):  # type: ignore[no-untyped-def]
+    if share.threads == 1:
         return
-    meeting = look(at + BYTES // 2)
-    if arrive(at) == threads - 1:
-        publish(at, 0)
-        publish(at + BYTES // 2, meeting + 1)
+    arrivals, passed = share.sync, share.sync + LINE
+    number = look(passed)
+    if arrive(arrivals) == share.threads - 1:
+        publish(arrivals, 0)
+        publish(passed, number + 1)
         return
     spins = 0
-    while look(at + BYTES // 2) == meeting:
+    while look(passed) == number:
         spins += 1
         if spins == SPINS:
             offer_core()
             spins = 0
 
 
-@kernel(parallel=True)
-def _call_roll(at, threads):  # type: ignore[no-untyped-def]
-    for _ in prange(threads):
-        arrive(at)
-        for _patience in range(PATIENCE):
-            if look(at) >= threads:
-                arrive(at + BYTES // 2)  # saw everybody
-                break
-            offer_core()
+_lock = array("q", [0] * (2 * LINE // 8))  # in the middle of memory of its own, since all threads look at it
+_state = {"has_started": False, "is_forked": False, "has_warned": False}
 
 
-@cache
-def roll_call(threads: int) -> bool:
-    """Whether this many threads are given to a kernel at once. A limit on OpenMP's threads, for instance,
-    gives fewer.
-    """
-    until = time.monotonic() + LATE_S
-    while not _all_come(threads):
-        if time.monotonic() > until:
-            _warn(threads)
-            return False
-    return True
+def _note_fork() -> None:
+    _state["is_forked"] = _state["has_started"]
 
 
-def _all_come(threads: int) -> bool:
-    memory = np.zeros(BYTES // 8, np.int64)
-    _call_roll(memory.ctypes.data, threads)
-    return int(memory[BYTES // 16]) == threads
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class Team:
+    """The memory by which the threads of one decoder's or head's passes find each other."""
+
+    def __init__(self) -> None:
+        num_threads()  # starts the runtime, which knows then what it is
+        self._memory = array("q", [0] * (LOCK // 8 + 1 + 2 * LINE // 8))
+        start = self._memory.buffer_info()[0]
+        self.at = -(-start // LINE) * LINE
+        self._first = (self.at - start) // 8
+        self._memory[self._first + PATIENCE // 8] = MOST_PATIENCE
+        if numba.threading_layer() == "workqueue":  # it ends the process if two threads call it at once
+            self._memory[self._first + LOCK // 8] = _lock.buffer_info()[0] + LINE
+
+    def notice(self) -> None:
+        """After a pass: say once that threads do not come."""
+        if self._memory[self._first + SHORT // 8] >= NOTICED and not _state["has_warned"]:
+            _state["has_warned"] = True
+            message = (
+                f"{numba.get_num_threads()} threads were asked for, fewer run at once and passes use those: "
+                "look for a limit such as OMP_THREAD_LIMIT or OMP_DYNAMIC, or for other work on these cores"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def num_threads() -> int:
-    """How many threads a pass may use."""
+    """How many threads a pass asks for."""
+    if _state["is_forked"]:
+        raise ConfigError(
+            "this process was forked from one whose CPU kernels had already run, and their threads do not "
+            "survive a fork: start it with multiprocessing's 'spawn' method, or fork before an LLM is made"
+        )
+    _state["has_started"] = True
     threads: int = numba.get_num_threads()
-    return threads if threads == 1 or roll_call(threads) else 1
-
-
-def _warn(threads: int) -> None:
-    message = f"{threads} threads were asked for and not all run at once, so one is used: look for a limit such as OMP_THREAD_LIMIT"
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return threads

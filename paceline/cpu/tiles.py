@@ -10,14 +10,12 @@ how many queries or positions a tile takes changes no bit.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from paceline.cpu.lanes import INT32, INT64, LANES, Emitter, floats
+from paceline.cpu.lanes import INT32, INT64, LANES, MAGIC, Emitter, floats, instruction
 
 WIDTH = 4  # lanes of a dot product
 SPAN = 4  # positions of a tile, at most WIDTH
@@ -25,15 +23,13 @@ SPAN = 4  # positions of a tile, at most WIDTH
 AHEAD = 16
 PLACE = 16  # bytes of a pair of offsets
 HAS_32_REGISTERS = platform.machine() in ("aarch64", "arm64")
-SCORED = (
-    4 if HAS_32_REGISTERS else 3
-)  # queries of a tile: with SPAN positions each, the sums stay in registers (5: 9 % slower, 6: 31 %)
+# queries of a tile: with SPAN positions each, the sums stay in registers (5: 9 % slower, 6: 31 %)
+SCORED = 4 if HAS_32_REGISTERS else 3
 MIXED = 5 if HAS_32_REGISTERS else 3  # the same, with 16 columns each (3: 5 % slower, 6: 27 %)
 LOWEST = -3e38  # a score that weighs nothing
 LEAST = -126.0  # the smallest exponent of a float: nothing weighs less than 2 ** -126
 # 2 ** x for x from -1/2 to 1/2, fitted by least squares of the relative error: 2e-9 before rounding
 POWER = (0.00015337577, 0.001339986, 0.00961852, 0.05550329, 0.24022646, 0.6931472, 1.0)
-ROUNDING = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which then is the low bits
 
 
 def addresses(emit: Emitter, cache: Any, places: Any, count: int) -> list[Any]:
@@ -41,53 +37,30 @@ def addresses(emit: Emitter, cache: Any, places: Any, count: int) -> list[Any]:
     return [emit.offset(cache, emit.load(emit.offset(places, PLACE * p), INT64)) for p in range(count)]
 
 
-@intrinsic(prefer_literal=True)
-def score_tile(
-    _context: Any,
-    num_queries: Any,
-    span: Any,
-    queries: Any,
-    keys: Any,
-    places: Any,
-    dim: Any,
-    out: Any,
-    stride: Any,
-) -> Any:
+@instruction(constants=1, most=SCORED, operands=6)
+def score_tile(emit: Emitter, span: int, num_queries: int, *operands: Any) -> None:
     """out[q, p] = queries[q] · keys[p] for `span` positions (SPAN or 1). Four lanes go along the head and are
-    added neighbours first.
-
-    Rows of a cache lie apart, which no processor foresees: each turn asks for lines needed AHEAD positions
-    on.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        queries, keys, places, dim, out, stride = arguments[2:]
-        emit, wanted, width = Emitter(builder), range(num_queries.literal_value), span.literal_value
-        rows = addresses(emit, keys, places, width)
-        soon = addresses(emit, keys, emit.offset(places, PLACE * AHEAD), width)
-        sums = [[emit.variable(emit.zeros(WIDTH)) for _ in rows] for _ in wanted]
-        with emit.loop(builder.sdiv(dim, emit.const(LANES))) as turn:
-            line = emit.times(turn, 4 * LANES)  # 64 bytes
-            for row in soon:
-                emit.prefetch(emit.offset(row, line))
-            for step in range(0, 4 * LANES, 4 * WIDTH):
-                each = [
-                    emit.load(emit.offset(queries, emit.times(dim, 4 * q), line, step), floats(WIDTH))
-                    for q in wanted
-                ]
-                for p, row in enumerate(rows):
-                    key = emit.load(emit.offset(row, line, step), floats(WIDTH))
-                    for q, query in enumerate(each):
-                        emit.accumulate(sums[q][p], query, key)
-        for q, of_query in enumerate(sums):
-            lanes = emit.totals([builder.load(total) for total in of_query] * (SPAN // width))
-            emit.store(
-                lanes if width == SPAN else builder.extract_element(lanes, emit.first),
-                emit.offset(out, emit.times(stride, q)),
-            )
-        return context.get_dummy_value()
-
-    return types.void(num_queries, span, *[types.int64] * 6), generate
+    added neighbours first. Rows of a cache lie apart, which no processor foresees: each turn asks for lines
+    needed AHEAD positions on. operands: queries, keys, places, dim, out, its stride."""
+    (queries, keys, places, dim, out, stride), builder = operands, emit.builder
+    wanted, rows = range(num_queries), addresses(emit, keys, places, span)
+    soon = addresses(emit, keys, emit.offset(places, PLACE * AHEAD), span)
+    sums = [[emit.variable(emit.zeros(WIDTH)) for _ in rows] for _ in wanted]
+    with emit.loop(builder.sdiv(dim, emit.const(LANES))) as turn:
+        line = emit.times(turn, 4 * LANES)  # 64 bytes
+        for row in soon:
+            emit.prefetch(emit.offset(row, line))
+        for step in range(0, 4 * LANES, 4 * WIDTH):
+            at = emit.offset(queries, line, step)
+            each = [emit.load(emit.offset(at, emit.times(dim, 4 * q)), floats(WIDTH)) for q in wanted]
+            for p, row in enumerate(rows):
+                key = emit.load(emit.offset(row, line, step), floats(WIDTH))
+                for q, query in enumerate(each):
+                    emit.accumulate(sums[q][p], query, key)
+    for q, of_query in enumerate(sums):
+        lanes = emit.totals([builder.load(total) for total in of_query] * (SPAN // span))
+        found = lanes if span == SPAN else builder.extract_element(lanes, emit.first)
+        emit.store(found, emit.offset(out, emit.times(stride, q)))
 
 
 def _add_values(
@@ -100,60 +73,36 @@ def _add_values(
         emit.accumulate(total, emit.splat(weight, lane, LANES), value)
 
 
-@intrinsic(prefer_literal=True)
-def mix_tile(
-    _context: Any,
-    num_queries: Any,
-    weights: Any,
-    weight_stride: Any,
-    values: Any,
-    places: Any,
-    count: Any,
-    out: Any,
-    stride: Any,
-) -> Any:
-    """out[q, :16] += sum over positions of weights[q, p] * values[p, :16], in order. `places` are the values'
-    offsets.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, weight_stride, values, places, count, out, stride = arguments[1:]
-        emit, wanted = Emitter(builder), range(num_queries.literal_value)
-        rows = [emit.offset(weights, emit.times(weight_stride, q)) for q in wanted]
-        targets = [emit.offset(out, emit.times(stride, q)) for q in wanted]
-        sums = [emit.variable(emit.load(target, floats(LANES))) for target in targets]
-        spans = builder.sdiv(count, emit.const(SPAN))
-        with emit.loop(spans) as turn:
-            fours = [emit.load(emit.offset(row, emit.times(turn, 4 * SPAN)), floats(SPAN)) for row in rows]
-            for p in range(SPAN):
-                _add_values(
-                    emit,
-                    sums,
-                    values,
-                    emit.offset(places, emit.times(turn, PLACE * SPAN), PLACE * p),
-                    fours,
-                    p,
-                )
-        whole = emit.times(spans, SPAN)
-        with emit.loop(builder.sub(count, whole)) as rest:
-            p = builder.add(whole, rest)
-            ones = [emit.load(emit.offset(row, emit.times(p, 4)), floats(1)) for row in rows]
-            _add_values(emit, sums, values, emit.offset(places, emit.times(p, PLACE)), ones, 0)
-        for total, target in zip(sums, targets, strict=True):
-            emit.store(builder.load(total), target)
-        return context.get_dummy_value()
-
-    return types.void(num_queries, *[types.int64] * 7), generate
+@instruction(most=MIXED, operands=7)
+def mix_tile(emit: Emitter, num_queries: int, *operands: Any) -> None:
+    """out[q, :16] += sum over positions of weights[q, p] * values[p, :16], in order. operands: weights, their
+    stride, values, places (the values' offsets), count of positions, out, its stride."""
+    weights, weight_stride, values, places, count, out, stride = operands
+    builder, wanted = emit.builder, range(num_queries)
+    rows = [emit.offset(weights, emit.times(weight_stride, q)) for q in wanted]
+    targets = [emit.offset(out, emit.times(stride, q)) for q in wanted]
+    sums = [emit.variable(emit.load(target, floats(LANES))) for target in targets]
+    spans = builder.sdiv(count, emit.const(SPAN))
+    with emit.loop(spans) as turn:
+        fours = [emit.load(emit.offset(row, emit.times(turn, 4 * SPAN)), floats(SPAN)) for row in rows]
+        for p in range(SPAN):
+            at = emit.offset(places, emit.times(turn, PLACE * SPAN), PLACE * p)
+            _add_values(emit, sums, values, at, fours, p)
+    whole = emit.times(spans, SPAN)
+    with emit.loop(builder.sub(count, whole)) as rest:
+        p = builder.add(whole, rest)
+        ones = [emit.load(emit.offset(row, emit.times(p, 4)), floats(1)) for row in rows]
+        _add_values(emit, sums, values, emit.offset(places, emit.times(p, PLACE)), ones, 0)
+    for total, target in zip(sums, targets, strict=True):
+        emit.store(builder.load(total), target)
 
 
 def power_of_two(emit: Emitter, x: Any, polynomial: Sequence[float] = POWER) -> Any:
-    """2 ** x lane by lane for x <= 0 and not below LEAST: a polynomial of what is left after rounding, its
-    exponent moved.
-    """
+    """2 ** x for x <= 0 and not below LEAST: a polynomial of what rounding leaves, its exponent moved."""
     builder, width = emit.builder, x.type.count
     ints = ir.VectorType(INT32, width)
-    shifted = builder.fadd(x, emit.constant(ROUNDING, width))
-    rest = builder.fsub(x, builder.fsub(shifted, emit.constant(ROUNDING, width)))
+    shifted = builder.fadd(x, emit.constant(MAGIC, width))
+    rest = builder.fsub(x, builder.fsub(shifted, emit.constant(MAGIC, width)))
     series = emit.constant(polynomial[0], width)
     for coefficient in polynomial[1:]:
         series = emit.fma(series, rest, emit.constant(coefficient, width))
@@ -161,29 +110,36 @@ def power_of_two(emit: Emitter, x: Any, polynomial: Sequence[float] = POWER) -> 
     return builder.bitcast(builder.add(builder.bitcast(series, ints), exponent), x.type)
 
 
-@intrinsic
-def weigh_lanes(_context: Any, scores: Any, turns: Any, scale: Any, total_at: Any) -> Any:
-    """In place over 16 * turns floats, 2 ** (scale * (score - the largest)); stores their sum. `scale` is
-    positive.
-    """
+def largest_of(emit: Emitter, at: Any, turns: Any) -> Any:
+    """The largest of 16 * turns floats; what is not a number is passed over."""
+    top, kind = emit.variable(emit.constant(LOWEST, LANES)), floats(LANES)
+    with emit.loop(turns) as turn:
+        value = emit.load(emit.offset(at, emit.times(turn, 4 * LANES)), kind)
+        emit.builder.store(emit.call(f"llvm.maxnum.v{LANES}f32", kind, [value, emit.builder.load(top)]), top)
+    return emit.largest(emit.builder.load(top))
 
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        scores, turns, scale, total_at = arguments
-        emit, kind = Emitter(builder), floats(LANES)
-        top, total = emit.variable(emit.constant(LOWEST, LANES)), emit.variable(emit.zeros(LANES))
-        with emit.loop(turns) as turn:
-            score = emit.load(emit.offset(scores, emit.times(turn, 4 * LANES)), kind)
-            builder.store(emit.call(f"llvm.maxnum.v{LANES}f32", kind, [score, builder.load(top)]), top)
-        factor = emit.broadcast(scale, LANES)
-        down = builder.fneg(builder.fmul(emit.broadcast(emit.largest(builder.load(top)), LANES), factor))
-        with emit.loop(turns) as turn:
-            here = emit.offset(scores, emit.times(turn, 4 * LANES))
-            exponent = emit.fma(emit.load(here, kind), factor, down)
-            exponent = emit.call(f"llvm.maxnum.v{LANES}f32", kind, [exponent, emit.constant(LEAST, LANES)])
-            value = power_of_two(emit, exponent)
-            emit.store(value, here)
-            builder.store(builder.fadd(builder.load(total), value), total)
-        emit.store(emit.total(builder.load(total)), total_at)
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.float32, types.int64), generate
+def exponents(emit: Emitter, scores: Any, turns: Any, scale: Any) -> Callable[[Any], Any]:
+    """Of the weights of 16 * turns scores: a function of an address among them, never below LEAST."""
+    builder, factor = emit.builder, emit.broadcast(scale, LANES)
+    top = emit.broadcast(largest_of(emit, scores, turns), LANES)
+    down = builder.fneg(builder.fmul(top, factor))
+
+    def exponent(at: Any) -> Any:
+        found = emit.fma(emit.load(at, floats(LANES)), factor, down)
+        return emit.call(f"llvm.maxnum.v{LANES}f32", found.type, [found, emit.constant(LEAST, LANES)])
+
+    return exponent
+
+
+@instruction()
+def weigh_lanes(emit: Emitter, scores: Any, turns: Any, scale: Any, total_at: Any) -> None:
+    """In place over 16 * turns floats, 2 ** (scale * (score - the largest)), scale > 0; stores their sum."""
+    builder, total = emit.builder, emit.variable(emit.zeros(LANES))
+    exponent = exponents(emit, scores, turns, scale)
+    with emit.loop(turns) as turn:
+        here = emit.offset(scores, emit.times(turn, 4 * LANES))
+        value = power_of_two(emit, exponent(here))
+        emit.store(value, here)
+        builder.store(builder.fadd(builder.load(total), value), total)
+    emit.store(emit.total(builder.load(total)), total_at)

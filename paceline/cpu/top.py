@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
 from paceline.cpu.compile import kernel, piece
-from paceline.cpu.lanes import LANES, Emitter, address, float_pointer, floats
+from paceline.cpu.lanes import LANES, Emitter, address, float_pointer, floats, instruction
 
 BLOCK = 4 * LANES
 MAX_K = 64  # beyond it, inserting one by one is no longer cheap
@@ -24,9 +23,7 @@ MAX_K = 64  # beyond it, inserting one by one is no longer cheap
 
 @piece
 def insert(best, ids, k, value, token):  # type: ignore[no-untyped-def]
-    """Into the ordered best, before the first that is smaller; what is not a number counts as the
-    smallest.
-    """
+    """Into the ordered best, before the first that is smaller; what is not a number is the smallest."""
     if value != value:
         value = -np.inf
     at = k - 1
@@ -36,27 +33,22 @@ def insert(best, ids, k, value, token):  # type: ignore[no-untyped-def]
     best[at], ids[at] = value, token
 
 
-@intrinsic
-def has_larger(_context: Any, at: Any, limit: Any) -> Any:
+@instruction(types.boolean)
+def has_larger(emit: Emitter, at: Any, limit: Any) -> Any:
     """Whether one of the BLOCK floats at this address is larger, or not a number."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        emit, flags = Emitter(builder), ir.VectorType(ir.IntType(1), LANES)
-        at, limit = arguments[0], emit.broadcast(arguments[1], LANES)
-        found = ir.Constant(flags, [0] * LANES)
-        for step in range(BLOCK // LANES):
-            values = emit.load(emit.offset(at, 4 * LANES * step), floats(LANES))
-            found = builder.or_(found, builder.fcmp_unordered(">", values, limit))
-        return emit.call(f"llvm.vector.reduce.or.v{LANES}i1", ir.IntType(1), [found])
-
-    return types.boolean(types.int64, types.float32), generate
+    found, limits = (
+        ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES),
+        emit.broadcast(limit, LANES),
+    )
+    for step in range(BLOCK // LANES):
+        values = emit.load(emit.offset(at, 4 * LANES * step), floats(LANES))
+        found = emit.builder.or_(found, emit.builder.fcmp_unordered(">", values, limits))
+    return emit.call(f"llvm.vector.reduce.or.v{LANES}i1", ir.IntType(1), [found])
 
 
 @piece
 def first_largest(at, begin, end):  # type: ignore[no-untyped-def]
-    """Which of the floats [begin, end) at this address is the first of the largest, or not a number; -1 if
-    all are -inf.
-    """
+    """Which of the floats [begin, end) is the first of the largest, or not a number; -1 if all are -inf."""
     row, best, place = carray(float_pointer(at), end), np.float32(-np.inf), -1
     for start in range(begin, end, BLOCK):
         stop = min(start + BLOCK, end)

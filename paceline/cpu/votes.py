@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from paceline.cpu.compile import kernel, piece
+from paceline.cpu.compile import kernel, piece, struct
 from paceline.cpu.lanes import double_pointer, int_pointer, word_pointer
 from paceline.cpu.suffixes import (
     BEGIN,
@@ -29,14 +29,13 @@ from paceline.cpu.suffixes import (
     TOTAL,
     WHERE,
     find,
-    may_grow,
+    header_at,
     push_all,
     tree_at,
-)  # fmt: skip
+)
 
-PAST, NODE, SLOT, LENGTH = range(
-    4
-)  # columns of a match: which tree; its node, or NOTHING and a slot of the text; tokens matched
+# columns of a match: which tree; its node, or NOTHING and a slot of the text; tokens matched
+PAST, NODE, SLOT, LENGTH = range(4)
 VOTES = 2  # children of a node that get a vote
 WIDTH = 3  # most children of a drafted node
 OWN_DOUBT, PAST_DOUBT, FLOOR, FACTOR = range(4)  # settings
@@ -59,31 +58,41 @@ class Scratch(NamedTuple):
     pool_chances: np.ndarray  # float64
 
 
-NUM_FIELDS = len(Scratch._fields) + 3
+# what kernels read of a Scratch: addresses of its arrays, and sizes
+Header = NamedTuple("Header", [(name, int) for name in (*Scratch._fields, "depth", "nodes", "width")])  # type: ignore[misc]
 
 
 def scratch(depth: int, nodes: int, width: int) -> Scratch:
-    num_votes, pool = 2 * depth * VOTES, nodes * width
+    num_votes, pool, whole = 2 * depth * VOTES, nodes * width, np.int64
     return Scratch(
-        np.zeros(4), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes), np.zeros((nodes, 2 * depth, 4), np.int32),
-        np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(num_votes, np.int64), np.zeros(num_votes),
-        np.zeros(pool, np.int64), np.zeros(pool, np.int64), np.zeros(pool),
+        np.zeros(4), np.zeros(nodes, whole), np.zeros(nodes, whole), np.zeros(nodes),
+        np.zeros((nodes, 2 * depth, 4), np.int32), np.zeros(nodes, whole), np.zeros(nodes, whole),
+        np.zeros(num_votes, whole), np.zeros(num_votes), np.zeros(pool, whole), np.zeros(pool, whole),
+        np.zeros(pool),
     )  # fmt: skip
+
+
+scratch_header_at = struct(Header)
 
 
 @piece
 def scratch_at(header):  # type: ignore[no-untyped-def]
-    """header: address of NUM_FIELDS int64, where the arrays lie, then depth, nodes and width."""
-    f = carray(int_pointer(header), NUM_FIELDS)
-    depth, nodes, width = f[12], f[13], f[14]
-    votes, pool = 2 * depth * VOTES, nodes * width
+    h = scratch_header_at(header)
+    nodes, votes, pool = h.nodes, 2 * h.depth * VOTES, h.nodes * h.width
     return Scratch(
-        carray(double_pointer(f[0]), 4), carray(int_pointer(f[1]), nodes), carray(int_pointer(f[2]), nodes),
-        carray(double_pointer(f[3]), nodes), carray(word_pointer(f[4]), (nodes, 2 * depth, 4)),
-        carray(int_pointer(f[5]), nodes), carray(int_pointer(f[6]), nodes),
-        carray(int_pointer(f[7]), votes), carray(double_pointer(f[8]), votes),
-        carray(int_pointer(f[9]), pool), carray(int_pointer(f[10]), pool), carray(double_pointer(f[11]), pool),
-    )  # fmt: skip
+        carray(double_pointer(h.settings), 4),
+        carray(int_pointer(h.drafted), nodes),
+        carray(int_pointer(h.parents), nodes),
+        carray(double_pointer(h.reach), nodes),
+        carray(word_pointer(h.matches), (nodes, 2 * h.depth, 4)),
+        carray(int_pointer(h.counts), nodes),
+        carray(int_pointer(h.depths), nodes),
+        carray(int_pointer(h.tokens), votes),
+        carray(double_pointer(h.chances), votes),
+        carray(int_pointer(h.pool_tokens), pool),
+        carray(int_pointer(h.pool_parents), pool),
+        carray(double_pointer(h.pool_chances), pool),
+    )
 
 
 @piece
@@ -98,9 +107,7 @@ def record(matches, count, is_past, tree, node, length):  # type: ignore[no-unty
 
 @piece
 def locate(matches, live, past):  # type: ignore[no-untyped-def]
-    """All matches of the request's last tokens, longest first in each tree. What does not occur in the past
-    ends nothing longer there.
-    """
+    """All matches of the last tokens, longest first in each tree. What the past lacks ends nothing longer."""
     count, num_active = 0, live.state[NUM_ACTIVE]
     for i in range(num_active):
         count = record(matches, count, 0, live, live.active[i], num_active - i)
@@ -117,11 +124,11 @@ def locate(matches, live, past):  # type: ignore[no-untyped-def]
         if node == NOTHING:
             break
         here = record(matches, count, 1, past, node, length)
-        while (
-            at < end and matches[count, SLOT] >= 0 and past.text[matches[count, SLOT]] == live.text[at % size]
-        ):
-            matches[count, SLOT] = (matches[count, SLOT] + 1) % len(past.text)
+        slot = matches[count, SLOT]
+        while at < end and slot >= 0 and past.text[slot] == live.text[at % size]:
+            slot = (slot + 1) % len(past.text)
             at += 1
+        matches[count, SLOT] = slot
         if at < end:
             break
         count = here
@@ -167,11 +174,8 @@ def vote(matches, count, live, past, settings, tokens, chances):  # type: ignore
     """The tokens the matches vote for, and the chance of each; how many there are."""
     found = 0
     for i in range(count):
-        tree, doubt = (
-            (past if matches[i, PAST] else live),
-            settings[OWN_DOUBT + matches[i, PAST]] / matches[i, LENGTH],
-        )
-        node = matches[i, NODE]
+        tree, node = past if matches[i, PAST] else live, matches[i, NODE]
+        doubt = settings[OWN_DOUBT + matches[i, PAST]] / matches[i, LENGTH]
         if node == NOTHING:
             token = tree.text[matches[i, SLOT]]
             if token != SEPARATOR:
@@ -180,18 +184,15 @@ def vote(matches, count, live, past, settings, tokens, chances):  # type: ignore
         child, total = tree.nodes[node, FIRST], tree.nodes[node, TOTAL] + doubt
         for _ in range(VOTES):
             if child != NOTHING:
-                found = raise_vote(
-                    tokens, chances, found, tree.nodes[child, TOKEN], tree.nodes[child, COUNT] / total
-                )
+                chance = tree.nodes[child, COUNT] / total
+                found = raise_vote(tokens, chances, found, tree.nodes[child, TOKEN], chance)
                 child = tree.nodes[child, NEXT]
     return found
 
 
 @piece
 def offer(scratch, pool_size, parent, reach, found, width):  # type: ignore[no-untyped-def]
-    """Put the `width` likeliest continuations of a drafted node into the pool. A sibling gets its chance
-    where those before it fail.
-    """
+    """The `width` likeliest continuations of a node into the pool. Siblings count where earlier ones fail."""
     left = reach
     for _ in range(min(width, found)):
         best = scratch.chances[:found].argmax()
@@ -217,18 +218,14 @@ def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
     node = 0
     while True:
         if depths[node] < furthest:
-            found = vote(
-                matches[node], counts[node], live, past, scratch.settings, scratch.tokens, scratch.chances
-            )
+            votes = scratch.settings, scratch.tokens, scratch.chances
+            found = vote(matches[node], counts[node], live, past, *votes)
             pool_size = offer(scratch, pool_size, node, reach[node], found, width)
         if pool_size == 0 or size > budget:
             return size
         best = scratch.pool_chances[:pool_size].argmax()
-        chance, token, parent = (
-            scratch.pool_chances[best],
-            scratch.pool_tokens[best],
-            scratch.pool_parents[best],
-        )
+        chance, token = scratch.pool_chances[best], scratch.pool_tokens[best]
+        parent = scratch.pool_parents[best]
         if chance < scratch.settings[FLOOR]:
             return size
         scratch.pool_chances[best] = -1.0
@@ -244,6 +241,6 @@ def draft(live, past, tokens_at, count, budget, header):  # type: ignore[no-unty
     """Push a request's `count` new tokens and draft what follows: the number of nodes with the root. If its
     tree must grow first, minus one and minus the tokens that were pushed. live, past, header: addresses of
     the trees' headers and of the scratch's."""
-    own, width = tree_at(live), carray(int_pointer(header), NUM_FIELDS)[NUM_FIELDS - 1]
-    pushed = push_all(own, carray(word_pointer(tokens_at), count), may_grow(live))
+    own, width = tree_at(live), scratch_header_at(header).width
+    pushed = push_all(own, carray(word_pointer(tokens_at), count), header_at(live).may_grow != 0)
     return grow(own, tree_at(past), budget, width, scratch_at(header)) if pushed == count else -1 - pushed

@@ -1,0 +1,167 @@
+"""What the decoder's layer and those of drafting heads share: the steps between their products.
+
+`put` and `product` are of the kind of weights, `m` is a Model, `w` the memory of the pass (forward.Work
+or heads.Work). Invariant: a step reads only what was finished before the
+last barrier, or by the same thread since. Rows of the residual stream belong to one thread for the whole
+pass; tiles of a product and groups of columns are shared out anew in each step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paceline.cpu.compile import piece, size_of, struct, unrolled
+from paceline.cpu.matmul import Activations, Matrix
+from paceline.cpu.rows import add, copy, fill, gate, normalize, turn
+from paceline.cpu.sync import barrier, range_of
+
+COLUMNS = 64  # columns a thread takes at a time: a multiple of every group
+
+
+class Model(NamedTuple):
+    """What is the same in all layers, of the decoder or of a drafting head."""
+
+    embedding: Matrix
+    is_float_embedding: bool
+    head: Matrix  # the output layer
+    norm: int  # address; 0: none
+    layers: int  # address of [num_layers] LayerRow
+    num_layers: int
+    hidden: int
+    inner: int  # width of the MLP
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    eps: float
+    scale: float
+    embed_scale: float
+    is_gelu: bool
+    vocab: int  # outputs of the head but for what fills up its last tile
+    key_bytes: (
+        int  # of a head of a query or a cached key: its floats, or fewer if they and values are rounded
+    )
+
+
+class LayerRow(NamedTuple):
+    """A layer in memory: addresses, 0 for what is not there."""
+
+    input_norm: int
+    hidden_norm: int  # of the feature that EAGLE-3 reads beside the token
+    qkv: Matrix
+    q_norm: int
+    k_norm: int
+    cos: int
+    sin: int
+    window: int  # positions that a row sees; 0: all
+    out: Matrix
+    after_attention: int
+    mlp_norm: int
+    gate_up: Matrix
+    down: Matrix
+    after_mlp: int
+
+
+LAYER_BYTES = 8 * size_of(LayerRow)
+layer_at, matrix_at = struct(LayerRow), struct(Matrix)
+
+
+@piece
+def layer_of(layers, i):  # type: ignore[no-untyped-def]
+    """Layer i of those that lie at an address."""
+    return layer_at(layers + i * LAYER_BYTES)
+
+
+@piece
+def activations(w):  # type: ignore[no-untyped-def]
+    return Activations(w.values, w.scales, w.sums)
+
+
+@unrolled
+def put_row(put, ready, width, w, row, rows):  # type: ignore[no-untyped-def]
+    """A whole row of `ready` becomes a row of the next product's input."""
+    padded = (width + COLUMNS - 1) // COLUMNS * COLUMNS
+    fill(ready, width, padded)
+    put(ready, width, 0, padded, activations(w), row, rows)
+
+
+@unrolled
+def put_norm(put, source, weight, m, w, row, rows):  # type: ignore[no-untyped-def]
+    """norm(source), or what it is where there is no weight, becomes a row of the next product's input."""
+    ready = w.ready + row * w.widest * 4
+    if weight != 0:
+        normalize(source, weight, ready, m.hidden, m.eps)
+    else:
+        copy(source, ready, m.hidden)
+    put_row(put, ready, m.hidden, w, row, rows)
+
+
+@unrolled
+def put_norms(put, share, rows, m, w, weight):  # type: ignore[no-untyped-def]
+    """The same for all rows of the residual stream."""
+    for row in range(share.part, rows, share.threads):
+        put_norm(put, w.h + row * m.hidden * 4, weight, m, w, row, rows)
+
+
+@piece
+def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
+    """Norm, where there is a weight, and rotate a head in place."""
+    angle = position * (m.dim // 2) * 4
+    if norm != 0:
+        normalize(here, norm, here, m.dim, m.eps)
+    turn(here, here, layer.cos + angle, layer.sin + angle, m.dim)
+
+
+@unrolled
+def multiply(product, share, matrix, w, y, rows):  # type: ignore[no-untyped-def]
+    """Between barriers: before, all rows are put; after, all of y is there."""
+    barrier(share)
+    product(share.part, share.threads, matrix, activations(w), y, rows)
+    barrier(share)
+
+
+@unrolled
+def _put_heads(put, share, rows, m, w):  # type: ignore[no-untyped-def]
+    width = m.num_heads * m.dim
+    blocks = (width + COLUMNS - 1) // COLUMNS
+    for item in range(share.part, rows * blocks, share.threads):
+        row, first = item // blocks, item % blocks * COLUMNS
+        ready = w.ready + row * w.widest * 4
+        fill(ready, max(first, width), first + COLUMNS)
+        put(ready, width, first, first + COLUMNS, activations(w), row, rows)
+
+
+@unrolled
+def _put_gate(put, share, rows, m, w, stride):  # type: ignore[no-untyped-def]
+    """Each thread takes the columns that it has just computed (the order of the rows: loaders/packed.py)."""
+    begin, end = range_of(share, (m.inner + COLUMNS - 1) // COLUMNS)
+    for row in range(rows):
+        ready, source = w.ready + row * w.widest * 4, w.wide + row * stride * 4
+        for first in range(begin * COLUMNS, end * COLUMNS, COLUMNS):
+            size = min(COLUMNS, m.inner - first)
+            gate(m.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
+            fill(ready, first + size, first + COLUMNS)
+            put(ready, m.inner, first, first + COLUMNS, activations(w), row, rows)
+
+
+@piece
+def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def]
+    """h += narrow, or its norm where there is a weight."""
+    for row in range(share.part, rows, share.threads):
+        added = w.narrow + row * stride * 4
+        if after != 0:
+            normalize(added, after, added, m.hidden, m.eps)
+        add(w.h + row * m.hidden * 4, added, m.hidden)
+
+
+@unrolled
+def leave_layer(product, put, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
+    """From `ready`, which is what attention found, to the residual stream after the layer."""
+    barrier(share)
+    _put_heads(put, share, rows, m, w)
+    multiply(product, share, layer.out, w, w.narrow, rows)
+    _add_block(share, rows, m, w, layer.after_attention, layer.out.n)
+    put_norms(put, share, rows, m, w, layer.mlp_norm)
+    multiply(product, share, layer.gate_up, w, w.wide, rows)
+    _put_gate(put, share, rows, m, w, layer.gate_up.n)
+    multiply(product, share, layer.down, w, w.narrow, rows)
+    _add_block(share, rows, m, w, layer.after_mlp, layer.down.n)

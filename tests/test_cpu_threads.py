@@ -1,0 +1,106 @@
+"""Whatever number of threads the runtime gives a pass, it ends with the same bits; two threads may run passes
+at once in every threading layer; and a forked process is told what happened.
+
+Each case runs in a process of its own, since what fails here hangs or ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.odd_models import digest
+
+TWO = {"NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+
+
+def run(code: str, timeout: float = 1200, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **TWO, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parent.parent, capture_output=True,
+        text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+FEWER = """
+import numba
+from paceline.cpu import decoder
+from tests.odd_models import digest
+print(digest("int8"))
+decoder.num_threads = lambda: 2  # asked for by every pass, as before,
+numba.set_num_threads(1)  # but from now on the runtime gives one
+print(digest("int8"))
+numba.set_num_threads(2)
+print(digest("int8"))
+"""
+
+
+def test_a_pass_that_is_given_fewer_threads_than_before_ends_with_the_same_bits() -> None:
+    done = run(FEWER)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [digest("int8")] * 3
+    assert done.stderr.count("threads were asked for, fewer run at once") == 1, "it is said once"
+
+
+@pytest.mark.parametrize("variables", [{"OMP_DYNAMIC": "true"}, {"OMP_THREAD_LIMIT": "1"}])
+def test_limits_of_the_runtime_change_no_bit(variables: dict[str, str]) -> None:
+    done = run("from tests.odd_models import digest; print(digest('int8'))", **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [digest("int8")]
+    if "OMP_THREAD_LIMIT" in variables:
+        assert "OMP_THREAD_LIMIT" in done.stderr
+
+
+TOGETHER = """
+from threading import Thread
+from paceline.cpu.decoder import CpuDecoder
+from tests.laws.harness import RandomCheckpoint
+from tests.odd_models import ODD, logits_of
+models = [CpuDecoder.load(RandomCheckpoint(ODD), dtype="int8", use_cache=False) for _ in range(2)]
+wanted, found = logits_of(models[0]), []
+def work(model):
+    for _ in range(20):
+        found.append(bool((logits_of(model) == wanted).all()))
+threads = [Thread(target=work, args=(model,)) for model in models]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(found.count(True))
+"""
+
+
+@pytest.mark.parametrize("layer", ["workqueue", "omp"])
+def test_two_models_run_in_two_threads(layer: str) -> None:
+    done = run(TOGETHER, NUMBA_THREADING_LAYER=layer)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["40"]
+
+
+FORKED = """
+import os, sys
+from paceline.core.errors import ConfigError
+from tests.odd_models import logits_of, odd_model
+logits_of(odd_model("int8"))
+child = os.fork()
+if not child:
+    try:
+        logits_of(odd_model("int8"))
+    except ConfigError as error:
+        print(error, flush=True)
+        os._exit(7)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_is_told_what_happened_and_what_to_do() -> None:
+    done = run(FORKED)
+    assert done.returncode == 0, done.stderr
+    message, status = done.stdout.strip().rsplit("\n", 1)
+    assert "forked" in message
+    assert "spawn" in message
+    assert status == "7"
