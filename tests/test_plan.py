@@ -22,8 +22,7 @@ from paceline.core.errors import ModelNotFound
 from paceline.engine import costs
 from paceline.loaders.describe import describe
 from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M
-from paceline.measure.tuning.hardware import HARDWARE, THIS
-from paceline.measure.tuning.plan import Footing, Gains, training
+from paceline.measure.roofline import HARDWARE, THIS, Deployment, Gains, training
 from paceline.models.config import ModelConfig
 from tests.make_models import tiny_gguf, tiny_hf
 
@@ -76,20 +75,20 @@ def test_from_the_break_even_alpha_on_drafting_pays(k: int, draft_cost: float, v
         assert costs.speedup(edge - 0.01, k, draft_cost, verify_cost) < 1
 
 
-def on(config: ModelConfig, hardware: str = "h200", **changes: Any) -> Footing:
-    return Footing(config, HARDWARE[hardware], **{"dtype": "bfloat16", "kv_dtype": "bfloat16", **changes})
+def on(config: ModelConfig, hardware: str = "h200", **changes: Any) -> Deployment:
+    return Deployment(config, HARDWARE[hardware], **{"dtype": "bfloat16", "kv_dtype": "bfloat16", **changes})
 
 
 def test_the_sizes_are_those_of_the_real_engine(default_model: LLM) -> None:
     runner = default_model.engine.runner
     cpu = replace(HARDWARE["m2"], int8_flops=1e12)
-    found = Footing(runner.config, cpu, "int8", "float32")
+    found = Deployment(runner.config, cpu, "int8", cpu.kv_dtype("int8"))
     assert found.weight_bytes == pytest.approx(runner.decoder.num_bytes, rel=0.01)
     assert (
         found.kv_bytes_per_token
         == (runner.kv.keys.nbytes + runner.kv.values.nbytes) // runner.kv.keys.shape[1]
     )
-    floats = Footing(runner.config, cpu, "float32", "float32")
+    floats = Deployment(runner.config, cpu, "float32", "float32")
     assert (
         floats.kv_bytes_per_token == 2 * 4 * runner.kv.values.nbytes // runner.kv.values.shape[1]
     )  # values are a byte each here
@@ -243,7 +242,8 @@ def test_what_does_not_fit_is_said() -> None:
 def test_this_machine_is_measured() -> None:
     found = report("--hardware", THIS)
     assert found["model"]["dtype"] == "int8"
-    assert found["model"]["kv_dtype"] == "float32"
+    assert found["model"]["kv_dtype"] == "int8"  # as every quantized model on a CPU has it
+    assert "(int8)" in invoke("--hardware", THIS).stdout
     assert 1e9 < found["hardware"]["bandwidth"] < 1e13
     assert 1e9 < found["hardware"]["flops"] < 1e15
 

@@ -29,36 +29,47 @@ class Timings(NamedTuple):
 
 
 class Timed:
-    """Passes of one request whose context is made up: what lies in its blocks does not change what a pass
+    """Passes of requests whose context is made up: what lies in their blocks does not change what a pass
     takes.
     """
 
-    def __init__(self, runner: Runner, most_tokens: int) -> None:
-        self._runner, self._cache = runner, Cached()
-        self.room = min(most_tokens, runner.kv.pool.num_free * BLOCK_SIZE, runner.config.max_context)
-        is_reserved = runner.kv.reserve(self._cache, self.room)
-        assert is_reserved, "as many blocks as are free can be had"
-        for block in self._cache.blocks:  # memory that was never written may not be there yet
-            for data in (runner.kv.keys, runner.kv.values):
-                data[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
+    def __init__(self, runner: Runner, most_tokens: int, num_requests: int = 1) -> None:
+        self._runner, self._caches = runner, [Cached() for _ in range(num_requests)]
+        free = runner.kv.pool.num_free // num_requests * BLOCK_SIZE
+        self.room = min(most_tokens, free, runner.config.max_context)  # tokens of each request
+        for cache in self._caches:
+            is_reserved = runner.kv.reserve(cache, self.room)
+            assert is_reserved, "as many blocks as are free can be had"
+            for block in cache.blocks:  # memory that was never written may not be there yet
+                for data in (runner.kv.keys, runner.kv.values):
+                    data[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
 
-    def seconds(self, rows: int, context: int = 0) -> float:
-        self._cache.num_cached = context
+    def seconds(
+        self, rows: int, context: int = 0, num_logits: int | None = None, num_passes: int = 1
+    ) -> float:
+        """Of one pass, with the logits of all rows or of the last ones. With several passes: of each, when a
+        device is given the next before it has ended the last.
+        """
         tokens = [(STRIDE * i) % self._runner.config.vocab_size for i in range(rows)]
-        output, taken = self._timed(tokens)
-        return (
-            self._timed(tokens)[1] if output.is_first else taken
-        )  # what was recorded on the way is no cost of a pass
+        segments = []
+        for cache in self._caches:
+            cache.num_cached = context
+            segments.append(Segment(tokens, cache, None, num_logits or rows, Pick(0.0, 0)))
+        output, taken = self._timed(segments, num_passes)
+        # What was recorded on the way is no cost of a pass.
+        return self._timed(segments, num_passes)[1] if output.is_first else taken
 
-    def _timed(self, tokens: list[int]) -> tuple[Output, float]:
+    def _timed(self, segments: list[Segment], num_passes: int) -> tuple[Output, float]:
         started = time.perf_counter()
-        output = self._runner.forward([Segment(tokens, self._cache, None, len(tokens), Pick(0.0, 0))])
+        for _ in range(num_passes):
+            output = self._runner.forward(segments)
         output.logits[-1, -1].item()  # a device may still be at it
-        return output, time.perf_counter() - started
+        return output, (time.perf_counter() - started) / num_passes
 
     def free(self) -> None:
-        self._cache.num_cached = 0
-        self._runner.kv.free(self._cache)
+        for cache in self._caches:
+            cache.num_cached = 0
+            self._runner.kv.free(cache)
 
 
 def measure(runner: Runner, seconds: float = 0.3) -> Timings:
