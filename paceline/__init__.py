@@ -21,11 +21,13 @@ from paceline.core.params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from paceline.api.llm import LLM
+    from paceline.api.options import EngineOptions
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "ConfigError",
+    "EngineOptions",
     "GrammarError",
     "ModelError",
     "ModelFileError",
@@ -42,4 +44,8 @@ def __getattr__(name: str) -> Any:
         from paceline.api.llm import LLM
 
         return LLM
+    if name == "EngineOptions":
+        from paceline.api.options import EngineOptions
+
+        return EngineOptions
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -21,8 +21,8 @@ from paceline.measure.kernels import figures
 from paceline.measure.quality import BASELINE, SHIPPED, compared, contexts_of, surprise
 from paceline.measure.roofline import Hardware, Work
 from paceline.measure.rows import FOLDERS
-from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner, load_decoder
+from paceline.runtime.backend import backend_for
+from paceline.runtime.executor import LocalExecutor
 
 LIMITS = Hardware("test", 10e9, 40e9, 40e9, 1e9, int8_flops=200e9, threads=2)
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
@@ -152,14 +152,14 @@ def test_contexts_hold_every_token_once() -> None:
 def test_surprise_is_torchs_cross_entropy_whatever_the_chunks(tiny_folder: Path) -> None:
     checkpoint = open_checkpoint(str(tiny_folder))
     tokens = [(5 * i) % 200 for i in range(300)]  # more than two chunks
-    ours = Runner(load_decoder(checkpoint, dtype="float32"), KvCache(checkpoint.config, 32))
+    ours, oracle = (
+        LocalExecutor.load(backend_for(torch.device("cpu"), kernels, False), checkpoint, 32, dtype="float32")
+        for kernels in ("exact", "torch")
+    )
     total, count = surprise(ours, tokens)
     assert count == 299
     assert ours.kv.pool.num_used == 0
-    oracle, cache = (
-        Runner(load_decoder(checkpoint, kernels="torch", dtype="float32"), KvCache(checkpoint.config, 32)),
-        Cached(),
-    )
+    cache = Cached()
     assert oracle.kv.reserve(cache, len(tokens))
     logits = oracle.forward([Segment(tokens, cache, None, len(tokens))]).logits
     expected = -sum(float(torch.log_softmax(logits[i], -1)[tokens[i + 1]]) for i in range(299))

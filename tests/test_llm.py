@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from paceline import (
     LLM,
     ConfigError,
+    EngineOptions,
     GrammarError,
     ModelError,
     ModelFileError,
@@ -445,6 +447,41 @@ def test_grammars_that_cannot_be_are_refused(
         tiny.generate("a", SamplingParams(structured_outputs=StructuredOutputs(**spec)))
 
 
+def test_prompts_may_be_mappings_as_in_vllm(tiny: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (expected,) = tiny.generate("ab", params)
+    tokens = expected.prompt_token_ids
+    forms: list[Any] = [
+        {"prompt": "ab"},
+        {"prompt_token_ids": tokens},
+        {"prompt_token_ids": tokens, "prompt": "ab"},
+    ]
+    for form in forms:
+        assert [r.token_ids for r in tiny.generate(form, params)] == [expected.token_ids]
+        assert list(tiny.stream(form, params))[-1].result.token_ids == expected.token_ids  # type: ignore[union-attr]
+    results = tiny.generate([*forms, "ab", tokens], params)
+    assert [r.token_ids for r in results] == [expected.token_ids] * 5
+    assert [r.prompt for r in results] == ["ab", None, "ab", "ab", None]
+
+
+BAD_MAPPINGS: list[tuple[Any, str]] = [
+    ({}, "give {'prompt': text} or {'prompt_token_ids': [...]}"),
+    ({"text": "ab"}, "'text'"),
+    ({"prompt": 3}, "the prompt is 3"),
+    ({"prompt": ["a", "b"]}, "the prompt is"),
+    ({"prompt_token_ids": "ab"}, "the prompt is 'ab'"),
+    ({"prompt": "ab", "multi_modal_data": {}}, "'multi_modal_data'"),
+    ([{"role": "user", "content": "ab"}], "chat"),
+    (["ab", {"text": "ab"}], "'text'"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_MAPPINGS, ids=[str(p) for p, _ in BAD_MAPPINGS])
+def test_other_mappings_are_refused(tiny: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        tiny.generate(prompt)
+
+
 BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "ngrm"}}, "did you mean 'ngram'"),
     ({"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}}, "did you mean 'prompt_lookup_max'"),
@@ -458,6 +495,7 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "draft_model"}}, "name the draft model"),
     ({"speculative_config": "ngram"}, "give a dict"),
     ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+    ({"max_num_sequences": 4}, "LLM has no option 'max_num_sequences'; did you mean 'max_num_seqs'?"),
     ({"max_model_len": 10**9}, "max_model_len is 1000000000"),
     ({"kv_cache_memory": 100}, "kv_cache_memory is 100"),
     ({"kv_cache_memory": -1}, "kv_cache_memory is -1"),
@@ -480,6 +518,13 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
 def test_bad_engine_options_are_named(tiny_folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(str(tiny_folder), progress=False, **options)
+
+
+def test_options_are_keywords_or_one_object(tiny_folder: Path) -> None:
+    options = EngineOptions(model=str(tiny_folder), max_num_seqs=3, progress=False)
+    with LLM(options, speculative_config=None) as llm:
+        assert llm.options == replace(options, speculative_config=None)
+        assert llm.engine.config.max_num_seqs == 3
 
 
 def test_random_weights_need_only_a_config(tiny_folder: Path, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
+from paceline.core import formulas as costs
 from paceline.core.errors import ModelNotFound
-from paceline.engine import costs
 from paceline.loaders.describe import describe
 from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M
 from paceline.measure.roofline import HARDWARE, THIS, Deployment, Gains, training
@@ -80,18 +80,15 @@ def on(config: ModelConfig, hardware: str = "h200", **changes: Any) -> Deploymen
 
 
 def test_the_sizes_are_those_of_the_real_engine(default_model: LLM) -> None:
-    runner = default_model.engine.runner
+    executor = default_model.engine.executor
     cpu = replace(HARDWARE["m2"], int8_flops=1e12)
-    found = Deployment(runner.config, cpu, "int8", cpu.kv_dtype("int8"))
-    assert found.weight_bytes == pytest.approx(runner.decoder.num_bytes, rel=0.01)
-    assert (
-        found.kv_bytes_per_token
-        == (runner.kv.keys.nbytes + runner.kv.values.nbytes) // runner.kv.keys.shape[1]
-    )
-    floats = Deployment(runner.config, cpu, "float32", "float32")
-    assert (
-        floats.kv_bytes_per_token == 2 * 4 * runner.kv.values.nbytes // runner.kv.values.shape[1]
-    )  # values are a byte each here
+    found = Deployment(executor.config, cpu, "int8", cpu.kv_dtype("int8"))
+    assert found.weight_bytes == pytest.approx(executor.decoder.num_bytes, rel=0.01)
+    keys, values = executor.memory.keys, executor.memory.values
+    assert found.kv_bytes_per_token == (keys.nbytes + values.nbytes) // keys.shape[1]
+    floats = Deployment(executor.config, cpu, "float32", "float32")
+    # values are a byte each here
+    assert floats.kv_bytes_per_token == 2 * 4 * values.nbytes // values.shape[1]
 
 
 def test_a_pass_of_llama_8b_worked_out_by_hand() -> None:

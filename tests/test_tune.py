@@ -17,16 +17,15 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
+from paceline.core import formulas as costs
 from paceline.core.params import SamplingParams
-from paceline.engine import costs
-from paceline.engine.costs import CostModel
-from paceline.engine.engine import Engine
+from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, load_profile, save_profile
+from paceline.measure.engines import answer, drafter_of, engine_with
 from paceline.measure.tune import Clocked, Prices, predict
-from tests.laws.harness import engine_with, prompts, request_of, run
 
 TEXTS = ("the line the line the line the line", "who rides in front? who rides in front? who rides")
-FREE = Prices(CostModel({1: 1.0, 2: 1.2, 4: 1.6, 8: 3.0}), cached=0, plain=1.1, asking=0.0, is_free=True)
+FREE = Prices(CostTable({1: 1.0, 2: 1.2, 4: 1.6, 8: 3.0}), cached=0, plain=1.1, asking=0.0, is_free=True)
 
 
 def test_without_drafts_nothing_is_gained() -> None:
@@ -62,20 +61,15 @@ def test_a_step_without_a_draft_costs_what_a_plain_one_does() -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "early_exit", "lookahead"])
-def test_a_clock_changes_no_text_and_no_draft(method: str) -> None:
+def test_a_clock_changes_no_text_and_no_draft(tiny: LLM, method: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    options: dict[str, Any] = {"method": method, **({"num_layers": 2} if method == "early_exit" else {})}
-    alone, inner = engine_with(options, num_speculative_tokens=2), engine_with(options, num_speculative_tokens=2)
-    clocked = Clocked(inner.proposer)
-    timed = Engine(inner.runner, clocked, inner.config)
-    for prompt in prompts(2):
-        a, b = request_of(prompt, params), request_of(prompt, params)
-        run(alone, [a])
-        run(timed, [b])
-        assert a.output == b.output
-    assert timed.totals.accepted_at == alone.totals.accepted_at
-    assert len(clocked.entering) == 2
-    assert len(clocked.asking) > 10
+    own, clocked = tiny.engine, Clocked(drafter_of(tiny, {"method": method, "num_speculative_tokens": 2}))
+    alone = engine_with(tiny, drafter_of(tiny, {"method": method, "num_speculative_tokens": 2}), 2)
+    timed = engine_with(tiny, clocked, 2)
+    texts = [[answer(tiny, engine, list(text.encode()), params).ids for text in TEXTS] for engine in (alone, timed)]
+    tiny.engine = own
+    assert texts[0] == texts[1]
+    assert clocked.name == method
 
 
 @pytest.fixture
@@ -150,7 +144,7 @@ def test_auto_starts_from_the_profile_and_other_drafters_stay_in_it(folder: Path
     assert both is not None
     assert set(both.drafters) == {"suffix", "early_exit"}
     with LLM(str(tiny_folder), progress=False) as llm:
-        assert llm.engine.policy._records[0].seconds.value == 7e-4  # type: ignore[attr-defined]
+        assert llm.engine.policy._known[0].cost.of(1) == 7e-4  # type: ignore[attr-defined]
 
 
 def test_the_time_given_is_kept_to(folder: Path, tiny_folder: Path) -> None:

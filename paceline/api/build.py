@@ -1,4 +1,4 @@
-"""Puts a model, its KV cache and a drafter together. Everything "auto" is decided here, before anything is
+"""Puts a model, its KV cache and its drafters together. Everything "auto" is decided here, before anything is
 built.
 """
 
@@ -7,23 +7,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
-from paceline.core.options import EngineConfig, nearest, require
+from paceline.core.options import nearest, require
 from paceline.core.params import SamplingParams
-from paceline.core.types import Proposer, Request
+from paceline.core.types import BLOCK_SIZE, Request
 from paceline.core.waiting import waiting
 from paceline.drafters import registry, shipped
-from paceline.drafters.base import DrafterConfig, Surroundings
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.engine.engine import Engine
-from paceline.engine.plan import Policy
-from paceline.engine.policy import AutoPolicy
+from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.profile import profile_of, profile_path
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.config import ModelConfig
-from paceline.runtime.device import cache_dtype, free_memory, resolve
-from paceline.runtime.kv_cache import BLOCK_SIZE, Kept, KvCache, blocks_in, bytes_per_token
-from paceline.runtime.runner import Runner, check_dtype, default_dtype, load_decoder
+from paceline.models.kv_format import KvFormat, bytes_per_token
+from paceline.runtime.backend import backend_for
+from paceline.runtime.device import free_memory, resolve
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
 SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
@@ -33,7 +35,7 @@ class Built(NamedTuple):
     engine: Engine
     checkpoint: Checkpoint
     tokenizer: Tokenizer
-    surroundings: Surroundings
+    context: DrafterContext
 
 
 class Speculation(NamedTuple):
@@ -41,10 +43,7 @@ class Speculation(NamedTuple):
 
     drafters: tuple[tuple[type[Any], DrafterConfig], ...] = ()
     is_pinned: bool = True  # as many tokens as were asked for, always; else the policy chooses
-    head: bool | str = (
-        # whether the shipped head of the target is asked too, where there is one; or the kind it must be
-        False
-    )
+    head: bool | str = False  # whether the target's shipped head drafts too; or the kind it must be
 
     @property
     def most_nodes(self) -> int:
@@ -52,26 +51,21 @@ class Speculation(NamedTuple):
 
 
 def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
-    """None or "off": nobody drafts. "auto": the policy chooses drafters and lengths; with "head": False
+    """None or "off": plain decoding. "auto": the policy chooses drafters and lengths; with "head": False
     without the learned head that is shipped for the target, with its kind that one. A method: that one; with
-    a length, always so much."""
+    a length, always that many tokens."""
     head: bool | str = True
     if isinstance(options, Mapping) and options.get("method") in ("auto", "off", "none"):
         if options["method"] == "auto":
             head = options.get("head", True)
             remedy = f"use True, False or one of {', '.join(shipped.KINDS)}"
             require(isinstance(head, bool) or head in shipped.KINDS, "speculative_config head", head, remedy)
-        extra = next(
-            (
-                name
-                for name in options
-                if name != "method" and (name != "head" or options["method"] != "auto")
-            ),
-            None,
-        )
+        known = ("method", "head") if options["method"] == "auto" else ("method",)
+        extra = next((name for name in options if name not in known), None)
         if extra is not None:
+            method = options["method"]
             raise ConfigError(
-                f"speculative_config has {extra!r} beside method {options['method']!r}; name a drafter, or leave it out"
+                f"speculative_config has {extra!r} beside method {method!r}; name a drafter, or leave it out"
             )
         options = str(options["method"])
     if options is None or options in ("off", "none"):
@@ -79,83 +73,47 @@ def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
     if options == "auto":
         return Speculation(tuple(registry.parse(each) for each in registry.AUTO), is_pinned=False, head=head)
     if isinstance(options, str):
-        names = ["auto", "off"]
-        known = options in registry.DRAFTERS
-        remedy = (
-            f"give a dict such as {{'method': {options!r}}}"
-            if known
-            else f"{nearest(options, names)} or give a dict"
-        )
+        remedy = f"{nearest(options, ['auto', 'off'])} or give a dict"
+        if options in registry.DRAFTERS:
+            remedy = f"give a dict such as {{'method': {options!r}}}"
         raise ConfigError(f"speculative_config is {options!r}; {remedy}")
     return Speculation((registry.parse(options),), is_pinned="num_speculative_tokens" in options)
 
 
-def build(
-    model: str,
-    speculative_config: Mapping[str, Any] | str | None,
-    kv_cache_memory: int | float | None,
-    max_model_len: int | None,
-    kernels: str,
-    dtype: str,
-    device: str,
-    exact: bool,
-    load_format: str,
-    kv_cache_dtype: str,
-    progress: bool,
-    **limits: Any,
-) -> Built:
-    asked = parse_speculation(speculative_config)
-    config = EngineConfig(num_speculative_tokens=0, **limits)  # checked before a model is read
-    require(
-        isinstance(model, str) and bool(model),
-        "model",
-        model,
-        "give a path, 'default' or a Hugging Face name",
-    )
-    place = resolve(device)
-    dtype = default_dtype(place, kernels) if dtype == "auto" else dtype
-    check_dtype(place, dtype)
-    if max_model_len is not None:
-        require(
-            _is_whole(max_model_len) and max_model_len >= 2,
-            "max_model_len",
-            max_model_len,
-            "use a whole number, 2 or more",
-        )
-    checkpoint = open_checkpoint(model, progress, load_format, str(place))
+def build(options: EngineOptions) -> Built:
+    asked = parse_speculation(options.speculative_config)  # refused before a model is read
+    place = resolve(options.device)
+    backend = backend_for(place, options.kernels, options.exact)
+    dtype = backend.default_dtype if options.dtype == "auto" else options.dtype
+    backend.check_dtype(dtype)
+    checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
     asked = _with_head(asked, checkpoint)
-    kept = cache_dtype(place, dtype, kv_cache_dtype, kernels)
-    free = free_memory(place, checkpoint.config, dtype)
-    memory = _kv_memory(kv_cache_memory, checkpoint.config, config, max_model_len, kept, free)
+    kept = backend.kv_format(dtype, options.kv_cache_dtype)
+    memory = _kv_memory(options, checkpoint.config, kept, free_memory(place, checkpoint.config, dtype))
     num_blocks = blocks_in(memory, checkpoint.config, kept)
-    length = _context(max_model_len, checkpoint.config, num_blocks)
+    length = _context(options.max_model_len, checkpoint.config, num_blocks)
     num_draft = asked.most_nodes if asked.is_pinned else min(asked.most_nodes, length - 1)
-    config = EngineConfig(max_model_len=length, num_speculative_tokens=num_draft, **limits)
+    config = options.engine_config(length, num_draft)
 
-    def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, Runner]:
-        other = open_checkpoint(source, progress) if isinstance(source, str) else source
+    def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:
+        other = open_checkpoint(source, options.progress) if isinstance(source, str) else source
         words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
-        with waiting("packing the weights for this machine (once)", progress):
-            decoder = load_decoder(
-                other, kernels=kernels, dtype=its_dtype, context=length, device=place, exact=exact
-            )
-        its_kept = cache_dtype(place, its_dtype, kv_cache_dtype, kernels)
-        runner = Runner(
-            decoder,
-            KvCache(other.config, num_blocks, device=place, kept=its_kept, has_spare=place.type == "cuda"),
-        )
-        with waiting("compiling the kernels for this machine (once, half a minute)", progress):
-            runner.warm_up()
-        return other, words, runner
+        with waiting("packing the weights for this machine (once)", options.progress):
+            decoder = backend.load(other, its_dtype, length)
+        its_format = backend.kv_format(its_dtype, options.kv_cache_dtype)
+        executor = LocalExecutor(backend, decoder, KvMemory(other.config, num_blocks, place, its_format))
+        with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
+            executor.warm_up()
+        return other, words, executor
 
-    runner = load(checkpoint)[2]
-    surroundings = Surroundings(runner, checkpoint, tokenizer, load)
-    drafters = [registry.create(*drafter, surroundings) for drafter in asked.drafters]
-    policy = None if asked.is_pinned else _policy(drafters, num_draft, runner, checkpoint, dtype)
-    return Built(
-        Engine(runner, drafters[0] if drafters else None, config, policy), checkpoint, tokenizer, surroundings
-    )
+    executor = load(checkpoint)[2]
+    context = DrafterContext(executor, checkpoint, tokenizer, load)
+    drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
+    policy = None if asked.is_pinned else _policy(drafters, num_draft, executor, checkpoint, dtype)
+    with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
+        engine = Engine(executor, drafters[0] if drafters else None, config, policy)
+    return Built(engine, checkpoint, tokenizer, context)
 
 
 def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
@@ -164,82 +122,44 @@ def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
 
 
 def _policy(
-    drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint: Checkpoint, dtype: str
-) -> Policy:
+    drafters: list[Drafter], num_draft: int, executor: LocalExecutor, checkpoint: Checkpoint, dtype: str
+) -> AutoPolicy:
     """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on
-    this machine.
-    """
-    single = [each for drafter in drafters for each in getattr(drafter, "drafters", (drafter,))]
+    this machine."""
+    single = [member for drafter in drafters for member in drafter.members]
     for drafter in single:
-        if (
-            drafter.is_free
-        ):  # what is compiled on first use is not the first request's to wait for, nor to be taken for a cost
+        if drafter.is_free:  # compiled now: else the first request would wait, and that be taken for a cost
             example = Request("example", SamplingParams(), [0, 1, 0, 1], 4, 0)
             drafter.propose([example], [1])
             drafter.release(example)
-    profile = profile_of(runner, profile_path(checkpoint.fingerprint, dtype, runner))
+    profile = profile_of(executor, profile_path(checkpoint.fingerprint, dtype, executor))
     one = profile.costs.pass_seconds(1)
-    usual = {
-        drafter.name: (one * HEAD_COST, (share,))
-        for drafter in single
-        if (share := getattr(drafter, "usual", 0.0))
-    }
-    known = usual | {
-        name: (drafter.seconds, drafter.acceptance) for name, drafter in profile.drafters.items()
-    }
-    has_trees = getattr(runner.decoder, "checks_trees", True)
+    usual = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in single if drafter.usual}
+    known = usual | {name: (known.seconds, known.acceptance) for name, known in profile.drafters.items()}
+    has_trees = executor.decoder.checks_trees
     return AutoPolicy(single, profile.costs, most_nodes=num_draft, has_trees=has_trees, known=known)
 
 
-def _kv_memory(
-    asked: int | float | None,
-    model: ModelConfig,
-    config: EngineConfig,
-    max_model_len: int | None,
-    kept: Kept,
-    free: int,
-) -> int:
-    """Bytes for the KV cache: as said, a fraction of the free memory, or enough for every sequence within a
-    bound.
-    """
-    if isinstance(asked, bool) or (asked is not None and (not isinstance(asked, (int, float)) or asked <= 0)):
-        raise ConfigError(
-            f"kv_cache_memory is {asked!r}; give bytes as a whole number, or a fraction of the free memory between 0 and 1"
-        )
+def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free: int) -> int:
+    """Bytes for the KV cache: as said, a fraction of the `free` ones, or enough for every sequence within a
+    bound."""
+    asked = options.kv_cache_memory
     if isinstance(asked, float):
-        require(
-            asked < 1, "kv_cache_memory", asked, "a fraction must be below 1; give bytes as a whole number"
-        )
         return int(asked * free)
     if asked is not None:
         require(asked <= free, "kv_cache_memory", asked, f"there are {free:,} bytes free; give less")
         return asked
-    per_token = bytes_per_token(model, kept)
-    length = max_model_len or model.max_context
-    return min((length + BLOCK_SIZE) * config.max_num_seqs * per_token, int(SPARE * free))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    length = (options.max_model_len or model.max_context) + BLOCK_SIZE
+    return min(length * options.max_num_seqs * bytes_per_token(model, kept), int(SPARE * free))
 
 
 def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
-    """The longest sequence: what was asked, or the model's context as far as the KV cache can hold it
-    once.
-    """
+    """The longest sequence: what was asked, or the model's context as far as the KV cache holds it."""
     room = num_blocks * BLOCK_SIZE
     if asked is None:
         return min(model.max_context, room)
-    require(
-        asked <= model.max_context,
-        "max_model_len",
-        asked,
-        f"the model's context is {model.max_context:,} tokens",
-    )
-    require(
-        asked <= room,
-        "max_model_len",
-        asked,
-        f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len",
-    )
+    remedy = f"the model's context is {model.max_context:,} tokens"
+    require(asked <= model.max_context, "max_model_len", asked, remedy)
+    remedy = f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len"
+    require(asked <= room, "max_model_len", asked, remedy)
     return asked

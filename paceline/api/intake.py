@@ -1,13 +1,15 @@
-"""Turns a prompt and its options into engine requests, checking against the model what SamplingParams could
-not.
+"""Turns prompts and their options into engine requests, checking against the model what SamplingParams could
+not. Invariant: what it refuses is refused before anything is queued.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.grammar import GrammarCompiler
@@ -17,6 +19,15 @@ from paceline.core.types import Request
 from paceline.loaders.detokenize import Detokenizer
 from paceline.loaders.tokenizer import Tokenizer
 
+# A text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": [...]}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+FORMS = "give a text, token ids, {'prompt': text} or {'prompt_token_ids': [...]}"
+
+
+class Encoded(NamedTuple):
+    text: str | None  # as the user wrote it; None where token ids were given
+    tokens: list[int]
+
 
 @dataclass(slots=True)
 class Intake:
@@ -24,6 +35,16 @@ class Intake:
     vocab_size: int
     _grammars: GrammarCompiler | None = None
     _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def encode(self, prompt: Prompt) -> Encoded:
+        """Any form of a prompt as token ids."""
+        if isinstance(prompt, Mapping):
+            text, tokens = _from_mapping(prompt)
+        else:
+            text, tokens = (prompt, None) if isinstance(prompt, str) else (None, _token_ids(prompt))
+        if not (text if tokens is None else tokens):
+            raise RequestError("the prompt is empty; give at least one token")
+        return Encoded(text, self.tokenizer.encode(text or "") if tokens is None else tokens)
 
     def requests(self, tokens: list[int], params: SamplingParams, priority: int = 0) -> list[Request]:
         """One request for each of the n completions; the later ones share the first one's prompt blocks."""
@@ -81,3 +102,41 @@ class Intake:
             raise ConfigError(
                 f"{name} holds token id {bad}; the model's ids go from 0 to {self.vocab_size - 1}"
             )
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(f"the prompt is {prompts!r:.40}; {FORMS}, or a list of them")
+    many = list(prompts)
+    if not many:
+        raise RequestError(f"there is no prompt; {FORMS}, or a list of them")
+    return many if isinstance(many[0], Iterable) else [many]
+
+
+def _from_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, list[int] | None]:
+    """Its text and its token ids; the ids count where both are given, as in vLLM."""
+    other = next((key for key in prompt if key not in ("prompt", "prompt_token_ids")), None)
+    if other in ("role", "content"):
+        raise RequestError(f"the prompt has the key {other!r}: messages are for chat; {FORMS}")
+    if other is not None or not prompt:
+        what = "is empty" if other is None else f"has the key {other!r:.40}"
+        raise RequestError(f"the prompt {what}; give {{'prompt': text}} or {{'prompt_token_ids': [...]}}")
+    text = prompt.get("prompt")
+    if not isinstance(text, str | None) or (text is None and "prompt_token_ids" not in prompt):
+        raise RequestError(f"the prompt is {text!r:.40}; give a text in {{'prompt': text}}")
+    return text, _token_ids(prompt["prompt_token_ids"]) if "prompt_token_ids" in prompt else None
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable):
+        raise RequestError(f"the prompt is {prompt!r:.40}; give a list of token ids")
+    tokens = list(prompt)
+    try:
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise RequestError(f"the prompt holds {tokens!r:.40}; give a text or a list of token ids") from None

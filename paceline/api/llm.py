@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import index
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any
 
 from paceline.api.build import build
-from paceline.api.intake import Intake
+from paceline.api.intake import Encoded, Intake, Prompt, as_list
+from paceline.api.options import EngineOptions
 from paceline.api.results import Chunk, Completion, Result, Token
 from paceline.core.errors import ConfigError, RequestError
+from paceline.core.options import from_options
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
 from paceline.engine.commit import Emission
 from paceline.engine.stats import SpecStats
 from paceline.loaders.detokenize import Detokenizer
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -63,50 +63,18 @@ class _Inbox:
 class LLM:
     """A model, and drafters that make it faster without changing what it says.
 
-    speculative_config: "auto": suffix matching, and the learned head that is shipped for the model if there
-    is one, as much as pays at each
-        step; {"method": "auto", "head": False}: without the head; None or "off": none;
-        {"method": "suffix" | "ngram" | "draft_model" | "early_exit" | ..., options}: that one, as much as
-        pays; {"method": ..., "num_speculative_tokens": K}: always K tokens.
-    device: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one.
-    dtype: of the weights, "int8", "int4" or "float32", on GPUs also "bfloat16" and "float16"; "auto" is int8
-    on CPUs, bfloat16 on GPUs. exact: on a GPU, plain decoding and checking drafts take the same path bit by
-    bit; on CPUs they always do. load_format: "dummy" makes random weights of the model's shape, for measuring
-    without a download ("llama-8b" is a shape, too). kv_cache_dtype: on a GPU, "int8" keeps keys and values as
-    integers with a scale for each head: half the memory, rounded. kv_cache_memory: bytes, or a fraction of
-    the free memory, for the target; a draft model takes as many blocks of its own.
+    Takes the fields of EngineOptions (api/options.py) as keywords, or one EngineOptions in the model's place.
     """
 
-    def __init__(
-        self,
-        model: str = "default",
-        *,
-        speculative_config: Mapping[str, Any] | str | None = "auto",
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        kv_cache_memory: int | float | None = None,
-        enable_prefix_caching: bool = True,
-        dtype: str = "auto",
-        kernels: str = "exact",
-        device: str = "auto",
-        exact: bool = False,
-        load_format: str = "auto",
-        kv_cache_dtype: str = "auto",
-        progress: bool = True,
-    ) -> None:
-        limits = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "enable_prefix_caching": enable_prefix_caching,
-        }
-        built = build(
-            model, speculative_config, kv_cache_memory, max_model_len, kernels, dtype, device, exact, load_format, kv_cache_dtype, progress,
-            **limits,
-        )  # fmt: skip
-        self.engine, self.checkpoint, self.tokenizer, self.surroundings = (
-            built  # the last: what further drafters would be made with
-        )
+    def __init__(self, model: str | EngineOptions = "default", **options: Any) -> None:
+        if isinstance(model, EngineOptions):
+            chosen = {f.name: getattr(model, f.name) for f in fields(model)} | options
+        else:
+            chosen = {"model": model, **options}
+        self.options = from_options(EngineOptions, chosen, "LLM")
+        built = build(self.options)
+        self.engine, self.checkpoint, self.tokenizer = built.engine, built.checkpoint, built.tokenizer
+        self.context = built.context  # what further drafters would be made with
         self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
         self._inboxes: dict[str, _Inbox] = {}
         self._dropped: list[Request] = []
@@ -133,12 +101,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[Result]:
-        """Complete raw prompts (text or token ids), all of them together. A failed request carries its error;
-        alone, it raises.
-
-        priority: one number a prompt; lower runs first.
-        """
-        many = _as_list(prompts)
+        """Complete raw prompts (each a text, token ids, or vLLM's mapping), all of them together. A failed
+        request carries its error; alone, it raises. priority: one number a prompt; lower runs first."""
+        many = [self._intake.encode(prompt) for prompt in as_list(prompts)]
         ranks = [0] * len(many) if priority is None else priority
         if (
             not isinstance(ranks, Sequence)
@@ -148,11 +113,7 @@ class LLM:
             raise ConfigError(
                 f"priority is {priority!r:.40}; give one whole number for each of the {len(many)} prompts"
             )
-        groups = [
-            self._requests(*fields)
-            for fields in zip(many, _per_prompt(params, len(many)), ranks, strict=True)
-        ]
-        return self._run(many, groups)
+        return self._run(many, _per_prompt(params, len(many)), ranks)
 
     def chat(
         self,
@@ -161,18 +122,16 @@ class LLM:
     ) -> list[Result]:
         """Answer one conversation or several, through the model's own chat template."""
         many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [self._encode_chat(m) for m in many]  # type: ignore[arg-type]
-        groups = [
-            self._requests(p, s) for p, s in zip(prompts, _per_prompt(params, len(prompts)), strict=True)
-        ]
-        return self._run(prompts, groups)
+        prompts = [Encoded(None, self._encode_chat(m)) for m in many]  # type: ignore[arg-type]
+        return self._run(prompts, _per_prompt(params, len(prompts)), [0] * len(prompts))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one raw prompt piece by piece. Closing the iterator stops the request."""
         (params,) = _per_prompt(params, 1)
         if params.n != 1:
             raise ConfigError(f"n is {params.n}; a stream is one completion: use n=1, or generate")
-        return self._stream(prompt, self._requests(prompt, params)[0])
+        encoded = self._intake.encode(prompt)
+        return self._stream(encoded, self._requests(encoded, params)[0])
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
@@ -185,15 +144,15 @@ class LLM:
             raise RequestError("the conversation is empty; give at least one message with content")
         return self.tokenizer.encode_chat(messages)
 
-    def _requests(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        requests = self._intake.requests(tokens, params, priority)
+    def _requests(self, prompt: Encoded, params: SamplingParams, priority: int = 0) -> list[Request]:
+        requests = self._intake.requests(prompt.tokens, params, priority)
         self.engine.check_fits(requests[0])
         return requests
 
-    def _run(self, prompts: Sequence[Prompt], groups: list[list[Request]]) -> list[Result]:
+    def _run(
+        self, prompts: list[Encoded], params: list[SamplingParams], ranks: Sequence[int]
+    ) -> list[Result]:
+        groups = [self._requests(*fields) for fields in zip(prompts, params, ranks, strict=True)]
         inboxes = self._add([r for group in groups for r in group])
         try:
             for inbox in inboxes:
@@ -206,7 +165,7 @@ class LLM:
             raise RequestError("the LLM was closed while it was generating; make a new one")
         said = iter(inboxes)
         results = [
-            _result(p, [next(said).completion(i) for i in range(len(g))], g[0])
+            _result(p, [next(said).completion(i) for i in range(len(g))])
             for p, g in zip(prompts, groups, strict=True)
         ]
         failed = results[0].outputs[0].error if len(results) == 1 else None
@@ -214,7 +173,7 @@ class LLM:
             raise failed
         return results
 
-    def _stream(self, prompt: Prompt, request: Request) -> Iterator[Chunk]:
+    def _stream(self, prompt: Encoded, request: Request) -> Iterator[Chunk]:
         (inbox,) = self._add([request])
         try:
             is_finished = False
@@ -230,7 +189,7 @@ class LLM:
             if request.error is not None:
                 raise request.error
             if request.finish_reason is not FinishReason.ABORT:  # else the LLM was closed under it
-                result = _result(prompt, [inbox.completion(0)], request)
+                result = _result(prompt, [inbox.completion(0)])
                 yield Chunk(text + inbox.detokenizer.take(), tokens, request.finish_reason, result)
         finally:
             self._drop(request)
@@ -272,28 +231,8 @@ class LLM:
         return [Token(*fields) for fields in zip(emission.tokens, texts, sources, strict=True)]
 
 
-def _result(prompt: Prompt, outputs: list[Completion], request: Request) -> Result:
-    return Result(prompt if isinstance(prompt, str) else None, request.tokens[: request.num_prompt], outputs)
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise RequestError(f"the prompt is {prompts!r:.40}; give a text, token ids, or a list of them")
-    many = list(prompts)
-    if not many:
-        raise RequestError("there is no prompt; give a text, token ids, or a list of them")
-    return many if isinstance(many[0], Iterable) else [many]
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    try:
-        if any(isinstance(token, bool) for token in prompt):
-            raise TypeError
-        return [index(token) for token in prompt]
-    except TypeError:
-        raise RequestError(f"the prompt holds {prompt!r:.40}; give a text or a list of token ids") from None
+def _result(prompt: Encoded, outputs: list[Completion]) -> Result:
+    return Result(prompt.text, prompt.tokens, outputs)
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -84,7 +84,7 @@ def _flag(setting: Any, kind: Any) -> Any:
         else f" [dim]\\[default: {str(default).lower() if isinstance(default, bool) else default}][/dim]"
     )
     name = "--" + setting.name.replace("_", "-")
-    flags = [*setting.metadata.get("flags", ()), f"{name}/--no-{name[2:]}" if kind is bool else name]
+    flags = [*setting.metadata["flags"], f"{name}/--no-{name[2:]}" if kind is bool else name]
     option = typer.Option(
         *flags,
         help=setting.metadata["help"] + shown,

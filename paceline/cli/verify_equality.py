@@ -110,7 +110,7 @@ class Examination:
             for i, (p, a, r) in enumerate(pairs)
             if (d := first_difference(p.id, a, r.token_ids, spell)) is not None
         ]
-        if not llm.engine.runner.decoder.is_exact:
+        if not llm.engine.executor.decoder.is_exact:
             found = [(i, self._weighed(llm, mode, i, d, plain[i], results[i].token_ids)) for i, d in found]
         stats = [result.outputs[0].stats for result in results]
         tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))

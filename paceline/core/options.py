@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeGuard, TypeVar
 
 from paceline.core.errors import ConfigError
 
@@ -24,12 +24,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            require(
-                isinstance(getattr(self, name), int) and getattr(self, name) >= 1,
-                name,
-                getattr(self, name),
-                "use a whole number, 1 or more",
-            )
+            value = getattr(self, name)
+            require(is_whole(value) and value >= 1, name, value, "use a whole number, 1 or more")
         require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",
@@ -42,6 +38,17 @@ class EngineConfig:
             self.num_speculative_tokens,
             f"it must be smaller than the context of {self.max_model_len} tokens",
         )
+
+
+def option(default: Any, panel: str, text: str, *flags: str) -> Any:
+    """A dataclass field that is an option of the command line and the server: the panel of --help it stands
+    in, what it says there, and its short flags."""
+    return field(default=default, metadata={"panel": panel, "help": text, "flags": flags})
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is an int and not a bool, which Python takes for one."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require(ok: bool, name: str, value: object, remedy: str) -> None:

@@ -13,9 +13,11 @@ import time
 from statistics import mean
 from typing import Any, NamedTuple
 
+from paceline.api.intake import Intake
 from paceline.api.llm import LLM
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
+from paceline.core.types import Request
 from paceline.engine.engine import Engine
 from paceline.measure.engines import engine_of, ids_of, load, rows_of
 from paceline.measure.options import Batch
@@ -71,7 +73,7 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
             # New engines for each level: an answer given before would be known when its prompt comes again.
             engines = {row: engine_of(llm, row) for row in plan.rows}
             levels.append(_level(llm, engines, prompts, level, plan, tell))
-        device, is_exact = llm.engine.runner.kv.device.type, llm.engine.runner.decoder.is_exact
+        device, is_exact = llm.engine.executor.device.type, llm.engine.executor.decoder.is_exact
     is_ok = not (is_exact and any(level["different"] for level in levels))
     return {"model": llm.checkpoint.name, "device": device, "levels": levels, "is_ok": is_ok}
 
@@ -79,6 +81,7 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
 def _level(
     llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], level: int, plan: Plan, tell: Tell
 ) -> dict[str, Any]:
+    intake = Intake(llm.tokenizer, llm.checkpoint.config.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=plan.asked.max_new_tokens, ignore_eos=True)
     counted: list[dict[str, float]] = []  # speeds of a wave, by row
     names, different, number, wanted = list(engines), 0, 0, _num_waves(plan, level)
@@ -87,7 +90,7 @@ def _level(
         found: dict[str, Wave] = {}
         for name in names[number % len(names) :] + names[: number % len(names)]:
             gc.freeze()  # a collection that walked through what others have left would fall into a wave
-            found[name] = wave(llm, engines[name], texts, params)
+            found[name] = wave(engines[name], [intake.requests(ids, params)[0] for ids in texts])
             tell(f"{level} requests", 1)
         plain = found[PLAIN].texts
         different += sum(a != b for each in found.values() for a, b in zip(each.texts, plain, strict=True))
@@ -109,24 +112,26 @@ def _level(
     }
 
 
-def wave(llm: LLM, engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Wave:
-    llm.engine = engine
-    requests = [request for prompt in prompts for request in llm._requests(prompt, params)]
-    llm._add(requests)
+def wave(engine: Engine, requests: list[Request]) -> Wave:
+    for request in requests:
+        engine.add(request)
     while any(request.num_output == 0 for request in requests):
-        llm._pump()
-    before, num_recorded = sum(request.num_output for request in requests), engine.runner.num_recordings
+        engine.step()
+    before, num_recorded = _written(requests), engine.executor.backend.num_recordings
     started = time.perf_counter()
     while not any(request.is_finished for request in requests):
-        llm._pump()
-    seconds = time.perf_counter() - started
-    speed = (sum(request.num_output for request in requests) - before) / seconds
-    is_clean = engine.runner.num_recordings == num_recorded
+        engine.step()
+    speed = (_written(requests) - before) / (time.perf_counter() - started)
+    is_clean = engine.executor.backend.num_recordings == num_recorded
     while not all(request.is_finished for request in requests):
-        llm._pump()
+        engine.step()
     for request in requests:
-        llm._drop(request)
+        engine.stats.pop(request.id, None)
     return Wave(speed, [request.output for request in requests], is_clean)
+
+
+def _written(requests: list[Request]) -> int:
+    return sum(request.num_output for request in requests)
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

@@ -76,7 +76,7 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
             tell(f"warming up {row}", 0)
             answer(llm, engine, ids_of(llm, WARM_UP), params)
         sums = _take_turns(llm, engines, plan, params, tell)
-        is_exact = llm.engine.runner.decoder.is_exact
+        is_exact = llm.engine.executor.decoder.is_exact
     rows = _rows(sums)
     return {"rows": rows, "is_exact": is_exact, "is_ok": not (is_exact and any(r["different"] for r in rows))}
 
@@ -89,11 +89,15 @@ def _take_turns(
     for number, prompt in enumerate(plan.prompts):
         if plan.asked.seconds is not None and time.perf_counter() - started > plan.asked.seconds:
             break
-        ids, before, found = ids_of(llm, prompt), llm.engine.runner.num_recordings, dict[str, Answer]()
+        ids, before, found = (
+            ids_of(llm, prompt),
+            llm.engine.executor.backend.num_recordings,
+            dict[str, Answer](),
+        )
         for name in names[number % len(names) :] + names[: number % len(names)]:
             found[name] = answer(llm, engines[name], ids, params)
             tell(name, 1)
-        if llm.engine.runner.num_recordings == before:
+        if llm.engine.executor.backend.num_recordings == before:
             for name, each in found.items():
                 for task in (prompt.category, OVERALL):
                     sums[name, task].add(each, each.ids != found[PLAIN].ids)

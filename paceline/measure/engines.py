@@ -1,7 +1,7 @@
 """Several engines over one loaded model: the rows of `bench decode` and `bench batch`, and what `tune` times.
 
-The one place where measuring makes engines and policies. Invariant: all of them share the model's runner and
-take turns, so a comparison is of drafting alone; each has drafters of its own.
+The one place where measuring makes engines and policies. Invariant: all of them share the model's executor
+and take turns, so a comparison is of drafting alone; each has drafters of its own.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest
 from paceline.core.params import SamplingParams
-from paceline.core.types import Proposer
 from paceline.drafters import registry
+from paceline.drafters.base import Drafter
 from paceline.drafters.shipped import shipped_head
-from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AutoPolicy
+from paceline.engine.policy.auto import AutoPolicy
+from paceline.engine.policy.cost import CostTable
 from paceline.engine.stats import SpecStats
 from paceline.measure.options import Loaded
 from paceline.measure.prompts import Prompt
 from paceline.measure.rows import AUTO, PLAIN, names_of
+from paceline.runtime.backend import Backend, backend_for
 
 FREE = "auto-free"  # auto without a learned head
 
@@ -51,7 +54,7 @@ def engine_of(llm: LLM, row: str) -> Engine:
     if row == PLAIN:
         return engine_with(llm, None, 0)
     if row in (AUTO, FREE):
-        costs: CostModel = llm.engine.policy.costs  # type: ignore[attr-defined]
+        costs: CostTable = llm.engine.policy.costs  # type: ignore[attr-defined]
         return auto_engine(llm, costs, has_head=row == AUTO)
     method, _, length = row.partition("/")
     options: dict[str, Any] = {
@@ -62,26 +65,26 @@ def engine_of(llm: LLM, row: str) -> Engine:
     return engine_with(llm, drafter_of(llm, options), most)
 
 
-def drafter_of(llm: LLM, options: dict[str, Any]) -> Proposer:
+def drafter_of(llm: LLM, options: dict[str, Any]) -> Drafter:
     """A new drafter from a speculative_config."""
-    made: Proposer = registry.create(*registry.parse(options), llm.surroundings)
+    made: Drafter = registry.create(*registry.parse(options), llm.context)
     return made
 
 
 def engine_with(llm: LLM, drafter: Any, most: int) -> Engine:
     """Drafts `most` tokens whenever it can."""
-    return Engine(llm.engine.runner, drafter, replace(llm.engine.config, num_speculative_tokens=most))
+    return Engine(llm.engine.executor, drafter, replace(llm.engine.config, num_speculative_tokens=most))
 
 
-def auto_engine(llm: LLM, costs: CostModel, has_head: bool = True) -> Engine:
-    runner, config = llm.engine.runner, llm.engine.config
+def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
+    executor, config = llm.engine.executor, llm.engine.config
     head = shipped_head(llm.checkpoint, has_head)
     options = [*registry.AUTO, *([head] if head else ())]
     lengths = [registry.parse(each)[1].num_speculative_tokens for each in options]
     drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)
-    has_trees = runner.decoder.checks_trees
+    has_trees = executor.decoder.checks_trees
     policy = AutoPolicy(drafters, costs.fresh(), most_nodes=most, has_trees=has_trees)
-    return Engine(runner, drafters[0], replace(config, num_speculative_tokens=most), policy)
+    return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
 
 
 def ids_of(llm: LLM, prompt: Prompt) -> list[int]:
@@ -89,6 +92,10 @@ def ids_of(llm: LLM, prompt: Prompt) -> list[int]:
     if llm.checkpoint.tokenizer_source().chat_template is None:
         return llm.tokenizer.encode(prompt.text)
     return llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
+
+
+def cpu_backend() -> Backend:
+    return backend_for(torch.device("cpu"), "exact", False)
 
 
 class Answer(NamedTuple):

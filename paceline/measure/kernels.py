@@ -17,11 +17,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
+from paceline.core.types import BLOCK_SIZE
 from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.measure import limits
 from paceline.measure import rows as planning
 from paceline.measure.compare import MODULES
+from paceline.measure.engines import cpu_backend
 from paceline.measure.models import gguf_file, main_type, matrix_bytes
 from paceline.measure.options import Kernels
 from paceline.measure.processes import Worker
@@ -31,9 +33,7 @@ from paceline.measure.roofline import Deployment, Hardware, Work
 from paceline.measure.rows import PLAIN, Row
 from paceline.measure.tables import Table, cell
 from paceline.models.quantize import bits_of
-from paceline.runtime.device import cache_dtype
-from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
-from paceline.runtime.runner import CPU, Runner
+from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.timing import STRIDE, Timed
 
 SIZES = tuple(range(1, 33))
@@ -52,8 +52,8 @@ FIGURES = {
     "reached": ("of_floor", "{:.0%}"),
 }
 LEGEND = """×1: time relative to one token; ±: (slowest - fastest) / median; floor: the longer of two times,
-reading all weights and cached tokens at the measured bandwidth and doing all multiply-adds at the measured rate;
-reached: its share of the time, 100 % is the limit.
+reading all weights and cached tokens at the measured bandwidth and doing all multiply-adds at the measured
+rate; reached: its share of the time, 100 % is the limit.
 """
 
 Times = dict[int, list[float]]  # tokens -> seconds of each repeat
@@ -137,10 +137,11 @@ class Model:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, found: Hardware, longest: int) -> None:
         self._on = Deployment(checkpoint.config, found, dtype, found.kv_dtype(dtype))
-        decoder = CpuDecoder.load(checkpoint, dtype=dtype)
-        self._kinds = list(kinds_of(checkpoint.config, decoder.tensors, bits_of(dtype)))
-        cache = KvCache(checkpoint.config, -(-longest // BLOCK_SIZE), kept=cache_dtype(CPU, dtype))
-        self._passes = Timed(Runner(decoder, cache), longest)
+        blocks = -(-longest // BLOCK_SIZE)
+        executor = LocalExecutor.load(cpu_backend(), checkpoint, blocks, dtype=dtype)
+        assert isinstance(executor.decoder, CpuDecoder), "the CPU's backend loads it"
+        self._kinds = list(kinds_of(checkpoint.config, executor.decoder.tensors, bits_of(dtype)))
+        self._passes = Timed(executor, longest)
 
     def _seconds(self, tokens: int, context: int, num_logits: int | None = None) -> float:
         """Right after another pass, as in decoding: the threads are awake and the code is in the caches."""

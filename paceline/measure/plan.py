@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from paceline.core import formulas
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest
-from paceline.engine import costs
 from paceline.loaders.describe import describe
 from paceline.measure import roofline
 from paceline.measure.options import Paper
@@ -141,7 +141,7 @@ def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
 
 def _speedups(gains: Gains, alpha: float, ks: tuple[int, ...]) -> dict[str, Any]:
     best = gains.best_k(alpha)
-    by_k = {k: {"tokens": costs.expected_tokens(alpha, k), "speedup": gains.speedup(alpha, k)} for k in ks}
+    by_k = {k: {"tokens": formulas.expected_tokens(alpha, k), "speedup": gains.speedup(alpha, k)} for k in ks}
     return {"alpha": alpha, "by_k": by_k, "best_k": best, "best_speedup": gains.speedup(alpha, best)}
 
 

@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Cached, Segment
+from paceline.core.types import BLOCK_SIZE, Cached, Segment
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.measure.engines import cpu_backend
 from paceline.measure.options import Quality
 from paceline.measure.results import Tell
 from paceline.measure.rows import PLAIN, our_rows
 from paceline.measure.tables import Table, cell
-from paceline.runtime.device import cache_dtype
-from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
-from paceline.runtime.runner import CPU, Runner, load_decoder
+from paceline.runtime.executor import LocalExecutor
 
 CONTEXT = 512
 CHUNK = 128  # tokens of a pass: logits of a whole context would take much memory
@@ -67,17 +66,17 @@ def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def surprise(runner: Runner, tokens: Sequence[int]) -> tuple[float, int]:
+def surprise(executor: LocalExecutor, tokens: Sequence[int]) -> tuple[float, int]:
     """The sum of -log p over the tokens after the first, and how many they are."""
     cache, total = Cached(), 0.0
-    assert runner.kv.reserve(cache, len(tokens)), "the caller made room for a context"
+    assert executor.kv.reserve(cache, len(tokens)), "the caller made room for a context"
     for at in range(0, len(tokens) - 1, CHUNK):
         seen = list(tokens[at : min(at + CHUNK, len(tokens) - 1)])
-        logits = runner.forward([Segment(seen, cache, None, len(seen))]).logits  # [len(seen), vocab]
+        logits = executor.forward([Segment(seen, cache, None, len(seen))]).logits  # [len(seen), vocab]
         targets = torch.tensor(tokens[at + 1 : at + 1 + len(seen)])
         total += float(torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum"))
         cache.num_cached += len(seen)
-    runner.kv.free(cache)
+    executor.kv.free(cache)
     return total, len(tokens) - 1
 
 
@@ -93,12 +92,12 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     records = []
     for dtype in plan.dtypes:
         tell(f"loading {dtype}", 0)
-        cache = KvCache(checkpoint.config, -(-size // BLOCK_SIZE), kept=cache_dtype(CPU, dtype))
-        runner = Runner(load_decoder(checkpoint, dtype=dtype, context=size), cache)
+        blocks = -(-size // BLOCK_SIZE)
+        executor = LocalExecutor.load(cpu_backend(), checkpoint, blocks, dtype=dtype, context=size)
         losses = []
         for piece in pieces:
             tell(f"reading with {dtype}", 0)
-            losses.append(surprise(runner, piece))
+            losses.append(surprise(executor, piece))
             tell(f"reading with {dtype}", 1)
         total, count = (sum(column) for column in zip(*losses, strict=True))
         perplexity = round(math.exp(total / count), 5)

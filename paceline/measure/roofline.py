@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from paceline.core import formulas
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest
-from paceline.engine import costs
 from paceline.models.config import ModelConfig
 
 GB, TERA = 10**9, 10**12
@@ -255,7 +255,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Gains:
-    """What drafts would gain: the formulas of engine/costs.py with the roofline's costs."""
+    """What drafts would gain: the formulas of core/formulas.py with the roofline's costs."""
 
     target: Deployment
     draft: Deployment | None = None  # None: drafts cost nothing, as looking text up does
@@ -266,13 +266,13 @@ class Gains:
         return self.draft.seconds(1) / self.target.seconds(1) if self.draft is not None else 0.0
 
     def speedup(self, alpha: float, k: int) -> float:
-        return costs.speedup(alpha, k, self.draft_cost, self.target.relative(k + 1))
+        return formulas.speedup(alpha, k, self.draft_cost, self.target.relative(k + 1))
 
     def best_k(self, alpha: float) -> int:
-        return costs.best_k(alpha, self.draft_cost, self.target.relative, MOST_K)
+        return formulas.best_k(alpha, self.draft_cost, self.target.relative, MOST_K)
 
     def break_even(self, k: int) -> float | None:
-        return costs.break_even_alpha(k, self.draft_cost, self.target.relative(k + 1))
+        return formulas.break_even_alpha(k, self.draft_cost, self.target.relative(k + 1))
 
 
 class Training(NamedTuple):
@@ -293,5 +293,5 @@ def training(budget: float, target: Deployment) -> Training:
     work = Work(num_bytes=parameters * WIDTHS[target.dtype], **products)
     hours = budget / (TRAINED_AT * hardware.half_flops) / 3600
     cost = hardware.seconds(work) / target.seconds(1)
-    edge = costs.break_even_alpha(4, cost, target.relative(5))
+    edge = formulas.break_even_alpha(4, cost, target.relative(5))
     return Training(budget, parameters, TOKENS_A_PARAMETER * parameters, hours, cost, edge)

@@ -31,8 +31,8 @@ from paceline.measure.tables import Table, cell
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "between pieces", "e2el": "e2e"}
 COLUMNS = ("done", "failed", "req/s", "goodput", "tok/s", "in flight", "cached", "τ", "α")
-LEGEND = """TTFT, TPOT, e2e: milliseconds to the first token, for each further one, and to the end, from when it
-was due; goodput: requests a second that met every goal; cached: share of prompt tokens that the
+LEGEND = """TTFT, TPOT, e2e: milliseconds to the first token, for each further one, and to the end, from when
+it was due; goodput: requests a second that met every goal; cached: share of prompt tokens that the
 server had read before; τ, α: tokens a draft led to and share of drafted tokens accepted, by its own counters.
 """
 

@@ -56,16 +56,16 @@ def num_turns(plan: Plan) -> int:
 def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     asked, longest = plan.asked, max(plan.contexts) + max(plan.rows)
     with ExitStack() as stack:
-        runners = {}
+        executors = {}
         for dtype in plan.dtypes:
             tell(f"loading {dtype}", 0)
             room = {"max_model_len": longest + SPARE, "max_num_seqs": asked.requests}
             llm = load(replace(asked, dtype=dtype), **room, speculative_config=None, progress=False)
-            runners[dtype] = stack.enter_context(llm).engine.runner
-        device = next(iter(runners.values())).kv.device
+            executors[dtype] = stack.enter_context(llm).engine.executor
+        device = next(iter(executors.values())).device
         tell("measuring the machine", 0)
         found = limits.measure() if device.type == "cpu" else limits.of_device(device)
-        passes = {dtype: Timed(runner, longest, asked.requests) for dtype, runner in runners.items()}
+        passes = {dtype: Timed(executor, longest, asked.requests) for dtype, executor in executors.items()}
         if any(each.room < longest for each in passes.values()):
             raise ConfigError(
                 f"--contexts and --rows need {longest} tokens, more than the model or memory has"
@@ -73,9 +73,9 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
         records = []
         for context in plan.contexts:
             times = _take_turns(passes, context, plan, tell)
-            for dtype, runner in runners.items():
+            for dtype, executor in executors.items():
                 name = ("int8" if device.type == "cpu" else "bfloat16") if dtype == "auto" else dtype
-                on = Deployment(runner.config, found, name, found.kv_dtype(name), asked.requests, context)
+                on = Deployment(executor.config, found, name, found.kv_dtype(name), asked.requests, context)
                 first = 1000 * median(times[dtype, plan.rows[0], 1])
                 for rows in plan.rows:
                     record = {"dtype": name, "exact": asked.exact, "requests": asked.requests}

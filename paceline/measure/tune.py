@@ -2,7 +2,7 @@
 request at a time.
 
 For each prompt every drafter first writes the answer once with a clock around it, drafting its longest: that
-says how often it is right at each depth and what asking it costs, from which the formulas of engine/costs.py
+says how often it is right at each depth and what asking it costs, from which the formulas of core/formulas.py
 predict the speedup of every K. Then plain decoding and each K take turns, so that what else the machine does
 hits all alike, and of repeats the quickest counts. Times are those after a request's first draft. Invariant:
 a drafter that remembers texts never meets one that it was shown before.
@@ -19,14 +19,14 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from paceline.api.llm import LLM
+from paceline.core import formulas
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import nearest
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
 from paceline.drafters import registry
-from paceline.engine import costs
-from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
+from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
 from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of, engine_with, ids_of
 from paceline.measure.engines import load as load_model
@@ -35,7 +35,6 @@ from paceline.measure.prompts import Prompt, first_of_each, load
 from paceline.measure.results import Tell
 from paceline.measure.rows import AUTO, PLAIN
 from paceline.measure.tables import Table, cell
-from paceline.runtime.runner import default_dtype
 from paceline.runtime.timing import measure as time_passes
 
 METHODS = ("ngram", "suffix", "lookahead", "early_exit", "quantized")
@@ -190,8 +189,8 @@ def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: P
     alphas = [further / before if before else 0.0 for before, further in pairwise(reached)]
     return {
         "k": k,
-        "speedup": costs.speedup(alphas, k, draft_cost, verify_cost),
-        "tau": costs.expected_tokens(alphas, k),
+        "speedup": formulas.speedup(alphas, k, draft_cost, verify_cost),
+        "tau": formulas.expected_tokens(alphas, k),
         "num_drafted": drafted,
         "draft_cost": draft_cost,  # of each of the k tokens, relative to a plain step
         "verify_cost": verify_cost,  # relative to a plain step
@@ -201,7 +200,7 @@ def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: P
 class Prices(NamedTuple):
     """Seconds."""
 
-    target: CostModel
+    target: CostTable
     cached: int  # tokens that a row sees, on average
     plain: float  # a plain step
     asking: float  # a drafter; one that runs a model, for each token
@@ -220,7 +219,7 @@ class Session:
         least = min(LEAST_TOKENS, plan.asked.max_tokens)
         self.params = SamplingParams(temperature=0, max_tokens=plan.asked.max_tokens, min_tokens=least)
         tell("timing passes", 0)
-        self.costs = CostModel(*time_passes(self.own.runner, PASS_SECONDS))
+        self.costs = CostTable(*time_passes(self.own.executor, PASS_SECONDS))
         self.subjects = [self._subject(name) for name in plan.methods]
         self.auto = Group(AUTO, lambda: {AUTO: auto_engine(llm, self.costs)})
         self.groups = [*(subject.group for subject in self.subjects), self.auto]
@@ -328,9 +327,9 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
 
 def _save(llm: LLM, dtype: str, session: Session) -> str | None:
     """Where the profile is now; None if it cannot be written. What is known of other drafters stays."""
-    runner = llm.engine.runner
-    dtype = default_dtype(runner.kv.device, "exact") if dtype == "auto" else dtype
-    path = profile_path(llm.checkpoint.fingerprint, dtype, runner)
+    executor = llm.engine.executor
+    dtype = executor.backend.default_dtype if dtype == "auto" else dtype
+    path = profile_path(llm.checkpoint.fingerprint, dtype, executor)
     before = load_profile(path)
     # Another draft model would be another drafter of the same name, so nothing is kept of one.
     measured = {
@@ -393,7 +392,7 @@ def _verdict(name: str, drafter: dict[str, Any]) -> str:
         notes = f"; beside that it reads each prompt itself, {1e3 * entering:.0f} ms here"
     if gain > WORTH:
         return f"{name}: gains {gain:.2f}x with K = {best['k']}{notes}"
-    edge = costs.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
+    edge = formulas.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
     pays = "even perfect drafts would not pay" if edge is None else f"it would pay from α = {edge:.2f}"
     cost = best["k"] * best["draft_cost"] + best["verify_cost"]
     why = f"a step costs {cost:.2f} plain ones, {pays}{notes}"

@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from paceline.core.types import Cached, Output, Pick, Segment
-from paceline.runtime.kv_cache import BLOCK_SIZE
-from paceline.runtime.runner import Runner
+from paceline.core.types import BLOCK_SIZE, Cached, Output, Pick, Segment
+from paceline.runtime.executor import LocalExecutor
 
 ROWS = (1, 2, 4, 8, 3, 6, 16, 12)  # the first ones say most, should time run out
 ROWS_ON_GPU = (1, 8, 64)  # few, since something is recorded for each; between them a pass changes little
@@ -33,16 +32,14 @@ class Timed:
     takes.
     """
 
-    def __init__(self, runner: Runner, most_tokens: int, num_requests: int = 1) -> None:
-        self._runner, self._caches = runner, [Cached() for _ in range(num_requests)]
-        free = runner.kv.pool.num_free // num_requests * BLOCK_SIZE
-        self.room = min(most_tokens, free, runner.config.max_context)  # tokens of each request
+    def __init__(self, executor: LocalExecutor, most_tokens: int, num_requests: int = 1) -> None:
+        self._executor, self._caches = executor, [Cached() for _ in range(num_requests)]
+        free = executor.kv.pool.num_free // num_requests * BLOCK_SIZE
+        self.room = min(most_tokens, free, executor.config.max_context)  # tokens of each request
         for cache in self._caches:
-            is_reserved = runner.kv.reserve(cache, self.room)
+            is_reserved = executor.kv.reserve(cache, self.room)
             assert is_reserved, "as many blocks as are free can be had"
-            for block in cache.blocks:  # memory that was never written may not be there yet
-                for data in (runner.kv.keys, runner.kv.values):
-                    data[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
+            executor.memory.touch(cache.blocks)
 
     def seconds(
         self, rows: int, context: int = 0, num_logits: int | None = None, num_passes: int = 1
@@ -50,34 +47,34 @@ class Timed:
         """Of one pass, with the logits of all rows or of the last ones. With several passes: of each, when a
         device is given the next before it has ended the last.
         """
-        tokens = [(STRIDE * i) % self._runner.config.vocab_size for i in range(rows)]
+        tokens = [(STRIDE * i) % self._executor.config.vocab_size for i in range(rows)]
         segments = []
         for cache in self._caches:
             cache.num_cached = context
             segments.append(Segment(tokens, cache, None, num_logits or rows, Pick(0.0, 0)))
         output, taken = self._timed(segments, num_passes)
-        # What was recorded on the way is no cost of a pass.
+        # what was recorded on the way is no cost of a pass
         return self._timed(segments, num_passes)[1] if output.is_first else taken
 
     def _timed(self, segments: list[Segment], num_passes: int) -> tuple[Output, float]:
         started = time.perf_counter()
         for _ in range(num_passes):
-            output = self._runner.forward(segments)
+            output = self._executor.forward(segments)
         output.logits[-1, -1].item()  # a device may still be at it
         return output, (time.perf_counter() - started) / num_passes
 
     def free(self) -> None:
         for cache in self._caches:
             cache.num_cached = 0
-            self._runner.kv.free(cache)
+            self._executor.kv.free(cache)
 
 
-def measure(runner: Runner, seconds: float = 0.3) -> Timings:
+def measure(executor: LocalExecutor, seconds: float = 0.3) -> Timings:
     """As far as the time goes: every row count once at least where passes are short, the smallest ones where
     they are long.
     """
-    rows_of_interest = ROWS if runner.kv.device.type == "cpu" else ROWS_ON_GPU
-    passes = Timed(runner, CONTEXT + max(rows_of_interest))
+    rows_of_interest = ROWS if executor.device.type == "cpu" else ROWS_ON_GPU
+    passes = Timed(executor, CONTEXT + max(rows_of_interest))
     try:
         sizes = [n for n in rows_of_interest if n <= passes.room]
         for rows in sizes[:4]:  # what is compiled on first use is no cost of a pass

@@ -12,98 +12,58 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
-from paceline.core.options import nearest, require
+from paceline.core.options import nearest, option, require
 
 PREFIX = "PACELINE_"
 MIB = 2**20
-ENGINE, SPECULATION, HTTP, ACCESS, LIMITS = "Engine", "Speculation", "HTTP", "Access", "Limits"
-# What the engine process is given; the rest is the business of the HTTP side.
-ENGINE_FIELDS = (
-    "dtype", "device", "exact", "load_format", "kv_cache_dtype", "max_model_len", "kv_cache_memory", "max_num_seqs",
-    "max_num_batched_tokens", "enable_prefix_caching",
-)  # fmt: skip
-
-
-def _setting(default: Any, panel: str, text: str, **more: Any) -> Any:
-    return field(default=default, metadata={"panel": panel, "help": text, **more})
+HTTP, ACCESS, LIMITS = "HTTP", "Access", "Limits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    model: str = _setting(
-        "default", ENGINE, "The default model, a local folder or .gguf file, or a Hugging Face name."
-    )
-    served_model_name: str | None = _setting(
-        None, HTTP, "The name clients ask for; left out: the model's own."
-    )
-    dtype: str = _setting("auto", ENGINE, "Of the weights: auto, int8, int4, float32, bfloat16, float16.")
-    device: str = _setting("auto", ENGINE, "auto (a GPU if there is one), cpu, cuda or cuda:N.")
-    exact: bool = _setting(
-        False, ENGINE, "On a GPU, check drafts with the very arithmetic of plain decoding."
-    )
-    load_format: str = _setting("auto", ENGINE, "dummy: random weights of the model's shape.")
-    kv_cache_dtype: str = _setting(
-        "auto", ENGINE, "int8, on a GPU: half the memory for keys and values, rounded."
-    )
-    max_model_len: int | None = _setting(None, ENGINE, "Longest prompt and answer together, in tokens.")
-    kv_cache_memory: int | float | None = _setting(
-        None, ENGINE, "For the KV cache: bytes, or a fraction of the free memory such as 0.2."
-    )
-    max_num_seqs: int = _setting(16, ENGINE, "Answers written at the same time; more wait.")
-    max_num_batched_tokens: int = _setting(512, ENGINE, "Tokens in one pass of the model.")
-    enable_prefix_caching: bool = _setting(
-        True, ENGINE, "Keep the K/V of prompts for others that begin alike."
-    )
-    speculative_config: dict[str, Any] | str | None = _setting(  # noqa: RUF009
-        "auto",
-        SPECULATION,
-        'Who drafts: auto, off, or JSON: {"method": "ngram", "num_speculative_tokens": 3}.',
-        flags=("-sc",),
-    )
-    host: str = _setting("127.0.0.1", HTTP, "Where to listen; 0.0.0.0 is every address of the machine.")
-    port: int = _setting(8000, HTTP, "0 takes a free one and says which.")
-    playground: bool = _setting(True, HTTP, "Serve the page at /.")
-    log_level: str = _setting(
-        "info", HTTP, "debug, info, warning or error; one JSON object a line on stderr."
-    )
-    api_key: tuple[str, ...] = _setting(
+class ServerConfig(EngineOptions):
+    """The engine's options and those of the HTTP side."""
+
+    served_model_name: str | None = option(None, HTTP, "The name clients ask for; left out: the model's own.")
+    host: str = option("127.0.0.1", HTTP, "Where to listen; 0.0.0.0 is every address of the machine.")
+    port: int = option(8000, HTTP, "0 takes a free one and says which.")
+    playground: bool = option(True, HTTP, "Serve the page at /.")
+    log_level: str = option("info", HTTP, "debug, info, warning or error; one JSON object a line on stderr.")
+    api_key: tuple[str, ...] = option(
         (),
         ACCESS,
         "A key clients must show; may be repeated. Better in a file: a flag can be seen by others.",
     )
-    api_key_file: str | None = _setting(None, ACCESS, "A file with one key a line.")
-    cors_origin: tuple[str, ...] = _setting(
+    api_key_file: str | None = option(None, ACCESS, "A file with one key a line.")
+    cors_origin: tuple[str, ...] = option(
         (), ACCESS, "A web page's origin that may call the server; may be repeated; * is any."
     )
-    ssl_certfile: str | None = _setting(None, ACCESS, "The certificate, for https.")
-    ssl_keyfile: str | None = _setting(None, ACCESS, "Its private key.")
-    max_queue: int = _setting(
-        256, LIMITS, "Answers that may wait for their turn; beyond that clients get 429."
-    )
-    max_request_bytes: int = _setting(MIB, LIMITS, "Largest request body.")
-    max_prompt_tokens: int | None = _setting(
-        None, LIMITS, "Longest prompt; left out: what the context holds."
-    )
-    max_completion_tokens: int | None = _setting(
+    ssl_certfile: str | None = option(None, ACCESS, "The certificate, for https.")
+    ssl_keyfile: str | None = option(None, ACCESS, "Its private key.")
+    max_queue: int = option(256, LIMITS, "Answers that may wait for their turn; beyond that clients get 429.")
+    max_request_bytes: int = option(MIB, LIMITS, "Largest request body.")
+    max_prompt_tokens: int | None = option(None, LIMITS, "Longest prompt; left out: what the context holds.")
+    max_completion_tokens: int | None = option(
         None, LIMITS, "Longest answer a client may ask for; left out: what the context holds."
     )
-    max_choices: int = _setting(64, LIMITS, "Most answers of one request: its prompts times n.")
-    max_grammar_bytes: int = _setting(
+    max_choices: int = option(64, LIMITS, "Most answers of one request: its prompts times n.")
+    max_grammar_bytes: int = option(
         65_536, LIMITS, "Largest JSON schema, expression, list of choices or grammar."
     )
-    request_timeout: float = _setting(600.0, LIMITS, "Seconds after which a request is given up.")
-    body_timeout: float = _setting(30.0, LIMITS, "Seconds a client has to send a request's body.")
-    drain_timeout: float = _setting(30.0, LIMITS, "Seconds that running requests have after SIGTERM.")
-    engine_timeout: float = _setting(
+    request_timeout: float = option(600.0, LIMITS, "Seconds after which a request is given up.")
+    body_timeout: float = option(30.0, LIMITS, "Seconds a client has to send a request's body.")
+    drain_timeout: float = option(30.0, LIMITS, "Seconds that running requests have after SIGTERM.")
+    engine_timeout: float = option(
         120.0, LIMITS, "Seconds without a sign of life after which the engine is started anew."
     )
 
     def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
         for name, low, high, remedy in (
             ("port", 0, 65_535, "use 0 to 65535"),
             ("max_queue", 0, None, "use 0 or more"),
@@ -135,8 +95,8 @@ class ServerConfig:
             )
 
     def engine_options(self) -> dict[str, Any]:
-        chosen = {name: getattr(self, name) for name in ENGINE_FIELDS}
-        return {"model": self.model, "speculative_config": self.speculative_config, **chosen}
+        """What the engine process is given; the rest is the business of the HTTP side."""
+        return {f.name: getattr(self, f.name) for f in fields(EngineOptions) if f.metadata}
 
     def limits(self) -> dict[str, Any]:
         """What the engine process checks where it knows the tokens."""
@@ -151,9 +111,9 @@ class ServerConfig:
 
 
 def all_settings() -> list[tuple[Field[Any], Any]]:
-    """Every field with its type."""
+    """Every field that is an option, with its type."""
     hints = get_type_hints(ServerConfig)
-    return [(setting, hints[setting.name]) for setting in fields(ServerConfig)]
+    return [(setting, hints[setting.name]) for setting in fields(ServerConfig) if setting.metadata]
 
 
 def resolve(

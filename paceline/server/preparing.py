@@ -109,7 +109,7 @@ def description(
         for each in (drafter, *getattr(drafter, "drafters", ()))
     ]
     template = built.checkpoint.tokenizer_source().chat_template
-    config, kv = built.engine.config, built.engine.runner.kv
+    config, kv = built.engine.config, built.engine.executor.kv
     asked = (
         speculative_config.get("method", "draft_model")
         if isinstance(speculative_config, Mapping)

@@ -58,17 +58,18 @@ def main() -> None:
 def _build(channel: socket.socket, setup: wire.Message) -> Worker:
     from paceline.api.build import build
     from paceline.api.intake import Intake
+    from paceline.api.options import EngineOptions
     from paceline.server.preparing import Preparer, description
 
     if hasattr(os, "nice"):
         os.nice(5)  # where the HTTP loop needs a core that the engine computes on, it gets it at once
     started = time.monotonic()
-    options = {"kernels": "exact", "progress": sys.stderr.isatty(), **setup["engine"]}
-    built = build(**options)
+    options = EngineOptions(**setup["engine"], progress=sys.stderr.isatty())
+    built = build(options)
     intake = Intake(built.tokenizer, built.checkpoint.config.vocab_size)
     preparer = Preparer(built.tokenizer, built.engine, intake, **setup["limits"])
     gc.freeze()  # the model and the libraries are here to stay: collections need not look at them
-    ready = description(built, options["speculative_config"], time.monotonic() - started)
+    ready = description(built, options.speculative_config, time.monotonic() - started)
     channel.sendall(wire.pack({"is": "ready", **ready}))
     return Worker(channel, built.engine, preparer)
 

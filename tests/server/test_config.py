@@ -35,9 +35,8 @@ def test_flags_win_over_variables_and_those_over_the_file(tmp_path: Path) -> Non
 def test_every_setting_can_be_a_variable() -> None:
     values: dict[Any, str] = {bool: "true", int: "2048", float: "2.5", tuple[str, ...]: "a, b"}
     for setting, kind in all_settings():
-        text = {"log_level": "debug", "speculative_config": '{"method": "suffix"}', "max_choices": "9"}.get(
-            setting.name
-        )
+        special = {"log_level": "debug", "speculative_config": '{"method": "suffix"}', "max_choices": "9"}
+        text = {**special, "max_num_seqs": "128"}.get(setting.name)  # no more than max_num_batched_tokens
         if setting.name.startswith("ssl_"):
             continue  # only together
         number = "2048" if "int" in str(kind) else "2.5"
@@ -57,6 +56,8 @@ def test_every_setting_can_be_a_variable() -> None:
         ({"ssl_certfile": "x"}, {}, "ssl_keyfile"),
         ({"request_timeout": 0.0}, {}, "request_timeout is 0.0"),
         ({"max_request_bytes": 3}, {}, "max_request_bytes is 3"),
+        ({"max_model_len": 1}, {}, "max_model_len is 1"),
+        ({"max_num_seqs": 2048}, {}, "max_num_batched_tokens is 512"),
         ({}, {"PACELINE_API_KEY": "gr\u00fcn"}, "not ASCII"),
     ],
 )

@@ -103,7 +103,7 @@ class Worker:
         """Median seconds of one pass over each number of tokens, all logits wanted, after a cached
         context.
         """
-        passes = Timed(self.llm.engine.runner, CONTEXT + max(sizes))
+        passes = Timed(self.llm.engine.executor, CONTEXT + max(sizes))
         context = min(CONTEXT, passes.room - max(sizes))
         times = [[passes.seconds(size, context) for size in sizes] for _ in range(TIMED + 1)]
         passes.free()

@@ -1,0 +1,81 @@
+"""EngineOptions: what a user chooses about an engine, the same for LLM, the command line and the server.
+
+Invariant: what can be checked without reading a model is checked on construction. Help texts of the command
+line and the server's settings are made from the metadata here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.options import EngineConfig, is_whole, option, require
+
+ENGINE, SPECULATION, MEMORY = "Engine", "Speculation", "Memory"  # panels of --help
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    model: str = option(
+        "default", ENGINE, "The default model, a local folder or .gguf file, or a Hugging Face name.", "-m"
+    )
+    # "auto": the training-free drafters and the learned head that is shipped for the model, as much as pays
+    # at each step; {"method": "auto", "head": False}: without the head; None or "off": plain decoding;
+    # {"method": "suffix" | "ngram" | "draft_model" | ..., options}: that drafter, as much as pays; with
+    # "num_speculative_tokens": K: always K tokens.
+    speculative_config: dict[str, Any] | str | None = option(  # noqa: RUF009
+        "auto",
+        SPECULATION,
+        'auto, off, or all of it as JSON: {"method": "ngram", "prompt_lookup_max": 4}.',
+        "-sc",
+    )
+    dtype: str = option(
+        "auto", ENGINE, "Of the weights: auto (int8 on CPUs, bfloat16 on GPUs), int8, int4, float32, float16."
+    )
+    device: str = option("auto", ENGINE, "Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    exact: bool = option(
+        False, ENGINE, "On a GPU, check drafts with the very arithmetic of plain decoding; CPUs always do."
+    )
+    load_format: str = option(
+        "auto",
+        ENGINE,
+        "dummy: random weights of the model's shape, without a download ('llama-8b' is a shape, too).",
+    )
+    kv_cache_dtype: str = option(
+        "auto", MEMORY, "int8, on a GPU: half the memory, rounded; a quantized model on a CPU always has it."
+    )
+    # Bytes or a fraction are for the target; a draft model takes as many blocks of its own.
+    kv_cache_memory: int | float | None = option(
+        None, MEMORY, "For the KV cache: bytes, or a fraction of the free memory such as 0.2."
+    )
+    max_model_len: int | None = option(None, MEMORY, "Longest prompt and answer together, in tokens.")
+    max_num_seqs: int = option(16, MEMORY, "Answers written at the same time; more wait.")
+    max_num_batched_tokens: int = option(512, MEMORY, "Tokens in one pass of the model.")
+    enable_prefix_caching: bool = option(True, MEMORY, "Keep the K/V of prompts for others that begin alike.")
+    kernels: str = "exact"  # "torch": the reference decoder that the compiled kernels are tested against
+    progress: bool = True  # say on stderr what takes long while the model is read
+
+    def __post_init__(self) -> None:
+        remedy = "give a path, 'default' or a Hugging Face name"
+        require(isinstance(self.model, str) and bool(self.model), "model", self.model, remedy)
+        if self.max_model_len is not None:
+            is_usable = is_whole(self.max_model_len) and self.max_model_len >= 2
+            require(is_usable, "max_model_len", self.max_model_len, "use a whole number, 2 or more")
+        memory = self.kv_cache_memory
+        is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
+        remedy = "give bytes as a whole number, or a fraction of the free memory between 0 and 1"
+        require(memory is None or (is_number and memory > 0), "kv_cache_memory", memory, remedy)
+        if isinstance(memory, float):
+            remedy = "a fraction must be below 1; give bytes as a whole number"
+            require(memory < 1, "kv_cache_memory", memory, remedy)
+        self.engine_config(self.max_model_len or EngineConfig().max_model_len)
+
+    def engine_config(self, max_model_len: int, num_speculative_tokens: int = 0) -> EngineConfig:
+        """What the engine itself is given once the context and the longest draft are known."""
+        return EngineConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            num_speculative_tokens=num_speculative_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
