@@ -21,7 +21,6 @@ from paceline.loaders import hub
 from paceline.measure.compare import MODULES
 from paceline.measure.processes import Worker, WorkerError
 from paceline.measure.rows import FOLDERS, OURS, peer_python
-from paceline.measure.processes import Worker, WorkerError
 
 ROOT = Path(__file__).parent.parent
 KEYS = {

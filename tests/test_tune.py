@@ -47,11 +47,14 @@ def test_the_prediction_is_the_formula_where_chances_are_even(k: int) -> None:
 def test_what_drafting_costs_is_counted() -> None:
     lengths, accepted_at = Counter({4: 20}), [20, 20, 20, 20]  # twenty steps, each with four right
     free, slow = (
-        predict(lengths, accepted_at, 4, prices) for prices in (FREE, FREE._replace(asking=0.5, is_free=False))
+        predict(lengths, accepted_at, 4, prices)
+        for prices in (FREE, FREE._replace(asking=0.5, is_free=False))
     )
     assert slow["draft_cost"] == pytest.approx(0.5 / 1.1)  # for each token
     assert free["speedup"] > slow["speedup"]
-    assert predict(lengths, accepted_at, 4, FREE._replace(asking=0.5))["draft_cost"] == pytest.approx(0.125 / 1.1)
+    assert predict(lengths, accepted_at, 4, FREE._replace(asking=0.5))["draft_cost"] == pytest.approx(
+        0.125 / 1.1
+    )
 
 
 def test_a_step_without_a_draft_costs_what_a_plain_one_does() -> None:
@@ -66,7 +69,9 @@ def test_a_clock_changes_no_text_and_no_draft(tiny: LLM, method: str) -> None:
     own, clocked = tiny.engine, Clocked(drafter_of(tiny, {"method": method, "num_speculative_tokens": 2}))
     alone = engine_with(tiny, drafter_of(tiny, {"method": method, "num_speculative_tokens": 2}), 2)
     timed = engine_with(tiny, clocked, 2)
-    texts = [[answer(tiny, engine, list(text.encode()), params).ids for text in TEXTS] for engine in (alone, timed)]
+    texts = [
+        [answer(tiny, engine, list(text.encode()), params).ids for text in TEXTS] for engine in (alone, timed)
+    ]
     tiny.engine = own
     assert texts[0] == texts[1]
     assert clocked.name == method

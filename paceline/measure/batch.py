@@ -19,6 +19,7 @@ from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
+from paceline.loaders.describe import describe
 from paceline.measure.engines import engine_of, ids_of, load, rows_of
 from paceline.measure.options import Batch
 from paceline.measure.prompts import Prompt, chosen
@@ -64,10 +65,11 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     asked = plan.asked
     tell("loading the model", 0)
     limits = {"max_num_seqs": max(plan.levels), "max_num_batched_tokens": asked.max_num_batched_tokens}
-    limits |= {"max_model_len": CONTEXT}
+    limits["max_model_len"] = min(CONTEXT, describe(asked.model).config.max_context)
     with load(asked, **limits, enable_prefix_caching=False, progress=False) as llm:
         gc.collect()
-        prompts = [ids_of(llm, prompt)[-PROMPT:] for prompt in plan.prompts]
+        room = min(PROMPT, limits["max_model_len"] - asked.max_new_tokens)
+        prompts = [ids_of(llm, prompt)[-room:] for prompt in plan.prompts]
         levels = []
         for level in plan.levels:
             # New engines for each level: an answer given before would be known when its prompt comes again.

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
+from paceline.loaders.describe import describe
 from paceline.measure import limits
 from paceline.measure.engines import load
 from paceline.measure.kernels import figures, limits_json
@@ -55,21 +56,20 @@ def num_turns(plan: Plan) -> int:
 
 def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     asked, longest = plan.asked, max(plan.contexts) + max(plan.rows)
+    most = describe(asked.model).config.max_context
+    if longest > most:
+        raise ConfigError(f"--contexts and --rows need {longest} tokens; the model's context is {most}")
     with ExitStack() as stack:
         executors = {}
         for dtype in plan.dtypes:
             tell(f"loading {dtype}", 0)
-            room = {"max_model_len": longest + SPARE, "max_num_seqs": asked.requests}
+            room = {"max_model_len": min(longest + SPARE, most), "max_num_seqs": asked.requests}
             llm = load(replace(asked, dtype=dtype), **room, speculative_config=None, progress=False)
             executors[dtype] = stack.enter_context(llm).engine.executor
         device = next(iter(executors.values())).device
         tell("measuring the machine", 0)
         found = limits.measure() if device.type == "cpu" else limits.of_device(device)
         passes = {dtype: Timed(executor, longest, asked.requests) for dtype, executor in executors.items()}
-        if any(each.room < longest for each in passes.values()):
-            raise ConfigError(
-                f"--contexts and --rows need {longest} tokens, more than the model or memory has"
-            )
         records = []
         for context in plan.contexts:
             times = _take_turns(passes, context, plan, tell)
