@@ -69,7 +69,7 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     with load(asked, **limits, enable_prefix_caching=False, progress=False) as llm:
         gc.collect()
         room = min(PROMPT, limits["max_model_len"] - asked.max_new_tokens)
-        prompts = [ids_of(llm, prompt)[-room:] for prompt in plan.prompts]
+        prompts = [ids_of(llm, prompt.text)[-room:] for prompt in plan.prompts]
         levels = []
         for level in plan.levels:
             # New engines for each level: an answer given before would be known when its prompt comes again.

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.api.llm import LLM
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.engine.stats import SpecStats
 from paceline.measure.engines import Answer, answer, engine_of, ids_of, load, rows_of
 from paceline.measure.options import Decode
 from paceline.measure.prompts import Prompt, chosen
 from paceline.measure.report import OVERALL
 from paceline.measure.results import Tell
-from paceline.measure.rows import PLAIN
+from paceline.measure.rows import AUTO, PLAIN
 from paceline.measure.tables import Table, cell
 
-WARM_UP = Prompt("0", "warm-up", ("Hello, who are you and what do you do?",))
+WARM_UP = "Hello, who are you and what do you do?"
 LEGEND = """speedup: over plain decoding in this run, tokens after the first; τ: tokens a pass; α: share of
 drafted tokens accepted; different: texts that are not plain decoding's.
 """
@@ -43,23 +45,23 @@ def num_turns(plan: Plan) -> int:
     return len(plan.prompts) * len(plan.rows)
 
 
+@dataclass(slots=True)
 class Sums:
     """Of one row and task."""
 
-    def __init__(self) -> None:
-        self.prompts = self.tokens = self.different = self.steps = self.written = 0
-        self.drafted = self.accepted = 0
-        self.seconds = 0.0
+    stats: SpecStats = field(default_factory=SpecStats)
+    prompts: int = 0
+    tokens: int = 0  # after each answer's first
+    seconds: float = 0.0
+    different: int = 0
 
     def add(self, found: Answer, is_different: bool) -> None:
         self.prompts += 1
         self.different += is_different
         self.tokens += found.num_timed
         self.seconds += found.seconds
-        self.steps += found.stats.num_steps
-        self.written += found.stats.num_tokens
-        self.drafted += found.stats.num_drafted
-        self.accepted += found.stats.num_accepted
+        for name in ("num_steps", "num_tokens", "num_drafted", "num_accepted"):
+            setattr(self.stats, name, getattr(self.stats, name) + getattr(found.stats, name))
 
     @property
     def speed(self) -> float:
@@ -70,7 +72,8 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     asked = plan.asked
     tell("loading the model", 0)
     with load(asked, enable_prefix_caching=False, progress=False) as llm:
-        engines = {row: engine_of(llm, row) for row in plan.rows}
+        own = llm.engine  # what `auto` is for everyone
+        engines = {row: own if row == AUTO else engine_of(llm, row) for row in plan.rows}
         params = SamplingParams(temperature=0, max_tokens=asked.max_new_tokens)
         for row, engine in engines.items():
             tell(f"warming up {row}", 0)
@@ -90,7 +93,7 @@ def _take_turns(
         if plan.asked.seconds is not None and time.perf_counter() - started > plan.asked.seconds:
             break
         ids, before, found = (
-            ids_of(llm, prompt),
+            ids_of(llm, prompt.text),
             llm.engine.executor.backend.num_recordings,
             dict[str, Answer](),
         )
@@ -117,8 +120,8 @@ def _rows(sums: dict[tuple[str, str], Sums]) -> list[dict[str, Any]]:
                 "prompts": each.prompts,
                 "tokens_per_second": round(each.speed, 2),
                 "speedup": round(each.speed / plain, 4) if plain else None,
-                "tau": round(each.written / each.steps, 4) if each.steps else None,
-                "alpha": round(each.accepted / each.drafted, 4) if each.drafted else None,
+                "tau": round(each.stats.tau, 4),
+                "alpha": round(each.stats.alpha, 4) if each.stats.num_drafted else None,
                 "different": each.different,
             }
         )

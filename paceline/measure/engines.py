@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.api.build import HEAD_COST
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest
@@ -24,7 +25,6 @@ from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.stats import SpecStats
 from paceline.measure.options import Loaded
-from paceline.measure.prompts import Prompt
 from paceline.measure.rows import AUTO, PLAIN, names_of
 from paceline.runtime.backend import Backend, backend_for
 
@@ -77,21 +77,23 @@ def engine_with(llm: LLM, drafter: Any, most: int) -> Engine:
 
 
 def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
+    """As `LLM` makes it by default, without what a profile on disk knows of its drafters."""
     executor, config = llm.engine.executor, llm.engine.config
     head = shipped_head(llm.checkpoint, has_head)
     options = [*registry.AUTO, *([head] if head else ())]
     lengths = [registry.parse(each)[1].num_speculative_tokens for each in options]
     drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)
-    has_trees = executor.decoder.checks_trees
-    policy = AutoPolicy(drafters, costs.fresh(), most_nodes=most, has_trees=has_trees)
+    one, has_trees = costs.pass_seconds(1), executor.decoder.checks_trees
+    known = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in drafters if drafter.usual}
+    policy = AutoPolicy(drafters, costs.fresh(), most_nodes=most, has_trees=has_trees, known=known)
     return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
 
 
-def ids_of(llm: LLM, prompt: Prompt) -> list[int]:
+def ids_of(llm: LLM, text: str) -> list[int]:
     """As the model's chat template puts it, or the text itself where it has none."""
     if llm.checkpoint.tokenizer_source().chat_template is None:
-        return llm.tokenizer.encode(prompt.text)
-    return llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
+        return llm.tokenizer.encode(text)
+    return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def cpu_backend() -> Backend:

@@ -319,7 +319,7 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     tell("loading the model", 0)
     with load_model(asked, speculative_config=None, max_num_seqs=1) as llm:
         session = Session(llm, plan, tell)
-        session.run([ids_of(llm, prompt) for prompt in plan.prompts])
+        session.run([ids_of(llm, prompt.text) for prompt in plan.prompts])
         report = session.report()
         tell("done", 0)
         return {**report, "recommended": recommended(report), "profile": _save(llm, asked.dtype, session)}

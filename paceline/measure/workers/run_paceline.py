@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline import LLM, RequestError, SamplingParams
 from paceline.drafters.suffix import Suffix
+from paceline.measure.engines import ids_of
 from paceline.runtime.timing import Timed
 
 CONTEXT, TIMED = 256, 7  # cached tokens a measured pass sees; passes of each width, whose median counts
@@ -82,7 +83,7 @@ class Worker:
         found = {}
         for name, text in texts.items():
             try:
-                ids = self._ids(text)
+                ids = ids_of(self.llm, text)
                 plain = SamplingParams(temperature=0, max_tokens=max_tokens, num_speculative_tokens=0)
                 (result,) = self.llm.generate([ids], plain)
             except RequestError as error:
@@ -92,12 +93,6 @@ class Worker:
             length = min(max(len(result.token_ids), min_tokens), max_tokens, room)
             found[name] = {"ids": ids, "num_tokens": length}
         return {"prompts": found}
-
-    def _ids(self, text: str) -> list[int]:
-        tokenizer = self.llm.tokenizer
-        if self.llm.checkpoint.tokenizer_source().chat_template is None:
-            return tokenizer.encode(text)
-        return tokenizer.encode_chat([{"role": "user", "content": text}])
 
     def verify_cost(self, sizes: list[int]) -> dict[str, Any]:
         """Median seconds of one pass over each number of tokens, all logits wanted, after a cached
