@@ -160,10 +160,7 @@ class Subject:
     clocked: Clocked
     engine: Engine  # with the clocked drafter, at its longest
     group: Group
-
-    @property
-    def asking(self) -> float:
-        return median(self.clocked.asking or self.clocked.entering or [0.0])
+    asking: float = 0.0  # seconds of a draft; of one that runs a model, for each token
 
     @property
     def acceptance(self) -> list[float]:
@@ -296,9 +293,18 @@ class Session:
             "auto": self.auto.speedup(AUTO),
         }
 
+    def _in_bursts(self, subject: Subject, prices: Prices) -> float:
+        """Seconds of a drafted token where a burst drafts: what its steps take longer than a check."""
+        stats, token = subject.engine.totals, subject.group.seconds(str(subject.lengths[-1]))
+        if subject.is_free or token is None or not stats.num_drafted:
+            return 0.0
+        drafted = stats.num_drafted / stats.num_steps
+        return max(token * stats.tau - prices.plain - prices.more(round(drafted)), 0.0) / drafted
+
     def _drafter(self, subject: Subject, plain: float, cached: int) -> dict[str, Any]:
-        prices = Prices(self.costs, cached, plain, subject.asking, subject.is_free)
-        stats = subject.engine.totals
+        stats, prices = subject.engine.totals, Prices(self.costs, cached, plain, 0.0, subject.is_free)
+        subject.asking = median(subject.clocked.asking or [self._in_bursts(subject, prices)])
+        prices = prices._replace(asking=subject.asking)
         lengths, most = Counter(stats.lengths), subject.lengths[-1]
         line = [predict(lengths, stats.accepted_at, k, prices) for k in range(most + 1)]
         rows = [{**line[k], "measured": subject.group.speedup(str(k))} for k in subject.lengths]
