@@ -181,7 +181,7 @@ def config_of(arch: str, **keys: Any) -> ModelConfig:
         for key, value in (sizes | {"attention.layer_norm_rms_epsilon": 1e-6, "vocab_size": 9} | keys).items()
     }
     header = GgufHeader({"general.architecture": arch, **metadata}, {}, 0, 0)
-    return read_config(Path("m.gguf"), header, lambda: ())
+    return read_config(Path("m.gguf"), header)
 
 
 def test_rotary_scaling_and_windows_of_the_metadata() -> None:

@@ -1,5 +1,4 @@
-"""Structured output: JSON schema, regular expressions, choices and grammars as masks over the vocabulary,
-through llguidance.
+"""Structured output: JSON schemas, regexes, choices and grammars as masks over the vocabulary (llguidance).
 
 Invariant: a constraint's mask depends only on the tokens advanced and not rolled back, so a draft can be
 tested and undone any number of times. End tokens are allowed exactly where the grammar may end.
@@ -36,25 +35,19 @@ class GrammarTokenizer(Protocol):
 
 
 class GrammarCompiler:
-    """Makes constraints for one model. `vocab_size` is the model's: ids beyond the tokenizer's are never
-    allowed.
-    """
+    """Makes constraints for one model. `vocab_size` is the model's; ids without a token are never allowed."""
 
     def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int) -> None:
         import llguidance
 
         if not tokenizer.eos_ids:
-            raise GrammarError(
-                "the model names no end token, so structured output could never end; use a model with an eos_token_id"
-            )
+            remedy = "use a model with an eos_token_id"
+            raise GrammarError(f"the model has no end token, so structured output could never end; {remedy}")
         self._eos_ids = sorted(i for i in tokenizer.eos_ids if i < vocab_size)
-        self._vocab_size = vocab_size
-        self._num_known = min(vocab_size, tokenizer.vocab_size)
-        self._tokenizer = llguidance.LLTokenizer(
-            tokenizer.json(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=self._eos_ids
-        )
-        # By llguidance's own figures at most about 20 ms of lexer building and 15 ms a mask; a lexer state is
-        # 1 to 2 kB.
+        self._vocab_size, self._num_known = vocab_size, min(vocab_size, tokenizer.vocab_size)
+        num_ids = max(vocab_size, tokenizer.vocab_size)
+        self._tokenizer = llguidance.LLTokenizer(tokenizer.json(), n_vocab=num_ids, eos_token=self._eos_ids)
+        # By llguidance's own figures: at most about 20 ms to build a lexer, 15 ms a mask, 2 kB a lexer state.
         self._limits = llguidance.LLParserLimits(
             initial_lexer_fuel=1_000_000,
             step_lexer_fuel=200_000,
@@ -65,18 +58,15 @@ class GrammarCompiler:
         )
 
     def matcher(self, spec: StructuredOutputs) -> tuple[str, llguidance.LLMatcher]:
-        """Which kind of grammar it is, and its parser after a first look at the tokens. All that may take
-        long is done here.
-        """
+        """The kind of the grammar, and its parser with the first mask computed: all that may take long."""
         import llguidance
 
         kind, grammar = _to_grammar(spec)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise GrammarError(
-                f"structured_outputs.{kind} does not compile: {_shorten(matcher.get_error())}; {_REMEDY[kind]}"
-            )
-        matcher.compute_bitmask()  # only a first look at the tokens tells a grammar that none can begin
+            reason = _shorten(matcher.get_error())
+            raise GrammarError(f"structured_outputs.{kind} does not compile: {reason}; {_REMEDY[kind]}")
+        matcher.compute_bitmask()  # only the first mask shows that no token can begin the text
         return kind, matcher
 
     def compile(self, spec: StructuredOutputs) -> GrammarConstraint:
@@ -88,23 +78,18 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """One request's place in its grammar."""
+    """One request's state in its grammar."""
 
     def __init__(
         self, matcher: llguidance.LLMatcher, kind: str, eos_ids: list[int], num_known: int, vocab_size: int
     ) -> None:
-        self._matcher = matcher
-        self._kind = kind
-        self._eos_ids = eos_ids
-        self._num_known = num_known
-        self._vocab_size = vocab_size
+        self._matcher, self._kind, self._eos_ids = matcher, kind, eos_ids
+        self._num_known, self._vocab_size = num_known, vocab_size
         self._num_ends = 0  # end tokens advanced: the matcher never sees them
         self._mask: torch.Tensor | None = None  # of the present state
 
     def allowed(self) -> torch.Tensor:
-        """bool [vocab]: the tokens that may come next; after an end token only end tokens. Not to be changed
-        by the caller.
-        """
+        """bool [vocab], read only: the tokens that may come next; after an end token only end tokens."""
         if self._mask is None:
             self._mask = self._ends_only() if self._num_ends else self._compute_mask()
         return self._mask
@@ -151,10 +136,8 @@ class GrammarConstraint:
         return mask
 
     def _broken(self) -> GrammarError:
-        reason = _shorten(self._matcher.get_error())
-        return GrammarError(
-            f"structured_outputs.{self._kind} is too complex here: {reason}; {_REMEDY[self._kind]}"
-        )
+        kind, reason = self._kind, _shorten(self._matcher.get_error())
+        return GrammarError(f"structured_outputs.{kind} is too complex here: {reason}; {_REMEDY[kind]}")
 
 
 _REMEDY: Mapping[str, str] = {
@@ -171,25 +154,21 @@ def _to_grammar(spec: StructuredOutputs) -> tuple[str, str]:
     from llguidance import LLMatcher
 
     if spec.json is not None:
-        return "json", LLMatcher.grammar_from_json_schema(
-            _checked_size("json", _schema_text(spec.json)), defaults=JSON_WHITESPACE
-        )
+        schema = _checked_size("json", _schema_text(spec.json))
+        return "json", LLMatcher.grammar_from_json_schema(schema, defaults=JSON_WHITESPACE)
     if spec.json_object:
-        return "json_object", LLMatcher.grammar_from_json_schema(
-            '{"type": "object"}', defaults=JSON_WHITESPACE
-        )
+        schema = '{"type": "object"}'
+        return "json_object", LLMatcher.grammar_from_json_schema(schema, defaults=JSON_WHITESPACE)
     if spec.regex is not None:
         return "regex", LLMatcher.grammar_from_regex(_checked_size("regex", spec.regex))
     if spec.choice is not None:
         if len(spec.choice) > MAX_CHOICES:
-            raise GrammarError(
-                f"structured_outputs.choice has {len(spec.choice)} entries; give at most {MAX_CHOICES}"
-            )
+            count = len(spec.choice)
+            raise GrammarError(f"structured_outputs.choice has {count} entries; give at most {MAX_CHOICES}")
         # One terminal: a rule with thousands of branches would overflow the parser's row.
         choices = " | ".join(json.dumps(c) for c in spec.choice)
-        return "choice", LLMatcher.grammar_from_lark(
-            _checked_size("choice", f"start: CHOICE\nCHOICE: {choices}")
-        )
+        text = _checked_size("choice", f"start: CHOICE\nCHOICE: {choices}")
+        return "choice", LLMatcher.grammar_from_lark(text)
     assert spec.grammar is not None, "StructuredOutputs holds exactly one field"
     return "grammar", LLMatcher.grammar_from_lark(_to_lark(_checked_size("grammar", spec.grammar)))
 
@@ -198,43 +177,35 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(value, (Mapping, bool)):
-            raise GrammarError(
-                f"structured_outputs.json is {value!r:.60}; give a JSON schema: an object such as {{'type': 'object'}}"
-            )
+            remedy = "give a JSON schema: an object such as {'type': 'object'}"
+            raise GrammarError(f"structured_outputs.json is {value!r:.60}; {remedy}")
         if value is False:
-            raise GrammarError(
-                "structured_outputs.json is false, which allows no text at all; give a JSON schema that some text fits"
-            )
+            remedy = "give a JSON schema that some text fits"
+            raise GrammarError(f"structured_outputs.json is false, which allows no text at all; {remedy}")
         return "{}" if value is True else json.dumps(value)
+    except GrammarError:
+        raise
     except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, GrammarError):
-            raise
-        raise GrammarError(
-            f"structured_outputs.json is no JSON ({error!s:.80}); give a JSON schema as text or as a dict"
-        ) from error
+        remedy = "give a JSON schema as text or as a dict"
+        raise GrammarError(f"structured_outputs.json is no JSON ({error!s:.80}); {remedy}") from error
 
 
 def _to_lark(grammar: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        text: str = any_to_lark(grammar)
+        return str(any_to_lark(grammar))
     except Exception as error:  # the converter raises bare Exception for what it cannot read
-        raise GrammarError(
-            f"structured_outputs.grammar does not compile: {_shorten(str(error))}; {_REMEDY['grammar']}"
-        ) from error
-    return text
+        reason = f"{_shorten(str(error))}; {_REMEDY['grammar']}"
+        raise GrammarError(f"structured_outputs.grammar does not compile: {reason}") from error
 
 
 def _checked_size(kind: str, text: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in text):
-        raise GrammarError(
-            f"structured_outputs.{kind} holds half a surrogate pair, which is no text; remove it"
-        )
+        raise GrammarError(f"structured_outputs.{kind} holds half a surrogate pair: no text; remove it")
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise GrammarError(
-            f"structured_outputs.{kind} is {len(text)} characters long; keep it under {MAX_GRAMMAR_CHARS}"
-        )
+        size = f"{len(text)} characters long; keep it under {MAX_GRAMMAR_CHARS}"
+        raise GrammarError(f"structured_outputs.{kind} is {size}")
     return text
 
 

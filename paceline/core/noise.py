@@ -1,11 +1,9 @@
-"""The one owner of random numbers. Counter-based (Philox 4x32-10): noise is a pure function of (seed,
-position, purpose, round).
+"""The only source of random numbers: Philox 4x32-10, a pure function of (seed, position, purpose, round).
 
-Invariant: the purposes never share a stream, so a draft, the coin that judges it and the redraw after a
-rejection are independent. The one deliberate sharing is the coupled rule, where a drafter may look at TARGET
-noise: there a draft is accepted only if it *equals* the target's own choice, so what the drafter knew cannot
-change the text. TARGET noise belongs to a position and ignores the round: that is why a seed gives the same
-text with and without drafts.
+Invariant: no two purposes share a stream, so a draft, the coin that accepts it and the draw after a rejection
+are independent. The one exception is the coupled rule, where a drafter reads TARGET noise: there a draft is
+accepted only if it *equals* the target's own choice, so the drafter cannot change the text. TARGET noise
+belongs to a position and ignores the round: therefore a seed gives the same text with and without drafts.
 """
 
 from __future__ import annotations
@@ -35,12 +33,8 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     k0, k1 = key
     for _ in range(10):
         a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (b >> _SHIFT) ^ c1 ^ np.uint64(k0),
-            b & _MASK,
-            (a >> _SHIFT) ^ c3 ^ np.uint64(k1),
-            a & _MASK,
-        )
+        c0, c2 = (b >> _SHIFT) ^ c1 ^ np.uint64(k0), (a >> _SHIFT) ^ c3 ^ np.uint64(k1)
+        c1, c3 = b & _MASK, a & _MASK
         k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=1)
 
@@ -48,9 +42,9 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 def uniform(seed: int, position: int, purpose: Purpose, ids: np.ndarray, round: int = 0) -> np.ndarray:
     """One float64 strictly inside (0, 1) for each id."""
     ids = ids.astype(np.uint64)
-    # cheaper to make the whole range, four words a counter, and pick
-    dense = ids.size * 4 > int(ids.max(initial=0))
-    blocks = np.arange(int(ids.max(initial=0)) // 4 + 1, dtype=np.uint64) if dense else ids // np.uint64(4)
+    largest = int(ids.max(initial=0))
+    dense = ids.size * 4 > largest  # cheaper to compute the whole range, four words a counter, and index it
+    blocks = np.arange(largest // 4 + 1, dtype=np.uint64) if dense else ids // np.uint64(4)
     counter = np.empty((blocks.size, 4), np.uint64)
     counter[:, 0] = blocks
     counter[:, 1:] = (position & 0xFFFFFFFF, int(purpose), round & 0xFFFFFFFF)
@@ -64,29 +58,24 @@ def gumbel(seed: int, position: int, purpose: Purpose, ids: np.ndarray, round: i
     return -np.log(-np.log(uniform(seed, position, purpose, ids, round)))
 
 
-# no draw exceeds it: tokens further behind the best cannot win
-GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))
+GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))  # no draw exceeds it: tokens further behind cannot win
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The chances of one request in one verify round."""
+    """The random numbers of one request in one verify round."""
 
     seed: int
     round: int = 0
 
     def draw(self, logits: np.ndarray, position: int, purpose: Purpose) -> int:
-        """argmax(logits + gumbel): a draw from the distribution of float64 logits [vocab], -inf where it may
-        not fall.
-        """
+        """argmax(logits + gumbel): a draw from float64 logits [vocab], -inf for tokens that cannot come."""
         ids, noisy = self.contest(logits, position, purpose)
         return int(ids[noisy.argmax()])
 
     def contest(self, logits: np.ndarray, position: int, purpose: Purpose) -> tuple[np.ndarray, np.ndarray]:
-        """The ids that may win a draw, and their logits with noise.
-
-        Noise is only made for tokens close enough to the best to win; the winner is the same as with noise
-        for all.
+        """The ids that can have the maximum of a draw, and their logits with noise: the other tokens are too
+        far below the best, so computing no noise for them changes no result.
         """
         round = 0 if purpose is Purpose.TARGET else self.round
         best = int(logits.argmax())
@@ -104,9 +93,7 @@ class Noise:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request with n > 1 (splitmix64); completion 0 keeps the request's
-    own.
-    """
+    """The seed of completion `index` of a request with n > 1 (splitmix64); completion 0 has the request's."""
     if index == 0:
         return seed & (2**64 - 1)
     z = (seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)

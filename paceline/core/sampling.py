@@ -20,26 +20,21 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Pick, Request, TokenLogprobs
 
 NEVER = -math.inf
-FEW = 512  # top-p looks at this many best tokens before it sorts the whole vocabulary
+FEW = 512  # top-p tries this many best tokens before it sorts the whole vocabulary
 
 
 class Guess(NamedTuple):
     token: int
-    # [vocab] float64 probabilities the token was sampled from; None where a rule needs none
-    q: torch.Tensor | None
+    q: torch.Tensor | None  # [vocab] float64 probabilities it was sampled from; None where no rule needs them
 
 
 def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """Logits [vocab] for the token after `request.tokens + path`, with every option but the temperature's
-    family applied.
-
-    A grammar is read in its present state: the caller has advanced it along `path`.
+    """Logits [vocab] for the token after `request.tokens + path`, with every option that precedes the
+    temperature applied. A grammar is read in its present state: the caller has advanced it along `path`.
     """
     params = request.params
     if not _has_options(request):
-        if (
-            not params.is_greedy
-        ):  # the greedy choice is checked when it is made: finding the maximum once is enough
+        if not params.is_greedy:  # `choose` checks a greedy choice, so the maximum is found only once
             _require_finite(request, logits, best_of(logits))
         return logits
     _require_finite(request, logits, best_of(logits))
@@ -56,10 +51,9 @@ def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> to
         logits[token] += bias
     _penalize(request, path, logits)
     if not bool((logits > NEVER).any()):
-        raise GrammarError(
-            f"request {request.id}: after {request.num_output + len(path)} tokens its options leave no token to choose; "
-            "relax the grammar, allowed_token_ids, bad_words or min_tokens"
-        )
+        place = f"request {request.id}: after {request.num_output + len(path)} tokens"
+        remedy = "relax the grammar, allowed_token_ids, bad_words or min_tokens"
+        raise GrammarError(f"{place} its options leave no token to choose; {remedy}")
     return logits
 
 
@@ -70,13 +64,12 @@ def _require_finite(request: Request, logits: torch.Tensor, best: int) -> None:
 
 
 def not_finite(request: Request) -> ModelError:
-    return ModelError(
-        f"request {request.id}: the model's logits are not finite; its file is damaged, or it overflows in this precision"
-    )
+    causes = "its file is damaged, or it overflows in this precision"
+    return ModelError(f"request {request.id}: the model's logits are not finite; {causes}")
 
 
 def best_of(logits: torch.Tensor) -> int:
-    """The first of the largest. On a CPU numpy finds it ten times sooner than torch."""
+    """The id of the first of the largest logits. On a CPU numpy is ten times as fast as torch."""
     return int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
 
 
@@ -114,22 +107,17 @@ def _penalize(request: Request, path: Sequence[int], logits: torch.Tensor) -> No
     params = request.params
     if params.repetition_penalty != 1:
         seen = torch.tensor([*request.tokens, *path], device=logits.device).unique()
-        values = logits[seen]
-        logits[seen] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
+        values, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if params.presence_penalty or params.frequency_penalty:
-        output = torch.tensor(
-            [*request.tokens[request.num_prompt :], *path], dtype=torch.int64, device=logits.device
-        )
-        seen, counts = output.unique(return_counts=True)
+        output = [*request.tokens[request.num_prompt :], *path]
+        ids = torch.tensor(output, dtype=torch.int64, device=logits.device)
+        seen, counts = ids.unique(return_counts=True)
         logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def warped(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
-    """Temperature, min-p, top-k, top-p: float64 logits [vocab], -inf outside the kept set. Ties at a cut-off
-    are all kept.
-    """
+    """Temperature, min-p, top-k, top-p: float64 logits [vocab], -inf outside the kept set; ties are kept."""
     logits = logits.double() / params.temperature
     if params.min_p:
         logits = logits.masked_fill(logits < logits.max() + math.log(params.min_p), NEVER)
@@ -162,7 +150,7 @@ def noise_of(request: Request) -> Noise:
 
 
 def choose(request: Request, logits: torch.Tensor, position: int, noise: Noise) -> int:
-    """The target's own token from processed logits: argmax, or its draw with the noise of this position."""
+    """The target's own token from processed logits: argmax, or a draw with the noise of this position."""
     if request.params.is_greedy:
         best = best_of(logits)
         _require_finite(request, logits, best)
@@ -171,17 +159,10 @@ def choose(request: Request, logits: torch.Tensor, position: int, noise: Noise) 
 
 
 def pick_of(request: Request, draft: Draft) -> Pick | None:
-    """What a device must know to choose for this request as `choose` does; None where options or q ask for
-    more than raw logits.
-    """
+    """What a device needs to choose as `choose` does; None where options or q need more than raw logits."""
     params = request.params
-    if (
-        _has_options(request)
-        or params.min_p
-        or params.top_k > 0
-        or params.top_p < 1
-        or params.logprobs is not None
-    ):
+    is_cut = params.min_p or params.top_k > 0 or params.top_p < 1
+    if _has_options(request) or is_cut or params.logprobs is not None:
         return None
     if params.is_greedy:
         return Pick(0.0, 0)
@@ -189,11 +170,10 @@ def pick_of(request: Request, draft: Draft) -> Pick | None:
 
 
 def guess(request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None) -> Guess:
-    """A drafter's token after `request.tokens + path`, chosen under the request's own settings from the
-    drafter's raw logits.
+    """A drafter's token after `request.tokens + path`, from its raw logits under the request's settings.
 
-    Greedy and seeded requests guess what the target would choose with the same noise; unseeded ones sample
-    from q and record it.
+    Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q and
+    record it.
     """
     noise = noise or noise_of(request)
     logits = processed(request, path, logits)

@@ -1,8 +1,8 @@
-"""What may be seen of a draft being judged: for explaining, never for deciding.
+"""Records of how a draft is verified, for `paceline explain`; no decision depends on them.
 
-A watcher is called with each of these in the order things happen: `Begun`, then choices, coins and redraws,
-then the `Verdict`. Invariant: a watcher is shown the very numbers the rules used and can change none of the
-results; without one nothing is computed.
+A watcher is called with each in order: `Begun`, then choices, coins and redraws, then the `Verdict`.
+Invariant: a watcher gets the very numbers that the rules used and can change no result; without a watcher
+nothing is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Rule = Literal["greedy", "coupled", "deterministic", "block", "siblings"]
 
 class Begun(NamedTuple):
     rule: Rule
-    request: Request  # as it is before the verdict: only to be read, and only now
+    request: Request  # as it is before the verdict: to be read during the call only
     draft: Draft
 
 
@@ -35,20 +35,20 @@ class Choice(NamedTuple):
 
 
 class Coin(NamedTuple):
-    """A sampled node was offered: kept if the coin falls under the chance."""
+    """A sampled node was tested: accepted if the coin is below the chance."""
 
     node: int
     position: int
     p: float  # of its token, less what rejected siblings have taken
     q: float
-    weight: float  # min(1, p/q) of the whole chain up to the node where chains are judged as a block, else 1
+    weight: float  # min(1, p/q) of the whole chain up to the node in block verification, else 1
     chance: float
     coin: float | None  # None: p is 0, and no coin was needed
     is_under: bool
 
 
 class Redraw(NamedTuple):
-    """The target's own token after drafted ones were judged by coins."""
+    """The target's own token after drafted tokens were tested by coins."""
 
     node: int
     position: int

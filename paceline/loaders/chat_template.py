@@ -1,7 +1,7 @@
 """Renders a model's chat template: the messages of a chat as the one text the model was trained on.
 
 Invariant: templates come with model files and are untrusted: they run in template_sandbox.py, and whatever
-they do wrong ends in one line. The names a template may use are those of Hugging Face's
+they do wrong ends in a one-line error. The names a template may use are those of Hugging Face's
 `apply_chat_template`, so the text is the same.
 """
 
@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 
 from paceline.core.errors import ModelFileError, PacelineError, RequestError
-
-if TYPE_CHECKING:
-    import jinja2
-
-    from paceline.loaders.template_sandbox import BoundedEnvironment
+from paceline.loaders.fields import one_line
+from paceline.loaders.template_sandbox import MAX_STRING, BoundedEnvironment, Budget, TooCostly
 
 MAX_TEMPLATE = 256 * 2**10  # characters
 MAX_NESTING = 100
+ENDS = ("bos_token", "eos_token")
 
 
 class _Compiled(NamedTuple):
@@ -30,97 +33,61 @@ class _Compiled(NamedTuple):
     lock: threading.Lock  # one render at a time: the budget is the environment's
 
 
-def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-    add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    **extra: Any,
-) -> str:
-    """The chat as text. `extra` holds variables that some templates read, such as enable_thinking."""
-    from paceline.loaders.template_sandbox import MAX_STRING, Budget, TooCostly
+class _Refused(Exception):
+    """A template's own `raise_exception`: about the messages, not the template."""
 
+
+def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    """The chat as text. `variables` are add_generation_prompt (True unless given), tools, bos_token and
+    eos_token (undefined where None), and those that only some templates read, such as enable_thinking.
+    """
     _check_messages(messages)
-    ends = {
-        name: token
-        for name, token in (("bos_token", bos_token), ("eos_token", eos_token))
-        if token is not None
-    }
-    variables = {
-        "messages": _plain(messages),
-        "tools": None if tools is None else _plain(tools),
-        "documents": None,
-        **ends,
-        **_plain(extra),
-    }
+    known = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
+    given = {name: v for name, v in variables.items() if v is not None or name not in ENDS}
+    plain = _plain(known | given)
+    remedy = "check the messages, or pass another chat template"
     try:
         environment, compiled, lock = _compile(template)
         with lock:
             environment.budget = Budget()
-            text = compiled.render(add_generation_prompt=add_generation_prompt, **variables)
+            text = compiled.render(plain)
     except PacelineError:
         raise
     except TooCostly as error:
-        raise ModelFileError(
-            f"the chat template was stopped: {error}; use generate, or pass another chat template"
-        ) from error
+        remedy = "use generate, or pass another chat template"
+        raise ModelFileError(f"the chat template was stopped: {error}; {remedy}") from error
+    except _Refused as error:
+        reason = f"the chat template refuses these messages: {one_line(error)}"
+        raise RequestError(f"{reason}; change the messages") from error
     except Exception as error:  # untrusted code may raise anything
-        raise _in_one_line(error) from error
+        raise ModelFileError(f"the chat template fails: {one_line(error)}; {remedy}") from error
     if len(text) > MAX_STRING:
-        raise ModelFileError(
-            f"the chat template wrote {len(text)} characters; shorten the messages to fit {MAX_STRING}"
-        )
+        remedy = f"shorten the messages to fit {MAX_STRING}"
+        raise ModelFileError(f"the chat template wrote {len(text)} characters; {remedy}")
     return text
-
-
-def _in_one_line(error: Exception) -> PacelineError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    if isinstance(error, _Refused):
-        return RequestError(f"the chat template refuses these messages: {reason}; change the messages")
-    return ModelFileError(
-        f"the chat template fails: {reason}; check the messages, or pass another chat template"
-    )
-
-
-class _Refused(Exception):
-    """A template's own `raise_exception`: about the messages, not the template."""
 
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> _Compiled:
     if len(template) > MAX_TEMPLATE:
-        raise ModelFileError(
-            f"the chat template has {len(template)} characters; templates over {MAX_TEMPLATE} are not read"
-        )
-    from paceline.loaders.template_sandbox import BoundedEnvironment
-
-    environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols", _generation_tag()])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    environment.charge_filters_and_tests()
+        limit = f"templates over {MAX_TEMPLATE} are not read"
+        raise ModelFileError(f"the chat template has {len(template)} characters; {limit}")
+    environment = BoundedEnvironment(
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+        filters={"tojson": _to_json},
+        functions={"raise_exception": _refuse, "strftime_now": _now},
+    )
     return _Compiled(environment, environment.from_string(template), threading.Lock())
 
 
-def _generation_tag() -> type[Any]:
-    """`{% generation %}` marks an assistant's words for training; when rendering, its body is all there is to
-    it.
-    """
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
+class _Generation(Extension):
+    """`{% generation %}` marks an assistant's words for training; rendering writes its body."""
 
-    class Generation(Extension):
-        tags: set[str] = {"generation"}  # noqa: RUF012
+    tags: set[str] = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _refuse(message: str) -> None:
@@ -128,8 +95,6 @@ def _refuse(message: str) -> None:
 
 
 def _now(pattern: str) -> str:
-    from datetime import datetime
-
     if len(pattern) > 100:
         raise ValueError("strftime_now takes at most 100 characters")
     return datetime.now().strftime(pattern)
@@ -138,25 +103,21 @@ def _now(pattern: str) -> str:
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    indent: Any = None,
+    separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
     """Without jinja2's escapes for HTML: models were trained on plain JSON."""
-    if (indent is not None and not 0 <= indent <= 16) or (
-        separators is not None and max(map(len, separators)) > 16
-    ):
+    if not 0 <= (indent or 0) <= 16 or max(map(len, separators or ("",))) > 16:
         raise ValueError("tojson takes an indent of 0 to 16 and short separators")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(
-            f"messages is {messages!r:.60}; give a list such as [{{'role': 'user', 'content': 'Hello'}}]"
-        )
+        example = [{"role": "user", "content": "Hello"}]
+        raise RequestError(f"messages is {messages!r:.60}; give a list such as {example}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"message {index} is {message!r:.60}; give a dict with 'role' and 'content'")
@@ -169,17 +130,13 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if value is None or type(value) in (int, float, bool):
         return value
     if isinstance(value, str):
-        return _utf8(str.__str__(value))
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RequestError(f"messages hold {value!r:.60}, which is no UTF-8 text; decode it") from None
+        return str.__str__(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, depth + 1) for item in value]
     raise RequestError(f"messages hold a {type(value).__name__}; give strings, numbers, lists and dicts only")
-
-
-def _utf8(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise RequestError(f"messages hold {text!r:.60}, which is not UTF-8 text; decode it first") from None
-    return text

@@ -1,8 +1,8 @@
 """What the engine needs from a model file, whichever format it has.
 
 Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time, so memory stays
-bounded by the largest tensor. See gguf.py and safetensors.py for the two formats and tokenizer.py for the
-reader of `TokenizerSource`.
+bounded by the largest tensor. gguf.py and safetensors.py are the two formats; tokenizer.py reads
+`TokenizerSource`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ if TYPE_CHECKING:
     from paceline.models.config import ModelConfig
 
 NUM_SAMPLES, SAMPLE_BYTES = 64, 512
+ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """Where a tokenizer is described: a tokenizer.json, or the `tokenizer.*` section of a GGUF file. At most
-    one is set.
-    """
+    """Where a tokenizer is described. At most one of `json_path` and `gguf_metadata` is set."""
 
     json_path: Path | None = None
-    gguf_metadata: Mapping[str, Any] | None = (
-        None  # full keys ("tokenizer.ggml.tokens") to plain Python values
-    )
+    gguf_metadata: Mapping[str, Any] | None = None  # full keys, such as "tokenizer.ggml.tokens"
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
     chat_template: str | None = None
     bos_id: int | None = None
@@ -56,27 +54,22 @@ class Checkpoint(Protocol):
 def open_checkpoint(
     model: str, progress: bool = True, load_format: str = "auto", device: str = "cpu"
 ) -> Checkpoint:
-    """Find `model` (a path, the default model's name or a Hugging Face name), fetch it if need be, and open
-    it.
+    """Find `model` (a path, the default model's name or a Hugging Face name), fetch it if need be, open it.
 
-    With load_format "dummy" only its config is read (a shape's name will do), and weights are random, made on
+    With load_format "dummy" only its config is read (a shape's name is enough); weights are random, made on
     `device`.
     """
     from paceline.loaders import hub
 
     if load_format == "dummy":
-        from paceline.loaders.describe import describe
-        from paceline.loaders.dummy import DummyCheckpoint
+        from paceline.loaders.dummy import DummyCheckpoint, describe
 
         name, config = describe(model)
         return DummyCheckpoint(config, device, name=name)
     if load_format != "auto":
-        raise ConfigError(
-            f"load_format is {load_format!r}; use auto, or dummy for random weights of the model's shape"
-        )
-
-    path = hub.resolve(model, progress=progress)
-    name = hub.display_name(model)
+        remedy = "use auto, or dummy for random weights of the model's shape"
+        raise ConfigError(f"load_format is {load_format!r}; {remedy}")
+    path, name = hub.resolve(model, progress=progress), hub.display_name(model)
     if path.is_file():
         from paceline.loaders.gguf import GgufCheckpoint
 
@@ -86,24 +79,30 @@ def open_checkpoint(
     return SafetensorsCheckpoint(path, name)
 
 
-def check_shapes(
-    path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Every wanted tensor is in the file with the shape the config asks for, or one error that names the
-    first that is not.
+def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Shapes, layers: str) -> None:
+    """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
+
+    `names` maps the config's weights to the file's tensors, `layers` begins the name of each layer's tensors.
     """
+    check_shapes(path, found, {names[name]: shape for name, shape in config.weight_names().items()})
+    others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
+    unused = [name for name in others if not any(part in name for part in ROTARY)]
+    if unused:
+        problem = f"tensor {min(unused)} is not part of a {config.family} decoder"
+        raise ModelFileError(f"{path}: {problem}; this variant is not supported")
+
+
+def check_shapes(path: Path, found: Shapes, wanted: Shapes) -> None:
+    """Every wanted tensor is found with its shape, or one error names the first that is not."""
     missing = [name for name in wanted if name not in found]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ModelFileError(
-            f"{path}: missing tensor {', '.join(missing[:3])}{more}; the file is incomplete, fetch it again"
-        )
+        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelFileError(f"{path}: missing tensor {listed}; the file is incomplete, fetch it again")
     for name, shape in wanted.items():
         if found[name] != shape:
-            raise ModelFileError(
-                f"{path}: tensor {name} has shape {list(found[name])} where its config asks for {list(shape)}; "
-                "config and weights are not of the same model"
-            )
+            shapes = f"has shape {list(found[name])} where its config asks for {list(shape)}"
+            remedy = "config and weights are not of the same model"
+            raise ModelFileError(f"{path}: tensor {name} {shapes}; {remedy}")
 
 
 def unique_ids(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...]:
@@ -112,9 +111,7 @@ def unique_ids(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...]:
 
 
 def fingerprint(paths: Sequence[Path], header_bytes: int) -> str:
-    """A cheap hash: each file's name, size and first bytes, and a spread of small samples so that a fine-tune
-    differs from its base.
-    """
+    """A cheap hash of names, sizes, first bytes and spread samples: a fine-tune differs from its base."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         size = path.stat().st_size

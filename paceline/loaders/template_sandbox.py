@@ -1,8 +1,8 @@
-"""A jinja2 environment for templates that nobody has read: no side effects, and bounded work and memory.
+"""A jinja2 environment for untrusted templates: no side effects, and bounded work and memory.
 
 Invariant: every loop turn, call, filter, test and built string is charged to the render's budget *before* or
-as it is made, so a hostile template ends in `TooCostly` after at most about two seconds. chat_template.py is
-the only user.
+as it is made, so a hostile template ends in `TooCostly` after at most about two seconds. Used by
+chat_template.py alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MAX_LENGTH = 100_000  # elements of one list
 MAX_NODES = 500_000  # elements of a nested list or dict, shared ones counted each time
 MAX_INT_BITS = 4_096
 MAX_INDENT = 64
+SIZED = (str, list, tuple)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -33,24 +34,20 @@ def _words(text: str) -> frozenset[str]:
 
 
 STR_METHODS = _words("""
-    capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace istitle isupper join lower
-    lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase
-    title upper""")
-SAFE_ATTRIBUTES: tuple[tuple[type, frozenset[str]], ...] = (
-    (str, STR_METHODS),
-    (dict, frozenset({"get", "items", "keys", "values", "copy"})),
-    (list, frozenset({"index", "count", "copy"})),
-    (tuple, frozenset({"index", "count"})),
-    (int, frozenset()),
-    (float, frozenset()),
-)
+    capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace
+    istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition
+    rsplit rstrip split splitlines startswith strip swapcase title upper""")
+SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
+    str: STR_METHODS, dict: _words("get items keys values copy"), list: _words("index count copy"),
+    tuple: _words("index count"), int: frozenset(), float: frozenset(),
+}  # fmt: skip
 # Filters that look at the top of their input only; all others are charged for every element below it.
 SHALLOW_FILTERS = _words(
     "count d default first items last length list map reject rejectattr reverse safe select selectattr"
 )
 DEEP_FILTERS = _words("""
-    abs attr capitalize dictsort e escape float groupby indent int join lower max min replace round sort string title tojson trim
-    unique upper wordcount""")
+    abs attr capitalize dictsort e escape float groupby indent int join lower max min replace round sort
+    string title tojson trim unique upper wordcount""")
 
 
 class TooCostly(Exception):
@@ -79,9 +76,7 @@ class Budget:
         return value
 
     def weigh(self, value: Any) -> Any:
-        """Charge for all elements of a nested value, which may share parts and so be far larger than its
-        memory.
-        """
+        """Charge for all elements of a nested value; it may share parts, and so be larger than its memory."""
         stack, count = [value], 0
         while stack:
             part = stack.pop()
@@ -101,35 +96,29 @@ def _check(size: int, limit: int) -> None:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """`budget` is set anew by each render; renders of one environment take turns."""
+    """`budget` is set anew by each render; renders of one environment take turns.
+
+    Only the known filters stay, `filters` replace some of them, and templates may call `functions`.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, extensions: Iterable[Any] = ()) -> None:
+    def __init__(self, extensions: Sequence[Any], filters: dict[str, Any], functions: dict[str, Any]) -> None:
         # Not optimized: constants would be folded, hence work done, before there is a budget.
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=list(extensions),
-            optimized=False,
-            finalize=_charged_output,
-        )
+        options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "optimized": False}
+        super().__init__(extensions=extensions, finalize=_charged_output, **options)
         self.budget = Budget()
         self.num_literal = 0  # characters of plain text in the template
         del self.globals["lipsum"]
-
-    def charge_filters_and_tests(self) -> None:
-        """Last step of setting up: only the known filters stay, and every filter and test pays."""
-        self.filters = {
-            n: self._charged(f, n in DEEP_FILTERS)
-            for n, f in self.filters.items()
-            if n in SHALLOW_FILTERS | DEEP_FILTERS
-        }
-        self.filters["join"] = self._join
+        self.globals.update(functions)
+        self.filters.update(filters)
+        known = {n: f for n, f in self.filters.items() if n in SHALLOW_FILTERS | DEEP_FILTERS}
+        self.filters = {name: self._charged(f, name in DEEP_FILTERS) for name, f in known.items()}
+        self.filters["join"] = self.joined
         self.tests = {name: self._charged(test, is_deep=True) for name, test in self.tests.items()}
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        for kind, allowed in SAFE_ATTRIBUTES:
+        for kind, allowed in SAFE_ATTRIBUTES.items():
             if isinstance(obj, kind):
                 return attr in allowed
         return super().is_safe_attribute(obj, attr, value)
@@ -140,7 +129,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and name == "replace" and len(args) >= 2:
             __self.check_replace(owner, *args[:2])
         if isinstance(owner, str) and name == "join" and args:
-            return __self._join(args[0], owner)
+            return __self.joined(args[0], owner)
         return __self.budget.built(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -153,9 +142,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if re.search(r"\*|\d{4}", left):
                 raise TooCostly("it formats with a width of four digits or more")
             self.budget.weigh(right)
-        elif (
-            operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple))
-        ):
+        elif operator == "+" and isinstance(left, SIZED) and isinstance(right, SIZED):
             _check(len(left) + len(right), MAX_STRING)
         return self.budget.built(super().call_binop(context, operator, left, right))
 
@@ -175,19 +162,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def weighed(self, value: Any) -> Any:
         return self.budget.weigh(value) if isinstance(value, (list, tuple, dict)) else value
 
-    def concatenated(self, *parts: Any) -> str:
-        texts = [part if isinstance(part, str) else str(self.weighed(part)) for part in parts]
-        _check(sum(map(len, texts)), MAX_STRING)
-        text: str = self.budget.built("".join(texts))
-        return text
-
-    def _join(self, values: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    def joined(self, values: Iterable[Any], d: str = "", attribute: str | int | None = None) -> Any:
         if attribute is not None:
             values = (self.getitem(value, attribute) for value in values)
         texts = [str(self.weighed(value)) for value in self.turns(values, 0)]
         _check(sum(map(len, texts)) + len(d) * len(texts), MAX_STRING)
-        text: str = self.budget.built(str(d).join(texts))
-        return text
+        return self.budget.built(str(d).join(texts))
 
     def _charged(self, function: Any, is_deep: bool) -> Callable[..., Any]:
         name = function.__name__
@@ -201,18 +181,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name == "do_replace":
                 self.check_replace(*args[1:], **kwargs)
             if name == "do_indent":
-                _check(_indent_size(*args[1:2], **kwargs), MAX_INDENT)
+                width = args[1] if len(args) > 1 else kwargs.get("width", 4)
+                _check(len(width) if isinstance(width, str) else int(width), MAX_INDENT)
             return self.budget.built(function(*args, **kwargs))
 
         return charged
 
-    def _generate(
-        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
-    ) -> str:
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         self.num_literal = _num_literal(source)
         bounded = _Bounding().visit(source)
         bounded.set_environment(self)
-        return super()._generate(bounded, name, filename, defer_init)
+        return super()._generate(bounded, *args, **kwargs)
 
 
 @pass_context
@@ -224,14 +203,10 @@ def _charged_output(context: Context, value: Any) -> Any:
 
 def _check_product(left: Any, right: Any) -> None:
     for value, times in ((left, right), (right, left)):
-        if isinstance(value, (str, list, tuple)) and isinstance(times, int):
+        if isinstance(value, SIZED) and isinstance(times, int):
             _check(len(value) * max(times, 0), MAX_STRING if isinstance(value, str) else MAX_LENGTH)
     if isinstance(left, int) and isinstance(right, int):
         _check(left.bit_length() + right.bit_length(), MAX_INT_BITS)
-
-
-def _indent_size(width: Any = 4, **_: Any) -> int:
-    return len(width) if isinstance(width, str) else int(width)
 
 
 def _num_literal(node: nodes.Node) -> int:
@@ -251,17 +226,14 @@ class _Bounding(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call("concatenated", node.nodes, node.lineno)
+        return _call("joined", [nodes.List(node.nodes)], node.lineno)
 
-    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
+    def visit_List(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _call("weighed", [node], node.lineno)
+        is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"  # {% for key, value in ... %}
+        return node if is_target else _call("weighed", [node], node.lineno)
 
-    visit_Dict = visit_List
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("weighed", [node], node.lineno) if node.ctx == "load" else node
+    visit_Dict = visit_Tuple = visit_List
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)

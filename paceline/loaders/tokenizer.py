@@ -6,7 +6,6 @@ detokenize.py can do the same one token at a time. Encoding is the `tokenizers` 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, ModelFileError, RequestError
 from paceline.loaders.checkpoint import TokenizerSource
+from paceline.loaders.fields import read_text
+from paceline.loaders.tokenizer_gguf import SPACE, rebuild
 
 if TYPE_CHECKING:
     import tokenizers
 
 MAX_JSON_BYTES = 256 * 2**20
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-SPACE = "▁"  # SentencePiece's visible space
+TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 SPACED_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
@@ -31,22 +32,17 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
         backend.no_padding()
         backend.no_truncation()
-        self._backend = backend
-        self._source = source
+        self._backend, self._source = backend, source
         decoders = _decoder_kinds(json.loads(self.json()).get("decoder"))
-        if "ByteLevel" not in decoders and not decoders <= SPACED_DECODERS:
-            raise ModelFileError(
-                f"the tokenizer's decoder {sorted(decoders)} is unknown; Paceline reads byte-level and SentencePiece tokenizers"
-            )
         self._is_byte_level = "ByteLevel" in decoders
-        self.strips_leading_space = not decoders.isdisjoint(
-            {"Strip", "Metaspace"}
-        )  # the space that encoding puts in front
+        if not self._is_byte_level and not decoders <= SPACED_DECODERS:
+            unknown = f"the tokenizer's decoder {sorted(decoders)} is unknown"
+            raise ModelFileError(f"{unknown}; Paceline reads byte-level and SentencePiece tokenizers")
+        self.strips_leading_space = bool(decoders & {"Strip", "Metaspace"})  # that encoding puts in front
+        self.bos_id, self.eos_ids = source.bos_id, frozenset(source.eos_ids)
         added = backend.get_added_tokens_decoder()
-        self.bos_id = source.bos_id
-        self.eos_ids = frozenset(source.eos_ids)
-        ends = self.eos_ids if self.bos_id is None else self.eos_ids | {self.bos_id}
-        self.special_ids = frozenset(i for i, token in added.items() if token.special) | ends
+        bos_ids = frozenset[int]() if self.bos_id is None else frozenset({self.bos_id})
+        self.special_ids = self.eos_ids | bos_ids | {i for i, token in added.items() if token.special}
         self._tokens = _tokens_by_id(backend)
         self._bytes: dict[int, bytes] = {}  # of the tokens asked for so far
 
@@ -56,8 +52,6 @@ class Tokenizer:
             return cls(_read_json(source.json_path, source.config), source)
         if source.gguf_metadata is None:
             raise ModelFileError("the model has no tokenizer; add its tokenizer.json to the folder")
-        from paceline.loaders.tokenizer_gguf import rebuild
-
         return cls(rebuild(source.gguf_metadata), source)
 
     @property
@@ -66,24 +60,18 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that has a token. The model's own vocabulary may be padded beyond
-        it.
-        """
+        """One more than the largest id that has a token; the model's own vocabulary may be padded beyond."""
         return len(self._tokens)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(
-                f"cannot encode {text!r:.60}: {error}; give a string of valid Unicode"
-            ) from error
-        wants_bos = (
-            add_special and self._source.config.get("add_bos_token") is True and self.bos_id is not None
-        )
-        return (
-            [self.bos_id, *ids] if wants_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
-        )
+            raise RequestError(f"cannot encode {text!r:.60}: {error}; give valid Unicode") from error
+        wants_bos = add_special and self._source.config.get("add_bos_token") is True
+        if wants_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         hidden = self.special_ids if skip_special else frozenset()
@@ -91,14 +79,12 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text: maybe only a part of a character. Ids without a token add
-        nothing.
-        """
+        """What the token adds to a text: maybe a part of a character. Ids without a token add nothing."""
         known = self._bytes.get(token)
-        if known is None:  # the whole vocabulary at once would take a tenth of a second of the first answer
+        if known is None:  # the whole vocabulary at once would delay the first answer by 0.1 s
             name = self.token_name(token)
-            to_bytes = _byte_level_bytes if self._is_byte_level else _spaced_bytes
-            known = self._bytes[token] = b"" if name is None else to_bytes(name)
+            known = b"" if name is None else _spelled_bytes(name, self._is_byte_level)
+            self._bytes[token] = known
         return known
 
     def token_text(self, token: int) -> str:
@@ -111,44 +97,24 @@ class Tokenizer:
 
     def json(self) -> str:
         """The whole tokenizer in the tokenizer.json format."""
-        text: str = self._backend.to_str()
-        return text
+        return str(self._backend.to_str())
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
-    ) -> str:
-        """The messages as the model's chat template writes them. `extra` goes to the template (for example
-        enable_thinking=False).
+    def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The messages as the model's chat template writes them. `variables` are the template's:
+        add_generation_prompt (True unless given), tools, and others such as enable_thinking.
         """
         from paceline.loaders.chat_template import render
 
         if self._source.chat_template is None:
-            raise ConfigError(
-                "the model has no chat template; use generate with a plain prompt, or pass a chat template"
-            )
-        return render(
-            self._source.chat_template,
-            messages,
-            bos_token=self._end_token("bos", self.bos_id),
-            eos_token=self._end_token("eos", next(iter(self._source.eos_ids), None)),
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            **extra,
-        )
+            remedy = "use generate with a plain prompt, or pass a chat template"
+            raise ConfigError(f"the model has no chat template; {remedy}")
+        bos = self._end_token("bos", self.bos_id)
+        eos = self._end_token("eos", next(iter(self._source.eos_ids), None))
+        return render(self._source.chat_template, messages, bos_token=bos, eos_token=eos, **variables)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         # The template writes the BOS itself where the model wants one.
-        return self.encode(self.chat(messages, add_generation_prompt, tools, **extra), add_special=False)
+        return self.encode(self.chat(messages, **variables), add_special=False)
 
     def same_as(self, other: Tokenizer) -> str | None:
         """The first id that means different tokens here and there, in words; None if the shared ids agree."""
@@ -157,70 +123,44 @@ class Tokenizer:
                 return f"token {i} is {mine!r} in one and {theirs!r} in the other"
         return None
 
-    def fingerprint(self) -> str:
-        """Equal for tokenizers with the same tokens and special tokens."""
-        described = json.dumps([self._tokens, sorted(self.special_ids)])
-        return hashlib.sha256(described.encode()).hexdigest()[:16]
-
     def _end_token(self, name: str, index: int | None) -> str | None:
         """The config's own spelling first: templates compare with it."""
         stated = self._source.config.get(f"{name}_token")
         stated = stated.get("content") if isinstance(stated, Mapping) else stated
+        if isinstance(stated, str):
+            return stated
         listed = (self._source.gguf_metadata or {}).get(f"tokenizer.ggml.{name}_token_id", index)
-        return (
-            stated
-            if isinstance(stated, str)
-            else self.token_name(listed)
-            if isinstance(listed, int)
-            else None
-        )
+        return self.token_name(listed) if isinstance(listed, int) else None
 
 
 def _read_json(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
-    if not path.is_file():
-        raise ModelFileError(f"{path}: no such tokenizer file; fetch the model again")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ModelFileError(
-            f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB; this is no tokenizer.json, fetch the model again"
-        )
+    text = read_text(path, MAX_JSON_BYTES)
     try:
-        backend = Backend.from_file(str(path))
+        backend = Backend.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        raise ModelFileError(
-            f"{path}: not a tokenizer.json ({error!s:.100}); fetch the model again"
-        ) from error
-    _add_configured_tokens(backend, config)
-    return backend
-
-
-def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """tokenizer_config.json may list added tokens that tokenizer.json lacks."""
-    from tokenizers import AddedToken
-
-    listed = config.get("added_tokens_decoder") or {}
+        reason = f"{error!s:.100}"
+        raise ModelFileError(f"{path}: not a tokenizer.json ({reason}); fetch the model again") from error
+    listed = config.get("added_tokens_decoder") or {}  # may hold tokens that tokenizer.json lacks
     known = set(backend.get_added_tokens_decoder())
     for index in sorted(int(i) for i in listed if str(i).isdecimal() and int(i) not in known):
         entry = listed[str(index)]
-        flags = {
-            key: bool(entry.get(key, False))
-            for key in ("lstrip", "rstrip", "single_word", "normalized", "special")
-        }
-        backend.add_tokens([AddedToken(str(entry.get("content", "")), **flags)])
-        if backend.token_to_id(str(entry.get("content", ""))) != index:
-            raise ModelFileError(
-                f"tokenizer_config.json gives {entry.get('content')!r} the id {index}, tokenizer.json another; fetch the model again"
-            )
+        text = str(entry.get("content", ""))
+        backend.add_tokens([AddedToken(text, **{flag: bool(entry.get(flag, False)) for flag in TOKEN_FLAGS})])
+        if backend.token_to_id(text) != index:
+            ids = f"tokenizer_config.json gives {text!r} the id {index}, tokenizer.json another"
+            raise ModelFileError(f"{ids}; fetch the model again")
+    return backend
 
 
 def _tokens_by_id(backend: tokenizers.Tokenizer) -> list[str | None]:
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values(), default=-1) + 1
     if size > 2 * len(vocab) + 65_536:
-        raise ModelFileError(
-            f"the tokenizer has {len(vocab)} tokens with ids up to {size - 1}; the file is damaged, fetch it again"
-        )
+        counts = f"{len(vocab)} tokens with ids up to {size - 1}"
+        raise ModelFileError(f"the tokenizer has {counts}; the file is damaged, fetch it again")
     tokens: list[str | None] = [None] * size
     for token, index in vocab.items():
         tokens[index] = token
@@ -236,9 +176,7 @@ def _decoder_kinds(decoder: Mapping[str, Any] | None) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: itself where it is printable, else the next
-    free one from U+0100.
-    """
+    """Byte-level BPE writes each byte as one printable character: itself, or the next from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -247,13 +185,9 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def _spelled_bytes(token: str, is_byte_level: bool) -> bytes:
     # Added tokens are spelled as they are, not in the byte alphabet: one character outside it tells.
-    if all(c in BYTE_OF for c in token):
-        return bytes(BYTE_OF[c] for c in token)
-    return token.encode()
-
-
-def _spaced_bytes(token: str) -> bytes:
+    if is_byte_level:
+        return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else token.encode()
     byte = BYTE_TOKEN.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()

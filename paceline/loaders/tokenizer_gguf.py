@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import ModelFileError
 
 if TYPE_CHECKING:
     import tokenizers
 
+PREFIX = "tokenizer.ggml."
+Section = Mapping[str, Any]  # the keys after PREFIX
 MAX_VOCAB = 1_000_000
 MAX_TOKEN_CHARS = 4_096
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
 PADDING_TOKEN = re.compile(r"\[PAD\d+\]")  # fills the vocabulary up to the embedding's rows; no text ever
 SPACE = "▁"  # SentencePiece's visible space
 
@@ -41,17 +42,14 @@ _GPT4O = (
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
 _DEEPSEEK3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
-    + _SPACES
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
-@dataclass(frozen=True, slots=True)
-class Splitting:
-    """How a byte-level tokenizer cuts text before BPE: one pattern after the other, each match a piece of its
-    own.
-    """
+class Splitting(NamedTuple):
+    """How a byte-level tokenizer cuts text before BPE: pattern after pattern, each match its own piece."""
 
     patterns: tuple[str, ...]
     normalizes_nfc: bool = False
@@ -63,10 +61,8 @@ _AS_LLAMA3 = Splitting((_LLAMA3,), ignores_merges=True, adds_bos=True)
 _AS_DEEPSEEK3 = Splitting((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3))
 _FAMILIES: tuple[tuple[str, Splitting], ...] = (
     ("default", Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-    (
-        "gpt-2 phi-2 jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert",
-        Splitting((_GPT2,)),
-    ),
+    ("gpt-2 phi-2 jais trillion granite-docling exaone4 gigachat", Splitting((_GPT2,))),
+    ("a.x-4.0 mellum modern-bert", Splitting((_GPT2,))),
     ("olmo mpt", Splitting((_GPT2,), normalizes_nfc=True)),
     ("smollm starcoder refact codeshell exaone minerva-7b mellum2", Splitting((_DIGIT, _GPT2))),
     ("command-r", Splitting((_DIGIT, _GPT2), normalizes_nfc=True)),
@@ -83,189 +79,151 @@ _FAMILIES: tuple[tuple[str, Splitting], ...] = (
     ("bloom poro-chat gpt3-finnish", Splitting((_BLOOM,))),
     ("viking", Splitting((_BLOOM, _DIGIT))),
 )
-SPLITTINGS: Mapping[str, Splitting] = {
-    name: splitting for names, splitting in _FAMILIES for name in names.split()
-}
+SPLITTINGS = {name: splitting for names, splitting in _FAMILIES for name in names.split()}
+
+
+class _Vocabulary(NamedTuple):
+    """The checked lists of the file; `ids` leaves out empty and padding tokens."""
+
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
 
 
 def rebuild(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer a GGUF file describes, special tokens and BOS/EOS rules included."""
-    kind = metadata.get("tokenizer.ggml.model")
+    section = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
+    kind = section.get("model")
     if kind not in ("gpt2", "llama"):
-        raise ModelFileError(
-            f"tokenizer.ggml.model is {kind!r}; Paceline reads 'gpt2' and 'llama', or give the folder with tokenizer.json"
-        )
-    tokens, types = _read_vocab(metadata)
-    tokenizer = (
-        _byte_level(metadata, tokens, types) if kind == "gpt2" else _sentence_piece(metadata, tokens, types)
-    )
-    _add_whole_tokens(tokenizer, tokens, types)
-    _add_ends(tokenizer, metadata, tokens, bos_by_default=kind == "llama" or _splitting(metadata).adds_bos)
+        remedy = "Paceline reads 'gpt2' and 'llama', or give the folder with tokenizer.json"
+        raise ModelFileError(f"{PREFIX}model is {kind!r}; {remedy}")
+    vocabulary = _read_vocabulary(section, is_spaced=kind == "llama")
+    build = _byte_level if kind == "gpt2" else _sentence_piece
+    tokenizer = build(section, vocabulary)
+    _add_whole_tokens(tokenizer, vocabulary)
+    adds_bos = kind == "llama" or _splitting(section).adds_bos
+    _add_ends(tokenizer, section, vocabulary.tokens, adds_bos)
     return tokenizer
 
 
-def _read_vocab(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if (
-        not isinstance(tokens, Sequence)
-        or not 0 < len(tokens) <= MAX_VOCAB
-        or not all(isinstance(t, str) for t in tokens)
-    ):
-        raise ModelFileError(
-            f"tokenizer.ggml.tokens is no list of 1 to {MAX_VOCAB} strings; the file is damaged, fetch it again"
-        )
+def _damaged(problem: str) -> ModelFileError:
+    return ModelFileError(f"{PREFIX}{problem}; the file is damaged, fetch it again")
+
+
+def _read_vocabulary(section: Section, is_spaced: bool) -> _Vocabulary:
+    tokens = section.get("tokens")
+    is_list = isinstance(tokens, Sequence) and all(isinstance(token, str) for token in tokens)
+    if tokens is None or not is_list or not 0 < len(tokens) <= MAX_VOCAB:
+        raise _damaged(f"tokens is no list of 1 to {MAX_VOCAB} strings")
     if max(map(len, tokens)) > MAX_TOKEN_CHARS:
-        raise ModelFileError(
-            f"tokenizer.ggml.tokens holds a token of over {MAX_TOKEN_CHARS} characters; the file is damaged, fetch it again"
-        )
-    types = list(metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
+        raise _damaged(f"tokens holds a token of over {MAX_TOKEN_CHARS} characters")
+    types = list(section.get("token_type") or [NORMAL] * len(tokens))
     if len(types) != len(tokens):
-        raise ModelFileError(
-            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; the file is damaged, fetch it again"
-        )
-    return list(tokens), types
-
-
-def _ids(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    vocab: dict[str, int] = {}
+        raise _damaged(f"token_type has {len(types)} entries for {len(tokens)} tokens")
+    if is_spaced:  # Gemma files spell runs of spaces with real spaces; text reaches BPE with visible ones.
+        tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+    ids: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if not token or (kind == UNUSED and PADDING_TOKEN.fullmatch(token)):
             continue
-        if vocab.setdefault(token, index) != index:
-            raise ModelFileError(
-                f"tokenizer.ggml.tokens lists {token!r} as {vocab[token]} and as {index}; the file is damaged, fetch it again"
-            )
-    return vocab
+        if ids.setdefault(token, index) != index:
+            raise _damaged(f"tokens lists {token!r} as {ids[token]} and as {index}")
+    return _Vocabulary(list(tokens), types, ids)
 
 
-def _splitting(metadata: Mapping[str, Any]) -> Splitting:
-    name = metadata.get("tokenizer.ggml.pre") or "default"
+def _splitting(section: Section) -> Splitting:
+    name = section.get("pre") or "default"
     if name not in SPLITTINGS:
-        known = ", ".join(sorted(SPLITTINGS))
-        raise ModelFileError(
-            f"tokenizer.ggml.pre {name!r} is unknown; give the folder with tokenizer.json, or a file of one of: {known}"
-        )
+        remedy = f"give the folder with tokenizer.json, or a file of one of: {', '.join(sorted(SPLITTINGS))}"
+        raise ModelFileError(f"{PREFIX}pre {name!r} is unknown; {remedy}")
     return SPLITTINGS[name]
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+def _byte_level(section: Section, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-    splitting, merges = _splitting(metadata), metadata.get("tokenizer.ggml.merges")
+    splitting, merges = _splitting(section), section.get("merges")
     if merges is None:
-        raise ModelFileError(
-            "tokenizer.ggml.merges is missing; the file cannot encode text, give the folder with tokenizer.json"
-        )
-    pairs = [_pair(merge) for merge in merges]
-    tokenizer = Tokenizer(
-        _bpe(models.BPE, _ids(tokens, types), pairs, ignore_merges=splitting.ignores_merges)
-    )
+        remedy = "the file cannot encode text, give the folder with tokenizer.json"
+        raise ModelFileError(f"{PREFIX}merges is missing; {remedy}")
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else () for merge in merges]
+    for pair, merge in zip(pairs, merges, strict=True):
+        if len(pair) != 2:
+            raise _damaged(f"merges holds {merge!r}, which is no pair")
+    tokenizer = _bpe(vocabulary, pairs, ignore_merges=splitting.ignores_merges)
     if splitting.normalizes_nfc:
         tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _pair(merge: object) -> tuple[str, str]:
-    parts = merge.split(" ") if isinstance(merge, str) else []
-    if len(parts) != 2:
-        raise ModelFileError(
-            f"tokenizer.ggml.merges holds {merge!r}, which is no pair; the file is damaged, fetch it again"
-        )
-    return parts[0], parts[1]
+def _bpe(vocabulary: _Vocabulary, pairs: Sequence[Any], **options: Any) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, models
 
-
-def _bpe(model: Any, vocab: dict[str, int], pairs: list[tuple[str, str]], **options: Any) -> Any:
     try:
-        return model(vocab=vocab, merges=pairs, **options)
+        return Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, **options))
     except Exception as error:  # the library raises bare Exception for merges that name no token
-        raise ModelFileError(
-            f"tokenizer.ggml.merges do not fit the vocabulary ({error}); the file is damaged, fetch it again"
-        ) from error
+        raise _damaged(f"merges do not fit the vocabulary ({error})") from error
 
 
-def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+def _sentence_piece(section: Section, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    from tokenizers import decoders, normalizers
 
-    # Gemma files spell runs of spaces as user-defined tokens of real spaces; text reaches BPE with visible
-    # ones.
-    tokens[:] = [SPACE * len(t) if t and not t.strip(" ") else t for t in tokens]
-    vocab = _ids(tokens, types)
-    unknown = metadata.get(
-        "tokenizer.ggml.unknown_token_id", types.index(UNKNOWN) if UNKNOWN in types else None
-    )
-    model = _bpe(
-        models.BPE,
-        vocab,
-        _merges_from_scores(metadata, tokens, types, vocab),
-        unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    tokenizer = Tokenizer(model)
+    tokens, types, _ = vocabulary
+    unknown = section.get("unknown_token_id", types.index(UNKNOWN) if UNKNOWN in types else None)
+    unk_token = tokens[unknown] if unknown is not None and unknown < len(tokens) else None
+    pairs = _merges_from_scores(section.get("scores"), vocabulary)
+    tokenizer = _bpe(vocabulary, pairs, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     visible: list[Any] = [normalizers.Replace(" ", SPACE)]
     readable: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if section.get("add_space_prefix", True):
         visible.insert(0, normalizers.Prepend(SPACE))
         readable.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(visible), decoders.Sequence(readable)
     return tokenizer
 
 
-def _merges_from_scores(
-    metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocab: dict[str, int]
-) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens is a merge; the best score merges first, runs of spaces before
-    all, ties in id order.
-    """
-    scores = metadata.get("tokenizer.ggml.scores")
+def _merges_from_scores(scores: Any, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Each cut of a token into two is a merge: best scores first, runs of spaces before all, ties by id."""
+    tokens, types, ids = vocabulary
     if scores is None or len(scores) != len(tokens):
-        raise ModelFileError(
-            "tokenizer.ggml.scores is missing or of another length than the tokens; the file is damaged, fetch it again"
-        )
+        raise _damaged("scores is missing or of another length than the tokens")
     ranked: list[tuple[float, int, int, int, tuple[str, str]]] = []
-    for token, index in vocab.items():
+    for token, index in ids.items():
         is_spaces = not token.strip(SPACE)
-        if types[index] != 1 and not is_spaces:
+        if types[index] != NORMAL and not is_spaces:
             continue  # control and user-defined tokens are matched whole, never built
         rank = -float("inf") if is_spaces and types[index] == USER_DEFINED else -float(scores[index])
         for cut in range(1, len(token)):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
             if left is not None and right is not None:
                 ranked.append((rank, index, left, right, (token[:cut], token[cut:])))
     return [pair for *_, pair in sorted(ranked)]
 
 
-def _add_whole_tokens(tokenizer: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens (special) and user-defined ones (plain) are found whole in the text, before any
-    splitting.
-    """
+def _add_whole_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Control tokens (special) and user-defined ones are found whole in the text, before any splitting."""
     from tokenizers import AddedToken
 
-    def of_type(*kinds: int) -> list[str]:
-        return [t for t, kind in zip(tokens, types, strict=True) if kind in kinds and t.strip(SPACE)]
-
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t in of_type(UNKNOWN, CONTROL)]
-    )
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in of_type(USER_DEFINED)])
+    kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    special = [t for t, kind in kinds if kind in (UNKNOWN, CONTROL) and t.strip(SPACE)]
+    plain = [t for t, kind in kinds if kind == USER_DEFINED and t.strip(SPACE)]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
 
 
-def _add_ends(
-    tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos_by_default: bool
-) -> None:
+def _add_ends(tokenizer: tokenizers.Tokenizer, section: Section, tokens: list[str], adds_bos: bool) -> None:
     from tokenizers import processors
 
     def end(name: str, by_default: bool) -> list[tuple[str, int]]:
-        index = metadata.get(f"tokenizer.ggml.{name}_token_id", -1)
-        is_added = metadata.get(f"tokenizer.ggml.add_{name}_token", by_default) and 0 <= index < len(tokens)
+        index = section.get(f"{name}_token_id", -1)
+        is_added = section.get(f"add_{name}_token", by_default) and 0 <= index < len(tokens)
         return [(tokens[index], index)] if is_added else []
 
-    bos, eos = end("bos", bos_by_default), end("eos", False)
+    bos, eos = end("bos", adds_bos), end("eos", False)
     if bos or eos:
         single = [token for token, _ in bos] + ["$A"] + [token for token, _ in eos]
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*bos, *eos])
