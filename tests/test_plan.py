@@ -158,7 +158,8 @@ def test_no_weights_are_read(tmp_path: Path, tiny_folder: Path) -> None:
     gguf.write_bytes(gguf.read_bytes()[:-5000])
     assert describe(str(gguf)).config.hidden_size == whole.config.hidden_size
     scaled = tiny_hf(
-        tmp_path / "scaled", "llama", rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+        tmp_path / "scaled", "llama",
+        rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     )  # fmt: skip
     assert (
