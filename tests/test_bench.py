@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.loaders import hub
-from paceline.measure.measure import MODULES
-from paceline.measure.plan import FOLDERS, OURS, peer_python
+from paceline.measure.compare import MODULES
 from paceline.measure.processes import Worker, WorkerError
+from paceline.measure.rows import FOLDERS, OURS, peer_python
 
 ROOT = Path(__file__).parent.parent
 KEYS = {
@@ -264,7 +264,12 @@ def test_peers_answer(peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rows = report_of(
         tmp_path, "--prompts", str(prompts), "--dtypes", "none", "--peers", chosen, "--repeats", "1"
     )["rows"]
-    plain, drafted = (row for row in rows if row["task"] == "overall")
+    plain, drafted, *raw = (row for row in rows if row["task"] == "overall")
+    assert len(raw) == (peer == "llama.cpp")
+    for row in raw:  # its loop without sampling and text: nothing is said that could be compared
+        assert row["engine"] == "llama.cpp Q8_0 raw"
+        assert (row["method"], row["identical"], row["tau"], row["speedup"]) == ("plain", None, 1.0, 1.0)
+        assert row["tokens_per_second"] > 0
     assert plain["engine"].startswith(peer)
     assert (plain["method"], plain["identical"], plain["tau"]) == ("plain", 1, 1.0)
     assert drafted["method"] == "ngram"

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.types import Cached, Segment
 from paceline.loaders.checkpoint import open_checkpoint
-from paceline.measure.floors import Work, figures, floor_ms
-from paceline.measure.limits import Limits
-from paceline.measure.plan import FOLDERS
+from paceline.measure.kernels import figures
 from paceline.measure.quality import BASELINE, SHIPPED, compared, contexts_of, surprise
-from paceline.runtime.executor import load_decoder
-from paceline.runtime.kv_cache import KvCache
+from paceline.measure.roofline import Hardware, Work
+from paceline.measure.rows import FOLDERS
+from paceline.runtime.backend import backend_for
+from paceline.runtime.executor import LocalExecutor
 
-LIMITS = Limits(threads=2, read_gb_s=10.0, int8_gmac_s=100.0, float32_gmac_s=20.0)
+LIMITS = Hardware("test", 10e9, 40e9, 40e9, 1e9, int8_flops=200e9, threads=2)
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 PEERS = Path(os.environ.get("PACELINE_PEERS") or Path(__file__).parent.parent / ".peers")
 
@@ -35,13 +35,13 @@ def bench(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
-    assert floor_ms(Work(num_bytes=10e6), LIMITS) == pytest.approx(1.0)
-    assert floor_ms(Work(num_bytes=10e6, int8_macs=300e6), LIMITS) == pytest.approx(3.0)
-    assert floor_ms(Work(num_bytes=10e6, int8_macs=300e6, float32_macs=20e6), LIMITS) == pytest.approx(4.0)
+    assert LIMITS.seconds(Work(num_bytes=10e6)) == pytest.approx(1e-3)
+    assert LIMITS.seconds(Work(num_bytes=10e6, int8_flops=600e6)) == pytest.approx(3e-3)
+    assert LIMITS.seconds(Work(10e6, int8_flops=600e6, float_flops=40e6)) == pytest.approx(4e-3)
 
 
 def test_figures_of_known_times() -> None:
-    found = figures([0.002, 0.004, 0.005], Work(num_bytes=20e6, int8_macs=100e6), LIMITS, first_ms=2.0)
+    found = figures([0.002, 0.004, 0.005], Work(num_bytes=20e6, int8_flops=200e6), LIMITS, first_ms=2.0)
     assert (found["ms"], found["ratio"], found["gb_s"], found["gmac_s"]) == (4.0, 2.0, 5.0, 25.0)
     assert (found["floor_ms"], found["of_floor"], found["spread"]) == (2.0, 0.5, 0.75)
     assert figures([0.001], Work(num_bytes=1e6), LIMITS, None)["spread"] is None
@@ -152,14 +152,14 @@ def test_contexts_hold_every_token_once() -> None:
 def test_surprise_is_torchs_cross_entropy_whatever_the_chunks(tiny_folder: Path) -> None:
     checkpoint = open_checkpoint(str(tiny_folder))
     tokens = [(5 * i) % 200 for i in range(300)]  # more than two chunks
-    ours = Runner(load_decoder(checkpoint, dtype="float32"), KvCache(checkpoint.config, 32))
+    ours, oracle = (
+        LocalExecutor.load(backend_for(torch.device("cpu"), kernels, False), checkpoint, 32, dtype="float32")
+        for kernels in ("exact", "torch")
+    )
     total, count = surprise(ours, tokens)
     assert count == 299
     assert ours.kv.pool.num_used == 0
-    oracle, cache = (
-        Runner(load_decoder(checkpoint, kernels="torch", dtype="float32"), KvCache(checkpoint.config, 32)),
-        Cached(),
-    )
+    cache = Cached()
     assert oracle.kv.reserve(cache, len(tokens))
     logits = oracle.forward([Segment(tokens, cache, None, len(tokens))]).logits
     expected = -sum(float(torch.log_softmax(logits[i], -1)[tokens[i + 1]]) for i in range(299))

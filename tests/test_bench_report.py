@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.measure import plan as planning
-from paceline.measure.plan import OURS, PLAIN, Row, Task
+from paceline.measure import rows as planning
 from paceline.measure.report import (
     OVERALL,
     Sample,
@@ -22,6 +21,7 @@ from paceline.measure.report import (
     rates_of,
     report_rows,
 )
+from paceline.measure.rows import OURS, PLAIN, Row, Task
 
 SLOW, FAST, ALONE = (
     Row(OURS, "float32", PLAIN),
@@ -118,6 +118,11 @@ def test_texts_are_compared_where_there_are_no_ids() -> None:
     assert num_identical([said(FAST, "b")], [said(SLOW, "a")]) == 0
 
 
+def test_answers_without_words_are_not_called_the_same() -> None:
+    silent = {name: value for name, value in answer([1]).items() if name != "ids"}
+    assert num_identical([Sample(SLOW, 0, (CODE,), 1.0, [silent])], []) is None
+
+
 def test_acceptance_by_position_adds_up_over_answers() -> None:
     answers = [
         answer([1], drafted_at=[4, 2], accepted_at=[2, 1]),
@@ -154,10 +159,13 @@ def test_rows_of_methods_precisions_and_peers() -> None:
     assert names == [
         "llama.cpp Q8_0, plain",
         "llama.cpp Q8_0, ngram",
+        "llama.cpp Q8_0 raw, plain",
         "transformers float32, plain",
         "transformers float32, ngram",
     ]
     assert {row.peer for row in planning.peer_rows("all", methods, 1)} == set(planning.VARIANTS)
+    together = [str(row) for row in planning.peer_rows("llama.cpp:Q8_0", methods, 4)]
+    assert together == ["llama.cpp Q8_0, plain", "llama.cpp Q8_0, ngram"]  # the raw loop has one request
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,10 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
+from paceline.core import formulas as costs
 from paceline.core.errors import ModelNotFound
-from paceline.engine import costs
 from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M, describe
-from paceline.measure.tuning.hardware import HARDWARE, THIS
-from paceline.measure.tuning.plan import Footing, Gains, training
+from paceline.measure.roofline import HARDWARE, THIS, Deployment, Gains, training
 from paceline.models.config import ModelConfig
 from tests.make_models import tiny_gguf, tiny_hf
 
@@ -75,23 +74,20 @@ def test_from_the_break_even_alpha_on_drafting_pays(k: int, draft_cost: float, v
         assert costs.speedup(edge - 0.01, k, draft_cost, verify_cost) < 1
 
 
-def on(config: ModelConfig, hardware: str = "h200", **changes: Any) -> Footing:
-    return Footing(config, HARDWARE[hardware], **{"dtype": "bfloat16", "kv_dtype": "bfloat16", **changes})
+def on(config: ModelConfig, hardware: str = "h200", **changes: Any) -> Deployment:
+    return Deployment(config, HARDWARE[hardware], **{"dtype": "bfloat16", "kv_dtype": "bfloat16", **changes})
 
 
 def test_the_sizes_are_those_of_the_real_engine(default_model: LLM) -> None:
-    runner = default_model.engine.executor
+    executor = default_model.engine.executor
     cpu = replace(HARDWARE["m2"], int8_flops=1e12)
-    found = Footing(runner.config, cpu, "int8", "float32")
-    assert found.weight_bytes == pytest.approx(runner.decoder.num_bytes, rel=0.01)
-    assert (
-        found.kv_bytes_per_token
-        == (runner.kv.keys.nbytes + runner.kv.values.nbytes) // runner.kv.keys.shape[1]
-    )
-    floats = Footing(runner.config, cpu, "float32", "float32")
-    assert (
-        floats.kv_bytes_per_token == 2 * 4 * runner.kv.values.nbytes // runner.kv.values.shape[1]
-    )  # values are a byte each here
+    found = Deployment(executor.config, cpu, "int8", cpu.kv_dtype("int8"))
+    assert found.weight_bytes == pytest.approx(executor.decoder.num_bytes, rel=0.01)
+    keys, values = executor.memory.keys, executor.memory.values
+    assert found.kv_bytes_per_token == (keys.nbytes + values.nbytes) // keys.shape[1]
+    floats = Deployment(executor.config, cpu, "float32", "float32")
+    # values are a byte each here
+    assert floats.kv_bytes_per_token == 2 * 4 * values.nbytes // values.shape[1]
 
 
 def test_a_pass_of_llama_8b_worked_out_by_hand() -> None:
@@ -162,7 +158,8 @@ def test_no_weights_are_read(tmp_path: Path, tiny_folder: Path) -> None:
     gguf.write_bytes(gguf.read_bytes()[:-5000])
     assert describe(str(gguf)).config.hidden_size == whole.config.hidden_size
     scaled = tiny_hf(
-        tmp_path / "scaled", "llama", rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+        tmp_path / "scaled", "llama",
+        rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     )  # fmt: skip
     assert (
@@ -242,7 +239,8 @@ def test_what_does_not_fit_is_said() -> None:
 def test_this_machine_is_measured() -> None:
     found = report("--hardware", THIS)
     assert found["model"]["dtype"] == "int8"
-    assert found["model"]["kv_dtype"] == "float32"
+    assert found["model"]["kv_dtype"] == "int8"  # as every quantized model on a CPU has it
+    assert "(int8)" in invoke("--hardware", THIS).stdout
     assert 1e9 < found["hardware"]["bandwidth"] < 1e13
     assert 1e9 < found["hardware"]["flops"] < 1e15
 

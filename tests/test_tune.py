@@ -1,6 +1,4 @@
-"""`paceline tune`: what it predicts from listening is what drafting then does, step for step; the command as
-a user meets it.
-"""
+"""`paceline tune`: what it predicts is the formulas' on known counts; the command as a user meets it."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,129 +17,64 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
+from paceline.core import formulas as costs
 from paceline.core.params import SamplingParams
-from paceline.core.tree import Tree
-from paceline.core.types import Draft
-from paceline.engine import costs
-from paceline.engine.engine import Engine
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, load_profile, save_profile
-from paceline.measure.tuning.guesses import Account, Listening, acceptance, best, followed
-from paceline.measure.tuning.predict import Prices, predict
-from tests.laws.harness import engine_with, prompts, request_of, run
+from paceline.measure.engines import answer, drafter_of, engine_with
+from paceline.measure.tune import Clocked, Prices, predict
 
 TEXTS = ("the line the line the line the line", "who rides in front? who rides in front? who rides")
-FREE = Prices(
-    CostTable({1: 1.0, 2: 1.2, 4: 1.6, 8: 3.0}),
-    host=0.1,
-    asking=0.0,
-    beside=0.0,
-    catching_up=0.0,
-    is_free=True,
-)
+FREE = Prices(CostTable({1: 1.0, 2: 1.2, 4: 1.6, 8: 3.0}), cached=0, plain=1.1, asking=0.0, is_free=True)
 
 
-def guessing(text: list[int], hits: list[int], length: int) -> Account:
-    """At every token a chain of `length`, of which the first hits[i] are right."""
-    guesses = {}
-    for at in range(1, len(text)):
-        right = text[at : at + min(hits[at], length)]
-        guesses[at] = Draft(
-            Tree.chain(text[at - 1], [*right, *[-1] * (length - len(right))]),
-            chances=tuple(0.9**i for i in range(length + 1)),
-        )
-    return Account(10, text, len(text), guesses, is_everywhere=True)
-
-
-def test_steps_walk_along_the_text() -> None:
-    account = guessing(list(range(12)), [0, 2, 9, 9, 0, 1, 9, 9, 9, 9, 9, 9], 3)
-    # (at 1: two right; at 4: none; at 5: one; at 7: three; at 11: the last token needs no draft)
-    assert [(s.num_cached, s.num_drafted, s.num_right) for s in account.steps(3)] == [
-        (10, 3, 2), (13, 3, 0), (14, 3, 1), (16, 3, 3), (20, 0, 0),
-    ]  # fmt: skip
-    assert [s.num_right for s in account.steps(1)] == [1, 1, 1, 1, 1, 0]
-
-
-def test_the_best_nodes_of_a_tree_are_its_likeliest() -> None:
-    draft = Draft(Tree((1, 2, 3, 4, 5), (-1, 0, 1, 0, 3)), chances=(1.0, 0.4, 0.1, 0.5, 0.3))
-    assert best(draft, 3) == [3, 1, 4]
-    assert best(draft, 0) == []
-    assert followed(draft, best(draft, 3), [4, 5, 9]) == [3, 4]
-    assert followed(draft, best(draft, 2), [4, 5, 9]) == [3]
-    assert followed(draft, best(draft, 4), [2, 9]) == [1]
-
-
-def test_acceptance_counts_what_was_guessed_after_what_was_right() -> None:
-    account = guessing(list(range(7)), [0, 2, 1, 0, 2, 0, 0], 2)
-    # Six guesses of a first token, three of them right; after those a second: two right, one wrong.
-    assert acceptance([account]) == pytest.approx((3 / 6, 2 / 3))
+def test_without_drafts_nothing_is_gained() -> None:
+    assert predict(Counter({4: 9}), [5, 1], 0, FREE)["speedup"] == 1.0
+    assert predict(Counter(), [], 3, FREE)["speedup"] == 1.0
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_the_prediction_is_the_formula_where_chances_are_even(k: int) -> None:
     alpha, dice = 0.6, random.Random(7)
     hits = [next((i for i in range(4) if dice.random() >= alpha), 4) for _ in range(6000)]
-    found = predict([guessing(list(range(6000)), hits, 4)], k, FREE)
-    assert found.tau == pytest.approx(costs.expected_tokens(alpha, k), rel=0.05)
-    verify_cost = (FREE.target.pass_seconds(k + 1) + 0.1) / 1.1
-    assert found.speedup == pytest.approx(costs.speedup(alpha, k, 0.0, verify_cost), rel=0.05)
+    accepted_at = [sum(hit > depth for hit in hits) for depth in range(4)]
+    found = predict(Counter({4: 6000}), accepted_at, k, FREE)
+    assert found["tau"] == pytest.approx(costs.expected_tokens(alpha, k), rel=0.05)
+    verify_cost = (FREE.target.pass_seconds(k + 1) + 0.1) / 1.1  # a tenth of a pass for the host
+    assert found["speedup"] == pytest.approx(costs.speedup(alpha, k, 0.0, verify_cost), rel=0.05)
 
 
 def test_what_drafting_costs_is_counted() -> None:
-    account = guessing(list(range(101)), [4] * 101, 4)  # twenty steps, each with four right
-    free, slow = predict([account], 4, FREE), predict([account], 4, FREE._replace(asking=0.5, is_free=False))
-    late = predict([account], 4, FREE._replace(asking=0.5, catching_up=0.5, is_free=False))
-    assert slow.draft_cost == pytest.approx(0.5 / 1.1)
-    assert free.speedup > slow.speedup > late.speedup
-    assert predict([account], 0, FREE).speedup == 1.0
+    lengths, accepted_at = Counter({4: 20}), [20, 20, 20, 20]  # twenty steps, each with four right
+    free, slow = (
+        predict(lengths, accepted_at, 4, prices)
+        for prices in (FREE, FREE._replace(asking=0.5, is_free=False))
+    )
+    assert slow["draft_cost"] == pytest.approx(0.5 / 1.1)  # for each token
+    assert free["speedup"] > slow["speedup"]
+    assert predict(lengths, accepted_at, 4, FREE._replace(asking=0.5))["draft_cost"] == pytest.approx(
+        0.125 / 1.1
+    )
 
 
-SAME_GUESSES = [
-    {"method": "ngram", "prompt_lookup_max": 8},
-    {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
-    {"method": "suffix", "suffix_decoding_max_cached_requests": 0, "tree": False},
-    {"method": "early_exit", "num_layers": 2},
-    {"method": "quantized"},
-]
+def test_a_step_without_a_draft_costs_what_a_plain_one_does() -> None:
+    found = predict(Counter({0: 10, 3: 10}), [10, 10, 10], 3, FREE)
+    assert (found["num_drafted"], found["tau"]) == (1.5, 2.5)
+    assert found["verify_cost"] == pytest.approx(1 + 0.5 * (FREE.target.pass_seconds(4) - 1.0) / 1.1)
 
 
-@pytest.mark.parametrize("options", SAME_GUESSES, ids=lambda options: f"{options['method']}{len(options)}")
-def test_listening_tells_every_step_of_drafting(options: dict[str, Any]) -> None:
-    """The engine, drafting k tokens for real, takes as many steps and checks as many tokens as the walk
-    says.
-    """
-    most, params = 4, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    listened = engine_with(options, num_speculative_tokens=most)
-    assert listened.proposer is not None
-    listening = Listening(listened.proposer, most)
-    listened = Engine(listened.runner, listened.proposer, listened.config, listening)
-    for prompt in prompts(3):
-        plain, heard = request_of(prompt, params), request_of(prompt, params)
-        run(engine_with(None), [plain])
-        run(listened, [heard])
-        assert heard.output == plain.output
-        account = listening.account(len(prompt), heard.output, params.max_tokens)
-        assert sorted(account.guesses) == list(range(1, params.max_tokens - 1))
-        for k in (1, 2, most):
-            engine, request = engine_with(options, num_speculative_tokens=k), request_of(prompt, params)
-            run(engine, [request])
-            steps, stats = list(account.steps(k)), engine.stats[request.id]
-            assert sum(step.num_drafted for step in steps) == stats.num_drafted
-            assert sum(step.num_right for step in steps) == stats.num_accepted
-    assert len(listening.times.entering) == 3
-
-
-def test_who_lives_on_being_checked_is_checked() -> None:
-    engine = engine_with({"method": "lookahead"})
-    assert engine.proposer is not None
-    listening = Listening(engine.proposer, 2)
+@pytest.mark.parametrize("method", ["ngram", "early_exit", "lookahead"])
+def test_a_clock_changes_no_text_and_no_draft(tiny: LLM, method: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    request = request_of(prompts(1)[0], params)
-    engine = Engine(engine.executor, engine.proposer, engine.config, listening)
-    run(engine, [request])
-    account = listening.account(request.num_prompt, request.output, 40)
-    assert not account.is_everywhere
-    assert sum(step.num_right for step in account.steps(2)) == engine.stats[request.id].num_accepted > 0
+    own, clocked = tiny.engine, Clocked(drafter_of(tiny, {"method": method, "num_speculative_tokens": 2}))
+    alone = engine_with(tiny, drafter_of(tiny, {"method": method, "num_speculative_tokens": 2}), 2)
+    timed = engine_with(tiny, clocked, 2)
+    texts = [
+        [answer(tiny, engine, list(text.encode()), params).ids for text in TEXTS] for engine in (alone, timed)
+    ]
+    tiny.engine = own
+    assert texts[0] == texts[1]
+    assert clocked.name == method
 
 
 @pytest.fixture
@@ -215,7 +149,7 @@ def test_auto_starts_from_the_profile_and_other_drafters_stay_in_it(folder: Path
     assert both is not None
     assert set(both.drafters) == {"suffix", "early_exit"}
     with LLM(str(tiny_folder), progress=False) as llm:
-        assert llm.engine.policy._records[0].seconds.value == 7e-4  # type: ignore[attr-defined]
+        assert llm.engine.policy._known[0].cost.of(1) == 7e-4  # type: ignore[attr-defined]
 
 
 def test_the_time_given_is_kept_to(folder: Path, tiny_folder: Path) -> None:

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 from paceline.cli import console
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    from paceline.measure.tables import Table
 
 Tell = Callable[[str, int], None]  # what is being done, and how many turns have just been finished
 
@@ -33,7 +36,21 @@ def telling(num_turns: int | None) -> Iterator[Tell]:
         yield tell
 
 
-def new_table(title: str, names: Sequence[str], numbers: Sequence[str], folds: bool = True) -> Table:
+def show(screen: Console, table: Table) -> None:
+    made = new_table(table.title, table.names, table.numbers)
+    before: Sequence[str] = ()
+    for row in table.rows:  # a name is written once for all its rows
+        names = tuple(row[: len(table.names)])
+        is_repeated = bool(names) and names == before
+        made.add_row(*(("",) * len(names) if is_repeated else names), *row[len(table.names) :])
+        before = names
+    if table.rows:
+        screen.print(made)
+    for note in table.notes:
+        console.write(screen, f"{note}\n", style="yellow")
+
+
+def new_table(title: str, names: Sequence[str], numbers: Sequence[str], folds: bool = True) -> RichTable:
     """Columns of words, then columns of numbers; long words may fold where the terminal is narrow."""
     from rich import box
     from rich.table import Table

@@ -3,7 +3,7 @@ arrive.
 
 The standard library's asyncio does it, without an HTTP package: the client shares the machine with what it
 measures, so it should do little for each event, and nothing needs to be installed to measure. Invariant:
-whatever goes wrong with one request is a `Refused` with a short reason, never an exception of the network's;
+what goes wrong with one request is a `Refused` with a short reason, never an exception of the network's;
 leaving an event loop early closes the connection, which frees the request.
 """
 
@@ -46,8 +46,8 @@ class Endpoint(NamedTuple):
 
     async def get(self, path: str) -> bytes:
         try:
-            async with asyncio.timeout(GET_TIMEOUT_S), self._asked("GET", path, b"") as (head, reader):
-                body = await _whole(_body(head, reader), MAX_BODY_BYTES)
+            async with asyncio.timeout(GET_TIMEOUT_S), self.asked("GET", path, b"") as (head, reader):
+                body = await _whole(body_of(head, reader), MAX_BODY_BYTES)
         except TimeoutError:
             raise Refused(f"no answer after {GET_TIMEOUT_S:g} s") from None
         if head.status != 200:
@@ -56,10 +56,10 @@ class Endpoint(NamedTuple):
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """What follows `data:`, until [DONE] or the end of the answer."""
-        async with self._asked("POST", path, json.dumps(body).encode()) as (head, reader):
+        async with self.asked("POST", path, json.dumps(body).encode()) as (head, reader):
             if head.status != 200:
-                raise Refused(_reason(head.status, await _whole(_body(head, reader), MAX_ERROR_BYTES)))
-            async for line in _lines(_body(head, reader)):
+                raise Refused(_reason(head.status, await _whole(body_of(head, reader), MAX_ERROR_BYTES)))
+            async for line in _lines(body_of(head, reader)):
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
@@ -68,7 +68,7 @@ class Endpoint(NamedTuple):
                 yield _event(data)
 
     @contextlib.asynccontextmanager
-    async def _asked(
+    async def asked(
         self, method: str, path: str, body: bytes
     ) -> AsyncIterator[tuple[Head, asyncio.StreamReader]]:
         writer = None
@@ -86,12 +86,8 @@ class Endpoint(NamedTuple):
 
     def _request(self, method: str, path: str, body: bytes) -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = [
-            f"{method} {self.folder}{path} HTTP/1.1",
-            f"Host: {host}:{self.port}",
-            "Connection: close",
-            "Accept: */*",
-        ]
+        lines = [f"{method} {self.folder}{path} HTTP/1.1", f"Host: {host}:{self.port}"]
+        lines += ["Connection: close", "Accept: */*"]
         if self.api_key:
             lines.append(f"Authorization: Bearer {self.api_key}")
         if body:
@@ -105,21 +101,15 @@ def endpoint_of(base_url: str, api_key: str | None) -> Endpoint:
         parts = urlsplit(base_url)
         port = parts.port
     except ValueError:
-        raise ConfigError(
-            f"--base-url is {base_url!r}, whose port is not a number; write http://127.0.0.1:8000"
-        ) from None
+        remedy = "whose port is not a number; write http://127.0.0.1:8000"
+        raise ConfigError(f"--base-url is {base_url!r}, {remedy}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--base-url is {base_url!r}; write http://127.0.0.1:8000 or https://...")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("--api-key holds characters that no key has; give it as the server knows it")
     is_tls = parts.scheme == "https"
-    return Endpoint(
-        parts.hostname,
-        port or (443 if is_tls else 80),
-        is_tls,
-        parts.path.rstrip("/").removesuffix("/v1"),
-        api_key,
-    )
+    folder = parts.path.rstrip("/").removesuffix("/v1")
+    return Endpoint(parts.hostname, port or (443 if is_tls else 80), is_tls, folder, api_key)
 
 
 async def _head(reader: asyncio.StreamReader) -> Head:
@@ -131,7 +121,7 @@ async def _head(reader: asyncio.StreamReader) -> Head:
     return Head(int(rest[:3]), {name.strip().lower(): value.strip() for name, _, value in pairs})
 
 
-async def _body(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def body_of(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     if "chunked" in head.headers.get("transfer-encoding", "").lower():
         while size := _chunk_size(await reader.readuntil(b"\r\n")):
             yield await reader.readexactly(size)
@@ -202,11 +192,6 @@ def _message(event: Any) -> str:
 def _in_words(error: Exception) -> str:
     if isinstance(error, asyncio.IncompleteReadError):
         return "the connection broke off"
-    if (
-        isinstance(error, OSError)
-        and error.errno is not None
-        and error.errno > 0
-        and not isinstance(error, socket.gaierror)
-    ):
-        return os.strerror(error.errno)
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and (error.errno or 0) > 0:
+        return os.strerror(error.errno or 0)
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__)[:200]

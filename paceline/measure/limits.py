@@ -8,13 +8,14 @@ with enough sums to keep every unit busy.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
@@ -23,30 +24,16 @@ from paceline.cpu.dots import WIDTH, dot
 from paceline.cpu.features import VARIANT
 from paceline.cpu.lanes import INT32, LANES, Emitter, bytes_, floats
 from paceline.cpu.sync import num_threads
+from paceline.measure.roofline import THIS, Hardware
 
 BUFFER_BYTES = 512 * 2**20
 LINE = 64
 LINES_A_TURN = 4
 WEIGHTS, INPUTS = 2, 6  # registers of the dot products: every pair is a sum of its own
-FLOAT_SUMS = (
-    6,
-    12,
-)  # sums of sixteen lanes: the first suits 32 registers of four lanes, the second 32 of sixteen
+FLOAT_SUMS = (6, 12)  # sums of sixteen lanes, which suit 32 registers of four lanes and 32 of sixteen
 TURNS = 4_000_000
 RUNS = 15
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of all threads together; g is 10**9."""
-
-    threads: int
-    read_gb_s: float
-    int8_gmac_s: float
-    float32_gmac_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+COPIED_BYTES, SIDE = 2**31, 8192  # on a GPU
 
 
 @intrinsic
@@ -83,9 +70,7 @@ def _dot_turns(_context: Any, at: Any, turns: Any) -> Any:
                 now = builder.load(weight)
                 for slot, each in zip(its_sums, inputs, strict=True):
                     builder.store(dot(emit, builder.load(slot), now, each), slot)
-                if (
-                    VARIANT == "plain"
-                ):  # ordinary products of what does not change would be moved out of the loop
+                if VARIANT == "plain":  # products of what does not change would be moved out of the loop
                     builder.store(builder.add(now, kind([1] * kind.count)), weight)
         return _sum_of_lanes(builder, [builder.load(slot) for its_sums in sums for slot in its_sums])
 
@@ -148,27 +133,41 @@ def _multiply_floats_many(at, turns, out, threads):  # type: ignore[no-untyped-d
         out[part] = _fma_turns(12, at, turns)
 
 
-def measure() -> Limits:
-    """Takes a few seconds, most of them for compiling."""
+def measure() -> Hardware:
+    """The CPU this runs on. Takes a few seconds, most of them for compiling."""
     threads = num_threads()
     out, operands = np.zeros(threads, np.int32), np.ones(1024, np.float32)
     share = BUFFER_BYTES // threads // 4096 * 4096
-    buffer = np.ones(
-        BUFFER_BYTES // 8, np.int64
-    )  # written to: pages nobody has touched are all one page of zeros
+    buffer = np.ones(BUFFER_BYTES // 8, np.int64)  # written to: untouched pages are all one page of zeros
     at, small = buffer.ctypes.data, operands.ctypes.data
     reading = _fastest(lambda: _read(at, share, out, threads))
     ints = _fastest(lambda: _multiply_ints(small, TURNS, out, threads))
-    few, many = FLOAT_SUMS
-    floats_few = _fastest(lambda: _multiply_floats_few(small, TURNS, out, threads))
-    floats_many = _fastest(lambda: _multiply_floats_many(small, TURNS, out, threads))
-    lanes = threads * TURNS * LANES / 1e9
-    return Limits(
-        threads=threads,
-        read_gb_s=round(share * threads / reading / 1e9, 2),
-        int8_gmac_s=round(threads * TURNS * WEIGHTS * INPUTS * 4 * WIDTH / ints / 1e9, 2),
-        float32_gmac_s=round(max(few * lanes / floats_few, many * lanes / floats_many), 2),
-    )
+    few = _fastest(lambda: _multiply_floats_few(small, TURNS, out, threads))
+    many = _fastest(lambda: _multiply_floats_many(small, TURNS, out, threads))
+    # A multiply-add is two operations.
+    floats_a_second = 2.0 * threads * TURNS * LANES * max(FLOAT_SUMS[0] / few, FLOAT_SUMS[1] / many)
+    ints_a_second = 2.0 * threads * TURNS * WEIGHTS * INPUTS * 4 * WIDTH / ints
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    bandwidth = share * threads / reading
+    return Hardware(THIS, bandwidth, floats_a_second, floats_a_second, memory, ints_a_second, threads)
+
+
+def of_device(device: torch.device) -> Hardware:
+    """A GPU: bytes that a copy reads and writes, operations of products of large matrices."""
+    source, target = (torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    bandwidth = 2 * COPIED_BYTES / _fastest(lambda: _waited(lambda: target.copy_(source)))
+    rates: list[float] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        square = torch.randn((SIDE, SIDE), device=device, dtype=dtype)
+        product = _fastest(lambda square=square: _waited(lambda: square @ square))  # type: ignore[misc]
+        rates.append(2 * SIDE**3 / product)
+    memory = float(torch.get_device_module(device).get_device_properties(device).total_memory)
+    return Hardware(THIS, bandwidth, rates[0], rates[1], memory)
+
+
+def _waited(run: Callable[[], object]) -> None:
+    run()
+    torch.accelerator.synchronize()
 
 
 def _fastest(run: Callable[[], None]) -> float:

@@ -79,18 +79,17 @@ def due_times(num: int, rate: float, burstiness: float, seed: int) -> list[float
     return times[:num]
 
 
-async def run_level(
-    server: Endpoint,
-    level: Level,
-    jobs: Sequence[Job],
-    due: Sequence[float],
-    timeout_s: float,
-    stop: asyncio.Event,
-    tell: Callable[[Record], None],
-) -> list[Record]:
-    """The requests that ended, in the order in which they did; when `stop` is set the others are given up and
-    forgotten.
-    """
+class Load(NamedTuple):
+    """What a level is run with."""
+
+    server: Endpoint
+    timeout_s: float
+    stop: asyncio.Event  # set: the requests that have not ended are given up and forgotten
+    tell: Callable[[Record], None]
+
+
+async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence[float]) -> list[Record]:
+    """The requests that ended, in the order in which they did."""
     began, records = time.perf_counter(), list[Record]()
     gate: AbstractAsyncContextManager[Any] = (
         asyncio.Semaphore(level.concurrency) if level.concurrency is not None else nullcontext()
@@ -101,13 +100,13 @@ async def run_level(
         async with gate:
             sent = time.perf_counter() - began
             record = Record(job.prompt, sent if math.isinf(level.rate) else at, sent)
-            await ask(server, job, record, began, timeout_s)
+            await _ask(load, job, record, began)
         records.append(record)
-        tell(record)
+        load.tell(record)
 
     tasks = [asyncio.ensure_future(one(job, at)) for job, at in zip(jobs, due, strict=True)]
     everything: asyncio.Future[Any] = asyncio.gather(*tasks)
-    stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+    stopped: asyncio.Future[Any] = asyncio.ensure_future(load.stop.wait())
     try:
         await asyncio.wait({everything, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if everything.done():
@@ -119,19 +118,19 @@ async def run_level(
     return records
 
 
-async def ask(server: Endpoint, job: Job, record: Record, began: float, timeout_s: float) -> None:
+async def _ask(load: Load, job: Job, record: Record, began: float) -> None:
     """One request, from sending to its end, into its record."""
     pieces: list[str] = []
     try:
-        async with asyncio.timeout(timeout_s):
-            async for event in server.events(job.path, job.body):
+        async with asyncio.timeout(load.timeout_s):
+            async for event in load.server.events(job.path, job.body):
                 _take(event, record, pieces, time.perf_counter() - began)
         if record.finish is None:
             record.error = "the answer has no end"
     except Refused as error:
         record.error = str(error)
     except TimeoutError:
-        record.error = f"no end after {timeout_s:g} s"
+        record.error = f"no end after {load.timeout_s:g} s"
     if record.error is not None or not record.end:
         record.end = time.perf_counter() - began
     record.text = "".join(pieces)

@@ -7,6 +7,7 @@ benchmark: ttft, tpot, itl, e2el, in milliseconds.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,6 +20,10 @@ from paceline.measure.load import Level, Record
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 GOALS = ("ttft", "tpot", "e2el")
 Goals = dict[str, float]  # name -> milliseconds
+COUNTED = "drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos"
+LINE = re.compile(rf"^\w+:spec_decode_num_({COUNTED})(?:_total)?(\{{[^}}]*\}})? ([0-9.e+]+)$", re.M)
+POSITION = re.compile(r'position="(\d+)"')
+Counters = dict[str, float]
 
 
 def goals_of(text: str) -> Goals:
@@ -31,9 +36,8 @@ def goals_of(text: str) -> Goals:
         except ValueError:
             goals[name] = -1.0
         if name not in GOALS or not goals[name] > 0:
-            raise ConfigError(
-                f"--goodput holds {part.strip()!r}; write ttft:500,tpot:50,e2el:5000 (milliseconds, any of them) or none"
-            )
+            form = "write ttft:500,tpot:50,e2el:5000 (milliseconds, any of them) or none"
+            raise ConfigError(f"--goodput holds {part.strip()!r}; {form}")
     return goals
 
 
@@ -66,11 +70,12 @@ def level_report(
     level: Level, records: Sequence[Record], num_asked: int, percents: Sequence[float], goals: Goals
 ) -> dict[str, Any]:
     answered = [record for record in records if record.error is None]
-    seconds = max((record.end for record in records), default=0.0) - min(
-        (record.due for record in records), default=0.0
-    )
+    failures = Counter(record.error for record in records if record.error is not None)
+    began = min((record.due for record in records), default=0.0)
+    seconds = max((record.end for record in records), default=0.0) - began
     num_good = sum(is_good(record, goals) for record in answered)
     prompt_tokens = sum(record.num_prompt for record in answered)
+    output_tokens = sum(record.num_tokens for record in answered)
     return {
         "load": str(level),
         "request_rate": None if level.rate == float("inf") else level.rate,
@@ -79,21 +84,21 @@ def level_report(
         "completed": len(answered),
         "failed": len(records) - len(answered),
         "given_up": num_asked - len(records),
-        "errors": dict(Counter(record.error for record in records if record.error is not None).most_common()),
+        "errors": dict(failures.most_common()),
         "duration_s": round(seconds, 4),
         "request_throughput": _rate(len(answered), seconds),
         "request_goodput": _rate(num_good, seconds) if goals else None,
         "good_share": round(num_good / len(records), 4) if goals and records else None,
-        "output_throughput": _rate(sum(record.num_tokens for record in answered), seconds),
-        "total_token_throughput": _rate(sum(record.num_tokens for record in answered) + prompt_tokens, seconds),
-        "output_tokens": sum(record.num_tokens for record in answered),
+        "output_throughput": _rate(output_tokens, seconds),
+        "total_token_throughput": _rate(output_tokens + prompt_tokens, seconds),
+        "output_tokens": output_tokens,
         "prompt_tokens": prompt_tokens,
         "cached_prompt_tokens": sum(record.num_cached for record in answered),
         "tokens_counted_by": "server" if all(record.is_counted for record in answered) else "pieces of text",
         "peak_in_flight": peak_in_flight(records),
         "client_lag_ms": round(1000 * max((record.sent - record.due for record in records), default=0.0), 3),
-        **{f"{name}_ms": _spread([value for record in answered for value in latency_of(record, name)], percents) for name in LATENCIES},
-    }  # fmt: skip
+        **{f"{name}_ms": _spread(answered, name, percents) for name in LATENCIES},
+    }
 
 
 def record_json(record: Record) -> dict[str, Any]:
@@ -126,10 +131,39 @@ def _rate(count: int, seconds: float) -> float:
     return round(count / seconds, 4) if seconds > 0 else 0.0
 
 
-def _spread(values: Sequence[float], percents: Sequence[float]) -> dict[str, float] | None:
+def _spread(records: Sequence[Record], name: str, percents: Sequence[float]) -> dict[str, float] | None:
+    values = [value for record in records for value in latency_of(record, name)]
     if not values:
         return None
+    found = {f"p{percent:g}": round(percentile(values, percent), 3) for percent in percents}
+    return {"mean": round(fmean(values), 3), **found}
+
+
+def counters_of(metrics: str) -> Counters:
+    """Speculation as a server's own counters tell it; vLLM and Paceline write the same names. Empty where
+    there are none: its speculation is then unknown, not zero.
+    """
+    found: Counters = {}
+    for name, labels, value in LINE.findall(metrics):
+        position = POSITION.search(labels)
+        key = f"{name}:{position[1]}" if position else name
+        found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+def difference(before: Counters, after: Counters) -> dict[str, Any] | None:
+    """What was drafted and accepted in between; None where the server does not count."""
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    if "drafts" not in grown:
+        return None
+    drafts, drafted, accepted = (grown.get(n, 0.0) for n in ("drafts", "draft_tokens", "accepted_tokens"))
+    places = sorted(int(name.partition(":")[2]) for name in grown if ":" in name)
+    by_place = [grown[f"accepted_tokens_per_pos:{i}"] for i in places]
     return {
-        "mean": round(fmean(values), 3),
-        **{f"p{percent:g}": round(percentile(values, percent), 3) for percent in percents},
+        "num_drafts": int(drafts),
+        "num_draft_tokens": int(drafted),
+        "num_accepted_tokens": int(accepted),
+        "acceptance_length": round(1 + accepted / drafts, 4) if drafts else None,
+        "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
+        "per_position_acceptance_rates": [round(count / drafts, 4) for count in by_place if drafts],
     }

@@ -10,18 +10,16 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.loaders import hub
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.gguf_header import read_header
+from paceline.measure.results import Tell
+from paceline.measure.rows import FILE_AS_IS
 
-if TYPE_CHECKING:
-    import numpy as np
-
-Say = Callable[[str], None]  # tells the user what is being made
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -30,17 +28,18 @@ ARCHITECTURES = {
 }
 
 
-def gguf_file(checkpoint: Checkpoint, kind: str | None, folder: Path, say: Say) -> Path:
-    """The model as GGUF: the file itself (`kind` None), or one with its matrices in `kind`."""
+def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
+    """The model as GGUF: the file itself (FILE_AS_IS), or one with its matrices in `kind`."""
     if not checkpoint.path.is_file():
         raise ConfigError(
-            f"llama.cpp reads GGUF files only and {checkpoint.path} is a folder; give --model FILE.gguf, or leave the peer out"
+            f"llama.cpp reads GGUF files only and {checkpoint.path} is a folder; "
+            "give --model FILE.gguf, or leave the peer out"
         )
-    if kind is None or kind == main_type(checkpoint.path):
+    if kind in (FILE_AS_IS, main_type(checkpoint.path)):
         return checkpoint.path
-    target = folder / f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-{kind}.gguf"
+    target = _target(checkpoint, f"{kind}.gguf")
     if not target.is_file():
-        say(f"writing {target.name}")
+        tell(f"writing {target.name}", 0)
         part = _part_of(target)
         _requantize(checkpoint.path, part, kind)
         os.replace(part, target)
@@ -55,6 +54,27 @@ def main_type(path: Path) -> str:
     return str(gguf.GGMLQuantizationType(kinds.most_common(1)[0][0]).name)
 
 
+def matrix_bytes(path: Path) -> int:
+    """Bytes of a GGUF file that every pass reads: all matrices, without an embedding that is not the head as
+    well.
+    """
+    import gguf
+
+    tensors = {name: tensor for name, tensor in read_header(path).tensors.items() if len(tensor.shape) > 1}
+    if "output.weight" in tensors:
+        tensors.pop("token_embd.weight", None)
+    total = 0
+    for tensor in tensors.values():
+        block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
+        total += tensor.shape[0] * tensor.shape[1] // block * width
+    return total
+
+
+def _target(checkpoint: Checkpoint, ending: str, folder: Path | None = None) -> Path:
+    folder = folder or hub.cache_dir() / "bench"
+    return folder / f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-{ending}"
+
+
 def _part_of(target: Path) -> Path:
     """A name beside the target for what is not yet whole; each process has its own."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,55 +86,45 @@ def _requantize(source: Path, target: Path, kind_name: str) -> None:
     them.
     """
     import gguf
+    import numpy as np
 
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            writer.add_key_value(
-                field.name,
-                field.contents(),
-                field.types[0],
-                field.types[-1] if len(field.types) > 1 else None,
-            )
-    kinds = [
-        gguf.GGMLQuantizationType[kind_name if len(tensor.shape) > 1 else "F32"] for tensor in reader.tensors
-    ]
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+    names = [kind_name if len(tensor.shape) > 1 else "F32" for tensor in reader.tensors]
+    kinds = [gguf.GGMLQuantizationType[name] for name in names]
     for tensor, kind in zip(reader.tensors, kinds, strict=True):
         shape = [int(size) for size in reversed(tensor.shape)]  # outermost first
         block, width = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise ConfigError(
-                f"{source}: tensor {tensor.name} has rows of {shape[-1]} values, which {kind.name} cannot hold; leave it out"
+                f"{source}: tensor {tensor.name} has rows of {shape[-1]} values, which {kind.name} "
+                "cannot hold; leave it out"
             )
         num_bytes = int(tensor.n_elements) // block * width
-        writer.add_tensor_info(tensor.name, shape, _float32(), num_bytes, raw_dtype=kind)
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, kind in zip(reader.tensors, kinds, strict=True):
-        writer.write_tensor_data(
-            gguf.quants.quantize(gguf.quants.dequantize(tensor.data, tensor.tensor_type), kind)
-        )
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.write_tensor_data(gguf.quants.quantize(values, kind))
     writer.close()
 
 
-def _float32() -> np.dtype[Any]:
-    import numpy as np
-
-    return np.dtype(np.float32)
-
-
-def hf_folder(checkpoint: Checkpoint, folder: Path, say: Say) -> Path:
+def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) -> Path:
     """The model as a Hugging Face folder in float32: itself where it is one, else written from the GGUF
     file.
     """
     if checkpoint.path.is_dir():
         return checkpoint.path
     config = _hf_config(checkpoint)
-    target = folder / f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-hf"
+    target = _target(checkpoint, "hf", folder)
     if not target.is_dir():
-        say(f"writing {target.name}")
+        tell(f"writing {target.name}", 0)
         part = _part_of(target)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
@@ -127,8 +137,8 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     if config.family not in ARCHITECTURES or config.rope.kind != "none" or config.rope.divisors is not None:
         raise ConfigError(
-            f"{checkpoint.path} cannot be written as a Hugging Face folder ({config.family}, rope scaling {config.rope.kind}); "
-            "give --model the model's own folder, or leave transformers and vllm out"
+            f"{checkpoint.path} cannot be written as a Hugging Face folder ({config.family}, rope scaling "
+            f"{config.rope.kind}); give --model the model's own folder, or leave transformers and vllm out"
         )
     return {
         "architectures": [ARCHITECTURES[config.family]],
@@ -159,15 +169,16 @@ def _write_folder(checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) 
 
     from paceline.loaders.tokenizer import Tokenizer
 
-    prefix = {"lm_head.weight": ""}
+    names = checkpoint.config.weight_names()
     weights = {
-        prefix.get(name, "model.") + name: checkpoint.tensor(name)
-        for name in checkpoint.config.weight_names()
+        ("" if name == "lm_head.weight" else "model.") + name: checkpoint.tensor(name) for name in names
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    (folder / "tokenizer.json").write_text(
-        Tokenizer.from_source(checkpoint.tokenizer_source()).json(), encoding="utf-8"
-    )
+    tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    for name, text in (
+        ("config.json", json.dumps(config, indent=2)),
+        ("tokenizer.json", tokenizer.json()),
+        ("tokenizer_config.json", json.dumps(settings)),
+    ):
+        (folder / name).write_text(text, encoding="utf-8")

@@ -1,182 +1,219 @@
-"""What is to be measured: rows (an engine with a method), units (prompts that run together), and the order
-they take turns in.
-
-Invariant: a plan is checked before anything is started; every row runs every unit once in each repeat, in an
-order that is shuffled with a fixed seed, so that noise hits all rows alike and two runs of one plan are the
-same.
+"""`paceline plan`: what drafting could gain for a model on a machine, from its shape and the machine's limits
+alone. Nothing is loaded.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from paceline.core import formulas
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest
-from paceline.drafters.registry import DRAFTERS, parse
-from paceline.measure.prompts import Prompt
+from paceline.loaders.dummy import describe
+from paceline.measure import roofline
+from paceline.measure.options import Paper
+from paceline.measure.roofline import KV_WIDTHS, MOST_K, WIDTHS, Deployment, Gains, Hardware, training
+from paceline.measure.tables import Table
 
-OURS = "paceline"
-PLAIN = "plain"
-AUTO = "auto"
-DTYPES = ("int8", "float32", "int4")
-FILE_AS_IS = "file"
-VARIANTS: dict[str, tuple[str, ...]] = {  # of each peer; the first ones are taken when only the peer is named
-    "llama.cpp": ("Q8_0", "Q4_0", FILE_AS_IS, "F32"),
-    "transformers": ("float32",),
-    "vllm": ("float32",),
-}
-NUM_DEFAULT = {"llama.cpp": 3, "transformers": 1, "vllm": 1}
-FOLDERS = {"llama.cpp": "llamacpp", "transformers": "transformers", "vllm": "vllm"}
-PEER_METHODS = (PLAIN, "ngram")
-NO_BATCHES = ("transformers",)
-SEED = 7
+ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+KS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = 1024
+UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
-class Row(NamedTuple):
-    """One line of the report: who computes, in which precision, and who drafts."""
-
-    peer: str  # OURS or a key of VARIANTS
-    variant: str  # a dtype or a quantization
-    method: str
+class Plan(NamedTuple):
+    name: str
+    target: Deployment
+    draft_name: str | None
+    draft: Deployment | None
+    alphas: tuple[float, ...]
+    ks: tuple[int, ...]
+    budget: float | None
 
     @property
-    def engine(self) -> str:
-        return f"{self.peer} {self.variant}"
-
-    def __str__(self) -> str:
-        return f"{self.engine}, {self.method}"
+    def gains(self) -> Gains:
+        return Gains(self.target, self.draft)
 
 
-class Task(NamedTuple):
-    """A prompt as every engine gets it: the same token ids, and the same number of tokens to write."""
-
-    id: str
-    category: str
-    ids: tuple[int, ...]
-    num_tokens: int
-
-
-Unit = tuple[Task, ...]  # run together: one prompt, or with concurrency all of a category
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    model: str
-    rows: tuple[Row, ...]
-    prompts: tuple[Prompt, ...]
-    draft_model: str | None = None
-    max_new_tokens: int = 128
-    min_new_tokens: int = 8
-    repeats: int = 3
-    concurrency: int = 1
-
-    def speculative_config(self, row: Row) -> dict[str, Any] | str | None:
-        """A drafter by its name drafts its usual length at every step; only "auto" chooses."""
-        if row.method in (PLAIN, AUTO):
-            return None if row.method == PLAIN else AUTO
-        config = {
-            "method": row.method,
-            **({"model": self.draft_model} if row.method == "draft_model" else {}),
-        }
-        return {**config, "num_speculative_tokens": parse(config)[1].num_speculative_tokens}
+def check(asked: Paper) -> None:
+    for alpha in asked.alpha or ():
+        if not 0 <= alpha <= 1:
+            raise ConfigError(f"--alpha is {alpha}; it is a chance, give a number from 0 to 1")
+    for k in asked.k or ():
+        if not 1 <= k <= MOST_K:
+            raise ConfigError(f"-k is {k}; give a whole number from 1 to {MOST_K}")
+    if asked.budget is not None and not 1e6 <= asked.budget <= 1e30:
+        raise ConfigError(f"--budget is {asked.budget:g}; give FLOPs between 1e6 and 1e30, such as 1e18")
 
 
-def methods_of(text: str, draft_model: str | None) -> list[str]:
-    """--methods: names of drafters, auto, or none (also spelled plain)."""
-    names = [PLAIN if name == "none" else name for name in _names("--methods", text)]
-    for name in names:
-        if name not in (PLAIN, AUTO, *DRAFTERS):
-            raise ConfigError(f"--methods holds {name!r}; {nearest(name, ['none', AUTO, *DRAFTERS])}")
-        if name in DRAFTERS:
-            parse(
-                {"method": name, **({"model": draft_model} if name == "draft_model" and draft_model else {})}
-            )
-    return names
+def machine_of(asked: Paper) -> Hardware:
+    given = (asked.bandwidth, asked.flops, asked.memory)
+    if all(value is None for value in given):
+        return roofline.named(asked.hardware or roofline.THIS)
+    return roofline.explicit(*given, roofline.named(asked.hardware) if asked.hardware is not None else None)
 
 
-def our_rows(dtypes: str, methods: Sequence[str]) -> list[Row]:
-    names = [] if dtypes == "none" else _names("--dtypes", dtypes)
-    for name in names:
-        if name not in DTYPES:
-            raise ConfigError(f"--dtypes holds {name!r}; {nearest(name, [*DTYPES, 'none'])}")
-    return [Row(OURS, name, method) for name in names for method in methods]
+def prepare(asked: Paper, machine: Hardware) -> Plan:
+    usual = "int8" if machine.int8_flops is not None else "bfloat16"
+    dtype = usual if asked.dtype == "auto" else asked.dtype
+    floats = [name for name in KV_WIDTHS if name != "int8"]  # integers come with integer activations alone
+    if dtype not in WIDTHS:
+        raise ConfigError(f"--dtype is {dtype!r}; {nearest(dtype, ['auto', *WIDTHS])}")
+    if asked.kv_dtype not in ("auto", *floats):
+        raise ConfigError(f"--kv-dtype is {asked.kv_dtype!r}; {nearest(asked.kv_dtype, ['auto', *floats])}")
+    kv_dtype = machine.kv_dtype(dtype) if asked.kv_dtype == "auto" else asked.kv_dtype
+    name, config = describe(asked.model)
+    drafter = describe(asked.draft) if asked.draft is not None else None
+    most = min(config.max_context, drafter.config.max_context if drafter else config.max_context)
+    context = min(CONTEXT, most) if asked.context is None else asked.context
+    if context > most:
+        raise ConfigError(f"--context is {context}; the longest context here is {most}, give at most that")
+    target = Deployment(config, machine, dtype, kv_dtype, asked.batch, context)
+    draft = replace(target, config=drafter.config) if drafter else None
+    alphas, ks = tuple(asked.alpha or ALPHAS), tuple(asked.k or KS)
+    return Plan(name, target, drafter.name if drafter else None, draft, alphas, ks, asked.budget)
 
 
-def peer_rows(peers: str, methods: Sequence[str], concurrency: int) -> list[Row]:
-    """--peers: none, all, or names such as llama.cpp (its usual files) and llama.cpp:Q8_0 (one of them)."""
-    names = (
-        {"none": [], "all": list(VARIANTS)}.get(peers)
-        if peers in ("none", "all")
-        else _names("--peers", peers)
+def report_of(plan: Plan) -> dict[str, Any]:
+    target, gains, hardware = plan.target, plan.gains, plan.target.hardware
+    trained = training(plan.budget, target) if plan.budget is not None else None
+    return {
+        "model": {"name": plan.name, **_model(target)},
+        "draft": None if plan.draft is None else {"name": plan.draft_name, **_model(plan.draft)},
+        "hardware": {
+            "name": hardware.name,
+            "bandwidth": hardware.bandwidth,
+            "flops": hardware.product_flops(target.dtype),
+            "memory": hardware.memory,
+            "ridge": hardware.ridge(target.dtype),
+        },
+        "batch": target.batch,
+        "context": target.context,
+        "passes": [_pass(target, n) for n in ROWS],
+        "free_tokens": max(target.free_rows - 1, 0),
+        "draft_cost": gains.draft_cost,
+        "speedups": [_speedups(gains, alpha, plan.ks) for alpha in plan.alphas],
+        "break_even_alpha": {k: gains.break_even(k) for k in plan.ks},
+        "memory": _memory(plan),
+        "training": None if trained is None else trained._asdict(),
+    }
+
+
+def _model(on: Deployment) -> dict[str, Any]:
+    return {
+        "parameters": on.num_parameters,
+        "dtype": on.dtype,
+        "kv_dtype": on.kv_dtype,
+        "weight_bytes": on.weight_bytes,
+        "bytes_read": on.bytes_read,
+        "kv_bytes_per_token": on.kv_bytes_per_token,
+        "kv_bytes": on.kv_bytes,
+        "tokens_per_second": on.batch / on.seconds(1),
+    }
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    """Bytes of both models and their K/V, and what fits."""
+    target, draft, available = plan.target, plan.draft, plan.target.hardware.memory
+    held = {"target_weights": target.weight_bytes, "target_kv": target.kv_bytes}
+    if draft is not None:
+        held |= {"draft_weights": draft.weight_bytes, "draft_kv": draft.kv_bytes}
+    total, kv = sum(held.values()), draft.context * draft.kv_bytes_per_token if draft else 0
+    most = target.most_requests(draft.weight_bytes if draft else 0, kv) if target.context else None
+    fits = total <= available
+    return {**held, "total": total, "available": available, "fits": fits, "most_sequences": most}
+
+
+def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
+    work = on.work(num_rows)
+    return {
+        "tokens": num_rows,
+        "flops": work.flops,
+        "bytes": work.num_bytes,
+        "intensity": work.intensity,
+        "bound": "memory" if on.is_memory_bound(num_rows) else "arithmetic",
+        "ms": 1000 * on.seconds(num_rows),
+        "relative": on.relative(num_rows),
+    }
+
+
+def _speedups(gains: Gains, alpha: float, ks: tuple[int, ...]) -> dict[str, Any]:
+    best = gains.best_k(alpha)
+    by_k = {k: {"tokens": formulas.expected_tokens(alpha, k), "speedup": gains.speedup(alpha, k)} for k in ks}
+    return {"alpha": alpha, "by_k": by_k, "best_k": best, "best_speedup": gains.speedup(alpha, best)}
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    free = report["free_tokens"]
+    is_longer = "reading the weights takes longer than multiplying"
+    why = is_longer if free else "multiplying takes longer than reading already"
+    speed = report["model"]["tokens_per_second"]
+    rows = [
+        (str(p["tokens"]), f"{p['intensity']:.1f}", p["bound"], f"{p['ms']:.3g}", f"{p['relative']:.2f}")
+        for p in report["passes"]
+    ]
+    said = [
+        f"Drafted tokens checked for free, a sequence: {free} ({why}).",
+        f"Plain decoding: at most {speed:,.1f} tokens/s.",
+    ]
+    columns = ("tokens", "FLOP/byte", "bound by", "ms", "t(n)/t(1)")
+    return [
+        Table("", (), (), (), _heading(report)),
+        Table("a pass of the target", (), columns, rows, said),
+        _gains(report),
+    ]
+
+
+def _heading(report: dict[str, Any]) -> list[str]:
+    lines = []
+    for model in filter(None, (report["model"], report["draft"])):
+        weights = f"{model['dtype']} weights {_amount(model['weight_bytes'])}B"
+        held = f"{_amount(model['parameters'])} parameters, {weights}"
+        kept = f"K/V {_amount(model['kv_bytes_per_token'])}B a token ({model['kv_dtype']})"
+        batch = f"{_amount(model['kv_bytes'])}B for {report['batch']} x {report['context']}"
+        lines.append(f"{model['name']}: {held}, {kept}, {batch}")
+    machine, memory = report["hardware"], report["memory"]
+    limits = f"reads {_amount(machine['bandwidth'])}B/s, multiplies {_amount(machine['flops'])}FLOP/s"
+    ridge = f"ridge at {machine['ridge']:.0f} FLOP a byte, {_amount(machine['memory'])}B"
+    lines.append(f"{machine['name']}: {limits}, {ridge}")
+    fits, most = "fits" if memory["fits"] else "does not fit", memory["most_sequences"]
+    room = "" if most is None else f"; at most {most:,} sequences of this context"
+    held = f"{_amount(memory['total'])}B of {_amount(memory['available'])}B"
+    return [*lines, f"memory: {held}, {fits}{room}"]
+
+
+def _gains(report: dict[str, Any]) -> Table:
+    ks, cost = list(report["break_even_alpha"]), report["draft_cost"]
+    said = f"a drafted token costs {cost:.3f} of a pass" if report["draft"] else "drafts cost nothing"
+    rows = []
+    for row in report["speedups"]:
+        cells = [f"{row['by_k'][k]['speedup']:.2f}" for k in ks]
+        rows.append((f"{row['alpha']:g}", *cells, str(row["best_k"]), f"{row['best_speedup']:.2f}"))
+    edges = ["never" if edge is None else f"{edge:.2f}" for edge in report["break_even_alpha"].values()]
+    notes = [
+        "α: chance that a drafted token is accepted; "
+        "E[tokens a pass] = (1 - α^(K+1)) / (1 - α), over K drafts and t(K+1)"
+    ]
+    if report["training"] is not None:
+        notes.append(_training(report["training"]))
+    columns = (*(f"K={k}" for k in ks), "best K", "speedup")
+    rows.append(("pays from", *edges, "", ""))
+    return Table(f"speedup over plain decoding, {said}", ("α",), columns, rows, notes)
+
+
+def _training(found: dict[str, Any]) -> str:
+    edge = found["pays_from"]
+    pays = "never pays with K = 4" if edge is None else f"pays from α = {edge:.2f} with K = 4"
+    size = (
+        f"{_amount(found['parameters'])} parameters on {_amount(found['tokens'])} tokens (C = 6ND, D = 20N)"
     )
-    chosen: list[tuple[str, str]] = []
-    for name in names or ():
-        peer, _, variant = name.partition(":")
-        if peer not in VARIANTS:
-            raise ConfigError(f"--peers holds {name!r}; {nearest(peer, [*VARIANTS, 'all', 'none'])}")
-        if variant and variant not in VARIANTS[peer]:
-            raise ConfigError(f"--peers holds {name!r}; {peer} runs as {', '.join(VARIANTS[peer])}")
-        if concurrency > 1 and peer in NO_BATCHES:
-            raise ConfigError(
-                f"--concurrency is {concurrency} but {peer} runs one request at a time with drafts; leave one of them out"
-            )
-        chosen += [(peer, v) for v in ([variant] if variant else VARIANTS[peer][: NUM_DEFAULT[peer]])]
-    known = [method for method in methods if method in PEER_METHODS]
-    if chosen and not known:
-        raise ConfigError(
-            f"--methods is {','.join(methods)}, of which the peers have none; add none or ngram"
-        )
-    return [Row(peer, variant, method) for peer, variant in dict.fromkeys(chosen) for method in known]
+    cost = f"a token of it costs {found['draft_cost']:.3f} of a pass and {pays}"
+    budget = f"training a drafter with {found['flops']:.3g} FLOPs"
+    return f"{budget}: {size}, about {found['hours']:.3g} hours here; {cost}"
 
 
-def _names(option: str, text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise ConfigError(f"{option} is {text!r}; give names separated by commas")
-    return list(dict.fromkeys(names))
-
-
-def peer_python(peer: str) -> str:
-    """The interpreter of a row's engine; a peer that is not installed is an error that says how to install
-    it.
-    """
-    if peer == OURS:
-        return sys.executable
-    folder = Path(os.environ.get("PACELINE_PEERS") or ".peers").absolute() / FOLDERS[peer]
-    python = folder / "bin" / "python"
-    if not (folder / ".installed").is_file() or not python.exists():
-        raise ConfigError(
-            f"the peer {peer} is not installed in {folder}; run `make peers`, or set PACELINE_PEERS to where it is"
-        )
-    return str(python)
-
-
-def units_of(tasks: Sequence[Task], concurrency: int) -> list[Unit]:
-    if concurrency == 1:
-        return [(task,) for task in tasks]
-    by_category: dict[str, list[Task]] = {}
-    for task in tasks:
-        by_category.setdefault(task.category, []).append(task)
-    return [tuple(group) for group in by_category.values()]
-
-
-def warm_up_of(units: Sequence[Unit]) -> list[Unit]:
-    """The first unit of each category: enough to compile, to page weights in and to reach every kernel."""
-    return list({unit[0].category: unit for unit in reversed(units)}.values())
-
-
-def turns(rows: Sequence[Row], units: Sequence[Unit], repeats: int) -> Iterator[tuple[int, int, Row]]:
-    """(repeat, index of the unit, row), each once; who begins changes from unit to unit."""
-    shuffle = random.Random(SEED).shuffle
-    for repeat in range(repeats):
-        for index in range(len(units)):
-            order = list(rows)
-            shuffle(order)
-            for row in order:
-                yield repeat, index, row
+def _amount(number: float) -> str:
+    unit, size = next(((unit, size) for unit, size in UNITS if number >= size), ("", 1.0))
+    return f"{number / size:.3g} {unit}"

@@ -23,13 +23,8 @@ from paceline.core.errors import PacelineError
 PROGRAM = Path(__file__).parent / "workers" / "serve.py"
 LOAD_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 900.0, 600.0, 5.0
 LOG_LINES, LOG_CHARACTERS = 4, 600
-OURS_TO_MEND = (
-    "ConfigError",
-    "RequestError",
-    "ModelError",
-    "ModelNotFound",
-    "ModelFileError",
-)  # their messages say it all
+# Errors of ours whose messages say it all.
+OURS_TO_MEND = ("ConfigError", "RequestError", "ModelError", "ModelNotFound", "ModelFileError")
 
 
 class WorkerError(PacelineError):
@@ -41,10 +36,7 @@ class Worker:
 
     def __init__(self, name: str, python: str, module: str, log: Path, threads: int) -> None:
         self.name, self.log = name, log
-        counts = {
-            key: str(threads)
-            for key in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-        }
+        counts = {f"{name}_NUM_THREADS": str(threads) for name in ("OMP", "NUMBA", "OPENBLAS", "MKL")}
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [python, str(PROGRAM), module],
@@ -77,9 +69,8 @@ class Worker:
         if "error" in answer:
             if answer["kind"] in OURS_TO_MEND:
                 raise WorkerError(f"{self.name}: {answer['error']}")
-            raise WorkerError(
-                f"{self.name} failed: {answer['kind']}: {answer['error']:.300}; its log {self.log} ends: {self._log_end()}"
-            )
+            why = f"{answer['kind']}: {answer['error']:.300}"
+            raise WorkerError(f"{self.name} failed: {why}; {self._log_end()}")
         return answer
 
     def _write(self, line: bytes) -> None:
@@ -91,9 +82,7 @@ class Worker:
         assert self._process.stdout is not None
         while b"\n" not in self._unread:
             if not select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
-                raise WorkerError(
-                    f"{self.name} has not answered in {seconds:.0f} s; its log {self.log} ends: {self._log_end()}"
-                )
+                raise WorkerError(f"{self.name} has not answered in {seconds:.0f} s; {self._log_end()}")
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             if not piece:
                 raise self._death()
@@ -106,14 +95,12 @@ class Worker:
             self._process.wait(STOP_SECONDS)
         status = self._process.returncode
         how = "closed its pipe" if status is None else f"died ({_cause(status)})"
-        return WorkerError(f"{self.name} {how}; its log {self.log} ends: {self._log_end()}")
+        return WorkerError(f"{self.name} {how}; {self._log_end()}")
 
     def _log_end(self) -> str:
         lines = self.log.read_bytes()[-8192:].decode("utf-8", "replace").split("\n")
-        return (
-            " | ".join([line.strip() for line in lines if line.strip()][-LOG_LINES:])[-LOG_CHARACTERS:]
-            or "(it is empty)"
-        )
+        said = " | ".join([line.strip() for line in lines if line.strip()][-LOG_LINES:])[-LOG_CHARACTERS:]
+        return f"its log {self.log} ends: {said or '(it is empty)'}"
 
     def peak_mb(self) -> float | None:
         """The most memory it has held, its children's included; None where the system does not say."""

@@ -22,7 +22,7 @@ from paceline.cpu.lanes import int_pointer
 from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
 from paceline.cpu.sync import num_threads
 from paceline.loaders.packed import LINEARS, Tensors
-from paceline.measure.floors import Work, macs_of
+from paceline.measure.roofline import Work
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, head_bits
 
@@ -61,7 +61,9 @@ class Kind(NamedTuple):
         return int((self.table[:, 2] * self.table[:, 3]).sum())
 
     def work(self, tokens: int) -> Work:
-        return macs_of(self.macs * tokens, self.bits != 32)._replace(num_bytes=float(self.num_bytes))
+        flops = 2.0 * self.macs * tokens
+        kind = {"float_flops": flops} if self.bits == 32 else {"int8_flops": flops}
+        return Work(num_bytes=float(self.num_bytes), **kind)
 
 
 def kinds_of(config: ModelConfig, tensors: Tensors, bits: int) -> Iterator[Kind]:
@@ -91,9 +93,8 @@ class Product:
         else:
             self._values = torch.randint(-127, 128, (widest * k,), dtype=torch.int8, generator=generator)
         groups = k // GROUP.get(kind.bits, k)
-        self._scales = torch.full(
-            (groups * widest,), 2.0 ** (SCALE_SHIFT - 7)
-        )  # a usual size: tiny results would be slow ones
+        # Scales of a usual size: tiny results would be slow ones.
+        self._scales = torch.full((groups * widest,), 2.0 ** (SCALE_SHIFT - 7))
         self._sums = torch.ones(groups * widest, dtype=torch.int32)
         self._y = torch.empty(widest * n)
 

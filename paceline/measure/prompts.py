@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
 
@@ -46,6 +46,12 @@ def load(path: str | Path | None = None) -> list[Prompt]:
             f"{path}: question_id {min(repeated)} occurs more than once; give each prompt its own"
         )
     return prompts
+
+
+def chosen(path: Path | None, limit: int | None, every: int = 1) -> list[Prompt]:
+    """The prompts of a file, or the shipped ones: every n-th, and at most `limit` of each category."""
+    prompts = load(path)[::every]
+    return prompts if limit is None else first_of_each(prompts, limit)
 
 
 def first_of_each(prompts: list[Prompt], limit: int) -> list[Prompt]:
@@ -90,8 +96,5 @@ def _from_json(path: Path, number: int, line: str) -> Prompt:
         or not all(isinstance(turn, str) and turn.strip() for turn in turns)
     ):
         raise ConfigError(f'{path}:{number}: has no text; write "turns": ["..."] or "prompt": "..."')
-    return Prompt(_name(record, "question_id", number), _name(record, "category", path.stem), tuple(turns))
-
-
-def _name(record: dict[str, Any], key: str, otherwise: object) -> str:
-    return str(record.get(key, otherwise))
+    name, category = record.get("question_id", number), record.get("category", record.get("task", path.stem))
+    return Prompt(str(name), str(category), tuple(turns))

@@ -1,5 +1,5 @@
-"""Perplexity of the precisions on a text: how surprised the model is by each next token, on average. Lower is
-better.
+"""`paceline bench quality`: perplexity of the precisions on a text, which is how surprised the model is by
+each next token, on average. Lower is better.
 
 The text is cut into contexts of CONTEXT tokens; within one, every token after the first is predicted from all
 before it. Invariant: every precision reads the same tokens in the same contexts, so that only the weights
@@ -9,37 +9,51 @@ differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Cached, Segment
+from paceline.core.types import BLOCK_SIZE, Cached, Segment
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
-from paceline.measure.passes import blocks_for
-from paceline.runtime.device import cache_dtype
-from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import CPU, Runner, load_decoder
+from paceline.measure.engines import cpu_backend
+from paceline.measure.options import Quality
+from paceline.measure.results import Tell
+from paceline.measure.rows import PLAIN, our_rows
+from paceline.measure.tables import Table, cell
+from paceline.runtime.executor import LocalExecutor
 
 CONTEXT = 512
 CHUNK = 128  # tokens of a pass: logits of a whole context would take much memory
 SHIPPED = Path(__file__).parent.parent / "data" / "perplexity.txt"
 BASELINE = "float32"
+LEGEND = "change: against float32 of the same file, which is itself quantized where the file is.\n"
 
-Tell = Callable[[str, int], None]
+
+class Plan(NamedTuple):
+    model: str
+    dtypes: list[str]
+    text: str
 
 
-def read_text(path: Path | None) -> str:
-    path = SHIPPED if path is None else path
+def prepare(asked: Quality) -> Plan:
+    names = [row.variant for row in our_rows(asked.dtypes, [PLAIN])]
+    if not names:
+        raise ConfigError("--dtypes is none, so there is nothing to measure; name float32, int8 or int4")
+    path = SHIPPED if asked.text is None else asked.text
     try:
-        return path.read_text(encoding="utf-8")
+        return Plan(asked.model, names, path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--text {path}: cannot be read ({error.strerror}); give a text file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--text {path}: is not UTF-8 text; save it as UTF-8") from None
+
+
+def num_turns(plan: Plan) -> None:
+    """Not known before the text is read."""
 
 
 def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int]]:
@@ -52,50 +66,55 @@ def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def surprise(runner: Runner, tokens: Sequence[int]) -> tuple[float, int]:
+def surprise(executor: LocalExecutor, tokens: Sequence[int]) -> tuple[float, int]:
     """The sum of -log p over the tokens after the first, and how many they are."""
     cache, total = Cached(), 0.0
-    assert runner.kv.reserve(cache, len(tokens)), "the caller made room for a context"
+    assert executor.kv.reserve(cache, len(tokens)), "the caller made room for a context"
     for at in range(0, len(tokens) - 1, CHUNK):
         seen = list(tokens[at : min(at + CHUNK, len(tokens) - 1)])
-        logits = runner.forward([Segment(seen, cache, None, len(seen))]).logits  # [len(seen), vocab]
+        logits = executor.forward([Segment(seen, cache, None, len(seen))]).logits  # [len(seen), vocab]
         targets = torch.tensor(tokens[at + 1 : at + 1 + len(seen)])
         total += float(torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum"))
         cache.num_cached += len(seen)
-    runner.kv.free(cache)
+    executor.kv.free(cache)
     return total, len(tokens) - 1
 
 
-def run(model: str, dtypes: Sequence[str], text: str, tell: Tell) -> dict[str, Any]:
+def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     """A record for each precision, with its change against float32 where that is among them."""
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(plan.model)
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    plain = tokenizer.encode(text, add_special=False)
     bos = checkpoint.bos_id if tokenizer.encode("a")[:1] == [checkpoint.bos_id] else None
     size = min(CONTEXT, checkpoint.config.max_context)
-    pieces = contexts_of(plain, bos, size)
+    pieces = contexts_of(tokenizer.encode(plan.text, add_special=False), bos, size)
     if not pieces:
         raise ConfigError("--text holds fewer than two tokens, which predict nothing; give a longer text")
     records = []
-    for dtype in dtypes:
+    for dtype in plan.dtypes:
         tell(f"loading {dtype}", 0)
-        cache = KvCache(checkpoint.config, blocks_for(size), kept=cache_dtype(CPU, dtype))
-        runner = Runner(load_decoder(checkpoint, dtype=dtype, context=size), cache)
+        blocks = -(-size // BLOCK_SIZE)
+        executor = LocalExecutor.load(cpu_backend(), checkpoint, blocks, dtype=dtype, context=size)
         losses = []
         for piece in pieces:
             tell(f"reading with {dtype}", 0)
-            losses.append(surprise(runner, piece))
+            losses.append(surprise(executor, piece))
             tell(f"reading with {dtype}", 1)
         total, count = (sum(column) for column in zip(*losses, strict=True))
-        records.append(
-            {"dtype": dtype, "perplexity": round(math.exp(total / count), 5), "tokens": int(count)}
-        )
+        perplexity = round(math.exp(total / count), 5)
+        records.append({"dtype": dtype, "perplexity": perplexity, "tokens": int(count)})
     return {"context": size, "rows": compared(records)}
 
 
 def compared(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     base = next((record["perplexity"] for record in records if record["dtype"] == BASELINE), None)
-    return [
-        {**record, "change": None if base is None else round(record["perplexity"] / base - 1, 6)}
-        for record in records
+    changes = [None if base is None else round(record["perplexity"] / base - 1, 6) for record in records]
+    return [{**record, "change": change} for record, change in zip(records, changes, strict=True)]
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    rows = [
+        (row["dtype"], f"{row['perplexity']:.3f}", cell(row["change"], "{:+.2%}"), str(row["tokens"]))
+        for row in report["rows"]
     ]
+    title = f"perplexity, contexts of {report['context']} tokens"
+    return [Table(title, ("dtype",), ("perplexity", "change", "tokens"), rows)]

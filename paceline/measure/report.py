@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from paceline.measure.plan import PLAIN, Row, Unit
+from paceline.measure.rows import PLAIN, Row, Unit
 
 OVERALL = "overall"
-Answer = dict[
-    str, Any
-]  # ids or text, num_tokens, first_s, total_s, num_steps, num_drafted, num_accepted, maybe drafted_at, accepted_at
+# ids or text, num_tokens, first_s, total_s, num_steps, num_drafted, num_accepted; drafted_at, accepted_at
+Answer = dict[str, Any]
 
 
 class Sample(NamedTuple):
@@ -40,16 +39,9 @@ def report_rows(
         mine = [sample for sample in samples if sample.row == row]
         plain = [sample for sample in samples if sample.row == row._replace(method=PLAIN)]
         for category in [*categories, OVERALL]:
-            record = _record(_of(mine, category), _of(plain, category))
-            records.append(
-                {
-                    "engine": row.engine,
-                    "method": row.method,
-                    "task": category,
-                    **record,
-                    "peak_mb": peaks[row],
-                }
-            )
+            found = _record(_of(mine, category), _of(plain, category))
+            labels = {"engine": row.engine, "method": row.method, "task": category}
+            records.append({**labels, **found, "peak_mb": peaks[row]})
     return records
 
 
@@ -60,27 +52,21 @@ def _of(samples: Sequence[Sample], category: str) -> list[Sample]:
 def _record(mine: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
     rates, answers = rates_of(mine, decoding), [answer for sample in mine for answer in sample.answers]
     base = median(rates_of(plain, decoding)) if plain else None
-    num_steps, num_drafted = (
-        sum(answer[name] for answer in answers) for name in ("num_steps", "num_drafted")
-    )
+    names = ("num_tokens", "num_steps", "num_drafted", "num_accepted")
+    num_tokens, num_steps, num_drafted, num_accepted = (sum(a[name] for a in answers) for name in names)
+    middle = median(rates)
+    longer = [answer for answer in answers if answer["num_tokens"] > 1]
     return {
         "prompts": len({task.id for sample in mine for task in sample.unit}),
-        "tokens_per_second": round(median(rates), 2),
-        "speedup": round(median(rates) / base, 4) if base else None,
-        "tau": round(sum(answer["num_tokens"] for answer in answers) / num_steps, 4) if num_steps else None,
-        "alpha": round(sum(answer["num_accepted"] for answer in answers) / num_drafted, 4)
-        if num_drafted
-        else None,
+        "tokens_per_second": round(middle, 2),
+        "speedup": round(middle / base, 4) if base else None,
+        "tau": round(num_tokens / num_steps, 4) if num_steps else None,
+        "alpha": round(num_accepted / num_drafted, 4) if num_drafted else None,
         "identical": num_identical(mine, plain) if plain else None,
         "ttft_ms": _median_ms(answers, lambda answer: answer["first_s"]),
-        "tpot_ms": _median_ms(
-            [a for a in answers if a["num_tokens"] > 1],
-            lambda a: (a["total_s"] - a["first_s"]) / (a["num_tokens"] - 1),
-        ),
+        "tpot_ms": _median_ms(longer, lambda a: (a["total_s"] - a["first_s"]) / (a["num_tokens"] - 1)),
         "end_to_end_tokens_per_second": round(median(rates_of(mine, end_to_end)), 2),
-        "spread": round((max(rates) - min(rates)) / median(rates), 4)
-        if len(rates) > 1 and median(rates)
-        else None,
+        "spread": round((max(rates) - min(rates)) / middle, 4) if len(rates) > 1 and middle else None,
         "repeats": len(rates),
         "acceptance_by_position": acceptance_by_position(answers),
     }
@@ -91,9 +77,8 @@ def decoding(sample: Sample) -> tuple[int, float]:
     of any.
     """
     num_tokens = sum(answer["num_tokens"] for answer in sample.answers)
-    return num_tokens - 1, max(a["total_s"] for a in sample.answers) - min(
-        a["first_s"] for a in sample.answers
-    )
+    first = min(answer["first_s"] for answer in sample.answers)
+    return num_tokens - 1, max(answer["total_s"] for answer in sample.answers) - first
 
 
 def end_to_end(sample: Sample) -> tuple[int, float]:
@@ -110,8 +95,10 @@ def rates_of(samples: Sequence[Sample], counted: Callable[[Sample], tuple[int, f
     return rates
 
 
-def num_identical(mine: Sequence[Sample], plain: Sequence[Sample]) -> int:
-    """Prompts whose every answer is the plain row's first one."""
+def num_identical(mine: Sequence[Sample], plain: Sequence[Sample]) -> int | None:
+    """Prompts whose every answer is the plain row's first one; None where answers have no words."""
+    if any(text is None for said in _said(mine).values() for text in said):
+        return None
     first = {key: said[0] for key, said in _said(plain).items()}
     return sum(all(text == first[prompt] for text in said) for prompt, said in _said(mine).items())
 
@@ -121,12 +108,12 @@ def _said(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     said: dict[str, list[Any]] = {}
     for sample in sorted(samples, key=lambda sample: sample.repeat):
         for task, answer in zip(sample.unit, sample.answers, strict=True):
-            said.setdefault(task.id, []).append(answer["ids"] if "ids" in answer else answer["text"])
+            said.setdefault(task.id, []).append(answer.get("ids", answer.get("text")))
     return said
 
 
 def acceptance_by_position(answers: Sequence[Answer]) -> list[float] | None:
-    """Of the steps that drafted so deep, the share that accepted so deep; None where the engine does not
+    """By depth, the share of the tokens drafted there that were accepted; None where the engine does not
     count by depth.
     """
     counted = [answer for answer in answers if answer.get("drafted_at")]

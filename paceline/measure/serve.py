@@ -1,4 +1,5 @@
-"""`paceline bench serve`: one client, any OpenAI-compatible server, one load after the other.
+"""`paceline bench serve`: one client, any OpenAI-compatible server, one load after the other; or `paceline
+serve` and llama.cpp's server in turns.
 
 Invariant: what was measured before an interrupt is reported; an interrupted level is marked, and its
 unfinished requests are not in it.
@@ -9,127 +10,182 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, RequestError
-from paceline.measure import counters
-from paceline.measure.endpoint import Endpoint, Refused
-from paceline.measure.load import Job, Level, Record, due_times, run_level
-from paceline.measure.load_report import Goals, level_report, record_json
-from paceline.measure.prompts import Prompt
+from paceline.measure import beside
+from paceline.measure.endpoint import Endpoint, Refused, endpoint_of
+from paceline.measure.load import Job, Level, Load, Record, due_times, run_level
+from paceline.measure.load_report import Goals, counters_of, difference, goals_of, level_report, record_json
+from paceline.measure.options import Serve
+from paceline.measure.prompts import Prompt, load
+from paceline.measure.results import Tell
+from paceline.measure.tables import Table, cell
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-Tell = Callable[[str, int], None]
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "between pieces", "e2el": "e2e"}
+COLUMNS = ("done", "failed", "req/s", "goodput", "tok/s", "in flight", "cached", "τ", "α")
+LEGEND = """TTFT, TPOT, e2e: milliseconds to the first token, for each further one, and to the end, from when
+it was due; goodput: requests a second that met every goal; cached: share of prompt tokens that the
+server had read before; τ, α: tokens a draft led to and share of drafted tokens accepted, by its own counters.
+"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Plan(NamedTuple):
+    asked: Serve
     server: Endpoint
-    model: str | None  # None: the first one the server names
-    path: str = CHAT
     levels: tuple[Level, ...]
     prompts: tuple[Prompt, ...]
-    num_prompts: int
-    burstiness: float = 1.0
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    ignores_eos: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)  # goes into every body; null takes a field out
-    goals: Goals = field(default_factory=dict)
-    percents: tuple[float, ...] = (50, 90, 99)
-    num_warmups: int = 1
-    timeout_s: float = 600.0
-    seed: int = 0
+    extra: dict[str, Any]  # goes into every body; null takes a field out
+    goals: Goals
+    percents: tuple[float, ...]
 
 
-def num_turns(options: Options) -> int:
-    return options.num_warmups + len(options.levels) * options.num_prompts
+def prepare(asked: Serve) -> Plan:
+    if asked.endpoint not in (CHAT, COMPLETIONS):
+        raise ConfigError(f"--endpoint is {asked.endpoint!r}; use {CHAT} or {COMPLETIONS}")
+    for name, value in (("--burstiness", asked.burstiness), ("--timeout", asked.timeout)):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value:g}; give a number above 0")
+    if asked.peers is not None and asked.max_concurrency is None:
+        asked = replace(asked, max_concurrency=beside.LEVELS)
+    prompts, levels = load(asked.prompts), _levels(asked)
+    if asked.peers is not None:
+        prompts = beside.check(asked, prompts, levels)
+    percents = _numbers("--metric-percentiles", asked.metric_percentiles, "50,90,99")
+    if max(percents) > 100:
+        remedy = "write numbers up to 100: 50,90,99"
+        raise ConfigError(f"--metric-percentiles is {asked.metric_percentiles!r}; {remedy}")
+    server, goals = endpoint_of(asked.base_url, asked.api_key), goals_of(asked.goodput)
+    extra = _extra(asked.extra_body) if asked.extra_body else {}
+    return Plan(asked, server, levels, tuple(prompts), extra, goals, tuple(percents))
 
 
-def run(options: Options, tell: Tell) -> dict[str, Any]:
-    """The report; it is JSON. Ctrl-C ends the load, not the report."""
-    return asyncio.run(_run(options, tell))
+def _levels(asked: Serve) -> tuple[Level, ...]:
+    """Every rate with every cap."""
+    is_paced = asked.request_rate is None and asked.max_concurrency
+    rate = "inf" if is_paced else asked.request_rate or "1,2,4"
+    rates = _numbers("--request-rate", rate, "2 or 1,2,4 or inf")
+    caps: list[int | None] = [None]
+    if asked.max_concurrency is not None:
+        found = _numbers("--max-concurrency", asked.max_concurrency, "16 or 1,4,16")
+        if any(cap == math.inf or cap != int(cap) for cap in found):
+            remedy = "write whole numbers: 16 or 1,4,16"
+            raise ConfigError(f"--max-concurrency is {asked.max_concurrency!r}; {remedy}")
+        caps = [int(cap) for cap in found]
+    return tuple(Level(rate, cap) for rate in rates for cap in caps)
 
 
-async def _run(options: Options, tell: Tell) -> dict[str, Any]:
-    stop = asyncio.Event()
+def _numbers(option: str, text: str, example: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(number > 0 for number in numbers):
+        raise ConfigError(f"{option} is {text!r}; write numbers above 0: {example}")
+    return numbers
+
+
+def _extra(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--extra-body is {text[:40]!r}; write a JSON object like {{...}}")
+    return value
+
+
+def num_turns(plan: Plan) -> int:
+    if plan.asked.peers is not None:
+        return beside.num_turns(plan.asked, plan.levels)
+    return plan.asked.num_warmups + len(plan.levels) * plan.asked.num_prompts
+
+
+def run(plan: Plan, tell: Tell) -> dict[str, Any]:
+    """Ctrl-C ends the load, not the report."""
+    if plan.asked.peers is not None:
+        return beside.run(plan.asked, plan.levels, plan.prompts, tell, job_of)
+    return asyncio.run(_run(plan, tell))
+
+
+async def _run(plan: Plan, tell: Tell) -> dict[str, Any]:
+    asked, stop = plan.asked, asyncio.Event()
     with _on_interrupt(stop):
-        model = options.model or await _first_model(options.server)
-        jobs = [job_of(options, model, prompt) for prompt in shuffled(options)]
-        await _warm_up(options, jobs, stop, tell)
+        model = asked.model or await _first_model(plan.server)
+        chosen = list(plan.prompts)
+        random.Random(asked.seed).shuffle(chosen)  # a longer run begins again at the first
+        jobs = [job_of(asked, model, plan.extra, prompt) for prompt in chosen]
+        await _warm_up(plan, jobs, stop, tell)
         levels, taken = [], 0
-        for level in options.levels:
+        for level in plan.levels:
             if stop.is_set():
                 break
-            mine = [jobs[(taken + i) % len(jobs)] for i in range(options.num_prompts)]
-            taken += options.num_prompts
-            levels.append(await _level(options, level, mine, stop, tell))
-    return {"model": model, "endpoint": options.path, "prompts": len(jobs), "seed": options.seed, "max_new_tokens": options.max_new_tokens,
-            "goals_ms": options.goals, "is_interrupted": stop.is_set(), "levels": levels}  # fmt: skip
-
-
-async def _level(
-    options: Options, level: Level, jobs: Sequence[Job], stop: asyncio.Event, tell: Tell
-) -> dict[str, Any]:
-    tell(str(level), 0)
-    before = await counters.read(options.server)
-    due = due_times(len(jobs), level.rate, options.burstiness, options.seed)
-    records = await run_level(
-        options.server, level, jobs, due, options.timeout_s, stop, lambda record: tell(str(level), 1)
-    )
-    report = level_report(level, records, len(jobs), options.percents, options.goals)
-    drafting = counters.difference(before, await counters.read(options.server))
+            mine = [jobs[(taken + i) % len(jobs)] for i in range(asked.num_prompts)]
+            taken += asked.num_prompts
+            levels.append(await _level(plan, level, mine, stop, tell))
     return {
-        **report,
-        "speculative_decoding": drafting,
-        "requests": [record_json(r) for r in sorted(records, key=lambda r: r.due)],
+        "model": model,
+        "endpoint": asked.endpoint,
+        "prompts": len(jobs),
+        "seed": asked.seed,
+        "max_new_tokens": asked.max_new_tokens,
+        "goals_ms": plan.goals,
+        "is_interrupted": stop.is_set(),
+        "levels": levels,
     }
 
 
-async def _warm_up(options: Options, jobs: Sequence[Job], stop: asyncio.Event, tell: Tell) -> None:
+async def _level(
+    plan: Plan, level: Level, jobs: Sequence[Job], stop: asyncio.Event, tell: Tell
+) -> dict[str, Any]:
+    tell(str(level), 0)
+    before = await _counters(plan.server)
+    due = due_times(len(jobs), level.rate, plan.asked.burstiness, plan.asked.seed)
+    load = Load(plan.server, plan.asked.timeout, stop, lambda record: tell(str(level), 1))
+    records = await run_level(load, level, jobs, due)
+    report = level_report(level, records, len(jobs), plan.percents, plan.goals)
+    drafting = difference(before, await _counters(plan.server))
+    requests = [record_json(record) for record in sorted(records, key=lambda record: record.due)]
+    return {**report, "speculative_decoding": drafting, "requests": requests}
+
+
+async def _counters(server: Endpoint) -> dict[str, float]:
+    try:
+        return counters_of((await server.get("/metrics")).decode("utf-8", "replace"))
+    except Refused:
+        return {}
+
+
+async def _warm_up(plan: Plan, jobs: Sequence[Job], stop: asyncio.Event, tell: Tell) -> None:
     """Untimed. A server that refuses these would refuse all, so the reason is told at once."""
 
     def check(record: Record) -> None:
         tell("warming up", 1)
         if record.error is not None:
-            raise RequestError(
-                f"the server refused a request of the warm-up ({record.error}); mend that, or give --num-warmups 0"
-            )
+            remedy = "mend that, or give --num-warmups 0"
+            raise RequestError(f"the server refused a request of the warm-up ({record.error}); {remedy}")
 
-    one_by_one = Level(float("inf"), 1)
-    mine = [jobs[-1 - i % len(jobs)] for i in range(options.num_warmups)]
-    await run_level(options.server, one_by_one, mine, [0.0] * len(mine), options.timeout_s, stop, check)
-
-
-def shuffled(options: Options) -> list[Prompt]:
-    """All prompts in an order of the seed's; a longer run begins again at the first."""
-    chosen = list(options.prompts)
-    random.Random(options.seed).shuffle(chosen)
-    return chosen
+    mine = [jobs[-1 - i % len(jobs)] for i in range(plan.asked.num_warmups)]
+    load = Load(plan.server, plan.asked.timeout, stop, check)
+    await run_level(load, Level(math.inf, 1), mine, [0.0] * len(mine))
 
 
-def job_of(options: Options, model: str, prompt: Prompt) -> Job:
-    asked: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": prompt.text}]}
-        if options.path == CHAT
-        else {"prompt": prompt.text}
-    )
-    body = {
-        "model": model,
-        **asked,
-        "max_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **({"ignore_eos": True} if options.ignores_eos else {}),
-        **options.extra,
-    }
-    return Job(prompt.id, options.path, {name: value for name, value in body.items() if value is not None})
+def job_of(asked: Serve, model: str, extra: dict[str, Any], prompt: Prompt) -> Job:
+    is_chat = asked.endpoint == CHAT
+    body: dict[str, Any] = {"model": model}
+    body |= {"messages": [{"role": "user", "content": prompt.text}]} if is_chat else {"prompt": prompt.text}
+    body |= {"max_tokens": asked.max_new_tokens, "temperature": asked.temperature, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    body |= {**({"ignore_eos": True} if asked.ignore_eos else {}), **extra}
+    kept = {name: value for name, value in body.items() if value is not None}
+    return Job(prompt.id, asked.endpoint, kept)
 
 
 async def _first_model(server: Endpoint) -> str:
@@ -137,13 +193,9 @@ async def _first_model(server: Endpoint) -> str:
         models = json.loads(await server.get("/v1/models"))["data"]
         return str(models[0]["id"])
     except Refused as error:
-        scheme = "https" if server.is_tls else "http"
-        where = f"{scheme}://{server.host}:{server.port}{server.folder}"
-        remedy = (
-            "give --api-key"
-            if "401" in str(error)
-            else "start the server (`paceline serve`), or check --base-url"
-        )
+        where = f"{'https' if server.is_tls else 'http'}://{server.host}:{server.port}{server.folder}"
+        is_key = "401" in str(error)
+        remedy = "give --api-key" if is_key else "start the server (`paceline serve`), or check --base-url"
         raise ConfigError(f"{where} does not answer ({error}); {remedy}") from None
     except (ValueError, KeyError, IndexError, TypeError):
         raise ConfigError("the server's /v1/models names no model; give --model") from None
@@ -165,3 +217,49 @@ def _on_interrupt(stop: asyncio.Event) -> Iterator[None]:
             with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(signal.SIGINT)
             signal.signal(signal.SIGINT, before)
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    if "servers" in report:
+        return beside.tables(report)
+    levels = report["levels"]
+    if not levels:
+        return [Table("", (), (), (), ["nothing was measured"])]
+    goals = ", ".join(f"{name} ≤ {value:g} ms" for name, value in report["goals_ms"].items())
+    title = f"{report['model']}: throughput" + (f"; goals {goals}" if goals else "")
+    rows = [(level["load"], *_throughput(level)) for level in levels]
+    keys = list(next((level["ttft_ms"] for level in levels if level["ttft_ms"]), {}))
+    latencies = []
+    for level in levels:
+        for name, called in LATENCIES.items():
+            found = level[f"{name}_ms"] or {}
+            latencies.append((level["load"], called, *(cell(found.get(key), "{:,.1f}") for key in keys)))
+    notes = [note for level in levels for note in _troubles(level)]
+    notes += ["interrupted: the last load is not complete"] * report["is_interrupted"]
+    return [
+        Table(title, ("load",), COLUMNS, rows),
+        Table("latency, ms", ("load", ""), keys, latencies, notes),
+    ]
+
+
+def _throughput(level: dict[str, Any]) -> list[str]:
+    drafting = level["speculative_decoding"] or {}
+    cached = level["cached_prompt_tokens"] / level["prompt_tokens"] if level["prompt_tokens"] else None
+    return [
+        f"{level['completed']}/{level['asked']}",
+        str(level["failed"]),
+        f"{level['request_throughput']:.2f}",
+        cell(level["request_goodput"], "{:.2f}"),
+        f"{level['output_throughput']:,.1f}",
+        str(level["peak_in_flight"]),
+        cell(cached, "{:.0%}"),
+        cell(drafting.get("acceptance_length"), "{:.2f}"),
+        cell(drafting.get("acceptance_rate"), "{:.2f}"),
+    ]
+
+
+def _troubles(level: dict[str, Any]) -> Iterator[str]:
+    for reason, count in level["errors"].items():
+        yield f"{level['load']}: {count} failed: {reason}"
+    if level["tokens_counted_by"] != "server" and level["completed"]:
+        yield f"{level['load']}: the server counts no tokens; each piece of text was taken for one"

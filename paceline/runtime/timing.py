@@ -28,33 +28,45 @@ class Timings(NamedTuple):
 
 
 class Timed:
-    """Passes of one request whose context is made up: what lies in its blocks does not change what a pass
+    """Passes of requests whose context is made up: what lies in their blocks does not change what a pass
     takes.
     """
 
-    def __init__(self, executor: LocalExecutor, most_tokens: int) -> None:
-        self._executor, self._cache = executor, Cached()
-        self.room = min(most_tokens, executor.kv.pool.num_free * BLOCK_SIZE, executor.config.max_context)
-        is_reserved = executor.kv.reserve(self._cache, self.room)
-        assert is_reserved, "as many blocks as are free can be had"
-        executor.memory.touch(self._cache.blocks)
+    def __init__(self, executor: LocalExecutor, most_tokens: int, num_requests: int = 1) -> None:
+        self._executor, self._caches = executor, [Cached() for _ in range(num_requests)]
+        free = executor.kv.pool.num_free // num_requests * BLOCK_SIZE
+        self.room = min(most_tokens, free, executor.config.max_context)  # tokens of each request
+        for cache in self._caches:
+            is_reserved = executor.kv.reserve(cache, self.room)
+            assert is_reserved, "as many blocks as are free can be had"
+            executor.memory.touch(cache.blocks)
 
-    def seconds(self, rows: int, context: int = 0) -> float:
-        self._cache.num_cached = context
+    def seconds(
+        self, rows: int, context: int = 0, num_logits: int | None = None, num_passes: int = 1
+    ) -> float:
+        """Of one pass, with the logits of all rows or of the last ones. With several passes: of each, when a
+        device is given the next before it has ended the last.
+        """
         tokens = [(STRIDE * i) % self._executor.config.vocab_size for i in range(rows)]
-        output, taken = self._timed(tokens)
+        segments = []
+        for cache in self._caches:
+            cache.num_cached = context
+            segments.append(Segment(tokens, cache, None, num_logits or rows, Pick(0.0, 0)))
+        output, taken = self._timed(segments, num_passes)
         # what was recorded on the way is no cost of a pass
-        return self._timed(tokens)[1] if output.is_first else taken
+        return self._timed(segments, num_passes)[1] if output.is_first else taken
 
-    def _timed(self, tokens: list[int]) -> tuple[Output, float]:
+    def _timed(self, segments: list[Segment], num_passes: int) -> tuple[Output, float]:
         started = time.perf_counter()
-        output = self._executor.forward([Segment(tokens, self._cache, None, len(tokens), Pick(0.0, 0))])
+        for _ in range(num_passes):
+            output = self._executor.forward(segments)
         output.logits[-1, -1].item()  # a device may still be at it
-        return output, time.perf_counter() - started
+        return output, (time.perf_counter() - started) / num_passes
 
     def free(self) -> None:
-        self._cache.num_cached = 0
-        self._executor.kv.free(self._cache)
+        for cache in self._caches:
+            cache.num_cached = 0
+            self._executor.kv.free(cache)
 
 
 def measure(executor: LocalExecutor, seconds: float = 0.3) -> Timings:

@@ -19,9 +19,8 @@ import httpx
 import pytest
 
 from paceline.loaders import hub
-from tests.server.harness import STARTS_S, WAIT_S, Server, as_stranger, launch, start_server
+from tests.server.harness import CODE, STARTS_S, WAIT_S, Server, as_stranger, launch, start_server
 
-ROOT = Path(__file__).parent.parent.parent
 # Without drafts, so that it runs for many seconds: tests do something meanwhile, and a busy machine is slow
 # to do it.
 LONG: dict[str, Any] = {
@@ -41,11 +40,11 @@ def own_server() -> Iterator[Server]:
     server.kill()
 
 
-def soak(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "scripts" / "serve_soak.py"), *arguments, "--may-lag"]
+def soak(path: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", CODE, "bench", "soak", *arguments, "--may-lag", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    report: dict[str, Any] = json.loads(done.stdout)
+    report: dict[str, Any] = json.loads(path.read_text())
     return report
 
 
@@ -142,8 +141,8 @@ def test_an_engine_does_not_outlive_its_server(own_server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_clients_that_leave_hold_no_blocks() -> None:
-    report = soak("disconnects", "--count", "48", "--clients", "12")
+def test_clients_that_leave_hold_no_blocks(tmp_path: Path) -> None:
+    report = soak(tmp_path / "r.json", "disconnects", "--count", "48", "--clients", "12")
     assert report["outcomes"] == {"left": 48}
     assert report["blocks_used"] == 0
     assert (
@@ -152,17 +151,16 @@ def test_clients_that_leave_hold_no_blocks() -> None:
 
 
 @pytest.mark.slow
-def test_kills_under_load(wide_folder: Path) -> None:
-    report = soak("kills", "--count", "2", "--clients", "4", "--model", str(wide_folder))
+def test_kills_under_load(wide_folder: Path, tmp_path: Path) -> None:
+    options = ("--count", "2", "--clients", "4", "--model", str(wide_folder))
+    report = soak(tmp_path / "r.json", "kills", *options)
     assert report["restarts"] == 2
     assert report["outcomes"]["engine_lost"] >= 1
 
 
-def test_sigterm_under_load(wide_folder: Path) -> None:
-    assert (
-        soak("sigterm", "--clients", "12", "--model", str(wide_folder), "--drain-timeout", "300")["status"]
-        == 0
-    )
+def test_sigterm_under_load(wide_folder: Path, tmp_path: Path) -> None:
+    options = ("--clients", "12", "--model", str(wide_folder), "--server-options", "--drain-timeout 300")
+    assert soak(tmp_path / "r.json", "sigterm", *options)["status"] == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ step yields one token of the model's own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,9 +16,15 @@ import xllamacpp
 # The best of six settings tried on three of the shipped prompts (the other engines were not tuned). Its
 # defaults, a match of 12 and 48 drafted, were slower on all three.
 MATCH, DRAFTED = 3, 3
+GREEDY = {"temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
+def load(options: dict[str, Any]) -> dict[str, Any]:
+    if options["is_raw"]:
+        from raw_llamacpp import RawLoop  # type: ignore[import-not-found]  # beside this file, where it runs
+
+        loop = RawLoop(options["model"], options["context"], options["threads"])
+        return {"generate": loop.generate, "note": note()}
     server = xllamacpp.Server(parameters(options))
 
     def generate(prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
@@ -34,7 +39,7 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
     def address() -> dict[str, Any]:
         return {"url": server.listening_address}
 
-    return {"generate": generate, "read_prompt": read_prompt, "address": address}
+    return {"generate": generate, "read_prompt": read_prompt, "address": address, "note": note()}
 
 
 def note() -> str | None:
@@ -72,13 +77,7 @@ def reading_seconds(server: Any, ids: list[int], num_cached: int) -> float:
     last token's logits only.
     """
     last: dict[str, Any] = {}
-    wanted = {
-        "n_predict": 1,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_prompt": num_cached > 0,
-        "stream": True,
-    }
+    wanted = {**GREEDY, "n_predict": 1, "cache_prompt": num_cached > 0}
     for tokens in (ids[:num_cached], ids):
         if tokens:
             server.handle_completions({"prompt": tokens, **wanted}, last.update)
@@ -101,13 +100,7 @@ def answer(server: Any, prompt: dict[str, Any]) -> dict[str, Any]:
         pieces.append(chunk["choices"][0]["text"])
         last.update(chunk)
 
-    wanted = {
-        "n_predict": prompt["num_tokens"],
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_prompt": False,
-        "stream": True,
-    }
+    wanted = {**GREEDY, "n_predict": prompt["num_tokens"], "cache_prompt": False}
     server.handle_completions({"prompt": prompt["ids"], **wanted}, hear)
     timings, num_tokens = last["timings"], last["usage"]["completion_tokens"]
     accepted = timings.get("draft_n_accepted", 0)

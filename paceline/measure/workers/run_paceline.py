@@ -15,13 +15,18 @@ from typing import Any
 
 from paceline import LLM, RequestError, SamplingParams
 from paceline.drafters.suffix import Suffix
-from paceline.engine.stats import SpecStats
-from paceline.measure.passes import Passes
+from paceline.measure.engines import ids_of
+from paceline.runtime.timing import Timed
 
-CONTEXT, TIMED = (
-    256,
-    7,
-)  # cached tokens a measured pass sees; passes of each width, of which the median counts
+CONTEXT, TIMED = 256, 7  # cached tokens a measured pass sees; passes of each width, whose median counts
+
+COUNTS = (
+    "num_steps",
+    "num_drafted",
+    "num_accepted",
+    "drafted_at",
+    "accepted_at",
+)  # of a request's statistics
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
@@ -40,16 +45,14 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
 @dataclass(frozen=True, slots=True)
 class Worker:
     llm: LLM
-    answered: set[tuple[int, ...]] = field(
-        default_factory=set
-    )  # prompts whose answers a drafter may remember
+    answered: set[tuple[int, ...]] = field(default_factory=set)  # whose answers a drafter may remember
 
     def generate(self, prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
         self._forget({tuple(prompt["ids"]) for prompt in prompts})
         started = time.perf_counter()
         if in_flight == 1:
             answers = [self._answer(prompt) for prompt in prompts]
-        else:  # whichever thread waits steps the engine for all
+        else:  # the thread that waits steps the engine for all
             with ThreadPoolExecutor(in_flight) as pool:
                 answers = list(pool.map(self._answer, prompts))
         return {"wall_s": time.perf_counter() - started, "answers": answers}
@@ -72,52 +75,31 @@ class Worker:
                 times.append(time.perf_counter() - started)
         assert chunk.result is not None, "a stream ends with its result"
         stats = chunk.result.stats
-        return {
-            "ids": chunk.result.token_ids,
-            "num_tokens": stats.num_tokens,
-            "first_s": times[0],
-            "total_s": times[-1],
-            **_counts(stats),
-        }
+        timed = {"num_tokens": stats.num_tokens, "first_s": times[0], "total_s": times[-1]}
+        return {"ids": chunk.result.token_ids, **timed, **{name: getattr(stats, name) for name in COUNTS}}
 
     def encode(self, texts: dict[str, str], max_tokens: int, min_tokens: int) -> dict[str, Any]:
         """Each prompt as the model's chat template puts it, and how long its plain greedy answer is."""
         found = {}
         for name, text in texts.items():
             try:
-                ids = self._ids(text)
-                (result,) = self.llm.generate(
-                    [ids], SamplingParams(temperature=0, max_tokens=max_tokens, num_speculative_tokens=0)
-                )
+                ids = ids_of(self.llm, text)
+                plain = SamplingParams(temperature=0, max_tokens=max_tokens, num_speculative_tokens=0)
+                (result,) = self.llm.generate([ids], plain)
             except RequestError as error:
                 raise RequestError(f"prompt {name}: {error}") from None
             self.answered.add(tuple(ids))
             room = self.llm.engine.config.max_model_len - len(ids)
-            found[name] = {
-                "ids": ids,
-                "num_tokens": min(max(len(result.token_ids), min_tokens), max_tokens, room),
-            }
+            length = min(max(len(result.token_ids), min_tokens), max_tokens, room)
+            found[name] = {"ids": ids, "num_tokens": length}
         return {"prompts": found}
-
-    def _ids(self, text: str) -> list[int]:
-        tokenizer = self.llm.tokenizer
-        has_template = self.llm.checkpoint.tokenizer_source().chat_template is not None
-        return (
-            tokenizer.encode_chat([{"role": "user", "content": text}])
-            if has_template
-            else tokenizer.encode(text)
-        )
 
     def verify_cost(self, sizes: list[int]) -> dict[str, Any]:
         """Median seconds of one pass over each number of tokens, all logits wanted, after a cached
         context.
         """
-        passes = Passes(self.llm.engine.executor, CONTEXT, max(sizes))
-        times = [[passes.seconds(size) for size in sizes] for _ in range(TIMED + 1)]
+        passes = Timed(self.llm.engine.executor, CONTEXT + max(sizes))
+        context = min(CONTEXT, passes.room - max(sizes))
+        times = [[passes.seconds(size, context) for size in sizes] for _ in range(TIMED + 1)]
         passes.free()
         return {"seconds": [median(column) for column in zip(*times[1:], strict=True)]}
-
-
-def _counts(stats: SpecStats) -> dict[str, Any]:
-    names = ("num_steps", "num_drafted", "num_accepted", "drafted_at", "accepted_at")
-    return {name: getattr(stats, name) for name in names}

@@ -13,28 +13,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MATCH, LONGEST, DRAFTED = (
-    2,
-    4,
-    3,
-)  # the shortest and longest match of its prompt lookup, and the tokens drafted
+MATCH, LONGEST, DRAFTED = 2, 4, 3  # shortest and longest match of its prompt lookup, and tokens drafted
 KV_GIGABYTES = 1
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(KV_GIGABYTES)
-    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = (
-        "0"  # it would keep a core for its server; here nothing else runs
-    )
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"  # it would keep a core for its server
     from vllm import LLM
 
-    lookup = {
-        "method": "ngram",
-        "num_speculative_tokens": DRAFTED,
-        "prompt_lookup_max": LONGEST,
-        "prompt_lookup_min": MATCH,
-    }
+    lookup = {"method": "ngram", "num_speculative_tokens": DRAFTED}
+    lookup |= {"prompt_lookup_max": LONGEST, "prompt_lookup_min": MATCH}
     llm = LLM(
         options["model"],
         dtype="float32",
@@ -76,10 +66,8 @@ def _run(engine: Any, prompts: list[dict[str, Any]], in_flight: int, names: Any)
             started[name], index_of[name] = time.perf_counter(), index
             engine.add_request(name, {"prompt_token_ids": prompt["ids"]}, params)
         for output in engine.step():
-            answer, elapsed = (
-                answers[index_of[output.request_id]],
-                time.perf_counter() - started[output.request_id],
-            )
+            answer = answers[index_of[output.request_id]]
+            elapsed = time.perf_counter() - started[output.request_id]
             answer.setdefault("first_s", elapsed)
             if output.finished:
                 ids = list(output.outputs[0].token_ids)
@@ -104,8 +92,5 @@ def _share_counts(answers: list[dict[str, Any]], counts: dict[str, int]) -> None
     """The metrics count for all requests together; the first answer carries them, so that sums are right."""
     for i, answer in enumerate(answers):
         drafted, accepted = (counts["num_drafted"], counts["num_accepted"]) if i == 0 else (0, 0)
-        answer |= {
-            "num_drafted": drafted,
-            "num_accepted": accepted,
-            "num_steps": answer["num_tokens"] - accepted,
-        }
+        answer |= {"num_drafted": drafted, "num_accepted": accepted}
+        answer["num_steps"] = answer["num_tokens"] - accepted

@@ -2,10 +2,10 @@
 one for each that comes.
 
 Runs in the peer's own environment, so it imports nothing of Paceline. The first line in holds the options of
-`MODULE.load`, which returns the operations by name (`MODULE.note`, if there is one, is a remark for the
-report); every later line is {"op": NAME, ...}. Invariant: the pipe carries answers alone; whatever a library
-prints goes to stderr. A closed stdin ends the worker, so none outlives the process that started it; while it
-waits it sleeps.
+`MODULE.load`, which returns the operations by name, and under "note" perhaps a remark for the report; every
+later line is {"op": NAME, ...}. Invariant: the pipe carries answers alone; what a library prints goes to
+stderr. A closed stdin ends the worker, so none outlives the process that started it; while it waits it
+sleeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any
 
 
 def take_stdout() -> IO[str]:
-    """The pipe, as a file of our own; descriptor 1 becomes stderr for everyone else, C++ included."""
+    """The pipe, as a file of our own; descriptor 1 becomes stderr for all else, C++ included."""
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return pipe
@@ -34,9 +34,8 @@ def main(module: str) -> None:
     pipe = take_stdout()
     try:
         options = json.loads(sys.stdin.readline())
-        engine = importlib.import_module(module)
-        operations = engine.load(options)
-        send(pipe, {"ready": True, "note": engine.note() if hasattr(engine, "note") else None})
+        operations = importlib.import_module(module).load(options)
+        send(pipe, {"ready": True, "note": operations.pop("note", None)})
         for line in sys.stdin:
             message = json.loads(line)
             send(pipe, operations[message.pop("op")](**message))

@@ -1,0 +1,120 @@
+"""Several engines over one loaded model: the rows of `bench decode` and `bench batch`, and what `tune` times.
+
+The one place where measuring makes engines and policies. Invariant: all of them share the model's executor
+and take turns, so a comparison is of drafting alone; each has drafters of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.api.build import HEAD_COST
+from paceline.api.llm import LLM
+from paceline.core.errors import ConfigError
+from paceline.core.options import nearest
+from paceline.core.params import SamplingParams
+from paceline.drafters import registry
+from paceline.drafters.base import Drafter
+from paceline.drafters.shipped import shipped_head
+from paceline.engine.engine import Engine
+from paceline.engine.policy.auto import AutoPolicy
+from paceline.engine.policy.cost import CostTable
+from paceline.engine.stats import SpecStats
+from paceline.measure.options import Loaded
+from paceline.measure.rows import AUTO, PLAIN, names_of
+from paceline.runtime.backend import Backend, backend_for
+
+FREE = "auto-free"  # auto without a learned head
+
+
+def rows_of(text: str) -> list[str]:
+    """--rows: plain first, always, since all speedups are against it."""
+    for name in names_of("--rows", text):
+        method, slash, length = name.partition("/")
+        known = [PLAIN, AUTO, FREE, *registry.DRAFTERS]
+        if method not in known:
+            raise ConfigError(f"--rows holds {name!r}; {nearest(method, known)}")
+        if slash and (method not in registry.DRAFTERS or not length.isdecimal() or not int(length)):
+            raise ConfigError(f"--rows holds {name!r}; write a drafter and its length, such as suffix/4")
+    return list(dict.fromkeys([PLAIN, *names_of("--rows", text)]))
+
+
+def load(asked: Loaded, **more: Any) -> LLM:
+    """The model that the options name."""
+    given = {"dtype": asked.dtype, "device": asked.device, "exact": asked.exact, **more}
+    return LLM(asked.model, load_format=asked.load_format, **given)
+
+
+def engine_of(llm: LLM, row: str) -> Engine:
+    """A new engine for a row. A drafter without a length drafts its usual one."""
+    if row == PLAIN:
+        return engine_with(llm, None, 0)
+    if row in (AUTO, FREE):
+        costs: CostTable = llm.engine.policy.costs  # type: ignore[attr-defined]
+        return auto_engine(llm, costs, has_head=row == AUTO)
+    method, _, length = row.partition("/")
+    options: dict[str, Any] = {
+        "method": method,
+        **({"num_speculative_tokens": int(length)} if length else {}),
+    }
+    most = registry.parse(options)[1].num_speculative_tokens
+    return engine_with(llm, drafter_of(llm, options), most)
+
+
+def drafter_of(llm: LLM, options: dict[str, Any]) -> Drafter:
+    """A new drafter from a speculative_config."""
+    made: Drafter = registry.create(*registry.parse(options), llm.context)
+    return made
+
+
+def engine_with(llm: LLM, drafter: Any, most: int) -> Engine:
+    """Drafts `most` tokens whenever it can."""
+    return Engine(llm.engine.executor, drafter, replace(llm.engine.config, num_speculative_tokens=most))
+
+
+def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
+    """As `LLM` makes it by default, without what a profile on disk knows of its drafters."""
+    executor, config = llm.engine.executor, llm.engine.config
+    head = shipped_head(llm.checkpoint, has_head)
+    options = [*registry.AUTO, *([head] if head else ())]
+    lengths = [registry.parse(each)[1].num_speculative_tokens for each in options]
+    drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)
+    one, has_trees = costs.pass_seconds(1), executor.decoder.checks_trees
+    known = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in drafters if drafter.usual}
+    policy = AutoPolicy(drafters, costs.fresh(), most_nodes=most, has_trees=has_trees, known=known)
+    return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
+
+
+def ids_of(llm: LLM, text: str) -> list[int]:
+    """As the model's chat template puts it, or the text itself where it has none."""
+    if llm.checkpoint.tokenizer_source().chat_template is None:
+        return llm.tokenizer.encode(text)
+    return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def cpu_backend() -> Backend:
+    return backend_for(torch.device("cpu"), "exact", False)
+
+
+class Answer(NamedTuple):
+    ids: list[int]
+    num_timed: int  # tokens after the first steps,
+    seconds: float  # and what they took
+    stats: SpecStats
+
+
+def answer(llm: LLM, engine: Engine, ids: list[int], params: SamplingParams, num_untimed: int = 1) -> Answer:
+    """One request, timed from the end of its first steps on: reading the prompt is no part of decoding."""
+    llm.engine = engine
+    times, tokens, counts = [], [], []
+    for chunk in llm.stream(ids, params):
+        times.append(time.perf_counter())
+        counts.append(len(chunk.tokens))
+        tokens += [token.id for token in chunk.tokens]
+    assert chunk.result is not None, "a stream ends with its result"
+    first = min(num_untimed, len(times)) - 1
+    return Answer(tokens, sum(counts[num_untimed:]), times[-1] - times[first], chunk.result.stats)

@@ -1,0 +1,99 @@
+"""Tables of a report, on a screen and in documents: `paceline bench tables` rewrites those of README.md and
+docs/results.md.
+
+Each verb's module turns its report into tables, and a result on disk names its verb, so what a document shows
+is what the screen showed. Invariant: a document changes between its markers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.core.errors import ConfigError
+from paceline.measure.options import Tables
+
+MODULES = {  # verb -> the module of paceline.measure with num_turns, run and tables
+    "compare": "compare",
+    "decode": "decode",
+    "batch": "batch",
+    "step": "step",
+    "kernels": "kernels",
+    "quality": "quality",
+    "serve": "serve",
+    "soak": "soak",
+}
+MARKED = re.compile(r"(<!-- table:([\w.-]+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.S)
+
+
+class Table(NamedTuple):
+    title: str
+    names: Sequence[str]  # columns of words
+    numbers: Sequence[str]  # columns of figures
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()  # lines below it
+
+
+def cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def module_of(verb: str) -> Any:
+    return import_module(f"paceline.measure.{MODULES[verb]}")
+
+
+def markdown(table: Table) -> str:
+    columns = [*table.names, *table.numbers]
+    rules = ["---"] * len(table.names) + ["---:"] * len(table.numbers)
+    lines = [columns, rules, *table.rows]
+    return "".join("| " + " | ".join(str(part) for part in line) + " |\n" for line in lines)
+
+
+def rewritten(text: str, folder: Path) -> str:
+    """The document with its tables made anew from the results in `folder`."""
+
+    def table(found: re.Match[str]) -> str:
+        report = _result(folder / f"{found[2]}.json")
+        tables = module_of(report["verb"]).tables(report)
+        number = int(found[3] or 1)
+        if not 1 <= number <= len(tables):
+            raise ConfigError(f"table:{found[2]} {number}: the result has {len(tables)} tables")
+        return f"{found[1]}\n{markdown(tables[number - 1])}\n{_origin(report)}\n{found[4]}"
+
+    return MARKED.sub(table, text)
+
+
+def _result(path: Path) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if report["verb"] not in MODULES:
+            raise ValueError(f"made by {report['verb']!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: is no result ({error}); write it with `paceline bench ... --json`"
+        ) from None
+    return report
+
+
+def _origin(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    return f"`{report['command']}` ({where}, {report['date']})\n"
+
+
+def run(options: Tables) -> list[Path]:
+    """The documents that have changed."""
+    changed = []
+    for path in (Path(name.strip()) for name in options.files.split(",")):
+        if not path.is_file():
+            raise ConfigError(f"--files holds {path}, and there is no such file; name documents with tables")
+        before = path.read_text(encoding="utf-8")
+        after = rewritten(before, options.results)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            changed.append(path)
+    return changed

@@ -1,1 +1,0 @@
-"""Costs: on paper for any model and machine (plan), and measured on this one."""
