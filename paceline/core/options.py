@@ -41,8 +41,8 @@ class EngineConfig:
 
 
 def option(default: Any, panel: str, text: str, *flags: str) -> Any:
-    """A dataclass field that is an option of the command line and the server: the panel of --help it stands in,
-    what it says there, and its short flags."""
+    """A dataclass field that is an option of the command line and the server: the panel of --help that it
+    stands in, what is said of it there, and its short flags."""
     return field(default=default, metadata={"panel": panel, "help": text, "flags": flags})
 
 
@@ -51,9 +51,17 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def brief(value: object, width: int = 40) -> str:
+    """What a message shows of a value: the beginning of its repr."""
+    try:
+        return repr(value)[:width]
+    except ValueError:  # Python prints no number of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
 def require(ok: bool, name: str, value: object, remedy: str) -> None:
     if not ok:
-        raise ConfigError(f"{name} is {value!r}; {remedy}")
+        raise ConfigError(f"{name} is {brief(value, 60)}; {remedy}")
 
 
 def nearest(word: str, known: list[str]) -> str:

@@ -66,7 +66,7 @@ def engine_lost() -> ApiError:
 
 def from_engine(error: dict[str, Any]) -> ApiError:
     """A refusal or failure that the engine process reported."""
-    if error["kind"] == "Internal":
+    if error["kind"] == "InternalError":
         return ApiError(500, error["message"], "internal_error")
     code = {"GrammarError": "invalid_grammar", "TooLong": "context_length_exceeded"}.get(error["kind"])
     return ApiError(400, error["message"], code)
