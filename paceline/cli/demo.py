@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import console, demo_report, options, parsing
+from paceline.cli.options import LOADING, Drafting, Given
 from paceline.cli.streaming import Answer, Prompt, as_prompt, checked_prompt, collect
 from paceline.core.errors import ConfigError
+from paceline.core.options import options_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,13 +29,7 @@ COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 
 
 def demo(
-    model: options.Model = "default",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    exact: options.Exact = False,
-    method: options.Method = "auto",
-    num_speculative_tokens: options.NumSpeculative = None,
-    draft_model: options.DraftModel = None,
+    engine: Annotated[Given, [*LOADING, *options_of(Drafting)]],
     prompt: Annotated[
         str, typer.Option(help="Your own text, or the number of a shipped prompt.")
     ] = DEFAULT_PROMPT,
@@ -55,15 +51,15 @@ def demo(
     parsing.check_target("--svg", svg)
     if svg is not None and as_json:
         raise ConfigError(f"--svg is {svg} but --json shows nothing to draw; use one of them")
-    config = parsing.speculative_config(None, method, num_speculative_tokens, draft_model)
+    chosen = parsing.engine_options(engine)
+    config = chosen.speculative_config
     if config is None:
-        raise ConfigError(
-            f"--method is {method}, so there is nothing to compare; use auto, suffix, ngram, draft_model or another"
-        )
+        remedy = "use auto, suffix, ngram, draft_model or another"
+        raise ConfigError(f"--method is {engine['method']}, so there is nothing to compare; {remedy}")
     text = checked_prompt(_find_prompt(prompt))
     plain, drafted = _params(temperature, max_tokens)
     screen = None if as_json else console.stdout(is_recorded=svg is not None)
-    with LLM(model, speculative_config=config, dtype=dtype, device=device, exact=exact) as llm:
+    with LLM(chosen) as llm:
         prompt_ids = as_prompt(llm, text)
         _warm_up(llm, prompt_ids)
         if screen is not None:

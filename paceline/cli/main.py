@@ -30,6 +30,7 @@ from paceline.cli import (
     tune,
     verify,
 )
+from paceline.cli.options import with_options
 from paceline.core.errors import PacelineError
 
 # Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
@@ -132,5 +133,5 @@ for _panel, _function in (
     ("Inspect", plan.plan),
     ("Inspect", explain.explain),
 ):
-    app.command(cls=_Verb, rich_help_panel=_panel)(_function)
+    app.command(cls=_Verb, rich_help_panel=_panel)(with_options(_function))
 app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")

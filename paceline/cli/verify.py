@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.api.options import EngineOptions
 from paceline.cli import console, options, parsing
 from paceline.core.errors import ConfigError, RequestError
 
@@ -42,10 +43,7 @@ class Report:
 
 
 def verify(
-    model: options.Model = "default",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    exact: options.Exact = False,
+    loading: Annotated[options.Given, options.LOADING],
     prompts: Annotated[
         Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")
     ] = None,
@@ -79,10 +77,11 @@ def verify(
 
     chosen = prompt_files.load(prompts)
     chosen = prompt_files.first_of_each(chosen, limit) if limit is not None else chosen
-    configs = _drafters(methods, model, draft_model)
+    engine = parsing.engine_options(loading)
+    configs = _drafters(methods, engine.model, draft_model)
     parsing.check_target("--json", json_file)
-    _check_draft_model(model, configs)
-    report = _examine(model, {"dtype": dtype, "device": device, "exact": exact}, chosen, max_tokens, configs)
+    _check_draft_model(engine.model, configs)
+    report = _examine(engine, chosen, max_tokens, configs)
     print_report(console.stdout(), report.checks, report.rules)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -132,11 +131,7 @@ def _check_draft_model(model: str, configs: dict[str, dict[str, Any]]) -> None:
 
 
 def _examine(
-    model: str,
-    loading: dict[str, Any],
-    prompts: list[Prompt],
-    max_tokens: int,
-    configs: dict[str, dict[str, Any]],
+    engine: EngineOptions, prompts: list[Prompt], max_tokens: int, configs: dict[str, dict[str, Any]]
 ) -> Report:
     """Run everything under one progress bar, on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -156,11 +151,11 @@ def _examine(
                 console.write(progress.console, f"{what}\n")  # a log gets a line where a terminal gets a bar
             return lambda num_done: progress.advance(task, num_done)
 
-        examination, plain, rules = _plain_half(model, loading, prompts, max_tokens, begin)
+        examination, plain, rules = _plain_half(engine, prompts, max_tokens, begin)
         checks = [
             check
             for name, config in configs.items()
-            for check in _checks(model, loading, name, config, examination, plain, begin)
+            for check in _checks(engine, name, config, examination, plain, begin)
         ]
         progress.update(task, description="done")
     return Report(checks, rules)
@@ -173,14 +168,14 @@ PlainTexts = dict[Any, list[list[int]]]  # mode -> token ids of each prompt's an
 
 
 def _plain_half(
-    model: str, loading: dict[str, Any], prompts: list[Prompt], max_tokens: int, begin: Begin
+    engine: EngineOptions, prompts: list[Prompt], max_tokens: int, begin: Begin
 ) -> tuple[Examination, PlainTexts, list[RuleResult]]:
     """What needs no drafter: the texts to compare with, and the accept rules on this model's logits."""
     from paceline import LLM
     from paceline.cli import verify_distribution as distribution
     from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
-    with LLM(model, **loading, speculative_config=None, max_num_seqs=max(BATCHES)) as llm:
+    with LLM(engine, speculative_config=None, max_num_seqs=max(BATCHES)) as llm:
         examination = Examination(prompts, [input_of(llm, prompt) for prompt in prompts], max_tokens)
         plain = {}
         for mode in MODES:
@@ -214,8 +209,7 @@ def input_of(llm: LLM, prompt: Prompt) -> list[int]:
 
 
 def _checks(
-    model: str,
-    loading: dict[str, Any],
+    engine: EngineOptions,
     name: str,
     config: dict[str, Any],
     examination: Examination,
@@ -225,7 +219,7 @@ def _checks(
     from paceline import LLM
     from paceline.cli.verify_equality import BATCHES, MODES
 
-    with LLM(model, **loading, speculative_config=config, max_num_seqs=max(BATCHES), progress=False) as llm:
+    with LLM(engine, speculative_config=config, max_num_seqs=max(BATCHES), progress=False) as llm:
         for mode in MODES:
             for batch in BATCHES:
                 yield examination.check(

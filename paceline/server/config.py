@@ -8,17 +8,15 @@ stood.
 
 from __future__ import annotations
 
-import json
-import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
-from paceline.core.options import nearest, option, require
+from paceline.core.options import nearest, option, options_of, parsed, require
 
 PREFIX = "PACELINE_"
 MIB = 2**20
@@ -110,12 +108,6 @@ class ServerConfig(EngineOptions):
         return {**asdict(self), "api_key": len(self.api_key)}
 
 
-def all_settings() -> list[tuple[Field[Any], Any]]:
-    """Every field that is an option, with its type."""
-    hints = get_type_hints(ServerConfig)
-    return [(setting, hints[setting.name]) for setting in fields(ServerConfig) if setting.metadata]
-
-
 def resolve(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None
 ) -> ServerConfig:
@@ -124,15 +116,15 @@ def resolve(
     """
     file = file or environment.get(PREFIX + "CONFIG")
     chosen: dict[str, Any] = _from_file(file) if file else {}
-    for setting, kind in all_settings():
+    for setting, kind in options_of(ServerConfig):
         name = PREFIX + setting.name.upper()
         if environment.get(name):
-            chosen[setting.name] = _parsed(name, environment[name], kind)
+            chosen[setting.name] = parsed(name, environment[name], kind)
         if flags.get(setting.name) not in (None, (), []):
             flag = "--" + setting.name.replace("_", "-")
             value = flags[setting.name]
             chosen[setting.name] = (
-                tuple(value) if isinstance(value, list | tuple) else _parsed(flag, value, kind)
+                tuple(value) if isinstance(value, list | tuple) else parsed(flag, value, kind)
             )
     return ServerConfig(**chosen)
 
@@ -146,82 +138,13 @@ def _from_file(path: str) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML ({error}); write lines such as port = 8000") from None
-    kinds = {setting.name: kind for setting, kind in all_settings()}
+    kinds = {setting.name: kind for setting, kind in options_of(ServerConfig)}
     chosen = {}
     for name, value in table.items():
         if name not in kinds:
             raise ConfigError(f"{path}: has no setting {name!r}; {nearest(name, list(kinds))}")
-        chosen[name] = _parsed(f"{path}: {name}", value, kinds[name])
+        chosen[name] = parsed(f"{path}: {name}", value, kinds[name])
     return chosen
-
-
-def _parsed(where: str, value: Any, kind: Any) -> Any:
-    """A value of the kind that a field has, from text or from TOML's own types."""
-    shown = "***" if "KEY" in where.upper() else repr(value)[:60]
-    if kind == tuple[str, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-            raise ConfigError(f"{where} is {shown}; give a list of texts")
-        return tuple(part.strip() for part in parts if part.strip())
-    kinds = set(getattr(kind, "__args__", (kind,)))
-    if not isinstance(value, str):
-        is_ok = (
-            type(value) in kinds
-            or (type(value) is int and float in kinds)
-            or (isinstance(value, dict) and _takes_object(kinds))
-        )
-        if not is_ok:
-            raise ConfigError(f"{where} is {shown}; give {_in_words(kinds)}")
-        return value
-    return _from_text(where, value, kinds, shown)
-
-
-def _from_text(where: str, text: str, kinds: set[Any], shown: str) -> Any:
-    if bool in kinds:
-        words = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if text.lower() not in words:
-            raise ConfigError(f"{where} is {shown}; give true or false")
-        return words[text.lower()]
-    if int in kinds and re.fullmatch(r"[+-]?\d{1,18}", text):
-        return int(text)
-    if float in kinds:
-        try:
-            return float(text)
-        except ValueError:
-            raise ConfigError(f"{where} is {shown}; give {_in_words(kinds)}") from None
-    if str not in kinds:
-        raise ConfigError(f"{where} is {shown}; give {_in_words(kinds)}")
-    if _takes_object(kinds) and text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            raise ConfigError(
-                f'{where} is {shown}, not JSON; write an object such as {{"method": "ngram"}}'
-            ) from None
-    return text
-
-
-def _takes_object(kinds: set[Any]) -> bool:
-    return any(get_origin(kind) is dict for kind in kinds)
-
-
-def _in_words(kinds: set[Any]) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    return " or ".join(words for kind, words in names.items() if kind in kinds)
-
-
-def default_of(setting: Field[Any]) -> Any:
-    assert setting.default is not MISSING
-    return setting.default
 
 
 def read_keys(config: ServerConfig) -> tuple[str, ...]:
