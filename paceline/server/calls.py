@@ -77,7 +77,8 @@ class Call:
         self._signal.set()
 
     def fail(self, error: ApiError) -> None:
-        self.error = self.error or error
+        if not self.is_over:
+            self.error = error
         self._signal.set()
 
     def hear(self, part: int, said: Mapping[str, Any]) -> None:
