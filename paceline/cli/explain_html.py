@@ -55,8 +55,7 @@ def _step(step: Step) -> str:
 
 def _tree(step: Step) -> str:
     """The tree in one go, whatever its depth: children come after their parents, so it is built from the
-    end.
-    """
+    end."""
     inner: dict[int, str] = {}
     for node in reversed(step.nodes):
         inner[node.parent] = _item(node, inner.get(node.index, "")) + inner.get(node.parent, "")

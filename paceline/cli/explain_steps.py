@@ -230,8 +230,7 @@ class Recorder:
 
 def _distribution(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
     """What the target chooses from; at temperature 0 it only looks for the largest, and p is shown as at
-    temperature 1.
-    """
+    temperature 1."""
     from paceline.core.sampling import probabilities
 
     return logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)

@@ -75,8 +75,7 @@ class _Verbs(TyperGroup):
 
 def _forget_unwritten() -> None:
     """Else Python would try once more at exit to write what a full disk refused, and complain in many
-    lines.
-    """
+    lines."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

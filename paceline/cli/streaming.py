@@ -87,8 +87,7 @@ def checked_prompt(text: str) -> str:
 
 def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = None) -> Prompt:
     """A user's text as the model's chat template puts it; the text itself where that is asked for or there is
-    no template.
-    """
+    no template."""
     checked_prompt(text)
     if is_raw or llm.checkpoint.tokenizer_source().chat_template is None:
         if system is not None:

@@ -50,8 +50,7 @@ class RuleResult(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Landscape:
     """Logits [tokens] after each path of likely tokens, over the few tokens that matter, renumbered from
-    0.
-    """
+    0."""
 
     target: dict[Path, torch.Tensor]
     draft: dict[Path, torch.Tensor]
@@ -68,8 +67,7 @@ class Landscape:
 
 def survey(llm: LLM) -> Landscape:
     """Ask the model for its logits along every likely path, as the log-probabilities that `generate`
-    reports.
-    """
+    reports."""
     context = llm.tokenizer.encode(TEXT)
     seen = _seen_by_draft(llm, context)
     target: dict[Path, list[tuple[int, float]]] = {}
@@ -86,8 +84,7 @@ def survey(llm: LLM) -> Landscape:
 
 def _seen_by_draft(llm: LLM, context: list[int]) -> list[int]:
     """The shortest end of the context after which a token is likely that is also likely after all of it: else
-    nothing would be kept.
-    """
+    nothing would be kept."""
     ends = [context[-count:] for count in range(min(NUM_SEEN_BY_DRAFT, len(context)), len(context) + 1)]
     rows = [{token for token, _ in row} for row in _likely(llm, ends)]
     return next(end for end, row in zip(ends, rows, strict=True) if row & rows[-1])
@@ -116,8 +113,7 @@ def _renumbered(
 
 def _sampled_chain(request: Request, landscape: Landscape, depth: int) -> Draft:
     """What a draft model offers: each token sampled after the one before (or guessed with the request's own
-    seed).
-    """
+    seed)."""
     path: list[int] = []
     q: dict[int, torch.Tensor] = {}
     while len(path) < depth and (*request.output, *path) in landscape.draft:

@@ -129,8 +129,7 @@ class Examination:
         drafted: Sequence[int],
     ) -> Difference:
         """With the margin between the two tokens: logits, and where the choice was seeded its noise, times
-        the temperature.
-        """
+        the temperature."""
         at = found.position
         if at >= min(len(plain), len(drafted)):
             return found
@@ -153,8 +152,7 @@ class Examination:
 
     def _run(self, llm: LLM, mode: Mode, batch: int, advance: Callable[[int], None]) -> list[Result]:
         """Batch 1: one prompt after the other. Else all at once, and the engine runs as many together as
-        `max_num_seqs` says.
-        """
+        `max_num_seqs` says."""
         params = self.params(mode)
         step = 1 if batch == 1 else len(params)
         results: list[Result] = []

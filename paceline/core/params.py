@@ -19,8 +19,7 @@ from paceline.core.options import brief, from_options, is_whole, require
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """Exactly one of: a JSON schema, any JSON object, a regular expression, a list of choices, a Lark
-    grammar.
-    """
+    grammar."""
 
     json: str | Mapping[str, Any] | None = None
     json_object: bool = False

@@ -115,6 +115,14 @@ class Call:
             raise self.error
         return []
 
+    async def everything(self) -> list[Delta]:
+        """The whole answer, one Delta a choice. Raises what went wrong."""
+        while not self.is_over:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+        return [self._news.get(index, Delta(index, end="stop")) for index in range(self.total_choices)]
+
     async def _wait(self) -> None:
         self._signal.clear()
         await self._signal.wait()
@@ -133,12 +141,6 @@ class Call:
         }
 
     def usage(self) -> usage.Counts:
-        parts = range(len(self.parts))
-        firsts = [self.ends.get(part * self.num_choices, {}) for part in parts]
-        return usage.usage_json(
-            [self.prompts.get(part, 0) for part in parts],
-            [first.get("cached_tokens", 0) for first in firsts],
-            self.num_tokens,
-            self.stats(),
-            self.timings(),
-        )
+        firsts = [self.ends.get(part * self.num_choices, {}) for part in range(len(self.parts))]
+        prompts, cached = sum(self.prompts.values()), sum(first.get("cached_tokens", 0) for first in firsts)
+        return usage.usage_json(prompts, cached, self.num_tokens, self.stats(), self.timings())

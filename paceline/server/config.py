@@ -33,9 +33,7 @@ class ServerConfig(EngineOptions):
     playground: bool = option(True, HTTP, "Serve the page at /.")
     log_level: str = option("info", HTTP, "debug, info, warning or error; one JSON object a line on stderr.")
     api_key: tuple[str, ...] = option(
-        (),
-        ACCESS,
-        "A key clients must show; may be repeated. Better in a file: a flag can be seen by others.",
+        (), ACCESS, "A key clients must show; may be repeated. Safer in a file: others can see a flag."
     )
     api_key_file: str | None = option(None, ACCESS, "A file with one key a line.")
     cors_origin: tuple[str, ...] = option(
@@ -79,15 +77,9 @@ class ServerConfig(EngineOptions):
             require(value is None or (low <= value and (high is None or value <= high)), name, value, remedy)
         levels = ("debug", "info", "warning", "error")
         require(self.log_level in levels, "log_level", self.log_level, f"use one of {', '.join(levels)}")
-        require(
-            (self.ssl_certfile is None) == (self.ssl_keyfile is None),
-            "ssl_keyfile",
-            self.ssl_keyfile,
-            "give --ssl-certfile and --ssl-keyfile",
-        )
-        if any(
-            not key.strip() or not key.isascii() for key in self.api_key
-        ):  # the key itself is not for the screen
+        has_both = (self.ssl_certfile is None) == (self.ssl_keyfile is None)
+        require(has_both, "ssl_keyfile", self.ssl_keyfile, "give --ssl-certfile and --ssl-keyfile")
+        if any(not key.strip() or not key.isascii() for key in self.api_key):  # the key itself is not shown
             raise ConfigError(
                 "api_key holds an empty key or one that is not ASCII; give one or more characters"
             )
@@ -98,10 +90,8 @@ class ServerConfig(EngineOptions):
 
     def limits(self) -> dict[str, Any]:
         """What the engine process checks where it knows the tokens."""
-        return {
-            "max_prompt_tokens": self.max_prompt_tokens,
-            "max_completion_tokens": self.max_completion_tokens,
-        }
+        names = ("max_prompt_tokens", "max_completion_tokens")
+        return {name: getattr(self, name) for name in names}
 
     def to_log(self) -> dict[str, Any]:
         """All settings but the keys."""
@@ -112,20 +102,18 @@ def resolve(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None
 ) -> ServerConfig:
     """The settings from all three places. `flags` holds what was written on the command line, None for what
-    was not.
-    """
+    was not."""
     file = file or environment.get(PREFIX + "CONFIG")
     chosen: dict[str, Any] = _from_file(file) if file else {}
     for setting, kind in options_of(ServerConfig):
         name = PREFIX + setting.name.upper()
         if environment.get(name):
             chosen[setting.name] = parsed(name, environment[name], kind)
-        if flags.get(setting.name) not in (None, (), []):
-            flag = "--" + setting.name.replace("_", "-")
-            value = flags[setting.name]
-            chosen[setting.name] = (
-                tuple(value) if isinstance(value, list | tuple) else parsed(flag, value, kind)
-            )
+        value = flags.get(setting.name)
+        if isinstance(value, list | tuple) and value:
+            chosen[setting.name] = tuple(value)
+        elif value not in (None, (), []):
+            chosen[setting.name] = parsed("--" + setting.name.replace("_", "-"), value, kind)
     return ServerConfig(**chosen)
 
 
@@ -133,9 +121,8 @@ def _from_file(path: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); give a TOML file you can read"
-        ) from None
+        why = f"cannot be read ({error.strerror})"
+        raise ConfigError(f"{path}: {why}; give a TOML file you can read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML ({error}); write lines such as port = 8000") from None
     kinds = {setting.name: kind for setting, kind in options_of(ServerConfig)}
@@ -149,16 +136,16 @@ def _from_file(path: str) -> dict[str, Any]:
 
 def read_keys(config: ServerConfig) -> tuple[str, ...]:
     """Those given one by one and those in the file."""
-    if config.api_key_file is None:
+    file = config.api_key_file
+    if file is None:
         return config.api_key
     try:
-        lines = Path(config.api_key_file).read_text(encoding="ascii").split()
+        lines = Path(file).read_text(encoding="ascii").split()
     except OSError as error:
-        raise ConfigError(
-            f"api_key_file {config.api_key_file}: cannot be read ({error.strerror}); give a file you can read"
-        ) from None
+        why = f"cannot be read ({error.strerror}); give a file you can read"
+        raise ConfigError(f"api_key_file {file}: {why}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"api_key_file {config.api_key_file}: is not ASCII; write one key a line") from None
+        raise ConfigError(f"api_key_file {file}: is not ASCII; write one key a line") from None
     if not lines:
-        raise ConfigError(f"api_key_file {config.api_key_file}: holds no key; write one a line")
+        raise ConfigError(f"api_key_file {file}: holds no key; write one a line")
     return (*config.api_key, *lines)

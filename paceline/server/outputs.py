@@ -88,8 +88,7 @@ def error_json(error: PacelineError) -> dict[str, str]:
 
 def stats_json(stats: SpecStats) -> dict[str, Any]:
     """Counts only, so that those of several choices can be added; what follows from them is worked out by
-    usage.py.
-    """
+    usage.py."""
     return {
         "num_steps": stats.num_steps,
         "num_tokens": stats.num_tokens,
