@@ -98,7 +98,7 @@ def test_where_arithmetic_is_not_exact_a_difference_is_weighed(tiny: str, mode: 
         (plain,) = examination.plain(llm, mode)
         other = [*plain[:3], (plain[3] + 1) % 200, *plain[4:]]
         told = examination.check(llm, "none", mode, 1, [other], lambda count: None)
-        logits = [_logprob(llm, [*examination.inputs[0], *other[:3]], SamplingParams(temperature=0, max_tokens=1, logprobs=1), t)
+        logits = [_logprob(llm, [*examination.inputs[0], *other[:3]], t)
                   for t in (other[3], plain[3])]  # fmt: skip
         noise = (
             gumbel(1000, len(examination.inputs[0]) + 3, Purpose.TARGET, np.array([other[3], plain[3]]))

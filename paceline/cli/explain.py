@@ -20,10 +20,8 @@ from paceline.core.options import options_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.api.llm import LLM
     from paceline.api.results import Chunk
     from paceline.cli.explain_steps import Recorder, Step
-    from paceline.core.params import SamplingParams
 
 
 def explain(
@@ -32,13 +30,8 @@ def explain(
         Given, [*LOADING, *options_of(EngineOptions, "speculative_config"), *options_of(Drafting)]
     ],
     sampling: Annotated[Given, options_of(Sampling, "seed")],
-    temperature: Annotated[
-        float,
-        typer.Option(help="0 is greedy; above, add --seed or see tokens drawn.", rich_help_panel="Sampling"),
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel="Sampling")
-    ] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above, add --seed or see draws.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this share.")] = 1.0,
     steps: Annotated[int, typer.Option(min=1, help="Show this many steps.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 64,
     raw: options.Raw = False,
@@ -72,9 +65,8 @@ def explain(
     with LLM(chosen) as llm:
         recorder = Recorder(llm.tokenizer)
         llm.engine.watch = recorder
-        answer = _walk(
-            llm, as_prompt(llm, text, raw), params, recorder, steps, None if as_json else console.stdout()
-        )
+        chunks = islice(llm.stream(as_prompt(llm, text, raw), params), steps)  # a chunk is a step
+        answer = _walk(chunks, recorder, None if as_json else console.stdout())
         name = llm.checkpoint.name
     if as_json:
         console.write_json(
@@ -89,9 +81,7 @@ def explain(
         raise KeyboardInterrupt
 
 
-def _walk(
-    llm: LLM, prompt: Any, params: SamplingParams, recorder: Recorder, num_steps: int, screen: Console | None
-) -> Answer:
+def _walk(chunks: Iterator[Chunk], recorder: Recorder, screen: Console | None) -> Answer:
     """Run the steps, showing each as soon as it is done."""
     from paceline.cli.explain_text import print_step
 
@@ -104,15 +94,7 @@ def _walk(
             print_step(screen, step, step.rule not in rules)
         rules.add(step.rule)
 
-    return collect(_first(llm.stream(prompt, params), num_steps), settle)
-
-
-def _first(chunks: Iterator[Chunk], count: int) -> Iterator[Chunk]:
-    """A chunk is a step. Closing this stops the request."""
-    try:
-        yield from islice(chunks, count)
-    finally:
-        getattr(chunks, "close", lambda: None)()
+    return collect(chunks, settle)
 
 
 def _to_json(

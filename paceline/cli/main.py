@@ -58,16 +58,14 @@ class _Verbs(TyperGroup):
             return status if isinstance(status, int) else 0
         except UsageError as error:
             path = error.ctx.command_path if error.ctx is not None else "paceline"
-            console.print_error(
-                f"{error.format_message().rstrip('.')}; `{path} --help` lists what can be given"
-            )
+            what = error.format_message().rstrip(".")
+            console.print_error(f"{what}; `{path} --help` lists what can be given")
         except PacelineError as error:
             console.print_error(error)
         except OSError as error:
             _forget_unwritten()
-            console.print_error(
-                f"{error.filename or 'a stream'} cannot be read or written ({error.strerror or error}); choose another"
-            )
+            where, why = error.filename or "a stream", error.strerror or error
+            console.print_error(f"{where} cannot be read or written ({why}); choose another")
         except typer.Abort:
             return 130
         return 2
@@ -119,18 +117,12 @@ def _root(
         typer.echo(ctx.get_help())
 
 
-for _panel, _function in (
-    ("Run", demo.demo),
-    ("Run", generate.generate),
-    ("Run", chat.chat),
-    ("Run", serve.serve),
-    ("Make", train.train),
-    ("Make", export.export),
-    ("Inspect", models.models),
-    ("Inspect", verify.verify),
-    ("Inspect", tune.tune),
-    ("Inspect", plan.plan),
-    ("Inspect", explain.explain),
-):
-    app.command(cls=_Verb, rich_help_panel=_panel)(with_options(_function))
+VERBS = {
+    "Run": (demo.demo, generate.generate, chat.chat, serve.serve),
+    "Make": (train.train, export.export),
+    "Inspect": (models.models, verify.verify, tune.tune, plan.plan, explain.explain),
+}
+for _panel, _verbs in VERBS.items():
+    for _verb in _verbs:
+        app.command(cls=_Verb, rich_help_panel=_panel)(with_options(_verb))
 app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")
