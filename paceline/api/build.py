@@ -11,20 +11,21 @@ from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
 from paceline.core.params import SamplingParams
-from paceline.core.types import Proposer, Request
+from paceline.core.types import BLOCK_SIZE, Request
 from paceline.core.waiting import waiting
 from paceline.drafters import registry, shipped
-from paceline.drafters.base import DrafterConfig, Surroundings
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.engine.engine import Engine
-from paceline.engine.plan import Policy
-from paceline.engine.policy import AutoPolicy
+from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.profile import profile_of, profile_path
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.config import ModelConfig
-from paceline.runtime.device import cache_dtype, free_memory, resolve
-from paceline.runtime.kv_cache import BLOCK_SIZE, Kept, KvCache, blocks_in, bytes_per_token
-from paceline.runtime.runner import Runner, check_dtype, default_dtype, load_decoder
+from paceline.models.kv_format import KvFormat, bytes_per_token
+from paceline.runtime.backend import backend_for
+from paceline.runtime.device import free_memory, resolve
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
 SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
@@ -34,7 +35,7 @@ class Built(NamedTuple):
     engine: Engine
     checkpoint: Checkpoint
     tokenizer: Tokenizer
-    surroundings: Surroundings
+    context: DrafterContext
 
 
 class Speculation(NamedTuple):
@@ -82,44 +83,37 @@ def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
 def build(options: EngineOptions) -> Built:
     asked = parse_speculation(options.speculative_config)  # refused before a model is read
     place = resolve(options.device)
-    dtype = default_dtype(place, options.kernels) if options.dtype == "auto" else options.dtype
-    check_dtype(place, dtype)
+    backend = backend_for(place, options.kernels, options.exact)
+    dtype = backend.default_dtype if options.dtype == "auto" else options.dtype
+    backend.check_dtype(dtype)
     checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
     asked = _with_head(asked, checkpoint)
-    kept = cache_dtype(place, dtype, options.kv_cache_dtype, options.kernels)
+    kept = backend.kv_format(dtype, options.kv_cache_dtype)
     memory = _kv_memory(options, checkpoint.config, kept, free_memory(place, checkpoint.config, dtype))
     num_blocks = blocks_in(memory, checkpoint.config, kept)
     length = _context(options.max_model_len, checkpoint.config, num_blocks)
     num_draft = asked.most_nodes if asked.is_pinned else min(asked.most_nodes, length - 1)
     config = options.engine_config(length, num_draft)
 
-    def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, Runner]:
+    def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:
         other = open_checkpoint(source, options.progress) if isinstance(source, str) else source
         words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
         with waiting("packing the weights for this machine (once)", options.progress):
-            decoder = load_decoder(
-                other,
-                kernels=options.kernels,
-                dtype=its_dtype,
-                context=length,
-                device=place,
-                exact=options.exact,
-            )
-        its_kept = cache_dtype(place, its_dtype, options.kv_cache_dtype, options.kernels)
-        has_spare = place.type == "cuda"
-        kv = KvCache(other.config, num_blocks, device=place, kept=its_kept, has_spare=has_spare)
-        runner = Runner(decoder, kv)
+            decoder = backend.load(other, its_dtype, length)
+        its_format = backend.kv_format(its_dtype, options.kv_cache_dtype)
+        executor = LocalExecutor(backend, decoder, KvMemory(other.config, num_blocks, place, its_format))
         with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
-            runner.warm_up()
-        return other, words, runner
+            executor.warm_up()
+        return other, words, executor
 
-    runner = load(checkpoint)[2]
-    surroundings = Surroundings(runner, checkpoint, tokenizer, load)
-    drafters = [registry.create(*drafter, surroundings) for drafter in asked.drafters]
-    policy = None if asked.is_pinned else _policy(drafters, num_draft, runner, checkpoint, dtype)
-    engine = Engine(runner, drafters[0] if drafters else None, config, policy)
-    return Built(engine, checkpoint, tokenizer, surroundings)
+    executor = load(checkpoint)[2]
+    context = DrafterContext(executor, checkpoint, tokenizer, load)
+    drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
+    policy = None if asked.is_pinned else _policy(drafters, num_draft, executor, checkpoint, dtype)
+    with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
+        engine = Engine(executor, drafters[0] if drafters else None, config, policy)
+    return Built(engine, checkpoint, tokenizer, context)
 
 
 def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
@@ -128,28 +122,25 @@ def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
 
 
 def _policy(
-    drafters: list[Proposer], num_draft: int, runner: Runner, checkpoint: Checkpoint, dtype: str
-) -> Policy:
+    drafters: list[Drafter], num_draft: int, executor: LocalExecutor, checkpoint: Checkpoint, dtype: str
+) -> AutoPolicy:
     """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on
     this machine."""
-    single = [each for drafter in drafters for each in getattr(drafter, "drafters", (drafter,))]
+    single = [member for drafter in drafters for member in drafter.members]
     for drafter in single:
         if drafter.is_free:  # compiled now: else the first request would wait, and that be taken for a cost
             example = Request("example", SamplingParams(), [0, 1, 0, 1], 4, 0)
             drafter.propose([example], [1])
             drafter.release(example)
-    profile = profile_of(runner, profile_path(checkpoint.fingerprint, dtype, runner))
+    profile = profile_of(executor, profile_path(checkpoint.fingerprint, dtype, executor))
     one = profile.costs.pass_seconds(1)
-    shares = {drafter.name: getattr(drafter, "usual", 0.0) for drafter in single}
-    usual = {name: (one * HEAD_COST, (share,)) for name, share in shares.items() if share}
-    known = usual | {
-        name: (drafter.seconds, drafter.acceptance) for name, drafter in profile.drafters.items()
-    }
-    has_trees = getattr(runner.decoder, "checks_trees", True)
+    usual = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in single if drafter.usual}
+    known = usual | {name: (known.seconds, known.acceptance) for name, known in profile.drafters.items()}
+    has_trees = executor.decoder.checks_trees
     return AutoPolicy(single, profile.costs, most_nodes=num_draft, has_trees=has_trees, known=known)
 
 
-def _kv_memory(options: EngineOptions, model: ModelConfig, kept: Kept, free: int) -> int:
+def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free: int) -> int:
     """Bytes for the KV cache: as said, a fraction of the `free` ones, or enough for every sequence within a
     bound."""
     asked = options.kv_cache_memory

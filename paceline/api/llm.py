@@ -74,7 +74,7 @@ class LLM:
         self.options = from_options(EngineOptions, chosen, "LLM")
         built = build(self.options)
         self.engine, self.checkpoint, self.tokenizer = built.engine, built.checkpoint, built.tokenizer
-        self.surroundings = built.surroundings  # what further drafters would be made with
+        self.context = built.context  # what further drafters would be made with
         length = self.engine.config.max_model_len
         self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size, length)
         self._inboxes: dict[str, _Inbox] = {}

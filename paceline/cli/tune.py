@@ -126,7 +126,7 @@ def _save(llm: LLM, dtype: str, found: Findings) -> Path | None:
     from paceline.engine.profile import Profile, load_profile, profile_path, save_profile
     from paceline.runtime.runner import default_dtype
 
-    runner = llm.engine.runner
+    runner = llm.engine.executor
     dtype = default_dtype(runner.kv.device, "exact") if dtype == "auto" else dtype
     path = profile_path(llm.checkpoint.fingerprint, dtype, runner)
     before = load_profile(path)

@@ -102,7 +102,7 @@ class Examination:
         said = [result.token_ids for result in results]
         texts = enumerate(zip(self.prompts, plain, said, strict=True))
         found = {i: d for i, (p, a, b) in texts if (d := first_difference(p.id, a, b, spell)) is not None}
-        if not llm.engine.runner.decoder.is_exact:
+        if not llm.engine.executor.decoder.is_exact:
             found = {i: self._weighed(llm, mode, i, d, (plain[i], said[i])) for i, d in found.items()}
         stats = [result.outputs[0].stats for result in results]
         tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))

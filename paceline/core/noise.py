@@ -48,9 +48,8 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 def uniform(seed: int, position: int, purpose: Purpose, ids: np.ndarray, round: int = 0) -> np.ndarray:
     """One float64 strictly inside (0, 1) for each id."""
     ids = ids.astype(np.uint64)
-    dense = ids.size * 4 > int(
-        ids.max(initial=0)
-    )  # cheaper to make the whole range, four words a counter, and pick
+    # cheaper to make the whole range, four words a counter, and pick
+    dense = ids.size * 4 > int(ids.max(initial=0))
     blocks = np.arange(int(ids.max(initial=0)) // 4 + 1, dtype=np.uint64) if dense else ids // np.uint64(4)
     counter = np.empty((blocks.size, 4), np.uint64)
     counter[:, 0] = blocks
@@ -65,9 +64,8 @@ def gumbel(seed: int, position: int, purpose: Purpose, ids: np.ndarray, round: i
     return -np.log(-np.log(uniform(seed, position, purpose, ids, round)))
 
 
-GUMBEL_MAX = -math.log(
-    -math.log1p(-(2.0**-33))
-)  # no draw exceeds it: tokens further behind the best cannot win
+# no draw exceeds it: tokens further behind the best cannot win
+GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))
 
 
 @dataclass(frozen=True, slots=True)

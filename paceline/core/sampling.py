@@ -25,9 +25,8 @@ FEW = 512  # top-p looks at this many best tokens before it sorts the whole voca
 
 class Guess(NamedTuple):
     token: int
-    q: (
-        torch.Tensor | None
-    )  # [vocab] float64 probabilities the token was sampled from; None where a rule needs none
+    # [vocab] float64 probabilities the token was sampled from; None where a rule needs none
+    q: torch.Tensor | None
 
 
 def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> torch.Tensor:

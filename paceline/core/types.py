@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from paceline.core.tree import Tree
 
 
+BLOCK_SIZE = 16  # tokens of a block of K/V
+SCALE_BYTES = 16  # behind the integers of a head's key or value: their scales, float32, rows kept aligned
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end token, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the end of the context
@@ -67,9 +71,8 @@ class Cached:
 
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
-    block_hashes: list[bytes] = field(
-        default_factory=list
-    )  # chained hashes of the full blocks that are registered for reuse
+    # chained hashes of the full blocks that are registered for reuse
+    block_hashes: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +126,24 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
+
+
+class ScheduledRequest:
+    """What one request does in a pass, as the scheduler says."""
+
+    __slots__ = ("draft_limit", "is_caught_up", "num_lookahead_tokens", "num_new", "request")
+
+    def __init__(self, request: Request, num_new: int, draft_limit: int = 0) -> None:
+        self.request = request
+        self.num_new = num_new  # known tokens computed now
+        self.draft_limit = draft_limit  # most draft nodes that could be of use to it
+        self.num_lookahead_tokens = 0  # draft nodes it may add: slots are reserved for them
+        # All known tokens will be computed: the last of them is a root, and the target speaks after it.
+        self.is_caught_up = num_new == len(request.tokens) - request.cache.num_cached
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self.request.cache.num_cached + self.num_new + self.num_lookahead_tokens
 
 
 class Draft(NamedTuple):
@@ -184,21 +205,25 @@ class Segment(NamedTuple):
 class Columns(NamedTuple):
     """Everything a forward pass reads, flat over requests, as lists of whole numbers."""
 
-    input_ids: list[
-        int
-    ]  # [T]; -1 - i: what the pass before picked at the i-th of its wanted rows, where passes run by themselves
+    # [T]; -1 - i: what the pass before picked at the i-th of its wanted rows, where passes run by themselves
+    input_ids: list[int]
     positions: list[int]  # [T]
     slots: list[int]  # [T]: where each row's K/V is written
-    parents: list[
-        int
-    ]  # [T]: row of the parent within this pass, or -1 if the row follows the cached prefix directly
+    # [T]: row of the parent within this pass, or -1 if the row follows the cached prefix directly
+    parents: list[int]
     request_of: list[int]  # [T]: index into the next three
     starts: list[int]  # [R+1]: first row of each request
     block_tables: list[int]  # [R * max_blocks], padded with 0
-    prefix_lens: list[
-        int
-    ]  # [R]: cached tokens each row of the request sees, before its ancestors in this pass
+    # [R]: cached tokens each row of the request sees, before its ancestors in this pass
+    prefix_lens: list[int]
     rows: list[int]  # [L]: rows whose logits are wanted
+
+
+class Moves(NamedTuple):
+    """K/V to be copied between slots before a pass. Everything is read before anything is written."""
+
+    sources: list[int]
+    targets: list[int]  # no slot twice
 
 
 class Batch:
@@ -208,13 +233,18 @@ class Batch:
     Built by runtime/batch.py, never changed.
     """
 
-    __slots__ = ("_flat", "block_size", "columns", "device", "picks")
+    __slots__ = ("_flat", "block_size", "columns", "device", "moves", "picks")
 
     def __init__(
-        self, columns: Columns, block_size: int, device: Any = "cpu", picks: Sequence[Pick] | None = None
+        self,
+        columns: Columns,
+        device: Any = "cpu",
+        picks: Sequence[Pick] | None = None,
+        moves: Moves | None = None,
     ) -> None:
-        self.columns, self.block_size, self.device = columns, block_size, device
+        self.columns, self.block_size, self.device = columns, BLOCK_SIZE, device
         self.picks = picks  # one for each of the wanted rows, or None where one of them needs more
+        self.moves = moves  # of K/V, before the pass
         self._flat: array[int] | None = None
 
     @property
@@ -265,9 +295,8 @@ class BatchTensors(NamedTuple):
 class Output(NamedTuple):
     # [L, vocab]; float32, on a GPU of the pass's dtype; the next pass may overwrite them: copy what you keep
     logits: torch.Tensor
-    hidden: Mapping[
-        int, torch.Tensor
-    ]  # layer -> [T, hidden]; the residual stream after that many layers, as asked for
+    # layer -> [T, hidden]; the residual stream after that many layers, as asked for
+    hidden: Mapping[int, torch.Tensor]
     picked: Sequence[int] | None = (
         None  # [L]: the tokens chosen on the device, -1 where the logits are not finite
     )
@@ -276,136 +305,50 @@ class Output(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a proposer asks of the target's pass."""
+    """What a drafter asks of the target's pass."""
 
     hidden_layers: tuple[int, ...] = ()
     top_tokens: int = 0  # how many of the most likely tokens at each node of a draft
-    verdicts: bool = True  # to be shown what came of each pass; not whoever reads the requests' tokens alone
+    verdicts: bool = True  # whether it learns from passes at all; not if it reads the requests' tokens alone
 
 
 class Seen(NamedTuple):
-    """What a pass showed about one request, after the commit. Its rows: known tokens, the last of them the
-    root, then drafted nodes.
+    """What a pass showed about one request, after the commit: what a drafter may learn from.
+
+    Its rows: known tokens, the last of them the root, then drafted nodes.
     """
 
     request: Request
     num_known: int  # rows of known tokens
     draft: Draft | None  # None: a part of the prompt, and nothing was judged
     verdict: Verdict | None
-    top: (
-        torch.Tensor | None
-    )  # [nodes, k]: the most likely tokens at the root and each drafted node, if asked for
+    top: torch.Tensor | None  # [nodes, k]: the most likely tokens at the root and each drafted node
     hidden: Mapping[int, torch.Tensor]  # layer -> [rows, hidden], as asked for
 
 
-class Course(NamedTuple):
-    """How drafts are weighed in rounds that nobody watches, as numbers: what a policy would say. A cell is a
-    depth, a claimed chance and a standing (engine/calibrate.py)."""
-
-    num_rounds: int  # at most: what they say comes out when they are over
-    seconds: float  # of a pass without a draft
-    added: Sequence[float]  # [length + 1]: seconds that so many nodes add to it
-    margin: float  # a draft must promise so much more than none
-    promise: float  # seconds that asking the head should save: nobody does where the other's draft saves more
-    sure: float  # no chance is taken for more
-    bins: int  # claims told apart
-    depths: int
-    own: Sequence[float]  # by cell: the chance of what the head claims; less than 0: what it says
-    own_factor: float  # by which the request differs from the others
-    others: Sequence[float]  # the same of what it is compared with
-    other_factor: float
-
-
-class Asides(NamedTuple):
-    """Of a round of one request in which two may have drafted: what each said, with the chances of its
-    paths.
-    """
-
-    other: tuple[list[int], list[float]]
-    own: tuple[list[int], list[float]]
-    is_other: bool  # whose draft was checked
-    num_read: int  # rows that the head has read, if it was asked
-    head_seconds: float
-    seconds: float  # of the round
+Answers = dict[int, list[tuple[int, Draft]]]  # by scheduled request: (number of the drafter, its draft)
 
 
 class Round(NamedTuple):
-    """What a drafter drafted and the target picked."""
+    """One pass of a burst, as the device wrote it down."""
 
-    tokens: list[list[int]]  # [requests][length]
-    chances: list[list[float]]  # of the paths
-    picked: list[
-        list[int]
-    ]  # [requests][length + 1]: after the root and each drafted token, -1 where the logits are not finite
-    asides: Asides | None = (
-        None  # None: all chains have one length, and the drafter has read all that there was
-    )
+    drafts: list[Draft]  # what was checked, by request
+    picked: list[list[int]]  # by request: the target's token after each node, -1 where logits are not finite
+    # All that was drafted, also what was not checked: (source, draft). Empty: what was checked and no more.
+    answers: tuple[tuple[str, Draft], ...] = ()
+    seconds: float | None = None  # of the round, where the device has measured it
+    head_seconds: float = 0.0  # of drafting with a learned head, within them
+    num_read: int | None = None  # rows that a head has read; None: all that it was shown
 
 
-class Flown(Protocol):
-    """Rounds that follow each other on a device: a few are under way, and more may be sent after them."""
+class Burst(Protocol):
+    """Passes that follow each other on a device without the host; a few are under way at a time."""
 
-    def hidden(
-        self, number: int
-    ) -> Mapping[
-        int, torch.Tensor
-    ]: ...  # of a round that has landed: layer -> [rows, hidden], if not read yet
-    @property
-    def is_first(self) -> bool: ...  # of its shape, as an Output's
     def __len__(self) -> int: ...  # rounds sent so far
     @property
-    def num_left(self) -> int: ...  # that there is room for beside them
+    def num_left(self) -> int: ...  # rounds that there is room for beside them
     def more(self) -> None: ...  # send another
-    def round(self, number: int) -> Round: ...  # whoever looks first waits for it
-
-
-class Proposer(Protocol):
-    """A drafter. It never sees the engine and never changes a request.
-
-    A draft with q is sampled: how long it is may depend on what was drawn before a node, never on the node's
-    own token.
-    """
-
-    name: str
-    needs: Needs
-    is_free: bool  # drafts without running a model
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]: ...
-    def observe(self, seen: Sequence[Seen]) -> None: ...
-    def release(self, request: Request) -> None: ...
-
-
-class Flyer(Proposer, Protocol):
-    """A drafter that may leave draft, check and the next draft to a device. Usual steps may come before and
-    after.
-    """
-
-    @property
-    def most_rounds(self) -> int: ...  # in a row
-    def usual_round(
-        self, num_requests: int
-    ) -> int: ...  # tokens of each draft in rounds of so many; 0: there are none
-    def round_length(
-        self, requests: Sequence[Request], most: int
-    ) -> int: ...  # of these requests now, so many at most; 0: it cannot
-    @property
-    def is_weighing(
-        self,
-    ) -> bool: ...  # rounds go by a course, as steps would; else everything drafted is checked
-    def asks_beside(self, other: Proposer) -> bool: ...  # whether it asks this one, too, in its rounds
-    def fly(
-        self,
-        requests: Sequence[Request],
-        count: int,
-        length: int,
-        course: Course | None,
-        other: Proposer | None,
-    ) -> Flown:
-        """Slots for all tokens of up to so many rounds are reserved. course: for who weighs; other: whom to
-        ask beside.
-        """
-        ...
-
-    def land(
-        self, requests: Sequence[Request], said: Round, number: int
-    ) -> list[Draft]: ...  # each in order, the one before committed
+    def round(
+        self, number: int, roots: Sequence[int]
+    ) -> Round: ...  # waits for it; roots: last tokens before
+    def hidden(self, number: int) -> Mapping[int, torch.Tensor]: ...  # layer -> [rows, hidden], not yet read

@@ -9,25 +9,22 @@ files.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from struct import pack, unpack
-from typing import Any
+from typing import Any, get_type_hints
 
 import numba
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from paceline.cpu.features import VARIANT
 
-SOURCES = (
-    VARIANT,
-    *(
-        (path.name, path.stat().st_mtime_ns, path.stat().st_size)
-        for path in sorted(Path(__file__).parent.glob("*.py"))
-    ),
-)
+FILES = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "core" / "weigh.py"]
+SOURCES = (VARIANT, *((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in FILES))
 
 
 def kernel(function: Callable[..., None] | None = None, *, parallel: bool = False) -> Any:
@@ -47,10 +44,69 @@ piece = numba.njit(nogil=True, error_model="numpy")  # a part of kernels, compil
 unrolled = numba.njit(inline="always")  # the same, for parts that get constants or kernels as arguments
 
 
-def numbers(fields: Iterable[float]) -> array[int]:
-    """What a kernel is given the address of; floats as the bits of doubles. A hundred numbers in tuples would
-    take longer to hand over than a layer to compute: after a pass the host's caches are cold."""
-    return array("q", [unpack("q", pack("d", x))[0] if isinstance(x, float) else int(x) for x in fields])
+# A call's arguments lie in memory as int64 numbers and kernels get their address: a hundred numbers in tuples
+# would take longer to hand over than a layer to compute, since the host's caches are cold after a pass.
+Struct = type[tuple[Any, ...]]  # a NamedTuple whose fields are int, float, bool or such NamedTuples
+SCALARS = {int: types.int64, float: types.float64, bool: types.boolean}
+
+
+def numbers(fields: Iterable[Any]) -> array[int]:
+    """What `struct` reads: the bits of doubles for floats, a nested tuple's fields in its place."""
+    found = array("q")
+    for field in fields:
+        if isinstance(field, tuple):
+            found.extend(numbers(field))
+        else:
+            found.append(unpack("q", pack("d", field))[0] if isinstance(field, float) else int(field))
+    return found
+
+
+def size_of(kind: Struct) -> int:
+    """How many numbers a struct has."""
+    return sum(1 if field in SCALARS else size_of(field) for field in get_type_hints(kind).values())
+
+
+def place_of(kind: Struct, *names: str) -> int:
+    """Which number of a struct is a field's first; further names are of fields of nested structs."""
+    before = 0
+    for name, field in get_type_hints(kind).items():
+        if name == names[0]:
+            return before + (place_of(field, *names[1:]) if names[1:] else 0)
+        before += 1 if field in SCALARS else size_of(field)
+    raise KeyError(names[0])
+
+
+def struct(kind: Struct) -> Any:
+    """A function for kernels that reads a `kind` from the numbers at an address."""
+
+    def type_of(field: Any) -> types.Type:
+        if field in SCALARS:
+            return SCALARS[field]
+        return types.BaseTuple.from_types([type_of(each) for each in get_type_hints(field).values()], field)
+
+    @intrinsic
+    def read(_context: Any, at: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return _read(context, builder, kind, type_of, arguments[0], count(0, 8))
+
+        return type_of(kind)(types.int64), generate
+
+    return read
+
+
+def _read(
+    context: Any, builder: Any, kind: Struct, type_of: Callable[..., Any], at: Any, bytes_in: Iterator[int]
+) -> Any:
+    values = []
+    for field in get_type_hints(kind).values():
+        if field not in SCALARS:
+            values.append(_read(context, builder, field, type_of, at, bytes_in))
+            continue
+        here = builder.add(at, ir.Constant(at.type, next(bytes_in)))
+        loaded = ir.DoubleType() if field is float else at.type
+        value = builder.load(builder.inttoptr(here, loaded.as_pointer()))
+        values.append(builder.icmp_signed("!=", value, at.type(0)) if field is bool else value)
+    return context.make_tuple(builder, type_of(kind), values)
 
 
 def entry_of(compiled: Any, num_arguments: int) -> int:

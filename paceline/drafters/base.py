@@ -10,25 +10,75 @@ import torch
 
 from paceline.core.options import require
 from paceline.core.tree import Tree
-from paceline.core.types import Draft, Request
+from paceline.core.types import Draft, Needs, Request, Seen
+from paceline.heads.rows import BurstBackend, Feed, Matcher, Speaker
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
     from paceline.loaders.tokenizer import Tokenizer
-    from paceline.runtime.runner import Runner
+    from paceline.runtime.executor import LocalExecutor
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class DrafterContext:
     """What a drafter may use of the target. It never sees the engine."""
 
-    runner: Runner
+    executor: LocalExecutor
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
-    load_model: Callable[
-        ..., tuple[Checkpoint, Tokenizer, Runner]
-    ]  # (model, dtype of the target if left out): another model with a KV cache as long as the target's
-    vocab_size: int | None = None  # of the texts that are drafted, where the runner's is another
+    # (model, dtype of the target if left out): another model, with a KV cache as long as the target's
+    load_model: Callable[..., tuple[Checkpoint, Tokenizer, LocalExecutor]]
+    vocab_size: int | None = None  # of the texts that are drafted, where the executor's is another
+
+
+class Drafter:
+    """Proposes a token tree for each request and learns from what was accepted. It never changes a request.
+
+    A draft with q is sampled: how long it is may depend on what was drawn before a node, never on the node's
+    own token.
+    """
+
+    name = ""
+    needs = Needs()
+    is_free = False  # drafts without running a model
+    can_rewind = False  # may be shown guesses as text, and see them taken back
+    can_stop = False  # ends a draft by itself where a path's probability falls below `least`
+    least = 0.0
+    floor = 0.0  # what `least` is at least, as its options say
+    usual = 0.0  # how often its first token was right where it was trained; 0: not known
+    burst_backend: BurstBackend | None = None  # what runs its head and the target without the host
+
+    @property
+    def members(self) -> tuple[Drafter, ...]:
+        """The drafters that a policy may ask one by one."""
+        return (self,)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """One draft each, of at most that many nodes; maybe empty."""
+        raise NotImplementedError
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """What came of a pass, after the commit."""
+
+    def release(self, request: Request) -> None:
+        """The request has ended."""
+
+    def burst_length(self, requests: Sequence[Request], most: int) -> int:
+        """Tokens of each draft in a burst of these requests, at most `most`; 0: it can have none."""
+        return 0
+
+    def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Speaker]]:
+        """What its head has not read yet, and how it chooses tokens."""
+        return [], []
+
+    def matcher(self, request: Request) -> Matcher | None:
+        """Where the tables lie with which a kernel drafts by itself, without a model."""
+        return None
+
+    def end_round(self, requests: Sequence[Request], num_read: int | None) -> None:
+        """A round of a burst is about to be committed, in which its head has read rows (None: all there
+        were).
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +88,24 @@ class DrafterConfig:
     num_speculative_tokens: int = 4
 
     def __post_init__(self) -> None:
-        k = self.num_speculative_tokens
-        require(
-            isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= 128,
-            "num_speculative_tokens",
-            k,
-            "use a whole number from 1 to 128",
-        )
+        check_whole(self, "num_speculative_tokens", 1, 128)
+
+
+def check_whole(config: object, name: str, low: int, high: int) -> None:
+    value = getattr(config, name)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    require(is_whole and low <= value <= high, name, value, f"use a whole number from {low:,} to {high:,}")
+
+
+def check_number(config: object, name: str, low: float, high: float) -> None:
+    value = getattr(config, name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number and low <= value <= high, name, value, f"use a number from {low:g} to {high:g}")
+
+
+def check_flag(config: object, name: str) -> None:
+    value = getattr(config, name)
+    require(isinstance(value, bool), name, value, "use true or false")
 
 
 def empty(request: Request, source: str = "") -> Draft:
@@ -71,6 +132,17 @@ def chain(
         known or None,
         None if chances is None else (1.0, *chances),
     )
+
+
+def propose_each(
+    drafter: Drafter,
+    draft: Callable[[Request, int], Draft],
+    requests: Sequence[Request],
+    budgets: Sequence[int],
+) -> list[Draft]:
+    """One draft after the other, for drafters to which requests have nothing in common."""
+    pairs = zip(requests, budgets, strict=True)
+    return [draft(request, budget) if budget else empty(request, drafter.name) for request, budget in pairs]
 
 
 def planted(

@@ -14,10 +14,9 @@ from dataclasses import replace
 import torch
 
 from paceline.core.types import Draft, Request
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.features import Library, Read
 from paceline.drafters.grow import Growth
-from paceline.drafters.head_backends import block_backend
 from paceline.drafters.heads import Asked, HeadDrafter, HeadDrafterConfig, Numbered
 from paceline.heads.config import DflashConfig
 from paceline.heads.rows import BlockFeed, Guesses
@@ -29,11 +28,13 @@ class Dflash(HeadDrafter):
     name = "dflash"
     kinds = ("dflash",)
 
-    def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
-        super().__init__(config, surroundings)
+    def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
+        super().__init__(config, context)
         assert isinstance(self.head.config, DflashConfig)
         self._most = self.head.config.num_drafts
-        self._backend = block_backend(self.head, surroundings, min(self.longest_chain, self._most))
+        executor, steps = context.executor, min(self.longest_chain, self._most)
+        blocks = executor.memory.num_blocks
+        self._backend = executor.backend.block_head(self.head, executor.decoder, blocks, steps)
         self._library = Library(self._backend.place, self._backend.fork, self._read_most, lookahead=0)
         self._tree = replace(config, tree_depth=min(config.tree_depth or self._most, self._most))
         self._factors: list[torch.Tensor] | None = None  # the Markov head's, where the logits are

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import require
-from paceline.core.types import Cached, Draft, Needs, Request, Seen, Segment
-from paceline.drafters.base import Surroundings
+from paceline.core.types import Cached, Draft, Request, Segment
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import TreeConfig, grow
-from paceline.drafters.reading import Reading, Rows
-from paceline.runtime.runner import Runner
+from paceline.drafters.reading import ModelDrafter, Reading, Rows
+from paceline.runtime.executor import LocalExecutor
 
 CHUNK = 512  # prompt tokens the draft model reads in one pass
 
@@ -42,29 +42,25 @@ class _State:
     rows: Rows = field(default_factory=Rows)  # guesses read after them
 
 
-class DraftModel:
+class DraftModel(ModelDrafter):
     name = "draft_model"
-    needs = Needs()
-    is_free = False
-    can_rewind = True
-    num_layers: int | None = None
     Config: type[TreeConfig] = DraftModelConfig
 
-    def __init__(self, config: TreeConfig, surroundings: Surroundings) -> None:
+    def __init__(self, config: TreeConfig, context: DrafterContext) -> None:
         self.config = config
-        self.vocab_size = surroundings.vocab_size or surroundings.runner.config.vocab_size
-        self.runner = self._load(surroundings)
+        self.vocab_size = context.vocab_size or context.executor.config.vocab_size
+        self.executor = self._load(context)
         self._states: dict[str, _State] = {}
 
-    def _load(self, surroundings: Surroundings) -> Runner:
+    def _load(self, context: DrafterContext) -> LocalExecutor:
         assert isinstance(self.config, DraftModelConfig)
-        _, tokenizer, runner = surroundings.load_model(self.config.model)
-        difference = surroundings.tokenizer.same_as(tokenizer) if surroundings.tokenizer else None
+        _, tokenizer, executor = context.load_model(self.config.model)
+        difference = context.tokenizer.same_as(tokenizer) if context.tokenizer else None
         if difference:
             raise ConfigError(
                 f"draft model {self.config.model!r} has another tokenizer than the target ({difference}); use a draft of the same family"
             )
-        return runner
+        return executor
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         return grow(self, requests, budgets, self.config, self.name)
@@ -81,20 +77,20 @@ class DraftModel:
     def _start(self, request: Request, budget: int, batch: Sequence[Request]) -> Reading | None:
         state = self._states.get(request.id) or self._states.setdefault(request.id, self._new_state(request))
         self._catch_up(state, request)
-        model = self.runner.config
+        model = self.executor.config
         if (
             max(request.tokens[state.cache.num_cached :]) >= model.vocab_size
             or request.num_tokens + budget > model.max_context
         ):
             return None  # the text holds a token that the draft model cannot read, or is too long for it
-        while not self.runner.kv.reserve(state.cache, request.num_tokens + budget):
+        while not self.executor.kv.reserve(state.cache, request.num_tokens + budget):
             if not self._evict_one(batch):
                 return None  # no memory for this one: the target decodes it plainly
         return Reading(request, state.cache, request.tokens[state.cache.num_cached :], budget)
 
     def _new_state(self, request: Request) -> _State:
         state = _State()
-        self.runner.kv.adopt_prefix(state.cache, request.tokens)
+        self.executor.kv.adopt_prefix(state.cache, request.tokens)
         state.fed = request.tokens[: state.cache.num_cached]
         return state
 
@@ -106,7 +102,7 @@ class DraftModel:
                 (i for i, (a, b) in enumerate(zip(fed, request.tokens[:limit], strict=False)) if a != b),
                 min(len(fed), limit),
             )
-            self.runner.kv.rewind(state.cache, same)
+            self.executor.kv.rewind(state.cache, same)
         else:
             path: list[int] = []
             edges = {edge: i for i, edge in enumerate(zip(rows.parents, rows.tokens, strict=True))}
@@ -115,20 +111,20 @@ class DraftModel:
                 if row is None:
                     break
                 path.append(row)
-            self.runner.kv.commit(state.cache, len(fed), path, request.tokens)
+            self.executor.kv.commit(state.cache, len(fed), path, request.tokens)
         state.fed, state.rows = request.tokens[: state.cache.num_cached], Rows()
 
     def _read_long_prompts(self, readings: list[Reading]) -> None:
         while long := [r for r in readings if len(r.unread) > CHUNK]:
             r = long[0]
-            self.runner.forward([Segment(r.unread[:CHUNK], r.cache, num_logits=0)])
+            self.executor.forward([Segment(r.unread[:CHUNK], r.cache, num_logits=0)])
             r.cache.num_cached += CHUNK
             r.unread = r.unread[CHUNK:]
 
     def close(self, reading: Reading, fed: list[int], rows: Rows) -> None:
         state = self._states[reading.request.id]
         state.fed, state.rows = fed, rows
-        self.runner.kv.register(state.cache, fed)
+        self.executor.kv.register(state.cache, fed)
 
     def _evict_one(self, batch: Sequence[Request]) -> bool:
         """Forget the oldest sequence that is not being drafted now; it will be read again if it comes
@@ -138,13 +134,10 @@ class DraftModel:
         victim = next((key for key, s in self._states.items() if key not in busy and s.cache.blocks), None)
         if victim is None:
             return False
-        self.runner.kv.free(self._states.pop(victim).cache)
+        self.executor.kv.free(self._states.pop(victim).cache)
         return True
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """Nothing to do: the next round rewinds to what became text."""
 
     def release(self, request: Request) -> None:
         state = self._states.pop(request.id, None)
         if state is not None:
-            self.runner.kv.free(state.cache)
+            self.executor.kv.free(state.cache)

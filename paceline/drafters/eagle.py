@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 
-from paceline.core.tree import Tree
-from paceline.core.types import Course, Draft, Flown, Proposer, Request, Round, Seen, Segment
-from paceline.drafters.base import Surroundings
+from paceline.core.types import Draft, Request, Seen
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.features import Read
 from paceline.drafters.grow import Growth
-from paceline.drafters.head_backends import chain_backend, rounds_backend
 from paceline.drafters.heads import GREEDY, Asked, HeadDrafter, HeadDrafterConfig, Numbered
 from paceline.drafters.pairs import CHUNK, Pairs
-from paceline.drafters.suffix import Suffix
-from paceline.heads.rows import Feed, Guesses, Node, Orders, Speaker
-from paceline.runtime.batch import build
+from paceline.heads.config import LayeredConfig
+from paceline.heads.others import Eagle1Config
+from paceline.heads.rows import ChainHead, Feed, Guesses, Node, Speaker
 
 
 @dataclass(slots=True)
@@ -50,12 +48,23 @@ class Eagle(HeadDrafter):
     name = "eagle"
     kinds = ("eagle",)
 
-    def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
-        super().__init__(config, surroundings)
-        self._backend, self._tree = chain_backend(self.head, surroundings, self.longest_chain), config
+    def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
+        super().__init__(config, context)
+        self._backend, self._tree = self._load(context), config
         self._pairs = Pairs(self._backend)
         length = self.longest_chain if not config.confidence_threshold else 0
-        self._rounds, self._runner = rounds_backend(self._backend, surroundings, length), surroundings.runner
+        if length and self.head.config.hidden_layers:
+            executor = context.executor
+            layers = executor.memory.layers
+            self.burst_backend = executor.backend.burst(executor.decoder, layers, self._backend, length)
+
+    def _load(self, context: DrafterContext) -> ChainHead:
+        config, executor = self.head.config, context.executor
+        assert isinstance(config, LayeredConfig)
+        norm = context.checkpoint.tensor("norm.weight") if isinstance(config, Eagle1Config) else None
+        return executor.backend.chain_head(
+            config, self.head.tensors, executor.decoder, executor.memory.num_blocks, norm, self.longest_chain
+        )
 
     def can_guess(self, temperature: float) -> bool:
         return self._backend.can_guess(temperature)
@@ -83,78 +92,24 @@ class Eagle(HeadDrafter):
         """What the head has not read of each text."""
         return self._pairs.feeds([a.text for a in asked])
 
-    @property
-    def most_rounds(self) -> int:
-        return 0 if self._rounds is None else self._rounds.most_rounds
-
-    def usual_round(self, num_requests: int) -> int:
-        """Where drafts are weighed one by one in rounds, as in steps, they are nothing to be decided
-        about.
-        """
-        if self._rounds is None or self._rounds.is_asking or num_requests > self._rounds.most_requests:
+    def burst_length(self, requests: Sequence[Request], most: int) -> int:
+        """Drafts that are not weighed on the device have their full length."""
+        backend, length = self.burst_backend, self.longest_chain
+        if backend is None or (most < length and not backend.is_weighing):
             return 0
-        return self.longest_chain
+        texts = [self._texts.get(request.id) for request in requests]
+        return min(most, length) if all(text is not None and text.is_ready for text in texts) else 0
 
-    def round_length(self, requests: Sequence[Request], most: int) -> int:
-        rounds, length = self._rounds, self.longest_chain
-        if rounds is None or len(requests) > rounds.most_requests or (most < length and not rounds.is_asking):
-            return 0
-        texts, picks = (
-            [self._texts.get(request.id) for request in requests],
-            [request.pick for request in requests],
-        )
-        is_possible = all(text is not None and text.is_ready for text in texts)
-        is_possible = is_possible and all(
-            pick is not None and rounds.can_fly(pick.temperature) for pick in picks
-        )
-        return min(most, length) if is_possible else 0
-
-    @property
-    def is_weighing(self) -> bool:
-        return self._rounds is not None and self._rounds.is_asking
-
-    def asks_beside(self, other: Proposer) -> bool:
-        return self.is_weighing and isinstance(other, Suffix)
-
-    def fly(
-        self,
-        requests: Sequence[Request],
-        count: int,
-        length: int,
-        course: Course | None,
-        other: Proposer | None,
-    ) -> Flown:
-        assert self._rounds is not None, "a round has a length"
+    def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Speaker]]:
         feeds = [self._pairs.shown(self._texts[request.id], min(CHUNK, length + 1)) for request in requests]
-        picks = [(request, request.pick or GREEDY) for request in requests]
-        speakers = [Speaker(pick.temperature, pick.seed, len(request.tokens)) for request, pick in picks]
-        segments = [
-            Segment([r.tokens[-1], *[0] * length], r.cache, num_logits=length + 1, pick=pick)
-            for r, pick in picks
-        ]
-        first = requests[0]
-        matcher = other.matcher(first) if isinstance(other, Suffix) else None
-        orders = Orders(
-            course, matcher, self.least, tuple(first.stop_ids), first.params.max_tokens - first.num_output
-        )
-        return self._rounds.launch(feeds, speakers, build(segments, self._runner.kv), count, orders)
+        picks = [(len(request.tokens), request.pick or GREEDY) for request in requests]
+        return feeds, [Speaker(pick.temperature, pick.seed, position) for position, pick in picks]
 
-    def land(self, requests: Sequence[Request], said: Round, number: int) -> list[Draft]:
-        """What the head has read in a round counts now: all that was shown before, unless it says
-        otherwise.
-        """
-        asides = said.asides
-        for read in (self._pairs.library.reads.get(request.id) for request in requests):
+    def end_round(self, requests: Sequence[Request], num_read: int | None) -> None:
+        for request in requests:
+            read = self._pairs.library.reads.get(request.id)
             if read is not None:
-                read.take(len(read.text.waiting) if asides is None else asides.num_read)
-        roots, source = (
-            [request.tokens[-1] for request in requests],
-            Suffix.name if asides is not None and asides.is_other else self.name,
-        )
-        trees = [Tree.chain(root, drafted) for root, drafted in zip(roots, said.tokens, strict=True)]
-        return [
-            Draft(tree, source, None, (1.0, *paths)) for tree, paths in zip(trees, said.chances, strict=True)
-        ]
+                read.take(len(read.text.waiting) if num_read is None else num_read)
 
     def observe(self, seen: Sequence[Seen]) -> None:
         super().observe(seen)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.options import require
-from paceline.core.types import Cached, Draft, Needs, Request, Seen
-from paceline.drafters.base import Surroundings
+from paceline.core.types import Cached, Draft, Request
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import TreeConfig, grow
-from paceline.drafters.reading import Reading, Rows
+from paceline.drafters.reading import ModelDrafter, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,17 @@ class EarlyExitConfig(TreeConfig):
         require(ok, "num_layers", self.num_layers, "use a whole number, 1 or more")
 
 
-class EarlyExit:
+class EarlyExit(ModelDrafter):
     name = "early_exit"
-    needs = Needs()
-    is_free = False
-    can_rewind = True
     Config = EarlyExitConfig
 
-    def __init__(self, config: EarlyExitConfig, surroundings: Surroundings) -> None:
-        total = surroundings.runner.config.num_layers
+    def __init__(self, config: EarlyExitConfig, context: DrafterContext) -> None:
+        total = context.executor.config.num_layers
         self.config = config
         self.num_layers = config.num_layers or max(1, 2 * total // 3)
         require(self.num_layers < total, "num_layers", self.num_layers, f"the target has {total}; use fewer")
-        self.runner = surroundings.runner
-        self.vocab_size = surroundings.vocab_size or self.runner.config.vocab_size
+        self.executor = context.executor
+        self.vocab_size = context.vocab_size or self.executor.config.vocab_size
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         return grow(self, requests, budgets, self.config, self.name)
@@ -53,12 +50,3 @@ class EarlyExit:
             if b
         ]
         return [Reading(r, view, r.tokens[view.num_cached :], b) for r, b, view in views]
-
-    def close(self, reading: Reading, fed: list[int], rows: Rows) -> None:
-        """Nothing is kept: the view ends here."""
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """Nothing is kept between rounds."""
-
-    def release(self, request: Request) -> None:
-        """Nothing is kept for a request."""

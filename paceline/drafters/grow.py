@@ -22,9 +22,9 @@ from paceline.core.options import require
 from paceline.core.sampling import noise_of
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request, Segment
-from paceline.drafters.base import DrafterConfig, empty, fit_vocabulary
+from paceline.drafters.base import DrafterConfig, check_number, check_whole, empty, fit_vocabulary
 from paceline.drafters.candidates import Candidate, Sampling, draw, is_sampled, likeliest, sampling_of
-from paceline.drafters.reading import GrammarWalk, Reader, Reading, Rows
+from paceline.drafters.reading import GrammarWalk, ModelDrafter, Reading, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +39,21 @@ class TreeConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
-        require(
-            _is_whole(self.tree_width) and 1 <= self.tree_width <= 16,
-            "tree_width",
-            self.tree_width,
-            "use a whole number from 1 to 16",
-        )
-        ok = self.tree_depth is None or (_is_whole(self.tree_depth) and self.tree_depth >= 1)
-        require(ok, "tree_depth", self.tree_depth, "use a whole number, 1 or more")
-        sure = self.confidence_threshold
-        ok = isinstance(sure, (int, float)) and not isinstance(sure, bool) and 0 <= sure < 1
-        require(ok, "confidence_threshold", sure, "use a number from 0 to below 1")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        check_whole(self, "tree_width", 1, 16)
+        if self.tree_depth is not None:
+            check_whole(self, "tree_depth", 1, 128)
+        check_number(self, "confidence_threshold", 0.0, 1.0)
+        require(self.confidence_threshold < 1, "confidence_threshold", 1, "use a number from 0 to below 1")
 
 
 def grow(
-    reader: Reader, requests: Sequence[Request], budgets: Sequence[int], config: TreeConfig, source: str
+    reader: ModelDrafter, requests: Sequence[Request], budgets: Sequence[int], config: TreeConfig, source: str
 ) -> list[Draft]:
     """A draft for each request; empty where there is no budget or the model cannot read it."""
     growths = [Growth(reading, config) for reading in reader.open(requests, budgets)]
     try:
         while growing := [g for g in growths if g.frontier]:
-            output = reader.runner.forward([g.segment() for g in growing], num_layers=reader.num_layers)
+            output = reader.executor.forward([g.segment() for g in growing], num_layers=reader.num_layers)
             logits = fit_vocabulary(output.logits, reader.vocab_size)
             first = 0
             for growth in growing:
@@ -96,9 +86,8 @@ class Growth:
     newest: int = 0  # its first node
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to be read next
     trunk: int = -1  # the last node whose K/V count as cached
-    rows: list[int] = field(
-        default_factory=list
-    )  # nodes read in the last pass, in the order of their slots after the cached tokens
+    # nodes read in the last pass, in the order of their slots after the cached tokens
+    rows: list[int] = field(default_factory=list)
     grammar: GrammarWalk = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,9 +116,8 @@ class Growth:
             return Segment(self.reading.unread, cache)
         wanted = {a for n in self.frontier for a in self._below_trunk(n)}
         while self.rows and [n for n in wanted if self.parents[n] == self.trunk] == [self.rows[0]]:
-            self.trunk = self.rows.pop(
-                0
-            )  # all that is read on follows this one, and it lies in the right slot
+            # all that is read on follows this one, and it lies in the right slot
+            self.trunk = self.rows.pop(0)
             wanted.remove(self.trunk)
             cache.num_cached += 1
         self.rows = sorted(wanted)
@@ -232,9 +220,8 @@ class Growth:
         ]
         if is_sampled(self.request):
             return level if self.num_left else []
-        kept = set(
-            self._ranked()[: self.reading.budget - 1]
-        )  # the last one's children would be worse than all that are kept
+        # the last one's children would be worse than all that are kept
+        kept = set(self._ranked()[: self.reading.budget - 1])
         return [n for n in level if n in kept]
 
     def _ranked(self) -> list[int]:

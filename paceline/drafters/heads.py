@@ -20,11 +20,10 @@ from paceline.core.options import require
 from paceline.core.sampling import pick_of
 from paceline.core.types import Cached, Draft, Needs, Pick, Request, Seen
 from paceline.drafters import shipped
-from paceline.drafters.base import Surroundings, chain, empty
+from paceline.drafters.base import Drafter, DrafterContext, chain, empty
 from paceline.drafters.candidates import Candidate
 from paceline.drafters.features import Text
 from paceline.drafters.grow import Growth, TreeConfig
-from paceline.drafters.head_backends import is_on_gpu, refuse_stage
 from paceline.drafters.reading import Reading
 from paceline.heads.config import DflashConfig, EagleConfig
 from paceline.heads.rows import Guesses, Speaker
@@ -67,29 +66,31 @@ GREEDY = Pick(0.0, 0)
 Numbered = list[tuple[int, int]]  # (number of a tree, node)
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Base of the drafters with a head."""
 
     name = ""
     kinds: tuple[str, ...] = ()
-    is_free = False
+    can_stop = True
     most_waiting: int | None = None  # hidden states kept of a text, if not as many as usual
     Config: type[HeadDrafterConfig] = HeadDrafterConfig
 
-    def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
-        refuse_stage(self.name, surroundings)
+    def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
+        if context.vocab_size is not None:  # a stage's middle model is not the one the head was trained for
+            raise ConfigError(
+                f"method {self.name!r} drafts for the target alone; use it beside other drafters, not inside 'staged'"
+            )
         self.config = config
-        self.least = (
-            config.confidence_threshold
-        )  # the chance below which a chain is not drafted on; a policy may raise it
-        folder = config.model or shipped.folder_of(self.kinds[0], surroundings.checkpoint)
-        self.head = _with_layers(open_head(folder, surroundings.checkpoint, self.kinds), config.hidden_layers)
+        self.least = self.floor = config.confidence_threshold
+        # the chance below which a chain is not drafted on; a policy may raise it
+        folder = config.model or shipped.folder_of(self.kinds[0], context.checkpoint)
+        self.head = _with_layers(open_head(folder, context.checkpoint, self.kinds), config.hidden_layers)
         self.needs = Needs(hidden_layers=self.head.config.hidden_layers)
         self.usual = self.head.config.first_accepted  # what a warning compares with
-        self._vocab = surroundings.runner.config.vocab_size
+        self._vocab = context.executor.config.vocab_size
         self._ids = self.head.tensors.get("draft_ids")
-        self._ids_there = None if self._ids is None else self._ids.to(surroundings.runner.kv.device)
-        self._offers_on_device = is_on_gpu(surroundings.runner.decoder)
+        self._ids_there = None if self._ids is None else self._ids.to(context.executor.device)
+        self._offers_on_device = context.executor.backend.is_async
         self._texts: dict[str, Text] = {}
 
     @property

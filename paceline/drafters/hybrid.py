@@ -14,9 +14,9 @@ from typing import Any
 
 from paceline.core.options import require
 from paceline.core.tree import Tree, join
-from paceline.core.types import Draft, Needs, Proposer, Request, Seen
+from paceline.core.types import Draft, Needs, Request, Seen
 from paceline.drafters import registry
-from paceline.drafters.base import DrafterConfig, Surroundings, empty
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, empty
 
 DECAY = 0.98  # a round's weight after the next one
 UNSAID = 0.5  # the chance of each further token where a drafter names none
@@ -81,24 +81,27 @@ class _Record:
         self.accepted = DECAY * self.accepted + accepted
 
 
-class Hybrid:
+class Hybrid(Drafter):
     name = "hybrid"
     Config = HybridConfig
 
-    def __init__(self, config: HybridConfig, surroundings: Surroundings) -> None:
+    def __init__(self, config: HybridConfig, context: DrafterContext) -> None:
         self.config = config
         parsed = config.parsed()
-        self.drafters: tuple[Proposer, ...] = tuple(
-            registry.create(kind, each, surroundings) for kind, each in parsed
+        self.drafters: tuple[Drafter, ...] = tuple(
+            registry.create(kind, each, context) for kind, each in parsed
         )
         self.limits = tuple(each.num_speculative_tokens for _, each in parsed)
         layers = sorted({layer for d in self.drafters for layer in d.needs.hidden_layers})
-        self.needs = Needs(
-            tuple(layers), max(d.needs.top_tokens for d in self.drafters)
-        )  # and verdicts, which it counts itself
+        # and verdicts, which it counts itself
+        self.needs = Needs(tuple(layers), max(d.needs.top_tokens for d in self.drafters))
         self.is_free = all(d.is_free for d in self.drafters)
-        self.can_rewind = all(getattr(d, "can_rewind", False) for d in self.drafters)
+        self.can_rewind = all(d.can_rewind for d in self.drafters)
         self.records = {d.name: _Record() for d in self.drafters}
+
+    @property
+    def members(self) -> tuple[Drafter, ...]:
+        return self.drafters
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         answers: list[list[Draft]] = [[] for _ in requests]
@@ -121,7 +124,7 @@ class Hybrid:
             for r, a, b in zip(requests, answers, budgets, strict=True)
         ]
 
-    def _is_wanted(self, drafter: Proposer, answers: Sequence[Draft]) -> bool:
+    def _is_wanted(self, drafter: Drafter, answers: Sequence[Draft]) -> bool:
         if drafter.is_free:
             return True
         if any(draft.q for draft in answers):

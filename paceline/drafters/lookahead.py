@@ -15,16 +15,20 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.options import require
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.drafters.base import DrafterConfig, Surroundings, empty
+from paceline.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    DrafterContext,
+    check_flag,
+    check_whole,
+    propose_each,
+)
 
 MAX_KEYS = 4096  # first tokens that a request's pool remembers; the least recently used go first
-FOUND, WINDOW = (
-    0.45,
-    0.05,
-)  # how often a token of the pool, and of the window, is right after one that was: roughly as measured
+# how often a token of the pool, and of the window, is right after one that was: roughly as measured
+FOUND, WINDOW = (0.45, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,10 @@ class LookaheadConfig(DrafterConfig):
     pool_from_text: bool = True  # n-grams of the text itself are in the pool too
 
     def __post_init__(self) -> None:
-        limits = {"max_window_size": (1, 32), "max_ngram_size": (2, 16), "max_verification_set_size": (1, 32)}
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-            require(ok, name, value, f"use a whole number from {low} to {high}")
-        require(
-            isinstance(self.pool_from_text, bool), "pool_from_text", self.pool_from_text, "use true or false"
-        )
+        check_whole(self, "max_window_size", 1, 32)
+        check_whole(self, "max_ngram_size", 2, 16)
+        check_whole(self, "max_verification_set_size", 1, 32)
+        check_flag(self, "pool_from_text")
         if self.num_speculative_tokens == 0 and not isinstance(self.num_speculative_tokens, bool):
             needed = (self.max_window_size + self.max_verification_set_size) * (self.max_ngram_size - 1)
             object.__setattr__(self, "num_speculative_tokens", min(needed, 128))
@@ -80,9 +80,8 @@ class Pool:
 @dataclass(slots=True)
 class _State:
     pool: Pool
-    columns: list[list[int]] = field(
-        default_factory=list
-    )  # W lists of N-1 tokens; column j begins j + 1 tokens after the last of the text
+    # W lists of N-1 tokens; column j begins j + 1 tokens after the last of the text
+    columns: list[list[int]] = field(default_factory=list)
     num_pooled: int = 0  # tokens of the text whose n-grams are in the pool
 
 
@@ -113,21 +112,19 @@ class _Nodes:
             node = len(self.tokens) - 1
 
 
-class Lookahead:
+class Lookahead(Drafter):
     name = "lookahead"
     needs = Needs(top_tokens=1)
     is_free = True
     can_rewind = True
     Config = LookaheadConfig
 
-    def __init__(self, config: LookaheadConfig, surroundings: Surroundings | None = None) -> None:
+    def __init__(self, config: LookaheadConfig, context: DrafterContext | None = None) -> None:
         self.config = config
         self._states: dict[str, _State] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return [
-            self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)
-        ]
+        return propose_each(self, self._draft, requests, budgets)
 
     def _draft(self, request: Request, budget: int) -> Draft:
         state = self._states.get(request.id) or self._states.setdefault(request.id, self._new_state(request))
@@ -164,13 +161,8 @@ class Lookahead:
                 and each.verdict is not None
                 and each.top is not None
             ):
-                self._move_on(
-                    state,
-                    each.draft.tree,
-                    each.top[:, 0].tolist(),
-                    len(each.verdict.tokens),
-                    each.request.tokens[-1],
-                )
+                choices, num_emitted = each.top[:, 0].tolist(), len(each.verdict.tokens)
+                self._move_on(state, each.draft.tree, choices, num_emitted, each.request.tokens[-1])
                 self._pool_text(state, each.request.tokens)
 
     def _move_on(

@@ -1,7 +1,7 @@
 """Medusa: K heads beside the target's own guess the tokens after the next one, all from one hidden state.
 
 As published that is the target's last, and nothing else is kept of a text. With a trunk, a layer such as
-EAGLE's reads the text and the newest token first (proposers/pairs.py), and the heads read what it puts out. A
+EAGLE's reads the text and the newest token first (pairs.py), and the heads read what it puts out. A
 tree is the best paths by the product of the heads' probabilities: head i offers the same tokens after every
 path of length i, but for a request's own options.
 """
@@ -14,25 +14,34 @@ from dataclasses import replace
 import torch
 
 from paceline.core.types import Draft, Request, Seen
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import Growth
-from paceline.drafters.head_backends import side_backend, trunk_backend
 from paceline.drafters.heads import Asked, HeadDrafter, HeadDrafterConfig, Numbered
 from paceline.drafters.pairs import Pairs
-from paceline.heads.config import MedusaConfig
-from paceline.heads.rows import Guesses, Row
+from paceline.heads.config import TRUNK, MedusaConfig
+from paceline.heads.rows import ChainHead, Guesses, Row
 
 
 class Medusa(HeadDrafter):
     name = "medusa"
     kinds = ("medusa",)
 
-    def __init__(self, config: HeadDrafterConfig, surroundings: Surroundings) -> None:
-        super().__init__(config, surroundings)
+    def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
+        super().__init__(config, context)
         head = self.head.config
         assert isinstance(head, MedusaConfig)
-        self._backend = side_backend(self.head, surroundings, self.longest_chain)
-        self._trunk = None if head.trunk is None else trunk_backend(head.trunk, self.head, surroundings)
+        executor, tensors = context.executor, self.head.tensors
+        norm = (
+            context.checkpoint.tensor("norm.weight") if head.trunk is None else tensors[f"{TRUNK}norm.weight"]
+        )
+        self._backend = executor.backend.side_heads(self.head, executor.decoder, norm, self.longest_chain)
+        self._trunk: ChainHead | None = None
+        if head.trunk is not None:
+            own = {
+                name.removeprefix(TRUNK): tensor for name, tensor in tensors.items() if name.startswith(TRUNK)
+            }
+            given, blocks = {**own, "lm_head.weight": tensors["lm_head.weight"]}, executor.memory.num_blocks
+            self._trunk = executor.backend.chain_head(head.trunk, given, executor.decoder, blocks, None, 0)
         self._pairs = None if self._trunk is None else Pairs(self._trunk)
         self.most_waiting = 1 if self._trunk is None else None
         self._tree = replace(

@@ -15,8 +15,16 @@ from itertools import accumulate
 from operator import mul
 
 from paceline.core.options import require
-from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.drafters.base import DrafterConfig, Surroundings, chain, empty
+from paceline.core.types import Draft, Needs, Request
+from paceline.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    DrafterContext,
+    chain,
+    check_whole,
+    empty,
+    propose_each,
+)
 
 LONGEST = 128  # tokens that a stage may take back: the longest draft there is
 # what followed a match of n tokens follows it again with the chance n / (n + DOUBT), as measured for
@@ -34,28 +42,15 @@ class NgramConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
-        high = self.longest
-        require(
-            isinstance(high, int) and 1 <= high <= 64,
-            "prompt_lookup_max",
-            high,
-            "use a whole number from 1 to 64",
-        )
-        low = self.shortest
-        require(
-            isinstance(low, int) and 1 <= low <= high,
-            "prompt_lookup_min",
-            low,
-            f"use a whole number from 1 to prompt_lookup_max ({high})",
-        )
+        if self.prompt_lookup_max is not None:
+            check_whole(self, "prompt_lookup_max", 1, 64)
+        low, remedy = self.shortest, f"use a whole number from 1 to prompt_lookup_max ({self.longest})"
+        require(type(low) is int and 1 <= low <= self.longest, "prompt_lookup_min", low, remedy)
 
     @property
     def longest(self) -> int:
-        return (
-            min(2 * self.num_speculative_tokens, 64)
-            if self.prompt_lookup_max is None
-            else self.prompt_lookup_max
-        )
+        asked = self.prompt_lookup_max
+        return min(2 * self.num_speculative_tokens, 64) if asked is None else asked
 
     @property
     def shortest(self) -> int:
@@ -63,11 +58,8 @@ class NgramConfig(DrafterConfig):
 
     def trusted(self, match: int) -> int:
         """How many tokens to draft after a match of so many."""
-        return (
-            min((match + 1) // 2, self.num_speculative_tokens)
-            if self.prompt_lookup_min is None
-            else self.num_speculative_tokens
-        )
+        most = self.num_speculative_tokens
+        return min((match + 1) // 2, most) if self.prompt_lookup_min is None else most
 
 
 @dataclass(slots=True)
@@ -78,9 +70,8 @@ class _Index:
     overwrote is kept that long.
     """
 
-    ends: dict[tuple[int, ...], int] = field(
-        default_factory=dict
-    )  # n-gram -> index of the token that followed it
+    # n-gram -> index of the token that followed it
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_indexed: int = 0
     tail: list[int] = field(default_factory=list)  # the last LONGEST tokens that were indexed
     replaced: deque[list[tuple[tuple[int, ...], int | None]]] = field(
@@ -127,22 +118,20 @@ class _Index:
         return None
 
 
-class Ngram:
+class Ngram(Drafter):
     name = "ngram"
     needs = Needs(verdicts=False)
     is_free = True
     can_rewind = True
     Config = NgramConfig
 
-    def __init__(self, config: NgramConfig, surroundings: Surroundings | None = None) -> None:
+    def __init__(self, config: NgramConfig, context: DrafterContext | None = None) -> None:
         self.config = config
         self._low, self._high = config.shortest, config.longest
         self._indexes: dict[str, _Index] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return [
-            self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)
-        ]
+        return propose_each(self, self._draft, requests, budgets)
 
     def _draft(self, request: Request, budget: int) -> Draft:
         low, high = self._low, self._high
@@ -154,16 +143,12 @@ class Ngram:
         if found is None:
             return empty(request, self.name)
         start, match = found
-        period = (
-            request.num_tokens - start
-        )  # a match that overlaps the end repeats: read on from the draft itself
+        # a match that overlaps the end repeats: read on from the draft itself
+        period = request.num_tokens - start
         length = min(budget, self.config.trusted(match))
         tokens = [request.tokens[start + i % period] for i in range(length)]
         chances = accumulate(((match + i) / (match + i + DOUBT) for i in range(length)), mul)
         return chain(request, tokens, self.name, chances=tuple(chances))
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """Nothing to learn: the index follows the request's tokens."""
 
     def release(self, request: Request) -> None:
         self._indexes.pop(request.id, None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.options import require
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.grow import TreeConfig
-from paceline.runtime.runner import Runner
+from paceline.runtime.executor import LocalExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,6 @@ class Quantized(DraftModel):
     name = "quantized"
     Config = QuantizedConfig
 
-    def _load(self, surroundings: Surroundings) -> Runner:
+    def _load(self, context: DrafterContext) -> LocalExecutor:
         assert isinstance(self.config, QuantizedConfig)
-        return surroundings.load_model(surroundings.checkpoint, f"int{self.config.bits}")[2]
+        return context.load_model(context.checkpoint, f"int{self.config.bits}")[2]

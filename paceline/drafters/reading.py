@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from paceline.core.errors import GrammarError
 from paceline.core.types import Cached, Constraint, Request
-from paceline.runtime.runner import Runner
+from paceline.drafters.base import Drafter
+from paceline.runtime.executor import LocalExecutor
 
 
 @dataclass(slots=True)
@@ -35,21 +36,20 @@ class Rows(NamedTuple):
     parents: tuple[int, ...] = ()  # index of each one's parent, -1 for the last cached token
 
 
-class Reader(Protocol):
-    """A model that can read requests and guess on: a draft model, or the target's first layers."""
+class ModelDrafter(Drafter):
+    """Reads requests with a model and guesses on: a draft model, or the target's first layers."""
 
-    @property
-    def runner(self) -> Runner: ...
-    @property
-    def num_layers(self) -> int | None: ...  # None: all
-    @property
-    def vocab_size(self) -> int: ...  # the target's
-    def open(
-        self, requests: Sequence[Request], budgets: Sequence[int]
-    ) -> list[Reading]: ...  # without those it cannot read
-    def close(
-        self, reading: Reading, fed: list[int], rows: Rows
-    ) -> None: ...  # fed: the tokens that the cache holds now
+    can_rewind = True
+    executor: LocalExecutor
+    num_layers: int | None = None  # None: all
+    vocab_size: int  # the target's
+
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
+        """Without those that it cannot read."""
+        raise NotImplementedError
+
+    def close(self, reading: Reading, fed: list[int], rows: Rows) -> None:
+        """fed: the tokens that the cache holds now."""
 
 
 @dataclass(slots=True)

@@ -17,21 +17,20 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from paceline.core.options import require
 from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.drafters.base import DrafterConfig, Surroundings, empty, planted
+from paceline.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    DrafterContext,
+    check_flag,
+    check_number,
+    planted,
+    propose_each,
+)
 
 WIDTH = 8
-RANKS = (
-    0.31,
-    0.10,
-    0.057,
-    0.033,
-    0.028,
-    0.019,
-    0.013,
-    0.009,
-)  # how often each rank was the target's choice, to start with: as measured
+# how often each rank was the target's choice, to start with: as measured
+RANKS = (0.31, 0.10, 0.057, 0.033, 0.028, 0.019, 0.013, 0.009)
 RATE = 1 / 512  # how fast that follows what is seen
 FAITH = 8.0  # a token's own record weighs as much as the ranks' after so many sightings
 MEMORY = 64  # sightings of a token after which older ones count half
@@ -46,38 +45,33 @@ class RecycleConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
-        require(isinstance(self.tree, bool), "tree", self.tree, "use true or false")
-        low = self.min_token_prob
-        is_chance = isinstance(low, int | float) and not isinstance(low, bool) and 0 <= low <= 1
-        require(is_chance, "min_token_prob", low, "use a number from 0 to 1")
+        check_flag(self, "tree")
+        check_number(self, "min_token_prob", 0.0, 1.0)
 
 
-class Recycle:
+class Recycle(Drafter):
     name = "recycle"
     is_free = True
     can_rewind = True
     Config = RecycleConfig
 
-    def __init__(self, config: RecycleConfig, surroundings: Surroundings) -> None:
+    def __init__(self, config: RecycleConfig, context: DrafterContext) -> None:
         self.config = config
-        vocab_size = surroundings.runner.config.vocab_size
+        vocab_size = context.executor.config.vocab_size
         self.needs = Needs(top_tokens=min(WIDTH, vocab_size))
-        surroundings.runner.warm_up(self.needs.top_tokens)
+        context.executor.warm_up(self.needs.top_tokens)
         self._width = self.needs.top_tokens if config.tree else 1
         self._ranks = list(RANKS[: self.needs.top_tokens])
         self._successors = np.full((vocab_size, self.needs.top_tokens), UNKNOWN, np.int32)
-        self._right, self._times = (
-            array("f", bytes(4 * vocab_size)) for _ in range(2)
-        )  # of a token's first successor
+        # of a token's first successor
+        self._right, self._times = (array("f", bytes(4 * vocab_size)) for _ in range(2))
 
     @property
     def num_bytes(self) -> int:
         return self._successors.nbytes + 8 * len(self._times)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return [
-            self._draft(r, b) if b else empty(r, self.name) for r, b in zip(requests, budgets, strict=True)
-        ]
+        return propose_each(self, self._draft, requests, budgets)
 
     def _draft(self, request: Request, budget: int) -> Draft:
         tokens, parents, chances = [request.tokens[-1]], [-1], [1.0]
@@ -129,6 +123,3 @@ class Recycle:
             self._times[token] /= 2
         for rank, successor in enumerate(successors):
             self._ranks[rank] += RATE * ((successor == chosen) - self._ranks[rank])
-
-    def release(self, request: Request) -> None:
-        """Nothing is kept for a request."""

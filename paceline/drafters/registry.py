@@ -8,8 +8,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import from_options, nearest
-from paceline.core.types import Proposer
-from paceline.drafters.base import DrafterConfig, Surroundings
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 
 DRAFTERS = {
     "ngram": "paceline.drafters.ngram:Ngram",
@@ -56,6 +55,6 @@ def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
     return kind, from_options(kind.Config, rest, f"speculative_config of method {method!r}")
 
 
-def create(kind: type[Any], config: DrafterConfig, surroundings: Surroundings) -> Proposer:
-    proposer: Proposer = kind(config, surroundings)
+def create(kind: type[Any], config: DrafterConfig, context: DrafterContext) -> Drafter:
+    proposer: Drafter = kind(config, context)
     return proposer

@@ -16,12 +16,8 @@ if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
 
 FOLDER = Path(__file__).parent.parent / "data" / "heads"
-KINDS = (
-    "eagle",
-    "dflash",
-    "draft",
-    "medusa",
-)  # the fastest first, as measured on a CPU with five tokens each; not yet measured on GPUs
+# the fastest first, as measured on a CPU with five tokens each; not yet measured on GPUs
+KINDS = ("eagle", "dflash", "draft", "medusa")
 LENGTH = 5  # tokens of its longest draft; the policy and the head's own doubts cut it
 
 

@@ -1,8 +1,8 @@
 """A drafter whose guesses are first checked by a middle model: n-gram -> early exit -> target, or deeper, one
 stage inside another.
 
-It runs the step that the engine runs (propose, forward, accept) against the middle model until it has a chain
-of K tokens. Each stage is exact with respect to the one above: what it emits are the middle model's own
+It runs the check that the engine runs (propose, forward, accept) against the middle model until it has a
+chain of K tokens. Each stage is exact with respect to the one above: what it emits are the middle model's own
 choices or, without a seed, samples of its distribution, which is recorded as q. Invariants: requests are only
 read, stages work on copies; a stage's chances share nothing with the target's.
 """
@@ -11,34 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from paceline.core.accept import accept
 from paceline.core.errors import ConfigError, GrammarError
 from paceline.core.noise import child_seed
 from paceline.core.options import require
 from paceline.core.sampling import probabilities, processed
 from paceline.core.tree import Tree
-from paceline.core.types import Draft, Needs, Output, Proposer, Request, Seen, Segment, Verdict
+from paceline.core.types import Draft, Request, ScheduledRequest, Segment, Verdict
 from paceline.drafters import registry
-from paceline.drafters.base import DrafterConfig, Surroundings, chain, empty, fit_vocabulary
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain, empty, fit_vocabulary
 from paceline.drafters.candidates import is_sampled, likeliest
-from paceline.drafters.reading import GrammarWalk, Reader, Reading, Rows
+from paceline.drafters.reading import GrammarWalk, ModelDrafter, Reading, Rows
 from paceline.runtime.batch import segment_of
+from paceline.runtime.check import judge
+from paceline.runtime.record import StepRecord
 
 STAGES = 2**32  # seeds from here on belong to stages: a request has fewer completions
 
 
 @dataclass(frozen=True, slots=True)
 class StagedConfig(DrafterConfig):
-    middle: Mapping[str, Any] = field(
-        default_factory=lambda: {"method": "early_exit"}
-    )  # the model that checks
-    drafter: Mapping[str, Any] = field(
-        default_factory=lambda: {"method": "ngram"}
-    )  # who guesses for it; staged again, if you like
+    # the model that checks
+    middle: Mapping[str, Any] = field(default_factory=lambda: {"method": "early_exit"})
+    # who guesses for it; staged again, if you like
+    drafter: Mapping[str, Any] = field(default_factory=lambda: {"method": "ngram"})
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
@@ -51,7 +50,7 @@ class StagedConfig(DrafterConfig):
             )
         registry.parse(self.drafter)
         kind, _ = registry.parse(self.middle)
-        if not hasattr(kind, "open"):
+        if not issubclass(kind, ModelDrafter):
             raise ConfigError(
                 f"middle is {dict(self.middle)!r}; choose a method that runs a model: early_exit, draft_model or quantized"
             )
@@ -78,23 +77,22 @@ class _Stage:
         return 0 if self.has_ended else self.reading.budget - len(self.chances)
 
 
-class Staged:
+class Staged(Drafter):
     name = "staged"
-    needs = Needs()
-    is_free = False
     can_rewind = True
     Config = StagedConfig
 
-    def __init__(self, config: StagedConfig, surroundings: Surroundings) -> None:
+    def __init__(self, config: StagedConfig, context: DrafterContext) -> None:
         self.config = config
-        middle = registry.create(*registry.parse(config.middle), surroundings)
-        self.middle, self._release_middle = cast(Reader, middle), middle.release
+        middle = registry.create(*registry.parse(config.middle), context)
+        assert isinstance(middle, ModelDrafter), "the config has seen to it"
+        self.middle = middle
         kind, self.drafter_config = registry.parse(config.drafter)
-        below = replace(surroundings, runner=self.middle.runner, vocab_size=self.middle.vocab_size)
-        self.drafter: Proposer = registry.create(kind, self.drafter_config, below)
+        below = replace(context, executor=self.middle.executor, vocab_size=self.middle.vocab_size)
+        self.drafter: Drafter = registry.create(kind, self.drafter_config, below)
         # A drafter that keeps an index of the text is asked once a round, before the text goes on with
         # guesses that may be taken back.
-        self.is_asked_again = bool(getattr(self.drafter, "can_rewind", False))
+        self.is_asked_again = self.drafter.can_rewind
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         stages = [self._begin(reading) for reading in self.middle.open(requests, budgets)]
@@ -116,37 +114,26 @@ class Staged:
         return _Stage(request, reading, view, GrammarWalk(request.constraint))
 
     def _step(self, stages: Sequence[_Stage]) -> None:
-        """What Engine.step does, with the middle model for a target."""
-        drafts = self._drafts(stages)
-        segments = [self._segment(s, draft) for s, draft in zip(stages, drafts, strict=True)]
-        needs = self.drafter.needs
-        output = self.middle.runner.forward(
-            segments,
-            num_layers=self.middle.num_layers,
-            hidden_layers=needs.hidden_layers,
-            top_tokens=needs.top_tokens,
+        """The engine's own check, with the middle model for a target; what it accepts goes to the copies."""
+        drafts, needs = self._drafts(stages), self.drafter.needs
+        scheduled = [ScheduledRequest(stage.view, len(stage.reading.unread)) for stage in stages]
+        segments = [self._segment(one, draft) for one, draft in zip(scheduled, drafts, strict=True)]
+        layers, top = needs.hidden_layers, needs.top_tokens
+        output = self.middle.executor.forward(
+            segments, num_layers=self.middle.num_layers, hidden_layers=layers, top_tokens=top
         )
-        logits = fit_vocabulary(output.logits, self.middle.vocab_size)
-        seen: list[Seen] = []
-        first = first_row = 0
-        for stage, draft, segment in zip(stages, drafts, segments, strict=True):
-            end, end_row = first + len(draft.tree.tokens), first_row + len(segment.tokens)
-            num_known = len(stage.reading.unread)
-            verdict = self._judge(stage, draft, logits[first:end])
-            if verdict is not None and not stage.has_ended:
-                seen.append(
-                    _seen(
-                        stage.view,
-                        num_known,
-                        draft,
-                        verdict,
-                        output,
-                        slice(first, end),
-                        slice(first_row, end_row),
-                    )
-                )
-            first, first_row = end, end_row
-        self.drafter.observe(seen)
+        output = output._replace(logits=fit_vocabulary(output.logits, self.middle.vocab_size), picked=None)
+        judged = judge(scheduled, drafts, output)
+        record = StepRecord(scheduled, drafts, judged, hidden=output.hidden, top=output.top)
+        first = 0
+        for index, (stage, draft) in enumerate(zip(stages, drafts, strict=True)):
+            verdict = judged[index]
+            if isinstance(verdict, Verdict) and self._take_all(stage, verdict, output.logits[first:]):
+                record.verdicts[index] = verdict
+            else:  # the middle model has nothing to say that the request allows; the target may
+                stage.has_ended = True
+            first += len(draft.tree.tokens)
+        self.drafter.observe([seen for seen in record.seen() if seen.verdict is not None])
 
     def _drafts(self, stages: Sequence[_Stage]) -> list[Draft]:
         """The middle model adds a token of its own, so one place is kept for it."""
@@ -160,32 +147,30 @@ class Staged:
         by_stage = {id(s): draft for s, draft in zip(drafting, proposed, strict=True)}
         return [by_stage.get(id(s)) or Draft(Tree.chain(s.view.tokens[-1])) for s in stages]
 
-    def _segment(self, stage: _Stage, draft: Draft) -> Segment:
-        segment = segment_of(stage.view, len(stage.reading.unread), draft)
-        size = self.middle.runner.config.vocab_size
+    def _segment(self, one: ScheduledRequest, draft: Draft) -> Segment:
+        segment = segment_of(one.request, one.num_new, draft)
+        size = self.middle.executor.config.vocab_size
         if max(segment.tokens) < size:
             return segment
-        # A token that the middle model does not know has no chance there: whatever is read in its place is
-        # never used.
+        # A token that the middle model does not know has no chance there: what is read in its place is never
+        # used.
         return segment._replace(tokens=[t if t < size else 0 for t in segment.tokens])
 
-    def _judge(self, stage: _Stage, draft: Draft, logits: torch.Tensor) -> Verdict | None:
+    def _take_all(self, stage: _Stage, verdict: Verdict, logits: torch.Tensor) -> bool:
+        """Let the copy's text go on; false if it has ended. logits: [nodes at least, vocab]."""
         view, reading = stage.view, stage.reading
+        root = reading.cache.num_cached + len(reading.unread) - 1
+        self.middle.executor.kv.gather(reading.cache, root, verdict.path)
         try:
-            verdict = accept(view, draft, logits)
-            self.middle.runner.kv.gather(
-                reading.cache, reading.cache.num_cached + len(reading.unread) - 1, verdict.path
-            )
             for node, token in zip(verdict.path, verdict.tokens, strict=True):
                 self._take(stage, token, logits[node])
                 if stage.has_ended:
                     break
-        except GrammarError:  # the middle model has nothing to say that the request allows; the target may
-            stage.has_ended = True
-            return None
+        except GrammarError:
+            return False
         reading.unread = [view.tokens[-1]]
         view.num_rounds += 1
-        return verdict
+        return not stage.has_ended
 
     def _take(self, stage: _Stage, token: int, logits: torch.Tensor) -> None:
         """One token more. logits: [vocab], those it was chosen from."""
@@ -201,16 +186,6 @@ class Staged:
         if not stage.has_ended:
             stage.grammar.go(stage.tokens)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """The drafter learns from the middle model, whom it drafts for."""
-
     def release(self, request: Request) -> None:
         self.drafter.release(request)
-        self._release_middle(request)
-
-
-def _seen(
-    view: Request, num_known: int, draft: Draft, verdict: Verdict, output: Output, nodes: slice, rows: slice
-) -> Seen:
-    top = None if output.top is None else output.top[nodes]
-    return Seen(view, num_known, draft, verdict, top, {layer: x[rows] for layer, x in output.hidden.items()})
+        self.middle.release(request)

@@ -5,15 +5,14 @@ Invariant: nothing else changes a request but the scheduler, which gives and tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import Draft, FinishReason, Request, TokenLogprobs, Verdict
-from paceline.engine.scheduler import Turn
 from paceline.engine.stats import SpecStats
-from paceline.engine.verdicts import Judged
 from paceline.runtime.kv_cache import KvCache
+from paceline.runtime.record import StepRecord
 
 
 class Emission(NamedTuple):
@@ -32,37 +31,28 @@ class Commits:
         finish: Callable[[Request, FinishReason], None],
     ) -> None:  # fmt: skip
         """stats: by request."""
-        self._kv, self._max_model_len, self._totals, self._stats, self._finish = (
-            kv,
-            max_model_len,
-            totals,
-            stats,
-            finish,
-        )
+        self._kv, self._max_model_len, self._finish = kv, max_model_len, finish
+        self._totals, self._stats = totals, stats
 
-    def commit_all(
-        self, turns: Sequence[Turn], drafts: Sequence[Draft | None], judged: Sequence[Judged],
-        has_more: bool = False,
-    ) -> tuple[dict[int, Verdict], list[Emission]]:  # fmt: skip
-        """Verdicts by turn, and what was said. has_more: what was computed after it comes next."""
-        verdicts: dict[int, Verdict] = {}
+    def land(self, record: StepRecord) -> list[Emission]:
+        """What each request emitted; the verdicts that took effect are noted in the record."""
         emissions: list[Emission] = []
         num_plain = 0
-        for index, (turn, draft, verdict) in enumerate(zip(turns, drafts, judged, strict=True)):
-            request = turn.request
+        for index, one in enumerate(record.scheduled):
+            request, draft, verdict = one.request, record.drafts[index], record.judged[index]
             if isinstance(verdict, PacelineError):
                 emissions.append(self._fail(request, verdict))
             elif request.is_finished:  # stopped while the pass ran
                 continue
             elif draft is None or verdict is None:
-                self._kv.commit(request.cache, request.cache.num_cached, range(turn.num_new), request.tokens)
+                self._kv.commit(request.cache, request.cache.num_cached, range(one.num_new), request.tokens)
             else:
-                verdicts[index] = verdict
+                record.verdicts[index] = verdict
                 num_plain += len(draft.tree.tokens) == 1
-                emissions.append(self._commit(request, draft, verdict, has_more))
+                emissions.append(self._commit(request, draft, verdict, record.has_more))
         if num_plain:
             self._totals.record_plain(num_plain)
-        return verdicts, emissions
+        return emissions
 
     def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
         """Text grows by what was accepted and the target's own token, up to the first that ends the

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.engine.costs import CostModel
+from paceline.engine.policy.cost import CostTable
 from paceline.loaders.hub import cache_dir
-from paceline.runtime.runner import Runner
+from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.timing import Timed, measure
 
 VERSION = 2
@@ -33,14 +33,13 @@ TOLERANCE = 1.25  # between the profile's cost of a few rows, relative to one, a
 @dataclass(frozen=True, slots=True)
 class DrafterProfile:
     seconds: float  # of asking it for one request; of one that runs a model, for each node
-    acceptance: tuple[
-        float, ...
-    ] = ()  # by depth from 1 on: how often a node was accepted once its parent was
+    # by depth from 1 on: how often a node was accepted once its parent was
+    acceptance: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    costs: CostModel
+    costs: CostTable
     drafters: Mapping[str, DrafterProfile] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +58,7 @@ class Profile:
                 str(name): DrafterProfile(float(d["seconds"]), tuple(float(a) for a in d["acceptance"]))
                 for name, d in data["drafters"].items()
             }
-            costs = CostModel.from_json(data["costs"])
+            costs = CostTable.from_json(data["costs"])
             if 1 not in costs.seconds:
                 raise ValueError("no pass over one row")
             return cls(costs, drafters)
@@ -69,9 +68,9 @@ class Profile:
             ) from None
 
 
-def profile_path(fingerprint: str, dtype: str, runner: Runner) -> Path:
+def profile_path(fingerprint: str, dtype: str, executor: LocalExecutor) -> Path:
     """One file for each model, type of weights, machine and number of threads."""
-    device = runner.kv.device
+    device = executor.device
     place = [
         platform.machine(),
         platform.processor(),
@@ -79,7 +78,7 @@ def profile_path(fingerprint: str, dtype: str, runner: Runner) -> Path:
         os.environ.get("OMP_NUM_THREADS"),
         os.environ.get("NUMBA_NUM_THREADS"),
     ]
-    kind = type(runner.decoder).__module__
+    kind = type(executor.backend).__name__
     name = hashlib.sha256(repr((VERSION, kind, device.type, device.index, place)).encode()).hexdigest()[:12]
     return cache_dir() / "profiles" / f"{fingerprint[:32]}-{dtype}-{name}.json"
 
@@ -107,20 +106,20 @@ def save_profile(path: Path, profile: Profile) -> bool:
     return False
 
 
-def profile_of(runner: Runner, path: Path) -> Profile:
+def profile_of(executor: LocalExecutor, path: Path) -> Profile:
     """The saved profile while it holds, else a new one, which is saved."""
     saved = load_profile(path)
-    if saved is not None and _holds(saved.costs, runner):
+    if saved is not None and _holds(saved.costs, executor):
         return saved
-    measured = Profile(CostModel(*measure(runner)), saved.drafters if saved is not None else {})
+    measured = Profile(CostTable(*measure(executor)), saved.drafters if saved is not None else {})
     save_profile(path, measured)
     return measured
 
 
-def _holds(costs: CostModel, runner: Runner) -> bool:
+def _holds(costs: CostTable, executor: LocalExecutor) -> bool:
     """Whether a few rows still cost as much, relative to one, as the profile says."""
     sizes = [rows for rows in LOOK if rows in costs.seconds]
-    passes = Timed(runner, max(sizes))
+    passes = Timed(executor, max(sizes))
     try:
         sizes = [rows for rows in sizes if rows <= passes.room]
         passes.seconds(1)

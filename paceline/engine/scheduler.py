@@ -10,30 +10,12 @@ has slots for all its rows, its alone to write.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.options import EngineConfig
-from paceline.core.types import FinishReason, Request, Status
+from paceline.core.types import FinishReason, Request, ScheduledRequest, Status
 from paceline.runtime.kv_cache import KvCache
-
-
-class Turn:
-    """What one request does in a pass."""
-
-    __slots__ = ("draft_limit", "is_caught_up", "num_lookahead_tokens", "num_new", "request")
-
-    def __init__(self, request: Request, num_new: int, draft_limit: int = 0) -> None:
-        self.request = request
-        self.num_new = num_new  # known tokens computed now
-        self.draft_limit = draft_limit  # most draft nodes that could be of use to it
-        self.num_lookahead_tokens = 0  # draft nodes it may add: slots are reserved for them
-        # All known tokens will be computed: the last of them is a root, and the target speaks after it.
-        self.is_caught_up = num_new == len(request.tokens) - request.cache.num_cached
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        return self.request.cache.num_cached + self.num_new + self.num_lookahead_tokens
 
 
 @dataclass(slots=True)
@@ -45,7 +27,7 @@ class Scheduler:
     num_preemptions: int = 0
     num_prefix_queries: int = 0  # tokens of the requests that were started or started again
     num_prefix_hits: int = 0  # of them, found in the cache or shared with a sibling
-    _plan: dict[str, Turn] = field(default_factory=dict)
+    _plan: dict[str, ScheduledRequest] = field(default_factory=dict)
     _budget: int = 0
 
     def add(self, request: Request) -> None:
@@ -55,7 +37,7 @@ class Scheduler:
     def requests(self) -> list[Request]:
         return [*self.running, *self.waiting]
 
-    def schedule(self) -> list[Turn]:
+    def schedule(self) -> list[ScheduledRequest]:
         self._plan, self._budget = {}, self.config.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         # Requests with one token to compute go first, so that a long prompt delays no stream.
@@ -64,47 +46,47 @@ class Scheduler:
                 self._continue(request)
         if self.num_preemptions == num_preemptions:
             self._admit()
-        turns = list(self._plan.values())
+        scheduled = list(self._plan.values())
         if self.config.num_speculative_tokens:
-            for turn in turns:
-                if turn.num_new == 1 and turn.is_caught_up:
-                    turn.draft_limit = max(min(self._draft_limit(turn.request), self._budget), 0)
-        return turns
+            for one in scheduled:
+                if one.num_new == 1 and one.is_caught_up:
+                    one.draft_limit = max(min(self._draft_limit(one.request), self._budget), 0)
+        return scheduled
 
     def _uncached(self, low: int, high: int) -> list[Request]:
         """The running requests with so many tokens to compute."""
         return [r for r in self.running if low <= len(r.tokens) - r.cache.num_cached <= high]
 
-    def give_drafts(self, turns: Sequence[Turn], nodes: Sequence[int]) -> None:
-        """Slots for the nodes that are wanted of each turn, as far as the budget and the free blocks go."""
-        for turn, wanted in zip(turns, nodes, strict=True):
-            wanted = min(wanted, turn.draft_limit, self._budget)
-            if wanted <= 0:
-                continue
-            turn.num_lookahead_tokens = wanted
-            if not self.kv.reserve(turn.request.cache, turn.num_tokens_with_spec):
-                turn.num_lookahead_tokens = 0
-            self._budget -= turn.num_lookahead_tokens
+    def reserve_drafts(self, scheduled: Sequence[ScheduledRequest], nodes: Mapping[int, int]) -> None:
+        """Slots for the nodes that are wanted of each, as far as the budget and the free blocks go. nodes: by
+        index.
+        """
+        for index, wanted in nodes.items():
+            one = scheduled[index]
+            one.num_lookahead_tokens = max(min(wanted, one.draft_limit, self._budget), 0)
+            if not self.kv.reserve(one.request.cache, one.num_tokens_with_spec):
+                one.num_lookahead_tokens = 0
+            self._budget -= one.num_lookahead_tokens
 
-    def give_rounds(self, turns: Sequence[Turn], num_tokens: int) -> bool:
-        """Slots for so many tokens of each turn, its root among them. False if blocks run out: what was given
-        until then goes with the next commit, as what is given for drafts does."""
-        return all(
-            self.kv.reserve(turn.request.cache, turn.request.cache.num_cached + num_tokens) for turn in turns
-        )
+    def reserve_burst(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> bool:
+        """Slots for `num_tokens` tokens of each, its root among them. False if blocks run out: what was
+        reserved until then goes back with the next commit, as reserved drafts do.
+        """
+        caches = (one.request.cache for one in scheduled)
+        return all(self.kv.reserve(cache, cache.num_cached + num_tokens) for cache in caches)
 
-    def follow(self, turns: Sequence[Turn]) -> list[tuple[int, Turn]] | None:
-        """Of plain turns that are still under way: whose next token is wanted whatever this one is, and a
-        turn for it, with a slot. None if somebody has a seat waiting, or blocks run out (what was given until
-        then goes with the next commit)."""
-        going = [(i, turn.request) for i, turn in enumerate(turns) if not turn.request.is_finished]
+    def follow(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, ScheduledRequest]]:
+        """Of plain requests whose pass is still under way: those whose next token is wanted whatever this one
+        is, each with a slot for it. Empty if a request waits for a seat, or blocks run out.
+        """
+        going = [(i, one.request) for i, one in enumerate(scheduled) if not one.request.is_finished]
         has_seats = bool(self.waiting) and len(self.running) < self.config.max_num_seqs
         if has_seats or len(going) < len(self.running):
-            return None
+            return []
         lasting = [(i, request) for i, request in going if not self._ends_with_next(request)]
         if not all(self.kv.reserve(request.cache, request.cache.num_cached + 2) for _, request in lasting):
-            return None
-        return [(i, Turn(request, 1)) for i, request in lasting]
+            return []
+        return [(i, ScheduledRequest(request, 1)) for i, request in lasting]
 
     def _ends_with_next(self, request: Request) -> bool:
         return (
@@ -120,7 +102,7 @@ class Scheduler:
             self.preempt(victim)
             if victim is request:
                 return
-        self._plan[request.id] = Turn(request, num_new)
+        self._plan[request.id] = ScheduledRequest(request, num_new)
         self._budget -= num_new
 
     def _admit(self) -> None:
@@ -159,7 +141,7 @@ class Scheduler:
         if not request.num_preemptions:
             request.num_prefix_hits = num_shared
         self.num_prefix_queries += request.num_tokens
-        self._plan[request.id] = Turn(request, num_new)
+        self._plan[request.id] = ScheduledRequest(request, num_new)
         self._budget -= num_new
         return True
 
@@ -177,9 +159,9 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take all its blocks; its tokens stay and are computed again when it comes back."""
-        turn = self._plan.pop(request.id, None)
-        if turn is not None:
-            self._budget += turn.num_new
+        one = self._plan.pop(request.id, None)
+        if one is not None:
+            self._budget += one.num_new
         self.kv.free(request.cache)
         self.running.remove(request)
         request.status = Status.WAITING

@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields
 
-from paceline.core.types import Draft, Proposer, Verdict
+from paceline.core.types import Draft, Verdict
+from paceline.drafters.base import Drafter
 
-NEVER_RIGHT, AFTER = (
-    0.01,
-    200,
-)  # a drafter is reported whose first token was right less often than this in so many drafts
+# a drafter is reported whose first token was right less often than this in so many drafts
+NEVER_RIGHT, AFTER = (0.01, 200)
 # or less often than this share of what was measured when it was trained: texts differ, but not as much
 TOO_RARE = 0.4
 
@@ -175,7 +174,7 @@ class Suspicion:
     _seen: dict[str, int] = field(default_factory=dict)
     _right: dict[str, int] = field(default_factory=dict)
 
-    def judge(self, drafter: Proposer, draft: Draft, verdict: Verdict) -> None:
+    def judge(self, drafter: Drafter, draft: Draft, verdict: Verdict) -> None:
         if self._seen.get(drafter.name, 0) >= AFTER:
             return
         if draft.q is None:
@@ -185,7 +184,7 @@ class Suspicion:
             )
         else:
             is_right = verdict.num_accepted > 0
-        self.note(drafter.name, is_right, getattr(drafter, "usual", 0.0))
+        self.note(drafter.name, is_right, drafter.usual)
 
     def note(self, name: str, is_right: bool, usual: float = 0.0) -> None:
         """Was the first token of a draft right? usual: how often it was when the drafter was trained, 0 if

@@ -41,6 +41,9 @@ class TorchMlpHead:
         """Nothing is kept of a text."""
 
     @torch.inference_mode()
+    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        raise AssertionError("an MLP speculator has no layer that others read")
+
     def begin(self, feeds: Sequence[Feed]) -> Said:
         last = torch.stack(
             [feed.rows[-1].hidden[self.config.target_layers][feed.rows[-1].at] for feed in feeds]

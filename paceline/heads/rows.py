@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from paceline.core.types import Batch, Course, Flown
+    from paceline.core.types import Batch, Burst
 
 
 class Row(NamedTuple):
@@ -79,17 +79,11 @@ class ReadingBackend(Protocol):
     def read(self, feeds: Sequence[Feed]) -> None: ...
 
 
-class TrunkBackend(ReadingBackend, Protocol):
-    """What others speak for: its layer alone."""
-
-    def outputs(
-        self, feeds: Sequence[Feed]
-    ) -> torch.Tensor: ...  # [feeds, hidden] after their last rows; the next call may overwrite it
-
-
-class ChainBackend(ReadingBackend, Protocol):
+class ChainHead(ReadingBackend, Protocol):
     """A head that drafts token by token."""
 
+    # [feeds, hidden] after their last rows, for heads that read its layer alone; the next call may overwrite it
+    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor: ...
     def can_guess(self, temperature: float) -> bool: ...
     def begin(self, feeds: Sequence[Feed]) -> Said: ...  # after the last row of each
     def level(self, nodes: Sequence[Node]) -> Said: ...
@@ -99,37 +93,55 @@ class ChainBackend(ReadingBackend, Protocol):
 
 
 class Matcher(NamedTuple):
-    """Where suffix matching lies (cpu/votes.py): addresses, and the length of its longest draft."""
+    """A drafter that runs no model, for a kernel: its entry, the addresses it is called with, where it
+    writes, and the length of its longest draft.
+    """
 
+    entry: int
     live: int
     past: int
     scratch: int
     drafted: int
     reach: int
     budget: int
+    name: str  # of the drafter
 
 
-class Orders(NamedTuple):
-    """What rounds must know beside rows and tokens; who always drafts as much as it can needs none of it."""
+class BurstWeights(NamedTuple):
+    """How drafts of one request are weighed in a burst, as core/weigh.py takes it. Tables are by cell."""
 
-    course: Course | None
-    matcher: Matcher | None
-    least: float  # the chance below which a chain is not drafted on
-    stops: Sequence[int]  # tokens that end the first request
-    wanted: int  # tokens that it may still say
+    seconds: float  # of a pass without a draft
+    added: Sequence[float]  # [length + 1]: seconds that n nodes add to it
+    promised: float  # seconds that asking the head should save: it is not asked where a match saves more
+    head_rates: Sequence[float]
+    head_factor: float  # of the request
+    match_rates: Sequence[float]
+    match_factor: float
 
 
-class RoundsBackend(Protocol):
-    """A head that drafts token by token and the target, left to themselves."""
+class BurstInput(NamedTuple):
+    """What a burst must know beside the rows of its first pass."""
 
-    most_rounds: int
+    num_rounds: int  # at most
+    feeds: Sequence[Feed] = ()  # what the head has not read; none: no head drafts
+    speakers: Sequence[Speaker] = ()
+    weights: BurstWeights | None = None  # for devices that weigh drafts; others check all of them
+    matcher: Matcher | None = None
+    least: float = 0.0  # the path probability below which a head does not draft on
+    stops: Sequence[int] = ()  # tokens that end the first request
+    wanted: int = 0  # tokens that it may still emit
+    head_name: str = ""  # of the drafter whose head it is
+
+
+class BurstBackend(Protocol):
+    """Draft, check and the next draft on the device."""
+
+    most_rounds: int  # in a row
     most_requests: int
-    is_asking: bool  # whether it weighs drafts, and may ask a matcher beside the head
+    is_weighing: bool  # whether drafts are cut to what pays, and a matcher may draft beside the head
 
-    def can_fly(self, temperature: float) -> bool: ...
-    def launch(
-        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders
-    ) -> Flown: ...
+    def can_run(self, temperature: float) -> bool: ...
+    def launch(self, batch: Batch, given: BurstInput) -> Burst: ...
 
 
 class BlockBackend(Protocol):

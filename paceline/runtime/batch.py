@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.types import Batch, Columns, Draft, Pick, Request, Segment
-from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
+import torch
+
+from paceline.core.types import BLOCK_SIZE, Batch, Columns, Draft, Pick, Request, Segment
+from paceline.runtime.kv_cache import KvCache
 
 
 def segment_of(request: Request, num_new: int, draft: Draft | None, pick: Pick | None = None) -> Segment:
@@ -31,7 +33,7 @@ def segment_of(request: Request, num_new: int, draft: Draft | None, pick: Pick |
     )
 
 
-def build(segments: Sequence[Segment], kv: KvCache) -> Batch:
+def build(segments: Sequence[Segment], kv: KvCache, device: torch.device) -> Batch:
     """Slots for every row must have been reserved."""
     columns = Columns([], [], [], [], [], [0], [], [], [])
     ids, positions, slots, parents, request_of, starts, tables, prefixes, rows = columns
@@ -60,7 +62,7 @@ def build(segments: Sequence[Segment], kv: KvCache) -> Batch:
                 picks = None
             else:
                 picks += [pick] * num_logits
-    return Batch(columns, BLOCK_SIZE, kv.device, picks or None)
+    return Batch(columns, device, picks or None, kv.take_moves())
 
 
 def _add_rows(columns: Columns, index: int, first: int, base: int, local: Sequence[int]) -> None:

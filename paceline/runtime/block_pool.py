@@ -26,9 +26,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._holders = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(num_blocks)
-        )  # least recently freed first
+        # least recently freed first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 

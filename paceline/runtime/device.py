@@ -9,8 +9,6 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.models.quantize import bits_of
-from paceline.runtime.kv_cache import FLOATS, Kept
 
 SPARE_ON_GPU = 2**31  # bytes left for activations and graphs
 
@@ -28,24 +26,6 @@ def resolve(name: str) -> torch.device:
             f"device is {name!r} and there are {torch.cuda.device_count()} CUDA devices; choose cuda:0 or another"
         )
     return torch.device(name)
-
-
-def cache_dtype(device: torch.device, dtype: str, asked: str = "auto", kernels: str = "exact") -> Kept:
-    """Of keys and values: as exact as the arithmetic of the pass, unless integers are asked for. On a CPU
-    those of a quantized model are integers, as its weights and activations are."""
-    if asked not in ("auto", "int8"):
-        raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
-    if asked == "int8":
-        if device.type == "cpu":
-            raise ConfigError("kv_cache_dtype is 'int8', which only GPUs have; leave it out")
-        return Kept(torch.int8, torch.int8)
-    if device.type == "cpu":
-        has_integers = kernels == "exact" and bits_of(dtype) < 32
-        return Kept(torch.int8, torch.int8, has_value_scales=False) if has_integers else FLOATS
-    if dtype == "float32":
-        return FLOATS
-    narrow = torch.float16 if dtype == "float16" else torch.bfloat16
-    return Kept(narrow, narrow)
 
 
 def free_memory(device: torch.device, model: ModelConfig, dtype: str) -> int:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from paceline.core.types import Cached, Output, Pick, Segment
-from paceline.runtime.kv_cache import BLOCK_SIZE
-from paceline.runtime.runner import Runner
+from paceline.core.types import BLOCK_SIZE, Cached, Output, Pick, Segment
+from paceline.runtime.executor import LocalExecutor
 
 ROWS = (1, 2, 4, 8, 3, 6, 16, 12)  # the first ones say most, should time run out
 ROWS_ON_GPU = (1, 8, 64)  # few, since something is recorded for each; between them a pass changes little
@@ -33,40 +32,37 @@ class Timed:
     takes.
     """
 
-    def __init__(self, runner: Runner, most_tokens: int) -> None:
-        self._runner, self._cache = runner, Cached()
-        self.room = min(most_tokens, runner.kv.pool.num_free * BLOCK_SIZE, runner.config.max_context)
-        is_reserved = runner.kv.reserve(self._cache, self.room)
+    def __init__(self, executor: LocalExecutor, most_tokens: int) -> None:
+        self._executor, self._cache = executor, Cached()
+        self.room = min(most_tokens, executor.kv.pool.num_free * BLOCK_SIZE, executor.config.max_context)
+        is_reserved = executor.kv.reserve(self._cache, self.room)
         assert is_reserved, "as many blocks as are free can be had"
-        for block in self._cache.blocks:  # memory that was never written may not be there yet
-            for data in (runner.kv.keys, runner.kv.values):
-                data[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
+        executor.memory.touch(self._cache.blocks)
 
     def seconds(self, rows: int, context: int = 0) -> float:
         self._cache.num_cached = context
-        tokens = [(STRIDE * i) % self._runner.config.vocab_size for i in range(rows)]
+        tokens = [(STRIDE * i) % self._executor.config.vocab_size for i in range(rows)]
         output, taken = self._timed(tokens)
-        return (
-            self._timed(tokens)[1] if output.is_first else taken
-        )  # what was recorded on the way is no cost of a pass
+        # what was recorded on the way is no cost of a pass
+        return self._timed(tokens)[1] if output.is_first else taken
 
     def _timed(self, tokens: list[int]) -> tuple[Output, float]:
         started = time.perf_counter()
-        output = self._runner.forward([Segment(tokens, self._cache, None, len(tokens), Pick(0.0, 0))])
+        output = self._executor.forward([Segment(tokens, self._cache, None, len(tokens), Pick(0.0, 0))])
         output.logits[-1, -1].item()  # a device may still be at it
         return output, time.perf_counter() - started
 
     def free(self) -> None:
         self._cache.num_cached = 0
-        self._runner.kv.free(self._cache)
+        self._executor.kv.free(self._cache)
 
 
-def measure(runner: Runner, seconds: float = 0.3) -> Timings:
+def measure(executor: LocalExecutor, seconds: float = 0.3) -> Timings:
     """As far as the time goes: every row count once at least where passes are short, the smallest ones where
     they are long.
     """
-    rows_of_interest = ROWS if runner.kv.device.type == "cpu" else ROWS_ON_GPU
-    passes = Timed(runner, CONTEXT + max(rows_of_interest))
+    rows_of_interest = ROWS if executor.device.type == "cpu" else ROWS_ON_GPU
+    passes = Timed(executor, CONTEXT + max(rows_of_interest))
     try:
         sizes = [n for n in rows_of_interest if n <= passes.room]
         for rows in sizes[:4]:  # what is compiled on first use is no cost of a pass

@@ -111,7 +111,7 @@ def stats_json(stats: SpecStats) -> dict[str, Any]:
 
 def figures(engine: Engine) -> dict[str, Any]:
     """Where the engine stands: sizes of now, and counts since it was started."""
-    scheduler, pool = engine.scheduler, engine.runner.kv.pool
+    scheduler, pool = engine.scheduler, engine.executor.kv.pool
     return {
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),

@@ -94,7 +94,7 @@ class Session:
         return Engine(self.own.runner, drafter, replace(self.own.config, num_speculative_tokens=k), policy)
 
     def _drafter(self, name: str, k: int) -> Proposer:
-        return registry.create(*registry.parse(self.asked.options(name, k)), self.llm.surroundings)
+        return registry.create(*registry.parse(self.asked.options(name, k)), self.llm.context)
 
     def _subject(self, name: str) -> Subject:
         self.tell(f"loading {name}", 0)
@@ -114,7 +114,7 @@ class Session:
     def _auto(self) -> Engine:
         head = shipped_head(self.llm.checkpoint, True)
         parsed = [registry.parse(options) for options in (*registry.AUTO, *([head] if head else ()))]
-        drafters = [registry.create(*each, self.llm.surroundings) for each in parsed]
+        drafters = [registry.create(*each, self.llm.context) for each in parsed]
         most = min(
             sum(config.num_speculative_tokens for _, config in parsed), self.own.config.max_model_len - 1
         )

@@ -112,7 +112,7 @@ class Worker:
         """Median seconds of one pass over each number of tokens, all logits wanted, after a cached
         context.
         """
-        passes = Passes(self.llm.engine.runner, CONTEXT, max(sizes))
+        passes = Passes(self.llm.engine.executor, CONTEXT, max(sizes))
         times = [[passes.seconds(size) for size in sizes] for _ in range(TIMED + 1)]
         passes.free()
         return {"seconds": [median(column) for column in zip(*times[1:], strict=True)]}

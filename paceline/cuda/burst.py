@@ -1,4 +1,4 @@
-"""Rounds that a GPU runs by itself: a head drafts a chain, the target checks it, and both go on from what was
+"""Bursts on a GPU: a head drafts a chain, the target checks it, and both go on from what was
 accepted.
 
 A round is one CUDA graph, replayed as often as rounds are wanted; the host fills the inputs of the first,
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from paceline.core.types import Batch, Round
+from paceline.core.tree import Tree
+from paceline.core.types import Batch, Draft, Round
 from paceline.cuda import batch as device_batch
 from paceline.cuda.advance import Drafted, Ring, Verified, advance
 from paceline.cuda.batch import REQUESTS, Inputs, bucket_for, context_for, next_size
@@ -24,13 +25,12 @@ from paceline.cuda.chain_head import Bucket, CudaChainHead
 from paceline.cuda.decoder import CudaDecoder, Task
 from paceline.cuda.graphs import Graphs
 from paceline.cuda.head_inputs import Buffer, rows_for, table_of_rounds, warm_contexts
-from paceline.heads.rows import Feed, Orders, Speaker
+from paceline.heads.rows import BurstInput
 from paceline.models.attention import LayerCache
 
 MOST_ROUNDS = 32  # in a row: taking off costs as much as a round, and slots are reserved for as many
 # under way at a time, so that the device never waits for the host: what arrives waits for so many, and so
 # many may be in vain
-AHEAD = 2
 MOST_REQUESTS = 4  # of more, a pass hides what the host does, and each number of them is recorded for
 
 
@@ -55,17 +55,15 @@ class _Room(NamedTuple):
     kv: Sequence[LayerCache]
 
 
-class CudaFlown:
-    """What rounds say, each on its way to the host: whoever looks first waits for it. Once others take off it
-    is gone.
-    """
+class CudaBurst:
+    """What rounds emit, each on its way to the host: reading one waits for it. The next burst overwrites them."""
 
     def __init__(
-        self, replay: Callable[[], None], room: _Room, layers: Sequence[int], most: int, is_first: bool
+        self, replay: Callable[[], None], room: _Room, layers: Sequence[int], most: int, head_name: str
     ) -> None:
         """layers: of the hidden states; most: rounds that there is room for."""
-        self.is_first = is_first
         self._replay, self._room, self._layers, self._most = replay, room, layers, most
+        self._head_name = head_name
         self._arrivals: list[torch.cuda.Event] = []
         self._count = 0
 
@@ -75,11 +73,9 @@ class CudaFlown:
 
     def hidden(self, number: int) -> dict[int, torch.Tensor]:
         """The last round's: the next has read those before it."""
-        return (
-            dict(zip(self._layers, self._room.hidden.clone(), strict=True))
-            if number == self._count - 1
-            else {}
-        )
+        if number < self._count - 1:
+            return {}
+        return dict(zip(self._layers, self._room.hidden.clone(), strict=True))
 
     @torch.inference_mode()
     def more(self) -> None:
@@ -94,36 +90,40 @@ class CudaFlown:
     def __len__(self) -> int:
         return self._count
 
-    def round(self, number: int) -> Round:
+    def round(self, number: int, roots: Sequence[int]) -> Round:
         if self._arrivals:
             self._arrivals[number].synchronize()
         said = self._room.host[number].numpy()  # [requests, 3 * steps + 1]
         steps = said.shape[1] // 3
-        chances = np.ascontiguousarray(said[:, steps : 2 * steps]).view(np.float32).cumprod(1).tolist()
-        return Round(said[:, :steps].tolist(), chances, said[:, 2 * steps :].tolist())
+        reach = np.ascontiguousarray(said[:, steps : 2 * steps]).view(np.float32).cumprod(1).tolist()
+        chains = zip(roots, said[:, :steps].tolist(), reach, strict=True)
+        drafts = [
+            Draft(Tree.chain(root, tokens), self._head_name, None, (1.0, *paths))
+            for root, tokens, paths in chains
+        ]
+        return Round(drafts, said[:, 2 * steps :].tolist())
 
 
-class CudaRounds:
-    most_rounds, most_requests, is_asking = MOST_ROUNDS, MOST_REQUESTS, False
+class CudaBurstBackend:
+    most_rounds, most_requests, is_weighing = MOST_ROUNDS, MOST_REQUESTS, False
 
     def __init__(self, head: CudaChainHead, decoder: CudaDecoder, kv: Sequence[LayerCache]) -> None:
         self._head, self._decoder, self._kv, self.device = head, decoder, kv, decoder.device
         self._graphs = Graphs(decoder.capture)
 
-    def can_fly(self, temperature: float) -> bool:
+    def can_run(self, temperature: float) -> bool:
         return True
 
     @torch.inference_mode()
-    def launch(
-        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], batch: Batch, count: int, orders: Orders
-    ) -> CudaFlown:
-        """batch: the target's rows of the first round, chains of which only the roots are known; of each
-        request as many slots are reserved as `count` rounds could take, a few of which are sent now. feeds:
-        what the head has not read of each text, no more rows than a chain has."""
-        columns, rows = batch.columns, len(batch.columns.rows) // len(feeds)
-        assert 1 <= count <= self.most_rounds, "a ring holds so many"
+    def launch(self, batch: Batch, given: BurstInput) -> CudaBurst:
+        """batch: the target's rows of the first round, chains of which only the roots are known; of each request
+        slots are reserved for all rounds, one of which is sent now. feeds: no more rows than a chain has.
+        """
+        feeds, count, columns = given.feeds, given.num_rounds, batch.columns
+        rows = len(columns.rows) // len(feeds)
+        assert 1 <= count <= self.most_rounds, "the ring holds no more rounds"
         assert all(1 <= len(feed.tokens) <= rows for feed in feeds), (
-            "something to read, and as much as a round shows"
+            "something to read, and no more than a round shows"
         )
         for feed in feeds:  # before anything is recorded: more memory makes recordings useless
             feed.place.reserve(feed.start + len(feed.tokens) + count * rows)
@@ -132,18 +132,15 @@ class CudaRounds:
         assert shape.target._replace(context=0) == bucket_for(columns)._replace(context=0), (
             "the bucket of a usual step"
         )
-        key = self._key(shape)
-        is_first = key not in self._graphs
-        recording, room = self._graphs.get(key, lambda: self._prepare(shape))
+        recording, room = self._graphs.get(self._key(shape), lambda: self._prepare(shape))
         table = table_of_rounds(feeds, self._head.taps, rows, self._head.nowhere)
-        room.buffer.fill(self._head.values(shape.head, table, feeds, speakers))
+        room.buffer.fill(self._head.values(shape.head, table, feeds, given.speakers))
         room.inputs.fill(columns, batch.picks)
         room.ring.number.zero_()
         self._decoder.latest = None  # a round's picks lie where a pass's do
-        flown = CudaFlown(recording.replay, room, self._layers, count, is_first)
-        for _ in range(min(AHEAD, count)):
-            flown.more()
-        return flown
+        burst = CudaBurst(recording.replay, room, self._layers, count, given.head_name)
+        burst.more()
+        return burst
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:

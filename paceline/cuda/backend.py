@@ -1,0 +1,105 @@
+"""The backend of an NVIDIA GPU: Triton kernels recorded as CUDA graphs, for the decoder, the heads and bursts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.cuda.block_head import CudaBlockHead
+from paceline.cuda.burst import CudaBurstBackend
+from paceline.cuda.chain_head import CudaChainHead
+from paceline.cuda.decoder import CudaDecoder
+from paceline.cuda.graphs import CudaCapture
+from paceline.cuda.side_heads import CudaMedusaHead
+from paceline.cuda.weights import dtype_of
+from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
+from paceline.loaders.head_files import Head
+from paceline.models.kv_format import FLOATS, KvFormat
+
+
+class CudaBackend:
+    default_dtype = "bfloat16"
+
+    def __init__(self, device: torch.device, exact: bool = False, capture: CudaCapture | None = None) -> None:
+        """exact: a row has the same bits in every pass, however many rows it has. capture: shared by all that is
+        recorded, since graphs share memory.
+        """
+        self.device, self._exact, self._capture = device, exact, capture or CudaCapture()
+
+    @property
+    def is_async(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def num_recordings(self) -> int:
+        return self._capture.num_recordings
+
+    def check_dtype(self, dtype: str) -> None:
+        dtype_of(dtype)
+
+    def kv_format(self, dtype: str, asked: str) -> KvFormat:
+        """As exact as the arithmetic of the pass, unless integers are asked for."""
+        if asked not in ("auto", "int8"):
+            raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
+        if asked == "int8":
+            return KvFormat(torch.int8, torch.int8)
+        if dtype == "float32":
+            return FLOATS
+        narrow = torch.float16 if dtype == "float16" else torch.bfloat16
+        return KvFormat(narrow, narrow)
+
+    def load(self, source: Any, dtype: str, context: int | None = None) -> CudaDecoder:
+        return CudaDecoder.load(
+            source,
+            dtype=dtype,
+            device=str(self.device),
+            context=context,
+            exact=self._exact,
+            capture=self._capture,
+        )
+
+    def chain_head(
+        self,
+        config: LayeredConfig,
+        tensors: Any,
+        decoder: CudaDecoder,
+        num_blocks: int,
+        norm: torch.Tensor | None,
+        steps: int,
+    ) -> CudaChainHead:
+        head = CudaChainHead(config, tensors, decoder, num_blocks, norm)
+        self._warm_up(head, steps)
+        return head
+
+    def block_head(self, head: Head, decoder: CudaDecoder, num_blocks: int, steps: int) -> CudaBlockHead:
+        assert isinstance(head.config, DflashConfig)
+        made = CudaBlockHead(head.config, head.tensors, decoder, num_blocks)
+        self._warm_up(made, steps)
+        return made
+
+    def side_heads(self, head: Head, decoder: CudaDecoder, norm: torch.Tensor, steps: int) -> CudaMedusaHead:
+        assert isinstance(head.config, MedusaConfig)
+        made = CudaMedusaHead(head.config, head.tensors, norm, decoder)
+        self._warm_up(made, steps)
+        return made
+
+    def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
+        return logits.topk(k).indices
+
+    def burst(
+        self, decoder: CudaDecoder, kv: Sequence[Any], head: Any, length: int
+    ) -> CudaBurstBackend | None:
+        """Without a head there is none: plain passes follow each other as they are."""
+        if head is None or not head.taps:
+            return None
+        made = CudaBurstBackend(head, decoder, kv)
+        self._warm_up(made, length)
+        return made
+
+    def _warm_up(self, recorded: Any, steps: int) -> None:
+        """What a GPU compiles and records on first use, no request should wait for."""
+        if self.is_async:
+            recorded.warm_up(steps)

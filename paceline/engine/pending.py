@@ -1,0 +1,177 @@
+"""What is under way on the device between two calls of `step`: passes that the host has drafted for, or a
+burst.
+
+Both yield one StepRecord for each pass, in order, and may send further passes before the last has landed.
+Invariant: whatever was sent lands before anything else is scheduled; a request that was stopped meanwhile has
+no part in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from time import perf_counter
+from typing import NamedTuple
+
+from paceline.core.accept import follow
+from paceline.core.sampling import not_finite
+from paceline.core.tree import Tree
+from paceline.core.types import Answers, Burst, Cached, Draft, Output, ScheduledRequest, Segment
+from paceline.core.watch import Watch
+from paceline.drafters.base import Drafter
+from paceline.engine.scheduler import Scheduler
+from paceline.runtime.check import judge
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.record import Drafting, StepRecord
+
+AHEAD = 2  # passes under way at a time, so that a device never waits for the host
+
+
+@lru_cache(maxsize=4096)
+def rooted(token: int) -> Draft:
+    """Nothing drafted. A few tokens make up most of a text, so most of these are there already."""
+    return Draft(Tree.chain(token))
+
+
+class _Pass(NamedTuple):
+    scheduled: Sequence[ScheduledRequest]
+    drafts: Sequence[Draft | None] | None  # None: of roots alone, which were not known when it was sent
+    output: Output
+    sent: float  # when
+
+
+@dataclass(slots=True)
+class PendingPasses:
+    """A pass and, where a device runs by itself, plain passes that read what it picks before the host has
+    seen it.
+    """
+
+    executor: LocalExecutor
+    scheduler: Scheduler
+    first: _Pass
+    plain_steps: int  # that may follow each other, the first included: no draft is wanted in between
+    answers: Answers = field(default_factory=dict)
+    drafting: Drafting = field(default_factory=dict)
+    _under_way: deque[_Pass] = field(default_factory=deque)
+    _num_sent: int = 1
+
+    def __post_init__(self) -> None:
+        self._under_way.append(self.first)
+
+    @property
+    def is_under_way(self) -> bool:
+        """There is more to land, and a request that wants it."""
+        return any(not one.request.is_finished for each in self._under_way for one in each.scheduled)
+
+    def extend(self) -> None:
+        """Send the plain pass after the last, if that is plain too."""
+        last, decoder = self._under_way[-1], self.executor.decoder
+        if len(self._under_way) >= AHEAD or self._num_sent >= self.plain_steps or not _is_plain(last):
+            return
+        if last.output.picked is not decoder.latest:  # another model or a burst has used the device meanwhile
+            return
+        going = self.scheduler.follow(last.scheduled)
+        if not going:
+            return
+        segments = []
+        for i, one in going:
+            cache = one.request.cache
+            # Of AHEAD passes only one can have landed when this one is sent, so the text is one token
+            # further.
+            segments.append(
+                Segment([-1 - i], Cached(cache.blocks, cache.num_cached + 1), None, 1, one.request.pick)
+            )
+        sent = perf_counter()
+        self._under_way.append(_Pass([one for _, one in going], None, self.executor.forward(segments), sent))
+        self._num_sent += 1
+
+    def next(self, watch: Watch | None) -> StepRecord:
+        """The first that has not landed; waits for the device."""
+        one, is_first = self._under_way.popleft(), self._num_sent == 1
+        drafts = one.drafts
+        if drafts is None:
+            drafts = [rooted(each.request.tokens[-1]) for each in one.scheduled]
+        if one.output.picked is not None:
+            len(one.output.picked)  # waits
+        landed, has_more = perf_counter(), bool(self._under_way)
+        judged = judge(one.scheduled, drafts, one.output, watch, has_logits=not has_more)
+        record = StepRecord(
+            one.scheduled, drafts, judged, self.answers, self.drafting, one.output.hidden, one.output.top
+        )
+        record.has_more, record.is_plain = has_more, self.plain_steps > 0
+        record.pass_seconds = (
+            landed - one.sent if is_first and not has_more and not one.output.is_first else None
+        )
+        self.answers, self.drafting = {}, {}
+        return record
+
+
+def _is_plain(one: _Pass) -> bool:
+    """Every request has one row, and the device picks all their tokens."""
+    if one.drafts is None or one.output.picked is None:
+        return one.drafts is None
+    pairs = zip(one.scheduled, one.drafts, strict=True)
+    return all(draft is not None and len(draft.tree.tokens) == each.num_new == 1 for each, draft in pairs)
+
+
+@dataclass(slots=True)
+class PendingBurst:
+    """Rounds of draft, check and the next draft that a device runs by itself."""
+
+    burst: Burst
+    scheduled: Sequence[ScheduledRequest]
+    drafters: Sequence[Drafter]  # of the policy
+    head: int | None  # the drafter whose head drafts in it
+    matcher: int | None
+    length: int  # of the longest draft
+    is_plain: bool
+    goes_on: Callable[
+        [PendingBurst], bool
+    ]  # whether another round is better than whatever else could be done
+    num_landed: int = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.num_landed < len(self.burst) and not all(
+            one.request.is_finished for one in self.scheduled
+        )
+
+    def extend(self) -> None:
+        """Send another round if every request will probably have more to say after those under way: half of
+        each draft is taken to be right.
+        """
+        num_ahead, requests = len(self.burst) - self.num_landed, [one.request for one in self.scheduled]
+        if num_ahead >= AHEAD or not self.burst.num_left or any(request.is_finished for request in requests):
+            return
+        left = min(request.params.max_tokens - request.num_output for request in requests)
+        if left > num_ahead * (self.length + 1) / 2 and self.goes_on(self):
+            self.burst.more()
+
+    def next(self, watch: Watch | None) -> StepRecord:
+        requests = [one.request for one in self.scheduled]
+        number, started = self.num_landed, perf_counter()
+        said = self.burst.round(number, [request.tokens[-1] for request in requests])  # waits
+        for drafter in (d for n, d in enumerate(self.drafters) if n in (self.head, self.matcher)):
+            drafter.end_round(requests, said.num_read)
+        self.num_landed += 1
+        judged = [
+            None if request.is_finished else follow(draft, picked) or not_finite(request)
+            for request, draft, picked in zip(requests, said.drafts, said.picked, strict=True)
+        ]
+        record = StepRecord(self.scheduled, said.drafts, judged, self._answers(said.drafts, said.answers))
+        if self.head is not None and said.num_read != 0:
+            record.drafting = {
+                self.head: (self.length, said.head_seconds if said.seconds is not None else None)
+            }
+        record.hidden, record.is_plain = self.burst.hidden(number), self.is_plain
+        record.has_more = self.num_landed < len(self.burst)
+        record.seconds = None if said.seconds is None else said.seconds + perf_counter() - started
+        return record
+
+    def _answers(self, drafts: Sequence[Draft], answers: Sequence[tuple[str, Draft]]) -> Answers:
+        numbers = {self.drafters[n].name: n for n in (self.head, self.matcher) if n is not None}
+        if answers:
+            return {0: [(numbers[source], draft) for source, draft in answers]}
+        return {i: [(numbers[d.source], d)] for i, d in enumerate(drafts) if d.num_drafted}

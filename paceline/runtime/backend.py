@@ -1,0 +1,106 @@
+"""What a kind of device offers: the decoder, learned heads, top-k, and bursts. One class a kind, chosen by
+name once.
+
+    cpu/backend.py      compiled kernels; cuda/backend.py: Triton and CUDA graphs; runtime/torch_backend.py:
+    the reference
+
+Invariant: nothing else in the project asks which kind of device it runs on in order to choose an
+implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.types import Batch, Output
+from paceline.heads.config import LayeredConfig
+from paceline.heads.rows import BlockBackend, BurstBackend, ChainHead, SideBackend
+from paceline.models.config import ModelConfig
+from paceline.models.kv_format import KvFormat
+
+if TYPE_CHECKING:
+    from paceline.loaders.head_files import Head
+
+LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [slots, KV heads, width]
+Tensors = Mapping[str, torch.Tensor]
+KERNELS = ("exact", "torch")
+
+
+class Decoder(Protocol):
+    """What runs a pass."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def is_exact(self) -> bool: ...  # a row's bits depend on its own context alone
+    @property
+    def checks_trees(self) -> bool: ...  # a node has the same bits wherever in a tree it is
+    @property
+    def latest(
+        self,
+    ) -> Sequence[int] | None: ...  # picks that the next pass may read by ids below zero (types.Columns)
+    def forward(
+        self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
+    ) -> Output: ...
+
+
+class Backend(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def is_async(self) -> bool: ...  # a pass goes on after `forward` has returned; reading its output waits
+    @property
+    def default_dtype(self) -> str: ...  # of the weights, where none is asked for
+    @property
+    def num_recordings(
+        self,
+    ) -> int: ...  # graphs recorded so far: a step that recorded took longer than usual
+    def check_dtype(self, dtype: str) -> None: ...  # a ConfigError for weights that it cannot run
+    def kv_format(self, dtype: str, asked: str) -> KvFormat: ...
+    def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder: ...
+    # Learned heads. steps: tokens of the longest chain that will be asked for, 0 for trees alone; num_blocks:
+    # of K/V.
+    def chain_head(
+        self,
+        config: LayeredConfig,
+        tensors: Tensors,
+        decoder: Any,
+        num_blocks: int,
+        norm: torch.Tensor | None,
+        steps: int,
+    ) -> ChainHead: ...  # norm: the target's last, for heads that read what comes out of it
+    def block_head(self, head: Head, decoder: Any, num_blocks: int, steps: int) -> BlockBackend: ...
+    def side_heads(self, head: Head, decoder: Any, norm: torch.Tensor, steps: int) -> SideBackend: ...
+    def top(
+        self, logits: torch.Tensor, k: int
+    ) -> torch.Tensor: ...  # [L, k] int64, best first, lower ids first
+    def burst(
+        self, decoder: Any, kv: Sequence[LayerCache], head: ChainHead | None, length: int
+    ) -> BurstBackend | None:
+        """Passes without the host, with chains of up to `length` tokens drafted by a head and, where the
+        device can, a matcher; None: it has none for these.
+        """
+        ...
+
+
+def backend_for(device: torch.device, kernels: str = "exact", exact: bool = False) -> Backend:
+    """exact: of a GPU, a row has the same bits in every pass; the CPU's kernels are exact as they are."""
+    if kernels not in KERNELS:
+        raise ConfigError(f"unknown kernels {kernels!r}; choose 'exact' or 'torch'")
+    if kernels == "torch":
+        from paceline.runtime.torch_backend import TorchBackend
+
+        return TorchBackend(device)
+    if device.type == "cuda":
+        from paceline.cuda.backend import CudaBackend
+
+        return CudaBackend(device, exact)
+    from paceline.cpu.backend import CpuBackend
+
+    return CpuBackend()

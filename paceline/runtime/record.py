@@ -1,0 +1,57 @@
+"""What a step drafted, checked, accepted and took: the same from every driver, to commit, policy, drafters
+and statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import PacelineError
+from paceline.core.types import Answers, Draft, ScheduledRequest, Seen, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+Drafting = Mapping[
+    int, tuple[int, float | None]
+]  # by drafter: nodes asked for, seconds (None: within the pass's)
+Judged = (
+    Verdict | PacelineError | None
+)  # None: a part of a prompt, or of a request that was stopped meanwhile
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """Of one pass, or one round of a burst. Requests are named by their index among the scheduled ones."""
+
+    scheduled: Sequence[ScheduledRequest]
+    drafts: Sequence[Draft | None]  # what was checked, maybe only a root; None: a part of a prompt
+    judged: Sequence[Judged]
+    answers: Answers = field(default_factory=dict)  # all that was drafted, also what was not checked
+    drafting: Drafting = field(default_factory=dict)
+    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> [rows, hidden]
+    top: torch.Tensor | None = None  # [L, k]: the most likely tokens at each node
+    has_more: bool = False  # a pass that goes on from this one is under way, and writes to reserved slots
+    is_plain: bool = False  # nothing was asked for, by choice: plain decoding's own time
+    pass_seconds: float | None = None  # of the pass alone; None where it cannot be told
+    seconds: float | None = (
+        None  # of the whole step, from the commit before to this one; None where that is not known
+    )
+    verdicts: dict[int, Verdict] = field(default_factory=dict)  # what was committed
+
+    def seen(self) -> list[Seen]:
+        """What drafters may learn, of each request that goes on. Call after the commit."""
+        found, first, first_row = [], 0, 0
+        for index, (one, draft) in enumerate(zip(self.scheduled, self.drafts, strict=True)):
+            nodes = 0 if draft is None else len(draft.tree.tokens)
+            end, end_row = first + nodes, first_row + one.num_new + max(nodes - 1, 0)
+            if not one.request.is_finished:
+                top = self.top[first:end] if self.top is not None and draft is not None else None
+                hidden = self.hidden
+                if len(self.scheduled) > 1 and hidden:
+                    hidden = {layer: rows[first_row:end_row] for layer, rows in hidden.items()}
+                found.append(Seen(one.request, one.num_new, draft, self.verdicts.get(index), top, hidden))
+            first, first_row = end, end_row
+        return found

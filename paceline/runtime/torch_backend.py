@@ -1,0 +1,68 @@
+"""The reference: every pass and every head in plain torch, on any device. Slow, readable, and what tests
+compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.heads.block import TorchBlockHead
+from paceline.heads.chain import TorchChainHead
+from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
+from paceline.heads.rows import BlockBackend, ChainHead, SideBackend
+from paceline.heads.side import TorchMedusaHead
+from paceline.models.decoder import Decoder
+from paceline.models.kv_format import FLOATS, KvFormat
+from paceline.models.quantize import bits_of
+
+if TYPE_CHECKING:
+    from paceline.loaders.head_files import Head
+    from paceline.runtime.backend import LayerCache, Tensors
+
+
+class TorchBackend:
+    default_dtype, is_async, num_recordings = "float32", False, 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def check_dtype(self, dtype: str) -> None:
+        bits_of(dtype)
+
+    def kv_format(self, dtype: str, asked: str) -> KvFormat:
+        if asked != "auto":
+            raise ConfigError(f"kv_cache_dtype is {asked!r}; the torch kernels keep float32, leave it out")
+        return FLOATS
+
+    def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder:
+        return Decoder.load(source, dtype=dtype, device=str(self.device), context=context)
+
+    def chain_head(
+        self,
+        config: LayeredConfig,
+        tensors: Tensors,
+        decoder: Any,
+        num_blocks: int,
+        norm: torch.Tensor | None,
+        steps: int,
+    ) -> ChainHead:
+        return TorchChainHead(config, dict(tensors), decoder, norm, self.device)
+
+    def block_head(self, head: Head, decoder: Any, num_blocks: int, steps: int) -> BlockBackend:
+        assert isinstance(head.config, DflashConfig)
+        return TorchBlockHead(head.config, head.tensors, decoder, self.device)
+
+    def side_heads(self, head: Head, decoder: Any, norm: torch.Tensor, steps: int) -> SideBackend:
+        assert isinstance(head.config, MedusaConfig)
+        return TorchMedusaHead(head.config, head.tensors, norm, self.device)
+
+    def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
+        order = logits.argsort(dim=-1, descending=True, stable=True)
+        return order[:, :k]
+
+    def burst(self, decoder: Any, kv: Sequence[LayerCache], head: Any, length: int) -> None:
+        return None

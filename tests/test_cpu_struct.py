@@ -1,0 +1,51 @@
+"""Kernel arguments: what `numbers` writes, `struct` reads, whole numbers, floats, flags and nested ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from numba import njit
+
+from paceline.cpu.compile import numbers, place_of, size_of, struct
+
+
+class Inner(NamedTuple):
+    first: int
+    second: float
+
+
+class Outer(NamedTuple):
+    count: int
+    inner: Inner
+    is_set: bool
+    scale: float
+    other: Inner
+
+
+OUTER = Outer(7, Inner(-3, 0.1), True, -2.5, Inner(1 << 60, 1e-300))
+outer_at, inner_at = struct(Outer), struct(Inner)
+
+
+@njit
+def read_all(at):  # type: ignore[no-untyped-def]
+    o = outer_at(at)
+    return o.count, o.inner.first, o.inner.second, o.is_set, o.scale, o.other.first, o.other.second
+
+
+@njit
+def read_inner(at):  # type: ignore[no-untyped-def]
+    inner = inner_at(at)
+    return inner.first, inner.second
+
+
+def test_a_struct_comes_back_field_by_field() -> None:
+    memory = numbers(OUTER)
+    assert read_all(memory.buffer_info()[0]) == (7, -3, 0.1, True, -2.5, 1 << 60, 1e-300)
+
+
+def test_places_and_sizes_count_the_numbers_of_nested_structs() -> None:
+    assert [size_of(Inner), size_of(Outer), len(numbers(OUTER))] == [2, 7, 7]
+    assert [place_of(Outer, name) for name in Outer._fields] == [0, 1, 3, 4, 5]
+    assert place_of(Outer, "other", "second") == 6
+    memory = numbers(OUTER)
+    assert read_inner(memory.buffer_info()[0] + 8 * place_of(Outer, "other")) == (1 << 60, 1e-300)
