@@ -16,11 +16,11 @@ import torch
 from paceline.core.options import EngineConfig
 from paceline.core.types import Request
 from paceline.drafters import registry
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import DrafterContext
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.heads.config import target_hash, write_head_config
-from paceline.runtime.runner import Runner
+from paceline.runtime.executor import LocalExecutor
 from tests.heads import config_of, random_tensors, write_head
 from tests.laws.harness import CONFIG, RandomCheckpoint
 
@@ -48,9 +48,9 @@ def head_folder(folder: Path) -> str:
     return str(write_head(folder, write_head_config(config), tensors))
 
 
-def drafter_of(runner: Runner, head: str, steps: int) -> Any:
+def drafter_of(runner: LocalExecutor, head: str, steps: int) -> Any:
     options = {"method": "eagle", "model": head, "num_speculative_tokens": steps}
-    return registry.create(*registry.parse(options), Surroundings(runner, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
+    return registry.create(*registry.parse(options), DrafterContext(runner, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
 
 
 def config_with(steps: int, limit: int) -> EngineConfig:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from paceline.runtime.runner import Decoder
 
 from paceline.core.types import Batch, Columns
 from paceline.cpu.decoder import CpuDecoder
 from paceline.models.config import ModelConfig
 from paceline.runtime.device import cache_dtype
 from paceline.runtime.kv_cache import FLOATS, row_widths
-from paceline.runtime.runner import Decoder
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 128

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 from paceline.core.params import SamplingParams
 from paceline.core.tree import Tree
-from paceline.core.types import Cached, Draft, Needs, Request, Seen, Verdict
-from paceline.engine.costs import CostModel
-from paceline.engine.plan import Policy
-from paceline.engine.policy import AutoPolicy
-from paceline.engine.scheduler import Turn
+from paceline.core.types import Cached, Draft, Needs, Request, ScheduledRequest, Seen, Verdict
+from paceline.engine.policy.auto import AutoPolicy
+from paceline.engine.policy.base import Policy
+from paceline.engine.policy.cost import CostTable
 
 # Relative seconds of passes over 1, 2, ... rows as measured on two cores, a GPU where rows are free, and one
 # where none is.
@@ -100,7 +99,7 @@ class World:
         return request
 
     def step(self, requests: Sequence[Request]) -> None:
-        turns = [Turn(request, 1, draft_limit=64) for request in requests]
+        turns = [ScheduledRequest(request, 1, draft_limit=64) for request in requests]
         plan = self.policy.plan(turns)
         for turn, nodes in zip(turns, plan.nodes, strict=False):
             turn.num_lookahead_tokens = nodes
@@ -123,14 +122,14 @@ class World:
                     proposed.setdefault(index, []).append((number, draft))
         checked = self.policy.trim(turns, proposed) if proposed else {}
         rows = len(requests) + sum(draft.num_drafted for draft in checked.values())
-        took = CostModel(self.table).pass_seconds(rows)
+        took = CostTable(self.table).pass_seconds(rows)
         verdicts = {i: self._judge(request, checked.get(i)) for i, request in enumerate(requests)}
         self.policy.observe(turns, verdicts, took)
         self.seconds += took
         self.num_tokens += sum(len(v.tokens) for v in verdicts.values())
         self.num_checked += rows - len(requests)
 
-    def _fly(self, number: int, turns: Sequence[Turn]) -> None:
+    def _fly(self, number: int, turns: Sequence[ScheduledRequest]) -> None:
         """Rounds without anybody in between: drafting takes its share of what it takes otherwise. Whoever
         promises more meanwhile ends them, after the one that is under way."""
         requests, drafter, num_left = (
@@ -142,7 +141,7 @@ class World:
             num_left -= 1
             drafts = dict(enumerate(drafter.propose(requests, [8] * len(requests))))
             rows = len(requests) + sum(draft.num_drafted for draft in drafts.values())
-            took = CostModel(self.table).pass_seconds(rows) + self.share * drafter.spent  # type: ignore[attr-defined]
+            took = CostTable(self.table).pass_seconds(rows) + self.share * drafter.spent  # type: ignore[attr-defined]
             verdicts = {i: self._judge(requests[i], draft) for i, draft in drafts.items()}
             self.policy.flown(number, turns, drafts, verdicts, took)
             self.seconds += took
@@ -183,8 +182,8 @@ class World:
 
 def speed(world: World) -> float:
     """Against plain decoding of as many tokens, one request at a time."""
-    return world.num_tokens * CostModel(world.table).pass_seconds(1) / world.seconds
+    return world.num_tokens * CostTable(world.table).pass_seconds(1) / world.seconds
 
 
 def auto(table: Mapping[int, float], *drafters: Skilled, profile: Mapping[int, float] | None = None) -> World:
-    return World(AutoPolicy(drafters, CostModel(profile or table)), table)
+    return World(AutoPolicy(drafters, CostTable(profile or table)), table)

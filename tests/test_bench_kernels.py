@@ -21,8 +21,8 @@ from paceline.measure.floors import Work, figures, floor_ms
 from paceline.measure.limits import Limits
 from paceline.measure.plan import FOLDERS
 from paceline.measure.quality import BASELINE, SHIPPED, compared, contexts_of, surprise
+from paceline.runtime.executor import load_decoder
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner, load_decoder
 
 LIMITS = Limits(threads=2, read_gb_s=10.0, int8_gmac_s=100.0, float32_gmac_s=20.0)
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")

@@ -10,11 +10,9 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from paceline.core.errors import ConfigError
 from paceline.engine.costs import (
     REBUILD,
-    CostModel,
+    CostTable,
     Line,
     Median,
     best_k,
@@ -22,6 +20,8 @@ from paceline.engine.costs import (
     expected_tokens,
     speedup,
 )
+
+from paceline.core.errors import ConfigError
 
 MEASURED = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 16: 27.0}
 
@@ -41,7 +41,7 @@ def test_expected_tokens_is_what_draws_give() -> None:
 
 
 def test_best_k_is_the_best_of_all() -> None:
-    costs = CostModel(MEASURED)
+    costs = CostTable(MEASURED)
     relative = [costs.pass_seconds(n) / costs.pass_seconds(1) for n in range(1, 18)]
     for alpha in (0.0, 0.05, 0.3, 0.6, 0.9, 1.0):
         gains = [speedup(alpha, k, 0.02, relative[k]) for k in range(17)]
@@ -77,7 +77,7 @@ def test_a_timing_that_waited_for_a_compiler_is_soon_forgotten_and_a_lasting_cha
 
 
 def test_costs_are_the_profiles_at_its_points_and_between_them() -> None:
-    costs = CostModel(MEASURED, per_request_token=0.002, per_row_token=0.001)
+    costs = CostTable(MEASURED, per_request_token=0.002, per_row_token=0.001)
     assert [costs.pass_seconds(n) for n in MEASURED] == list(MEASURED.values())
     assert costs.pass_seconds(5) == pytest.approx((7.6 + 10.9) / 2)
     assert costs.pass_seconds(32) == pytest.approx(27 + 16 * 13 / 8)
@@ -86,14 +86,14 @@ def test_costs_are_the_profiles_at_its_points_and_between_them() -> None:
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(0.001, 10.0), min_size=1))
 def test_a_pass_never_gets_cheaper_with_more_rows(seconds: dict[int, float]) -> None:
-    base = CostModel(seconds).base(200)[1:]
+    base = CostTable(seconds).base(200)[1:]
     assert base == sorted(base)
 
 
 @pytest.mark.parametrize("factor", [0.25, 3.0])
 def test_a_profile_of_another_machine_is_corrected(factor: float) -> None:
     """The real machine is faster or slower by a factor, and disturbed one time in five."""
-    costs, chance = CostModel(MEASURED), random.Random(2)
+    costs, chance = CostTable(MEASURED), random.Random(2)
     for _ in range(20 * REBUILD):
         rows = chance.choice([1, 2, 4, 8])
         costs.observe(rows, 0, 0, MEASURED[rows] * factor * (4.0 if chance.random() < 0.2 else 1.0))
@@ -102,7 +102,7 @@ def test_a_profile_of_another_machine_is_corrected(factor: float) -> None:
 
 
 def test_a_wrong_shape_is_corrected_where_it_was_seen() -> None:
-    costs = CostModel({1: 5.0, 2: 5.0, 4: 5.0, 8: 5.0})
+    costs = CostTable({1: 5.0, 2: 5.0, 4: 5.0, 8: 5.0})
     for i in range(20 * REBUILD):
         rows = (1, 4)[i % 2]
         costs.observe(rows, 0, 0, MEASURED[rows])
@@ -113,7 +113,7 @@ def test_a_row_count_not_seen_for_long_follows_the_others() -> None:
     """A busy hour: passes over 4 rows were slow then. Later only single rows are seen, and they are quick
     again.
     """
-    costs = CostModel(MEASURED)
+    costs = CostTable(MEASURED)
     for i in range(10 * REBUILD):
         costs.observe((1, 4)[i % 2], 0, 0, 3 * MEASURED[(1, 4)[i % 2]])
     for _ in range(100 * REBUILD):
@@ -122,8 +122,8 @@ def test_a_row_count_not_seen_for_long_follows_the_others() -> None:
 
 
 def test_a_profile_survives_json() -> None:
-    costs = CostModel(MEASURED, 0.002, 0.001)
-    again = CostModel.from_json(json.loads(json.dumps(costs.to_json())))
+    costs = CostTable(MEASURED, 0.002, 0.001)
+    again = CostTable.from_json(json.loads(json.dumps(costs.to_json())))
     assert [again.pass_seconds(n, 50, 70) for n in range(1, 40)] == [
         costs.pass_seconds(n, 50, 70) for n in range(1, 40)
     ]
@@ -145,7 +145,7 @@ SLOPES = {"per_request_token": 0, "per_row_token": 0}
 )
 def test_a_spoilt_profile_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="profile"):
-        CostModel.from_json(data)
+        CostTable.from_json(data)
 
 
 def test_a_call_is_a_fixed_part_and_one_for_each() -> None:

@@ -18,6 +18,10 @@ import numpy as np
 import pytest
 import torch
 from numba import carray
+from paceline.cpu.flights import Craft, craft_at, weigh
+from paceline.engine.calibrate import BINS, DEPTHS, STANDINGS, SURE, Asked, Record, Tally
+from paceline.engine.choice import MARGIN
+from paceline.engine.nodes import best_start
 
 from paceline.core.errors import ModelError
 from paceline.core.params import SamplingParams
@@ -26,22 +30,18 @@ from paceline.core.types import Draft, FinishReason, Request
 from paceline.cpu import flights, rounds
 from paceline.cpu.compile import kernel
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.flights import Craft, craft_at, weigh
 from paceline.cpu.lanes import double_pointer
 from paceline.drafters import registry
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.suffix_tree import SuffixTree
 from paceline.engine import plan
-from paceline.engine.calibrate import BINS, DEPTHS, STANDINGS, SURE, Asked, Record, Tally
-from paceline.engine.choice import MARGIN
 from paceline.engine.commit import Emission
-from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
-from paceline.engine.nodes import best_start
-from paceline.engine.policy import AutoPolicy
+from paceline.engine.policy.auto import AutoPolicy
+from paceline.engine.policy.cost import CostTable
 from paceline.runtime.device import cache_dtype
+from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
 from tests.calm import CHANGING, STEADY, TARGET, TINY, agree, config_with, drafter_of, flights_of, head_folder
 from tests.laws.harness import prompts, request_of, run
 
@@ -58,7 +58,7 @@ def decoder(dtype: str) -> CpuDecoder:
     return CpuDecoder.load(TARGET, dtype=dtype, use_cache=False)
 
 
-def runner_of(dtype: str = "float32", num_blocks: int = 32) -> Runner:
+def runner_of(dtype: str = "float32", num_blocks: int = 32) -> LocalExecutor:
     return Runner(decoder(dtype), KvCache(TINY, num_blocks, kept=cache_dtype(torch.device("cpu"), dtype)))
 
 
@@ -85,7 +85,7 @@ def weighing(
     suffix = registry.create(*registry.parse({"method": "suffix", "num_speculative_tokens": 8}), None)  # type: ignore[arg-type]
     eagle = drafter_of(runner, head, 4)
     policy = AutoPolicy(
-        [suffix, eagle], CostModel(seconds), known={"suffix": (1e-6, ()), "eagle": (1e-6, (0.8, 0.8))}
+        [suffix, eagle], CostTable(seconds), known={"suffix": (1e-6, ()), "eagle": (1e-6, (0.8, 0.8))}
     )
     engine, flown, fly = Engine(runner, eagle, config_with(8, limit), policy), [], eagle.fly
 
@@ -190,8 +190,8 @@ def test_suffix_matching_flies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     run(Engine(runner_of(), None, config_with(0, 200)), [theirs])
     for policy, request in ((True, ours), (False, third)):
         runner = runner_of()
-        suffix = registry.create(*options, Surroundings(runner, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
-        auto = AutoPolicy([suffix], CostModel(CHEAP), known={"suffix": (1e-6, ())}) if policy else None
+        suffix = registry.create(*options, DrafterContext(runner, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
+        auto = AutoPolicy([suffix], CostTable(CHEAP), known={"suffix": (1e-6, ())}) if policy else None
         engine = Engine(runner, suffix, config_with(12, 200), auto)
         counts = flights_of(engine, monkeypatch)
         run(engine, [request])
@@ -230,11 +230,11 @@ def test_logits_that_are_not_finite_end_their_request(head: str) -> None:
     engine.add(ours)
     engine.step()
     assert ours.num_output == 1
-    engine.runner.kv.values[:, ours.cache.blocks[0] * 16 : ours.cache.blocks[0] * 16 + 4] = float("nan")
+    engine.executor.kv.values[:, ours.cache.blocks[0] * 16 : ours.cache.blocks[0] * 16 + 4] = float("nan")
     engine.step()
     assert isinstance(ours.error, ModelError)
     assert ours.output == theirs.output[: ours.num_output]
-    assert engine.runner.kv.pool.num_used == 0
+    assert engine.executor.kv.pool.num_used == 0
 
 
 def test_who_arrives_is_served_when_the_flight_is_over_and_few_blocks_are_shared(head: str) -> None:
@@ -279,7 +279,7 @@ def test_drafts_are_weighed_as_the_policy_weighs_them() -> None:
         record, tally, costs = (
             Record(False, 1e-3),
             Tally(),
-            CostModel({1: 1.0, 2: 1.1, 4: 1.1 + draw.random(), 8: 3.0 + draw.random()}),
+            CostTable({1: 1.0, 2: 1.1, 4: 1.1 + draw.random(), 8: 3.0 + draw.random()}),
         )
         for _ in range(60):
             record.calibration.observe(

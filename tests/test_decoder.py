@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paceline.runtime.runner import load_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.cpu.decoder import CpuDecoder
@@ -20,7 +21,6 @@ from paceline.loaders.checkpoint import open_checkpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.rope import frequencies
-from paceline.runtime.runner import load_decoder
 from tests.make_models import FAMILIES, tiny_hf
 from tests.odd_models import DTYPES
 from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks

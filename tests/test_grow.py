@@ -19,7 +19,7 @@ from paceline.core.sampling import choose, noise_of
 from paceline.core.types import Draft, Request
 from paceline.drafters import registry
 from paceline.drafters.draft_model import DraftModel
-from paceline.runtime.runner import Runner
+from paceline.runtime.executor import LocalExecutor
 from tests.laws.grammar import NoEqualRests
 from tests.laws.tables import Table, TableDecoder, ready, table_drafter, table_runner
 from tests.laws.test_accept_exact import table
@@ -32,7 +32,7 @@ def request_of(tokens: list[int], params: SamplingParams = GREEDY, **fields: Any
     return Request("r", params, tokens, 2, seed=params.seed or 0, **fields)
 
 
-def drafter_of(runner: Runner, **options: Any) -> DraftModel:
+def drafter_of(runner: LocalExecutor, **options: Any) -> DraftModel:
     made = table_drafter(
         {"method": "draft_model", "model": "m", **options}, table_runner(table(1), VOCAB), {"m": runner}
     )
@@ -89,7 +89,7 @@ def test_a_chain_reads_one_row_a_token_and_nothing_twice() -> None:
     assert decoder_of(runner).num_rows == [1, 1]
 
 
-def decoder_of(runner: Runner) -> TableDecoder:
+def decoder_of(runner: LocalExecutor) -> TableDecoder:
     assert isinstance(runner.decoder, TableDecoder)
     return runner.decoder
 

@@ -13,7 +13,7 @@ import torch
 from paceline.core.errors import ConfigError, ModelFileError
 from paceline.cpu.medusa import MedusaHead
 from paceline.drafters import registry
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import DrafterContext
 from paceline.heads.config import target_hash, write_head_config
 from paceline.heads.mlp import TorchMlpHead
 from paceline.heads.rows import Feed, Row, Speaker
@@ -159,13 +159,13 @@ def test_a_damaged_head_is_one_clear_error(how: str, message: str, tmp_path: Pat
 
 def test_a_head_of_another_kind_or_target_is_refused(tmp_path: Path) -> None:
     folder, _, _ = save(tmp_path / "head", "medusa")
-    surroundings = Surroundings(runner(), TARGET, None, lambda *_: None)
+    context = DrafterContext(runner(), TARGET, None, lambda *_: None)
     with pytest.raises(ModelFileError, match="kind 'medusa', not 'eagle'"):
-        registry.create(*registry.parse({"method": "eagle", "model": str(folder)}), surroundings)
+        registry.create(*registry.parse({"method": "eagle", "model": str(folder)}), context)
     with pytest.raises(ModelFileError, match=r"trained for random .* not for random"):
         open_head(str(folder), RandomCheckpoint(seed=1), ("medusa",))
     with pytest.raises(ConfigError, match="name the folder of a head"):
-        registry.create(*registry.parse({"method": "eagle"}), surroundings)
+        registry.create(*registry.parse({"method": "eagle"}), context)
 
 
 FORMATS = [

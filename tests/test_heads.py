@@ -17,10 +17,10 @@ from paceline.cpu.block_head import BlockHead
 from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.medusa import MedusaHead
 from paceline.drafters import registry
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.candidates import likeliest
 from paceline.engine.engine import Engine
-from paceline.engine.plan import FixedPolicy
+from paceline.engine.policy.base import FixedPolicy
 from paceline.heads.block import TorchBlockHead
 from paceline.heads.chain import TorchChainHead
 from paceline.heads.rows import BlockFeed, Feed, Node, Row, Speaker
@@ -29,7 +29,6 @@ from paceline.models.attention import rms_norm
 from paceline.models.decoder import Decoder
 from paceline.models.linear import Linear
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
 from paceline.train.modules import build_head
 from paceline.train.stream import Batch
 from paceline.train.target import Target
@@ -322,7 +321,7 @@ def recorded(
 ) -> tuple[Recorder, Any]:
     model = random_head(kind, TARGET, draft_vocab=40, **fields)
     drafter = registry.create(
-        *registry.parse({"method": kind, "model": model, "num_speculative_tokens": 3}), _surroundings()
+        *registry.parse({"method": kind, "model": model, "num_speculative_tokens": 3}), _context()
     )
     plain = [request_of(r.tokens, r.params) for r in requests]
     run(engine_with(None, target_dtype="int8"), plain)
@@ -332,8 +331,8 @@ def recorded(
     return recorder, engine
 
 
-def _surroundings() -> Surroundings:
-    return Surroundings(runner(dtype="int8"), TARGET, None, lambda *_: None)
+def _context() -> DrafterContext:
+    return DrafterContext(runner(dtype="int8"), TARGET, None, lambda *_: None)
 
 
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -392,7 +391,7 @@ def test_a_text_found_in_the_cache_starts_with_what_was_read_of_another(kind: st
     )
     fields = {"has_trunk": True} if kind == "medusa" else {}
     head = random_head(kind, TARGET, draft_vocab=40, **fields)
-    drafter: Any = registry.create(*registry.parse({"method": kind, "model": head}), _surroundings())
+    drafter: Any = registry.create(*registry.parse({"method": kind, "model": head}), _context())
     engine = engine_with(drafter, target_dtype="int8", num_speculative_tokens=3)
     run(engine, [first])
     engine.add(second)
@@ -420,7 +419,7 @@ def test_two_texts_that_are_first_asked_about_together_may_begin_with_each_other
     }
 
     def first_draft(is_asked_at_once: bool) -> Any:
-        drafter = registry.create(*registry.parse(options), _surroundings())
+        drafter = registry.create(*registry.parse(options), _context())
         engine = engine_with(drafter, target_dtype="int8", num_speculative_tokens=3)
         first, second = request_of([*shared, 1, 2], params), request_of([*shared, 3], params)
         engine.add(first)
@@ -440,7 +439,7 @@ def test_heads_run_beside_a_target_in_torch(torch_target: Decoder) -> None:
 
     def text_with(options: dict[str, Any] | None) -> tuple[list[list[int]], int]:
         target = Runner(torch_target, KvCache(CONFIG, 64))
-        around = Surroundings(target, TARGET, None, lambda *_: None)
+        around = DrafterContext(target, TARGET, None, lambda *_: None)
         drafter = (
             registry.create(*registry.parse({"num_speculative_tokens": 3, **options}), around)
             if options

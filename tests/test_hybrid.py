@@ -11,8 +11,9 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.core.tree import Tree
-from paceline.core.types import Draft, Needs, Proposer, Request, Seen, Verdict
+from paceline.core.types import Draft, Needs, Request, Seen, Verdict
 from paceline.drafters import registry
+from paceline.drafters.base import Drafter
 from paceline.drafters.hybrid import Hybrid
 from tests.laws.tables import ready, table_drafter, table_runner
 from tests.laws.test_accept_exact import table
@@ -56,11 +57,11 @@ class Says:
         self.released.append(request)
 
 
-def hybrid_of(*drafters: Proposer) -> Hybrid:
+def hybrid_of(*drafters: Drafter) -> Hybrid:
     """The class with these drafters in place of those of its config."""
     names = iter(drafters)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "create", lambda kind, config, surroundings: next(names))
+        patch.setattr(registry, "create", lambda kind, config, context: next(names))
         kind, config = registry.parse({"method": ["ngram"] * len(drafters), "num_speculative_tokens": 4})
         made = kind(config, None)
     assert isinstance(made, Hybrid)

@@ -81,7 +81,7 @@ def on(config: ModelConfig, hardware: str = "h200", **changes: Any) -> Footing:
 
 
 def test_the_sizes_are_those_of_the_real_engine(default_model: LLM) -> None:
-    runner = default_model.engine.runner
+    runner = default_model.engine.executor
     cpu = replace(HARDWARE["m2"], int8_flops=1e12)
     found = Footing(runner.config, cpu, "int8", "float32")
     assert found.weight_bytes == pytest.approx(runner.decoder.num_bytes, rel=0.01)

@@ -13,19 +13,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-
-from paceline.core.params import SamplingParams
-from paceline.core.tree import Tree
-from paceline.core.types import Cached, Draft, Request
 from paceline.engine.accounts import MOST_OWED, MOST_SAVED, Accounts
 from paceline.engine.calibrate import Calibration, Tally, cell_of
-from paceline.engine.costs import CostModel, speedup
 from paceline.engine.load import Load
 from paceline.engine.looks import SHARE, Looks
 from paceline.engine.nodes import admitted
-from paceline.engine.plan import FixedPolicy
-from paceline.engine.policy import AutoPolicy
-from paceline.engine.scheduler import Turn
+
+from paceline.core.params import SamplingParams
+from paceline.core.tree import Tree
+from paceline.core.types import Cached, Draft, Request, ScheduledRequest
+from paceline.engine.policy.auto import AutoPolicy
+from paceline.engine.policy.base import FixedPolicy
+from paceline.engine.policy.cost import CostTable, speedup
 from paceline.engine.stats import AFTER, SpecStats, Suspicion
 from tests.simulation import CPU, FLAT, STEEP, Skilled, World, auto, speed
 
@@ -44,7 +43,7 @@ def sometimes(share: float) -> Callable[[Request, int], bool]:
 
 def bound(table: Mapping[int, float], most: int) -> float:
     """The best that always being right could give."""
-    costs = CostModel(table)
+    costs = CostTable(table)
     return max(speedup(1.0, k, 0, costs.pass_seconds(k + 1) / costs.pass_seconds(1)) for k in range(most + 1))
 
 
@@ -93,7 +92,7 @@ def test_what_is_between_is_never_slower_and_near_the_best_fixed_length(
 def test_never_slower_in_a_batch(table: str, share: float, num_requests: int) -> None:
     world = auto(TABLES[table], Skilled(sometimes(share), 0.8, 0.02))
     world.run(num_requests, 150)
-    plain = CostModel(TABLES[table]).pass_seconds(num_requests) / num_requests
+    plain = CostTable(TABLES[table]).pass_seconds(num_requests) / num_requests
     assert world.num_tokens * plain / world.seconds >= 0.98
 
 
@@ -125,7 +124,7 @@ def test_what_rounds_take_is_what_is_expected_of_them() -> None:
     assert isinstance(policy, AutoPolicy)
     line, load = policy._records[0].line, policy._choice.load
     expected = load.seconds + load.row_seconds(8) * 8 + line.fixed + 8 * line.each
-    assert expected == pytest.approx(CostModel(FLAT).pass_seconds(9) + 0.25 * 8 * 0.3, rel=0.02)
+    assert expected == pytest.approx(CostTable(FLAT).pass_seconds(9) + 0.25 * 8 * 0.3, rel=0.02)
 
 
 class Copying(Skilled):
@@ -160,7 +159,7 @@ def test_a_fixed_length_loses_where_the_policy_does_not() -> None:
     drafter = Skilled(sometimes(0.33), None, 0.02)
     world = World(FixedPolicy(drafter, 4), CPU)
     world.run(8, 100)
-    assert world.num_tokens * CostModel(CPU).pass_seconds(8) / 8 / world.seconds < 0.5
+    assert world.num_tokens * CostTable(CPU).pass_seconds(8) / 8 / world.seconds < 0.5
 
 
 @pytest.mark.parametrize("is_free", [True, False])
@@ -179,7 +178,7 @@ def test_it_recovers_when_the_text_changes(is_free: bool) -> None:
         max(s for n, s in marks if n <= end) - min(s for n, s in marks if n > begin)
         for begin, end in pairwise((4, 600, 1200, 1800))
     ]
-    plain = CostModel(CPU).pass_seconds(1) * 600
+    plain = CostTable(CPU).pass_seconds(1) * 600
     assert plain / took[0] > 1.8
     assert plain / took[1] > 0.94
     assert plain / took[2] > 0.75 * plain / took[0]
@@ -201,7 +200,7 @@ def test_the_confident_request_gets_the_nodes() -> None:
     world.run(2, 300)
     checked = sorted(world.checked.values())
     assert checked[0] < 0.1 * checked[1]
-    plain = CostModel(CPU).pass_seconds(2) / 2
+    plain = CostTable(CPU).pass_seconds(2) / 2
     assert world.num_tokens * plain / world.seconds > 1.2
 
 
@@ -227,7 +226,7 @@ def test_nobody_is_asked_where_no_draft_can_pay() -> None:
 
 def test_where_no_draft_can_pay_it_looks_seldom_and_looks_again_when_requests_leave() -> None:
     drafter = Skilled(sometimes(1.0), None, 0.0)
-    policy = AutoPolicy([drafter], CostModel({1: 1.0, 2: 1.05, 4: 4.0, 8: 8.0}))
+    policy = AutoPolicy([drafter], CostTable({1: 1.0, 2: 1.05, 4: 4.0, 8: 8.0}))
     world = World(policy, {1: 1.0, 2: 1.05, 4: 4.0, 8: 8.0})
     requests = [world.new_request() for _ in range(4)]
     looks = []
@@ -242,7 +241,7 @@ def test_where_no_draft_can_pay_it_looks_seldom_and_looks_again_when_requests_le
 
 def test_a_look_that_asks_nobody_is_paid_for_before_the_next() -> None:
     drafter = Skilled(sometimes(0.0), 0.9, 0.02)
-    policy = AutoPolicy([drafter], CostModel(FLAT))
+    policy = AutoPolicy([drafter], CostTable(FLAT))
     world = World(policy, FLAT)
     requests = [world.new_request() for _ in range(4)]
     looks = []
@@ -259,7 +258,8 @@ def test_a_look_that_asks_nobody_is_paid_for_before_the_next() -> None:
 
 def test_looks_are_due_when_they_are_paid_for_and_could_pay_for_something() -> None:
     load = Load(
-        [Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(10)], CostModel(FLAT)
+        [ScheduledRequest(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(10)],
+        CostTable(FLAT),
     )
     accounts = Accounts(5.0)
     looks = Looks(accounts, load, least_cost=0.1)
@@ -282,7 +282,7 @@ def test_looks_are_due_when_they_are_paid_for_and_could_pay_for_something() -> N
 
 
 def test_the_purse_is_settled_by_what_steps_take() -> None:
-    load = Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1)], CostModel(FLAT))
+    load = Load([ScheduledRequest(World(FixedPolicy(None, 0), FLAT).new_request(), 1)], CostTable(FLAT))
     accounts = Accounts(5.0)
     accounts.purse = 0.0
     accounts.settle(load, 0, 7.0, known=1.0)
@@ -308,7 +308,8 @@ def test_the_purse_is_settled_by_what_steps_take() -> None:
 def test_what_drafts_have_gained_may_be_risked_among_as_many_requests_only() -> None:
     four, sixteen = (
         Load(
-            [Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(number)], CostModel(FLAT)
+            [ScheduledRequest(World(FixedPolicy(None, 0), FLAT).new_request(), 1) for _ in range(number)],
+            CostTable(FLAT),
         )
         for number in (4, 16)
     )
@@ -321,7 +322,7 @@ def test_what_drafts_have_gained_may_be_risked_among_as_many_requests_only() -> 
 
 
 def test_what_is_invested_is_paid_back_out_of_gains_and_does_not_end_drafting() -> None:
-    load = Load([Turn(World(FixedPolicy(None, 0), FLAT).new_request(), 1)], CostModel(FLAT))
+    load = Load([ScheduledRequest(World(FixedPolicy(None, 0), FLAT).new_request(), 1)], CostTable(FLAT))
     accounts = Accounts(5.0)
     assert accounts.may_invest(16 * load.seconds, load)
     assert not accounts.may_invest(17 * load.seconds, load)
@@ -345,19 +346,19 @@ def test_rounds_of_several_are_tried_where_drafts_for_one_alone_would_not_pay() 
             return 8 if num_requests <= 4 else 0
 
     model = Flying(sometimes(0.7), 0.7, 0.2, is_free=False, name="model")
-    policy = AutoPolicy([model], CostModel(FLAT), known={"model": (0.4, (0.7,))})
+    policy = AutoPolicy([model], CostTable(FLAT), known={"model": (0.4, (0.7,))})
     world = World(policy, FLAT, num_rounds=6, share=0.25)
     world.run(4, 60)
     assert world.num_flights > 20
-    assert world.num_tokens * CostModel(FLAT).pass_seconds(4) / 4 / world.seconds > 1.3
+    assert world.num_tokens * CostTable(FLAT).pass_seconds(4) / 4 / world.seconds > 1.3
     assert policy._records[0].rounds[4].value == pytest.approx(
-        CostModel(FLAT).pass_seconds(36) + 0.25 * 32 * 0.2
+        CostTable(FLAT).pass_seconds(36) + 0.25 * 32 * 0.2
     )
 
 
 def test_a_time_that_says_nothing_changes_no_record() -> None:
-    policy = AutoPolicy([Skilled(sometimes(1.0))], CostModel(FLAT))
-    turn = Turn(World(policy, FLAT).new_request(), 1, draft_limit=3)
+    policy = AutoPolicy([Skilled(sometimes(1.0))], CostTable(FLAT))
+    turn = ScheduledRequest(World(policy, FLAT).new_request(), 1, draft_limit=3)
     plan = policy.plan([turn])
     before = policy._records[0].entry.value, policy._records[0].seconds.value
     policy.heard(0, plan.asks[0], policy.drafters[0].propose([turn.request], [3]), None)
@@ -366,7 +367,7 @@ def test_a_time_that_says_nothing_changes_no_record() -> None:
 
 
 def test_a_request_that_refuses_drafts_gets_none() -> None:
-    policy = AutoPolicy([Skilled(sometimes(1.0))], CostModel(FLAT))
+    policy = AutoPolicy([Skilled(sometimes(1.0))], CostTable(FLAT))
     turns = [_turn(limit) for limit in (0, 3)]
     plan = policy.plan(turns)
     assert plan.nodes[0] == 0
@@ -378,14 +379,14 @@ def _turn(draft_limit: int, temperature: float = 1.0) -> Turn:
     request = Request(
         f"t{draft_limit}", SamplingParams(temperature=temperature), [1, 2], 2, 0, cache=Cached([], 1)
     )
-    return Turn(request, 1, draft_limit=draft_limit)
+    return ScheduledRequest(request, 1, draft_limit=draft_limit)
 
 
 def test_reading_a_long_prompt_does_not_empty_the_purse() -> None:
     """A chunk of a prompt speaks for nobody. What was saved before must be there when the answer begins."""
-    policy = AutoPolicy([Skilled(sometimes(1), None, 0.0)], CostModel(CPU))
+    policy = AutoPolicy([Skilled(sometimes(1), None, 0.0)], CostTable(CPU))
     purse, request = policy.accounts.purse, Request("long", SamplingParams(), list(range(900)), 900, 0)
-    policy.plan([Turn(request, 512)])
+    policy.plan([ScheduledRequest(request, 512)])
     assert policy.accounts.purse == purse > 0
 
 
@@ -402,7 +403,7 @@ def test_a_sampled_tokens_own_chance_never_decides_whether_it_is_checked(own: fl
     kept = set()
     for claim in (own, 0.5):
         policy = AutoPolicy(
-            [Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0})
+            [Skilled(sometimes(0.6), is_free=False)], CostTable({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0})
         )
         policy.accounts.purse = 1e9
         turn = _turn(4)
@@ -420,7 +421,7 @@ def test_what_comes_before_a_sampled_token_may_decide() -> None:
     lengths = []
     for first in (0.02, 0.98):
         policy = AutoPolicy(
-            [Skilled(sometimes(0.6), is_free=False)], CostModel({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0})
+            [Skilled(sometimes(0.6), is_free=False)], CostTable({1: 1.0, 2: 1.3, 3: 1.7, 8: 4.0})
         )
         turn = _turn(4)
         policy.plan([turn])
@@ -460,7 +461,7 @@ def test_a_request_has_a_factor_of_its_own() -> None:
 
 
 def test_drafts_are_joined_and_each_token_keeps_its_source() -> None:
-    costs = CostModel({1: 1.0, 64: 1.0001})
+    costs = CostTable({1: 1.0, 64: 1.0001})
     policy = AutoPolicy([Skilled(sometimes(1.0), name="a"), Skilled(sometimes(1.0), name="b")], costs)
     turn = _turn(8, temperature=0.0)
     policy.plan([turn])
@@ -476,7 +477,7 @@ def test_drafts_are_joined_and_each_token_keeps_its_source() -> None:
 
 
 def test_where_only_chains_may_be_checked_only_a_chain_is() -> None:
-    policy = AutoPolicy([Skilled(sometimes(1.0))], CostModel({1: 1.0, 64: 1.0001}), has_trees=False)
+    policy = AutoPolicy([Skilled(sometimes(1.0))], CostTable({1: 1.0, 64: 1.0001}), has_trees=False)
     turn = _turn(8, temperature=0.0)
     policy.plan([turn])
     turn.num_lookahead_tokens = 8
@@ -519,7 +520,7 @@ def test_a_sampled_draft_stands_alone_and_nobody_is_asked_after_it() -> None:
         Skilled(sometimes(1), name="free"),
         *(Skilled(sometimes(1), is_free=False, name=name) for name in "ab"),
     ]
-    policy, turn = AutoPolicy(drafters, CostModel(FLAT)), _turn(4)
+    policy, turn = AutoPolicy(drafters, CostTable(FLAT)), _turn(4)
     plan = policy.plan([turn])
     turn.num_lookahead_tokens = 4
     assert [len(asks) for asks in plan.asks] == [1, 1, 1]
@@ -592,7 +593,7 @@ def test_a_model_that_does_not_pay_for_so_many_requests_sleeps_and_wakes_when_th
     for _ in range(100):
         world.step(requests)
     before = head.num_asked
-    plan = world.policy.plan([Turn(request, 1, draft_limit=64) for request in requests])
+    plan = world.policy.plan([ScheduledRequest(request, 1, draft_limit=64) for request in requests])
     assert plan.asleep == {0}
     assert not plan.asks or not plan.asks[0]
     for _ in range(100):
@@ -600,7 +601,7 @@ def test_a_model_that_does_not_pay_for_so_many_requests_sleeps_and_wakes_when_th
     assert head.num_asked == before
     for _ in range(40):
         world.step(requests[:1])
-    assert not world.policy.plan([Turn(requests[0], 1, draft_limit=64)]).asleep
+    assert not world.policy.plan([ScheduledRequest(requests[0], 1, draft_limit=64)]).asleep
     assert head.num_asked > before + 30
 
 

@@ -14,12 +14,12 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import Batch, Output
-from paceline.engine.costs import CostModel
+from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_of, save_profile
 from paceline.runtime.timing import measure
 from tests.laws.harness import runner
 
-COSTS = CostModel({1: 1.0, 4: 1.5}, 0.25, 0.125)
+COSTS = CostTable({1: 1.0, 4: 1.5}, 0.25, 0.125)
 
 
 def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_saved_profile_that_cannot_be_true_is_measured_anew(tmp_path: Path) ->
     """It says that four rows cost a thousand times one."""
     path, target = tmp_path / "p.json", runner()
     save_profile(
-        path, Profile(CostModel({1: 1e-4, 2: 1e-4, 4: 0.1, 8: 0.2}), {"suffix": DrafterProfile(1e-4)})
+        path, Profile(CostTable({1: 1e-4, 2: 1e-4, 4: 0.1, 8: 0.2}), {"suffix": DrafterProfile(1e-4)})
     )
     found = profile_of(target, path)
     assert found.costs.pass_seconds(4) < 100 * found.costs.pass_seconds(1)

@@ -15,7 +15,7 @@ from paceline import SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request, Seen, Verdict
-from paceline.drafters.base import Surroundings, empty
+from paceline.drafters.base import DrafterContext, empty
 from paceline.drafters.recycle import RANKS, Recycle
 from paceline.drafters.registry import create, parse
 from tests.laws.harness import VOCAB, RandomCheckpoint, engine_with, prompts, request_of, run, runner
@@ -27,7 +27,7 @@ def drafter(**options: Any) -> Recycle:
     def load(source: Any) -> Any:
         raise AssertionError("recycling needs no other model")
 
-    made = create(kind, config, Surroundings(runner(4), RandomCheckpoint(), None, load))
+    made = create(kind, config, DrafterContext(runner(4), RandomCheckpoint(), None, load))
     assert isinstance(made, Recycle)
     return made
 

@@ -51,7 +51,7 @@ def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int)
     for request in alive:
         engine.abort(request)
     engine.check()
-    assert engine.runner.kv.pool.num_used == 0
+    assert engine.executor.kv.pool.num_used == 0
     if isinstance(engine.proposer, DraftModel):
         assert engine.proposer.runner.kv.pool.num_used == 0
     assert engine.scheduler.num_preemptions > 0
@@ -95,7 +95,7 @@ def test_little_of_the_kv_memory_is_wasted() -> None:
     seen = []
     for _ in range(40):
         engine.step()
-        seen.append(engine.runner.kv.waste([r.cache for r in engine.scheduler.running]))
+        seen.append(engine.executor.kv.waste([r.cache for r in engine.scheduler.running]))
     waste = sum(seen) / len(seen)
     print(f"KV waste at mixed lengths: mean {waste:.1%}, worst {max(seen):.1%}")
     assert waste < 0.04

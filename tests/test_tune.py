@@ -22,8 +22,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.tree import Tree
 from paceline.core.types import Draft
 from paceline.engine import costs
-from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
+from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, load_profile, save_profile
 from paceline.measure.tuning.guesses import Account, Listening, acceptance, best, followed
 from paceline.measure.tuning.predict import Prices, predict
@@ -31,7 +31,7 @@ from tests.laws.harness import engine_with, prompts, request_of, run
 
 TEXTS = ("the line the line the line the line", "who rides in front? who rides in front? who rides")
 FREE = Prices(
-    CostModel({1: 1.0, 2: 1.2, 4: 1.6, 8: 3.0}),
+    CostTable({1: 1.0, 2: 1.2, 4: 1.6, 8: 3.0}),
     host=0.1,
     asking=0.0,
     beside=0.0,
@@ -136,7 +136,7 @@ def test_who_lives_on_being_checked_is_checked() -> None:
     listening = Listening(engine.proposer, 2)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     request = request_of(prompts(1)[0], params)
-    engine = Engine(engine.runner, engine.proposer, engine.config, listening)
+    engine = Engine(engine.executor, engine.proposer, engine.config, listening)
     run(engine, [request])
     account = listening.account(request.num_prompt, request.output, 40)
     assert not account.is_everywhere

@@ -25,7 +25,6 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.runtime.batch import build
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
 from tests.cuda.recorders import CountingCapture, capture_on
 
 SHAPE: dict[str, Any] = {

@@ -27,7 +27,7 @@ from paceline.cuda.guess import Guessing, guess
 from paceline.cuda.head_cache import HeadCache
 from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.drafters import registry
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import DrafterContext
 from paceline.drafters.candidates import likeliest
 from paceline.engine.engine import Engine
 from paceline.heads.block import TorchBlockHead
@@ -37,7 +37,6 @@ from paceline.heads.rows import BlockFeed, Feed, Guesses, Node, Row, Speaker
 from paceline.heads.side import TorchMedusaHead
 from paceline.models.decoder import Decoder
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
 from tests.cuda.recorders import CountingCapture, capture_on
 from tests.heads import config_of, eagle_1, random_head, random_tensors
 from tests.laws.harness import CONFIG, RandomCheckpoint, request_of
@@ -290,7 +289,7 @@ def test_drafters_on_a_gpu_propose_what_they_do_in_torch(
     for decoder, place in ((target_on(device), device), (torch_target(), CPU)):
         runner = Runner(decoder, KvCache(CONFIG, 8, device=place, has_spare=True))
         listener = Listener(
-            registry.create(*registry.parse(options), Surroundings(runner, TARGET, None, lambda *_: None))
+            registry.create(*registry.parse(options), DrafterContext(runner, TARGET, None, lambda *_: None))
         )
         engine = Engine(runner, listener, EngineConfig(max_model_len=100, num_speculative_tokens=4))
         request = request_of(TOKENS[:9], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))

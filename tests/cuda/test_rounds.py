@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.engine.flights import Rounds
 
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
@@ -22,10 +23,8 @@ from paceline.cuda.advance import Drafted, Ring, Verified, advance
 from paceline.cuda.decoder import CudaDecoder
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
-from paceline.engine.flights import Rounds
 from paceline.models.decoder import Decoder
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
 from tests.calm import CHANGING, STEADY, TARGET, TINY, agree, config_with, drafter_of, flights_of, head_folder
 from tests.cuda.recorders import capture_on
 from tests.laws.harness import request_of, run

@@ -13,13 +13,12 @@ from paceline.core.errors import GrammarError
 from paceline.core.noise import Purpose
 from paceline.core.sampling import choose, guess, noise_of, probabilities, processed
 from paceline.core.tree import Tree
-from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.drafters.base import chain, empty
+from paceline.core.types import Draft, Request
+from paceline.drafters.base import Drafter, chain, empty
 from tests.laws.harness import DEVICE, VOCAB, model
 
 
-class Fake:
-    needs = Needs()
+class Fake(Drafter):
     is_free = True
 
     def __init__(self) -> None:
@@ -31,9 +30,6 @@ class Fake:
 
     def draft(self, request: Request, budget: int) -> Draft:
         raise NotImplementedError
-
-    def observe(self, seen: Sequence[Seen]) -> None: ...
-    def release(self, request: Request) -> None: ...
 
     def truth(self, request: Request, budget: int) -> list[int]:
         """What the target would say, were it asked."""

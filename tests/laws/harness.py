@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,20 @@ import torch
 
 from paceline.core.options import EngineConfig
 from paceline.core.params import SamplingParams
-from paceline.core.types import Cached, Draft, Proposer, Request, Segment, Verdict
+from paceline.core.types import BLOCK_SIZE, Cached, Request, Segment
+from paceline.cpu.backend import CpuBackend
 from paceline.drafters import registry
-from paceline.drafters.base import Surroundings
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.engine.commit import Emission
-from paceline.engine.costs import CostModel
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AutoPolicy
-from paceline.engine.scheduler import Turn
+from paceline.engine.policy.auto import AutoPolicy
+from paceline.engine.policy.cost import CostTable
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.runtime.device import cache_dtype, resolve
-from paceline.runtime.kv_cache import BLOCK_SIZE, KvCache
-from paceline.runtime.runner import Decoder, Runner, default_dtype, load_decoder
+from paceline.runtime.backend import Decoder, backend_for
+from paceline.runtime.device import resolve
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.record import StepRecord
 
 VOCAB = 48
 END = 7
@@ -68,9 +70,10 @@ class RandomCheckpoint:
 
 DEVICE = resolve(os.environ.get("PACELINE_LAWS_DEVICE", "cpu"))
 EXACT = os.environ.get("PACELINE_LAWS_EXACT", "1") == "1"  # of a GPU; without it trees are checked too
+BACKEND = CpuBackend(use_cache=False) if DEVICE.type == "cpu" else backend_for(DEVICE, exact=EXACT)
 # What the engine uses when nothing is said; but where bits may differ by the number of rows, a type in which
 # nothing is nearly a tie.
-DTYPE = default_dtype(DEVICE, "exact") if EXACT else "float32"
+DTYPE = BACKEND.default_dtype if EXACT else "float32"
 
 # Families pad their vocabularies differently: model 2 has more ids than the target, model 3 fewer.
 VOCABULARIES = {2: VOCAB + 16, 3: VOCAB - 16}
@@ -80,29 +83,24 @@ CONTEXTS = {4: 32}  # model 4 reads no further than this
 @functools.cache
 def decoder(seed: int = 0, dtype: str = DTYPE) -> Decoder:
     checkpoint = RandomCheckpoint(replace(CONFIG, vocab_size=VOCABULARIES.get(seed, VOCAB)), seed)
-    options: dict[str, Any] = {"use_cache": False} if DEVICE.type == "cpu" else {"exact": EXACT}
-    return load_decoder(checkpoint, dtype=dtype, context=CONTEXTS.get(seed), device=DEVICE, **options)
+    return BACKEND.load(checkpoint, dtype, CONTEXTS.get(seed))
 
 
-def runner(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE, role: str = "target") -> Runner:
-    return Runner(
-        decoder(seed, dtype),
-        (kv_cache.__wrapped__ if DEVICE.type == "cpu" else kv_cache)(num_blocks, seed, dtype, role),
-    )
+def executor(num_blocks: int = 64, seed: int = 0, dtype: str = DTYPE, role: str = "target") -> LocalExecutor:
+    make = memory.__wrapped__ if DEVICE.type == "cpu" else memory
+    return LocalExecutor(BACKEND, decoder(seed, dtype), make(num_blocks, seed, dtype, role))
 
 
 @functools.cache
-def kv_cache(num_blocks: int, seed: int, dtype: str, role: str) -> KvCache:
-    """On a GPU used again, since graphs are recorded for a cache; every test leaves it empty."""
-    return KvCache(
-        CONFIG, num_blocks, device=DEVICE, kept=cache_dtype(DEVICE, dtype), has_spare=DEVICE.type == "cuda"
-    )
+def memory(num_blocks: int, seed: int, dtype: str, role: str) -> KvMemory:
+    """On a GPU used again, since graphs are recorded for a cache."""
+    return KvMemory(CONFIG, num_blocks, DEVICE, BACKEND.kv_format(dtype, "auto"))
 
 
 @functools.cache
 def _logits(tokens: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
     """The whole sequence in one pass, from nothing: no cache survives."""
-    fresh = runner(len(tokens) // BLOCK_SIZE + 1, seed, dtype, "reference")
+    fresh = executor(len(tokens) // BLOCK_SIZE + 1, seed, dtype, "reference")
     cached = Cached()
     assert fresh.kv.reserve(cached, len(tokens))
     logits = fresh.forward([Segment(tokens, cached)]).logits[0].float().cpu().numpy()
@@ -117,28 +115,14 @@ def model(tokens: Sequence[int], seed: int = 0, dtype: str = DTYPE) -> np.ndarra
 class Untimed(AutoPolicy):
     """Never looks at the clock, so that what it chooses is the same every time."""
 
-    def heard(
-        self, drafter: int, asks: Sequence[tuple[int, int]], drafts: Sequence[Draft], seconds: float | None
-    ) -> None:
-        super().heard(drafter, asks, drafts, 1e-6)
-
-    def shown(self, drafter: int, num_requests: int, seconds: float) -> None:
-        super().shown(drafter, num_requests, 1e-6)
-
-    def observe(
-        self, turns: Sequence[Turn], verdicts: Mapping[int, Verdict], seconds: float | None, whole: float | None = None
-    ) -> None:  # fmt: skip
-        super().observe(turns, verdicts, None)
-
-    def looked(self, seconds: float) -> None:
-        super().looked(1e-6)
-
-    def charge(self, seconds: float) -> None:
-        super().charge(1e-6)
+    def observe(self, record: StepRecord) -> None:
+        record.seconds = record.pass_seconds = None
+        record.drafting = {}
+        super().observe(record)
 
 
 def engine_with(
-    proposer: Proposer | dict[str, Any] | None,
+    proposer: Drafter | dict[str, Any] | None,
     num_blocks: int = 64,
     target_dtype: str = DTYPE,
     is_auto: bool = False,
@@ -148,26 +132,26 @@ def engine_with(
     """An engine over the tiny model. A dict is a speculative_config for a drafter of the registry. is_auto:
     the policy chooses what is drafted and checked, as if checking cost almost nothing; not is_timed: and goes
     on believing so."""
-    target = runner(num_blocks, dtype=target_dtype)
+    target = executor(num_blocks, dtype=target_dtype)
     num_draft = limits.pop("num_speculative_tokens", 4)
     if isinstance(proposer, dict):
         numbers = itertools.count()  # a cache of its own for each
         kind, config = registry.parse({"num_speculative_tokens": num_draft, **proposer})
 
-        def load(source: Any, dtype: str = target_dtype) -> tuple[Any, Any, Runner]:
+        def load(source: Any, dtype: str = target_dtype) -> tuple[Any, Any, LocalExecutor]:
             seed = int(source) if isinstance(source, str) else 0
-            return source, None, runner(num_blocks, seed=seed, dtype=dtype, role=f"draft {next(numbers)}")
+            return source, None, executor(num_blocks, seed=seed, dtype=dtype, role=f"draft {next(numbers)}")
 
-        proposer = registry.create(kind, config, Surroundings(target, RandomCheckpoint(), None, load))
+        proposer = registry.create(kind, config, DrafterContext(target, RandomCheckpoint(), None, load))
     limits.setdefault("max_model_len", min(CONFIG.max_context, num_blocks * BLOCK_SIZE))
     config_of_engine = EngineConfig(num_speculative_tokens=num_draft if proposer else 0, **limits)
     policy = None
     if is_auto and proposer is not None:
         has_trees = target.decoder.checks_trees
-        drafters = getattr(proposer, "drafters", (proposer,))
+        drafters = proposer.members
         known = {drafter.name: (1e-6, ()) for drafter in drafters}  # nor does drafting
-        kind = AutoPolicy if is_timed else Untimed
-        policy = kind(drafters, CostModel({1: 1.0, 64: 1.1}), has_trees=has_trees, known=known)
+        policy_kind = AutoPolicy if is_timed else Untimed
+        policy = policy_kind(drafters, CostTable({1: 1.0, 64: 1.1}), has_trees=has_trees, known=known)
     return Engine(target, proposer, config_of_engine, policy)
 
 
@@ -200,10 +184,10 @@ def run(engine: Engine, requests: Sequence[Request], max_steps: int = 3000) -> l
             emissions += engine.step()
             engine.check()
     except BaseException:
-        kv_cache.cache_clear()  # what it holds now must not fail the tests after this one
+        memory.cache_clear()  # what it holds now must not fail the tests after this one
         raise
     assert not engine.has_work, "the engine did not finish"
-    assert engine.runner.kv.pool.num_used == 0, "blocks were left behind"
+    assert engine.executor.kv.pool.num_used == 0, "blocks were left behind"
     for request in requests:
         check_sums(engine, request, [e for e in emissions if e.request is request])
     return emissions

@@ -17,11 +17,12 @@ import paceline.core.accept as accept_module
 import paceline.drafters.candidates as candidates_module
 import paceline.drafters.grow as grow_module
 from paceline.core.noise import Noise
-from paceline.core.types import Batch, Output, Proposer, Request, Segment
+from paceline.core.types import Batch, Output, Request, Segment
 from paceline.drafters import registry
-from paceline.drafters.base import Surroundings
-from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
+from paceline.drafters.base import Drafter, DrafterContext
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.torch_backend import TorchBackend
 from tests.laws.harness import CONFIG
 
 Table = Callable[[Sequence[int]], np.ndarray]
@@ -32,7 +33,7 @@ class TableDecoder:
 
     num_bytes = 0
     is_exact = checks_trees = True
-    runs_by_itself = False
+    latest = None
 
     def __init__(self, table: Table, vocab: int, exits: dict[int, Table] | None = None) -> None:
         self.table, self.exits = table, exits or {}
@@ -63,20 +64,23 @@ class TableDecoder:
         return Output(torch.stack([torch.from_numpy(table(contexts[row])) for row in c.rows]), {})
 
 
-def table_runner(table: Table, vocab: int, exits: dict[int, Table] | None = None) -> Runner:
+def table_runner(table: Table, vocab: int, exits: dict[int, Table] | None = None) -> LocalExecutor:
     small = replace(CONFIG, num_layers=1, num_kv_heads=1, head_dim=2)
-    return Runner(TableDecoder(table, vocab, exits), KvCache(small, 8))
+    backend = TorchBackend(torch.device("cpu"))
+    return LocalExecutor(backend, TableDecoder(table, vocab, exits), KvMemory(small, 8))
 
 
-def table_drafter(options: dict[str, Any], target: Runner, models: dict[str, Runner]) -> Proposer:
+def table_drafter(
+    options: dict[str, Any], target: LocalExecutor, models: dict[str, LocalExecutor]
+) -> Drafter:
     """A drafter of the registry; draft models are looked up by name."""
     kind, config = registry.parse(options)
     return registry.create(
-        kind, config, Surroundings(target, None, None, lambda name: (None, None, models[name]))
+        kind, config, DrafterContext(target, None, None, lambda name: (None, None, models[name]))
     )  # type: ignore[arg-type, return-value]
 
 
-def ready(runner: Runner, request: Request, budget: int) -> None:
+def ready(runner: LocalExecutor, request: Request, budget: int) -> None:
     """The target has read all of the text but its newest token, and has room for a draft: what an engine
     guarantees.
     """

@@ -38,7 +38,7 @@ class ByItself:
 
 
 def ahead(engine: Engine) -> Engine:
-    engine.runner = replace(engine.runner, decoder=ByItself(engine.runner.decoder))
+    engine.executor = replace(engine.executor, decoder=ByItself(engine.executor.decoder))
     return engine
 
 
@@ -56,13 +56,13 @@ def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
     )
     engine.add(request)
     launched: list[int] = []
-    forward = engine.runner.decoder._decoder.forward  # type: ignore[attr-defined]
+    forward = engine.executor.decoder._decoder.forward  # type: ignore[attr-defined]
 
     def counted(*arguments: Any, **options: Any) -> Any:
         launched.append(len(request.output))
         return forward(*arguments, **options)
 
-    engine.runner.decoder.forward = counted  # type: ignore[method-assign]
+    engine.executor.decoder.forward = counted  # type: ignore[method-assign]
     said = 0
     while engine.has_work:
         said += sum(len(emission.tokens) for emission in engine.step())
@@ -73,7 +73,7 @@ def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
 def test_a_draft_for_which_something_was_recorded_is_not_timed() -> None:
     """Every other draft: a recording takes hundreds of times as long, once, and would be believed."""
     engine = ahead(engine_with(AlwaysRight(), is_auto=True))
-    decoder, drafter = engine.runner.decoder, engine.policy.drafters[0]
+    decoder, drafter = engine.executor.decoder, engine.policy.drafters[0]
     decoder.capture = SimpleNamespace(num_recordings=0)  # type: ignore[attr-defined]
     propose, heard, times = drafter.propose, engine.policy.heard, []
 
@@ -109,7 +109,7 @@ def check_stopped(engine: Engine, requests: Sequence[Request], when: int) -> Non
     while engine.has_work:
         assert all(emission.request is not requests[1] for emission in engine.step())
         engine.check()
-    assert engine.runner.kv.pool.num_used == 0
+    assert engine.executor.kv.pool.num_used == 0
     assert requests[1].num_output == length
     assert [request.output for request in others] == [expected(request) for request in others]
 

@@ -18,10 +18,11 @@ import torch
 from paceline.core.errors import ModelError
 from paceline.core.noise import Noise, Purpose
 from paceline.core.params import SamplingParams
-from paceline.core.types import Batch, Cached, Columns, FinishReason, Output, Pick, Proposer, Request, Segment
+from paceline.core.types import Batch, Cached, Columns, FinishReason, Output, Pick, Request, Segment
+from paceline.drafters.base import Drafter
 from paceline.engine import engine as engine_module
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AutoPolicy
+from paceline.engine.policy.auto import AutoPolicy
 from tests.laws.fakes import AlwaysRight, AlwaysWrong
 from tests.laws.harness import DEVICE, engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import expected
@@ -92,12 +93,12 @@ class Counting:
 
 
 def on_device(
-    proposer: Proposer | None = None, break_at: int = -1, **limits: Any
+    proposer: Drafter | None = None, break_at: int = -1, **limits: Any
 ) -> tuple[Engine, Device | Counting]:
     engine = engine_with(proposer, **limits)
-    decoder = engine.runner.decoder
+    decoder = engine.executor.decoder
     device = Counting(decoder) if DEVICE.type == "cuda" else Device(decoder, break_at)
-    engine.runner = replace(engine.runner, decoder=device)
+    engine.executor = replace(engine.executor, decoder=device)
     return engine, device
 
 
@@ -124,7 +125,7 @@ def test_texts_are_the_reference_loops() -> None:
 
 
 @pytest.mark.parametrize("drafter", [AlwaysWrong(), AlwaysRight()])
-def test_a_policy_that_looks_now_and_then_is_followed_between(drafter: Proposer) -> None:
+def test_a_policy_that_looks_now_and_then_is_followed_between(drafter: Drafter) -> None:
     requests = many(16, 41, [*ENDINGS[:2], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)])
     engine, device = on_device(drafter, is_auto=True, max_num_seqs=6, max_num_batched_tokens=48)
     policy = engine.policy
@@ -174,9 +175,9 @@ def test_where_somebody_else_used_the_model_meanwhile_nobody_follows() -> None:
         if not engine.has_work:
             break
         engine.step()
-        if number % 3 == 1 and engine.runner.kv.reserve(other, 2):
-            engine.runner.forward([Segment([5, 6], other, None, 2, Pick(0.0, 0))])
-            engine.runner.kv.free(other)
+        if number % 3 == 1 and engine.executor.kv.reserve(other, 2):
+            engine.executor.forward([Segment([5, 6], other, None, 2, Pick(0.0, 0))])
+            engine.executor.kv.free(other)
     assert device.num_followers > 5
     assert [request.output for request in requests] == [expected(request) for request in requests]
 
@@ -240,7 +241,7 @@ def test_where_blocks_run_out_nobody_follows_and_nothing_is_lost() -> None:
         engine.check()
     assert engine.scheduler.num_preemptions > 0
     assert device.num_followers > 0
-    assert engine.runner.kv.pool.num_used == 0
+    assert engine.executor.kv.pool.num_used == 0
     assert [request.output for request in requests] == [expected(request) for request in requests]
 
 

@@ -21,7 +21,7 @@ from paceline.core.sampling import choose, noise_of
 from paceline.core.tree import Tree
 from paceline.core.types import Cached, Draft, FinishReason, Needs, Request, Round, Seen, Segment
 from paceline.engine.engine import Engine
-from paceline.runtime.runner import Runner
+from paceline.runtime.executor import LocalExecutor
 from tests.laws.fakes import AlwaysRight, AlwaysWrong, Fake, Ragged, Random
 from tests.laws.harness import engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import expected
@@ -61,7 +61,7 @@ class Flying:
 
     def __init__(self, inner: Fake, may: Callable[[], bool] = lambda: True) -> None:
         self.inner, self.name, self.may = inner, inner.name, may
-        self.runner: Runner | None = None
+        self.runner: LocalExecutor | None = None
         self.flown: list[Done] = []
         self.break_at = -1  # the position after which logits are not finite
         self.shown: dict[str, int] = {}  # tokens with K/V, as of the last look
@@ -139,7 +139,7 @@ def flying(
 ) -> tuple[Engine, Flying]:
     drafter = Flying(inner(), may)
     engine = ahead(engine_with(drafter, **limits))  # type: ignore[arg-type]
-    drafter.runner = engine.runner
+    drafter.runner = engine.executor
     return engine, drafter
 
 
@@ -227,7 +227,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     assert isinstance(long.error, ModelError)
     assert long.output == expected(long)[: long.num_output]
     assert short.output == expected(short)
-    assert engine.runner.kv.pool.num_used == 0
+    assert engine.executor.kv.pool.num_used == 0
 
 
 def test_a_watch_that_comes_while_rounds_are_flown_sees_the_steps_after_them() -> None:

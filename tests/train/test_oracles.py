@@ -17,7 +17,6 @@ from paceline.heads.config import DflashConfig, EagleConfig, target_hash
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.models.decoder import Decoder
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.runner import Runner
 from paceline.train import chains
 from paceline.train.acceptance import measure, walk
 from paceline.train.block import Dflash
