@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from paceline import LLM, SamplingParams
+from paceline import LLM
 from paceline.cli import verify
 from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
@@ -25,8 +25,8 @@ from paceline.core.chi_square import chi_square_p_value
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.types import Draft, Request, Verdict
 from paceline.drafters.registry import DRAFTERS, HEADS
-from paceline.engine import verdicts
 from paceline.measure.prompts import Prompt
+from paceline.runtime import check
 
 TEXTS = ("the line the line the line", "who rides in front? who rides", "def ride(line): return")
 KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "near_ties", "tau"}
@@ -146,7 +146,7 @@ def test_a_broken_rule_is_reported_with_its_place(
             path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1])
         )
 
-    monkeypatch.setattr(verdicts, "accept", accept_all)
+    monkeypatch.setattr(check, "accept", accept_all)
     monkeypatch.setattr(distribution, "NUM_SAMPLES", 200)
     status, text, report = run_verify(tiny, tmp_path, "--methods", "early_exit")
     assert status == 1

@@ -205,7 +205,7 @@ class LLM:
             return made
 
     def _pump(self) -> None:
-        """One step of the engine, for whoever is waiting."""
+        """One step of the engine, for all that wait."""
         with self._lock:
             self._is_stepping = True
             try:

@@ -38,8 +38,7 @@ def explain(
     html: Annotated[Path | None, typer.Option(help="Also write the steps to this HTML file.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Walk through real steps: what was drafted, why it was kept or not, what was said instead, what the KV
-    cache keeps.
+    """Walk through real steps: what was drafted, why it was kept or not, and what was said instead.
 
     p is the target's probability of a drafted token, q the drafter's (one-hot where nothing was drawn),
     chance that of being kept. The rule follows from the request: greedy at temperature 0, coupled with a

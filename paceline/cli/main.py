@@ -8,6 +8,7 @@ interrupted.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from typing import Annotated, Any
@@ -15,21 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli import (
-    bench,
-    chat,
-    console,
-    demo,
-    explain,
-    export,
-    generate,
-    models,
-    plan,
-    serve,
-    train,
-    tune,
-    verify,
-)
+from paceline.cli import bench, console
 from paceline.cli.options import with_options
 from paceline.core.errors import PacelineError
 
@@ -117,12 +104,13 @@ def _root(
         typer.echo(ctx.get_help())
 
 
-VERBS = {
-    "Run": (demo.demo, generate.generate, chat.chat, serve.serve),
-    "Make": (train.train, export.export),
-    "Inspect": (models.models, verify.verify, tune.tune, plan.plan, explain.explain),
+VERBS = {  # each a function in the module of its name
+    "Run": ("demo", "generate", "chat", "serve"),
+    "Make": ("train", "export"),
+    "Inspect": ("models", "verify", "tune", "plan", "explain"),
 }
-for _panel, _verbs in VERBS.items():
-    for _verb in _verbs:
+for _panel, _names in VERBS.items():
+    for _name in _names:
+        _verb = getattr(importlib.import_module(f"paceline.cli.{_name}"), _name)
         app.command(cls=_Verb, rich_help_panel=_panel)(with_options(_verb))
 app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")

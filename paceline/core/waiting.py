@@ -1,4 +1,4 @@
-"""Tells a person at a terminal what takes so long, on stderr, and only if it does."""
+"""Tells a person at a terminal what takes long, on stderr, and only if it does."""
 
 from __future__ import annotations
 

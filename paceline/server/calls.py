@@ -1,7 +1,7 @@
 """One client's request while it is being answered: what has been said and not yet been read, and how it
 ended.
 
-Invariant: a reader that is slow makes nobody wait. What is said meanwhile is joined into one `Delta` a
+Invariant: a reader that is slow holds nothing up. What is said meanwhile is joined into one `Delta` a
 choice, so what is held is at most the answer itself, whose length is bounded.
 """
 

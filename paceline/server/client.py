@@ -1,7 +1,7 @@
 """The engine as the HTTP side sees it: a table of calls, a process that is kept alive, and the queue's bound.
 
 Invariant: every call ends: by its own end, an abort, an error of the engine, or the engine's death. A call
-that nobody waits for is aborted, which frees its blocks before the next step.
+that is left early is aborted, which frees its blocks before the next step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is shown of single steps to those who ask: who proposed each token, p, q, and the draft it stood in.
+"""What is shown of single steps on request: the drafter of each token, p, q, and the draft it stood in.
 
 Invariant: only requests that asked are recorded; the engine is watched only while there is one, so others pay
 nothing.

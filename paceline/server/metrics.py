@@ -54,10 +54,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "spec_decode_num_draft_tokens": ("Drafted tokens that were checked.", ()),
     "spec_decode_num_accepted_tokens": ("Of them, those accepted.", ()),
     "spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by place in the draft.", ("position",)),
-    "spec_decode_num_draft_tokens_by_drafter": ("Drafted tokens by who proposed them.", ("drafter",)),
-    "spec_decode_num_accepted_tokens_by_drafter": ("Accepted tokens by who proposed them.", ("drafter",)),
+    "spec_decode_num_draft_tokens_by_drafter": ("Drafted tokens by drafter.", ("drafter",)),
+    "spec_decode_num_accepted_tokens_by_drafter": ("Accepted tokens by drafter.", ("drafter",)),
     "spec_decode_num_accepted_tokens_per_pos_by_drafter": (
-        "Accepted tokens by who proposed them and place.",
+        "Accepted tokens by drafter and place.",
         ("drafter", "position"),
     ),
     "http_requests": ("Requests by route and status.", ("route", "status")),

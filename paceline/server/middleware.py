@@ -31,7 +31,7 @@ def response_of(error: ApiError) -> JsonResponse:
 
 
 class Logged:
-    """Outermost: names the request, counts and logs it, and answers 500 for what nobody foresaw."""
+    """Outermost: names the request, counts and logs it, and answers 500 for what was not foreseen."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics

@@ -74,12 +74,8 @@ class Choice:
         return {**self._token_json(entry.token, entry.logprob), "top_logprobs": top}
 
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.tokenizer.token_bytes(token)
-        return {
-            "token": data.decode("utf-8", "replace"),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(data),
-        }
+        data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
 def error_json(error: PacelineError) -> dict[str, str]:
@@ -97,15 +93,16 @@ def stats_json(stats: SpecStats) -> dict[str, Any]:
         "drafted_at": stats.positions.drafted_at,
         "accepted_at": stats.positions.accepted_at,
         "lengths": {str(length): count for length, count in stats.lengths.items()},
-        "by_source": {
-            source: {
-                "num_drafted": stats.drafted_by_source[source],
-                "num_accepted": stats.accepted_by_source[source],
-                "drafted_at": positions.drafted_at,
-                "accepted_at": positions.accepted_at,
-            }
-            for source, positions in stats.by_source.items()
-        },
+        "by_source": {source: _source_json(stats, source) for source in stats.by_source},
+    }
+
+
+def _source_json(stats: SpecStats, source: str) -> dict[str, Any]:
+    return {
+        "num_drafted": stats.drafted_by_source[source],
+        "num_accepted": stats.accepted_by_source[source],
+        "drafted_at": stats.by_source[source].drafted_at,
+        "accepted_at": stats.by_source[source].accepted_at,
     }
 
 

@@ -56,7 +56,7 @@ class Preparer:
         return self._requests(tokens, message)
 
     def echo(self, request: Request) -> str:
-        """The prompt as text, for those who gave token ids and want it back."""
+        """The prompt as text, where it came as token ids and is wanted back."""
         return self.tokenizer.decode(request.tokens[: request.num_prompt])
 
     def _tokens(self, prompt: Mapping[str, Any]) -> list[int]:

@@ -51,7 +51,7 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: dict[str, Any]) -> None:
-        """Never waits: what a dead process cannot take is lost, and its calls are failed by whoever reads
+        """Never waits: what a dead process cannot take is lost, and its calls are failed by what reads
         from it."""
         if not self._writer.is_closing():
             self._writer.write(wire.pack(message))

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import Status
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paceline.server.outputs import Choice
     from paceline.server.preparing import Preparer
 
+Queue = queue.SimpleQueue[wire.Message]
 STATS_EVERY_S = 0.2  # while working; at once when there is nothing to do
 
 
@@ -78,19 +79,15 @@ def _build(channel: socket.socket, setup: wire.Message) -> Worker:
     return Worker(channel, engine, preparer, Isolation(engine, intake))
 
 
-def _queue() -> Any:
-    return field(default_factory=queue.SimpleQueue)
-
-
 @dataclass(slots=True)
 class Worker:
     channel: socket.socket
     engine: Engine
     preparer: Preparer
     isolation: Isolation
-    _commands: queue.SimpleQueue[wire.Message] = _queue()  # for the main thread  # noqa: RUF009
-    _prompts: queue.SimpleQueue[wire.Message] = _queue()  # for the preparing thread  # noqa: RUF009
-    _grammars: queue.SimpleQueue[wire.Message] = _queue()  # likewise, with a grammar to compile  # noqa: RUF009
+    _commands: Queue = field(default_factory=Queue)  # for the main thread
+    _prompts: Queue = field(default_factory=Queue)  # for the preparing thread
+    _grammars: Queue = field(default_factory=Queue)  # likewise, with a grammar to compile
     _preparing: set[str] = field(default_factory=set)  # ids between the reading thread and the main one
     _aborted: set[str] = field(default_factory=set)  # of them, those aborted meanwhile
     _choices: dict[str, Choice] = field(default_factory=dict)  # by the engine's request id
@@ -134,7 +131,7 @@ class Worker:
         finally:
             os._exit(0)
 
-    def _prepare(self, prompts: queue.SimpleQueue[wire.Message]) -> None:
+    def _prepare(self, prompts: Queue) -> None:
         """Everything that may take a while and needs no engine state."""
         while True:
             message = prompts.get()
