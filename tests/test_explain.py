@@ -320,7 +320,7 @@ def test_nothing_shown_can_move_a_cursor() -> None:
         (["hi", "--steps", "0"], "--steps"),
         (["hi", "--temperature", "-1"], "temperature is -1"),
         (["hi", "--html", "absent/steps.html"], "absent"),
-        (["hi", "--method", "none", "-k", "3"], "nobody drafts"),
+        (["hi", "--method", "none", "-k", "3"], "nothing is drafted"),
         (["hi", "--speculative-config", "{"], "not JSON"),
     ],
 )

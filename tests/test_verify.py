@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from paceline import LLM, SamplingParams
+from paceline import LLM
 from paceline.cli import verify
 from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
@@ -25,8 +25,8 @@ from paceline.core.chi_square import chi_square_p_value
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.types import Draft, Request, Verdict
 from paceline.drafters.registry import DRAFTERS, HEADS
-from paceline.engine import verdicts
 from paceline.measure.prompts import Prompt
+from paceline.runtime import check
 
 TEXTS = ("the line the line the line", "who rides in front? who rides", "def ride(line): return")
 KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "near_ties", "tau"}
@@ -98,7 +98,7 @@ def test_where_arithmetic_is_not_exact_a_difference_is_weighed(tiny: str, mode: 
         (plain,) = examination.plain(llm, mode)
         other = [*plain[:3], (plain[3] + 1) % 200, *plain[4:]]
         told = examination.check(llm, "none", mode, 1, [other], lambda count: None)
-        logits = [_logprob(llm, [*examination.inputs[0], *other[:3]], SamplingParams(temperature=0, max_tokens=1, logprobs=1), t)
+        logits = [_logprob(llm, [*examination.inputs[0], *other[:3]], t)
                   for t in (other[3], plain[3])]  # fmt: skip
         noise = (
             gumbel(1000, len(examination.inputs[0]) + 3, Purpose.TARGET, np.array([other[3], plain[3]]))
@@ -146,7 +146,7 @@ def test_a_broken_rule_is_reported_with_its_place(
             path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1])
         )
 
-    monkeypatch.setattr(verdicts, "accept", accept_all)
+    monkeypatch.setattr(check, "accept", accept_all)
     monkeypatch.setattr(distribution, "NUM_SAMPLES", 200)
     status, text, report = run_verify(tiny, tmp_path, "--methods", "early_exit")
     assert status == 1

@@ -8,12 +8,13 @@ import itertools
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, RequestError
-from paceline.core.grammar import GrammarCompiler
+from paceline.core.grammar import GrammarCompiler, GrammarConstraint
 from paceline.core.noise import child_seed
+from paceline.core.options import brief
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.loaders.detokenize import Detokenizer
@@ -33,6 +34,7 @@ class Encoded(NamedTuple):
 class Intake:
     tokenizer: Tokenizer
     vocab_size: int
+    max_model_len: int
     _grammars: GrammarCompiler | None = None
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -54,6 +56,7 @@ class Intake:
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        params = self._bounded(params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         name = f"r{next(self._ids)}"
         requests: list[Request] = []
@@ -66,10 +69,7 @@ class Intake:
     def _request(
         self, name: str, tokens: list[int], params: SamplingParams, seed: int, priority: int
     ) -> Request:
-        constraint = None
-        if params.structured_outputs is not None:
-            self._grammars = self._grammars or GrammarCompiler(self.tokenizer, self.vocab_size)
-            constraint = self._grammars.compile(params.structured_outputs)
+        constraint = self.constraint(params)
         ends = self.tokenizer.eos_ids
         # A grammar that has ended can only be followed by an end token, so it is not ignored there.
         obeyed = frozenset() if params.ignore_eos and constraint is None else ends
@@ -89,19 +89,34 @@ class Intake:
             ),
         )
 
+    def constraint(self, params: SamplingParams) -> GrammarConstraint | None:
+        """The grammar of a request at its beginning."""
+        if params.structured_outputs is None:
+            return None
+        self._grammars = self._grammars or GrammarCompiler(self.tokenizer, self.vocab_size)
+        return self._grammars.compile(params.structured_outputs)
+
+    def _bounded(self, params: SamplingParams) -> SamplingParams:
+        """With counts that no kernel can overflow on: more tokens than the context or the vocabulary holds
+        mean all of them."""
+        most = dict.fromkeys(("max_tokens", "min_tokens", "num_speculative_tokens"), self.max_model_len)
+        most["top_k"] = self.vocab_size
+        high: dict[str, Any] = {
+            name: limit for name, limit in most.items() if (getattr(params, name) or 0) > limit
+        }
+        return replace(params, **high) if high else params
+
     def _bad_sequences(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each bad word as it is spelled at the start of a text and after a space."""
         spellings = (text for word in params.bad_words for text in (word, " " + word.lstrip()))
-        return tuple(
-            dict.fromkeys(tuple(self.tokenizer.encode(text, add_special=False)) for text in spellings)
-        )
+        encoded = (tuple(self.tokenizer.encode(text, add_special=False)) for text in spellings)
+        return tuple(dict.fromkeys(tokens for tokens in encoded if tokens))
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self.vocab_size), None)
         if bad is not None:
-            raise ConfigError(
-                f"{name} holds token id {bad}; the model's ids go from 0 to {self.vocab_size - 1}"
-            )
+            known = f"the model's ids go from 0 to {self.vocab_size - 1}"
+            raise ConfigError(f"{name} holds token id {brief(bad)}; {known}")
 
 
 def as_list(prompts: Any) -> list[Any]:

@@ -75,7 +75,8 @@ class LLM:
         built = build(self.options)
         self.engine, self.checkpoint, self.tokenizer = built.engine, built.checkpoint, built.tokenizer
         self.context = built.context  # what further drafters would be made with
-        self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size)
+        length = self.engine.config.max_model_len
+        self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size, length)
         self._inboxes: dict[str, _Inbox] = {}
         self._dropped: list[Request] = []
         self._is_stepping = False
@@ -204,7 +205,7 @@ class LLM:
             return made
 
     def _pump(self) -> None:
-        """One step of the engine, for whoever is waiting."""
+        """One step of the engine, for all that wait."""
         with self._lock:
             self._is_stepping = True
             try:

@@ -53,8 +53,7 @@ class Result:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of a stream. `text` is settled: it will not be taken back by a stop string or an unfinished
-    character.
-    """
+    character."""
 
     text: str
     tokens: tuple[Token, ...]

@@ -9,13 +9,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from paceline.cli import console, options, parsing
+from paceline.cli.options import Given, Sampling
 from paceline.cli.streaming import checked_prompt, collect, on_interrupt
 from paceline.core.errors import RequestError
+from paceline.core.options import options_of
 
 if TYPE_CHECKING:
     from paceline.api.llm import LLM
@@ -23,30 +25,19 @@ if TYPE_CHECKING:
     from paceline.cli.streaming import Answer
     from paceline.core.params import SamplingParams
 
-HELP = "/exit or Ctrl-D leaves, /reset forgets the conversation, /stats shows how fast it went, Ctrl-C stops an answer."
+HELP = (
+    "/exit or Ctrl-D leaves, /reset forgets the conversation, /stats shows how fast it went, Ctrl-C stops an "
+    "answer."
+)
 
 
 def chat(
-    model: options.Model = "default",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    exact: options.Exact = False,
-    load_format: options.LoadFormat = "auto",
-    kv_cache_dtype: options.KvCacheDtype = "auto",
+    engine: options.Engine,
+    sampling: Annotated[
+        Given, options_of(Sampling, "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+    ],
     system: options.System = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", rich_help_panel="Sampling")] = 512,
-    temperature: options.Temperature = options.DEFAULT_TEMPERATURE,
-    top_p: options.TopP = options.DEFAULT_TOP_P,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    method: options.Method = None,
-    num_speculative_tokens: options.NumSpeculative = None,
-    draft_model: options.DraftModel = None,
-    speculative_config: options.SpeculativeConfig = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KvCacheMemory = None,
     as_json: options.Json = False,
 ) -> None:
     """Talk with a model. /help lists what else can be typed.
@@ -57,24 +48,11 @@ def chat(
 
       printf 'Hello\\nWhat did I just say?\\n' | paceline chat --temperature 0 --json
     """
-    from paceline import LLM, SamplingParams
+    from paceline import LLM
 
-    sampling = parsing.given(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop
-    )
-    params = SamplingParams(max_tokens=max_tokens, **sampling)
-    config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
-    limits: dict[str, Any] = {
-        "max_model_len": max_model_len,
-        "kv_cache_memory": parsing.memory(kv_cache_memory),
-        "dtype": dtype,
-    }
-    limits |= {"device": device, "exact": exact, "load_format": load_format, "kv_cache_dtype": kv_cache_dtype}
+    params, chosen = parsing.sampling_params(sampling, max_tokens=max_tokens), parsing.engine_options(engine)
     source = console.stdin()
-    with (
-        LLM(model, speculative_config=config, **limits) as llm,
-        on_interrupt(lambda *_: None),
-    ):  # between turns there is nothing to stop
+    with LLM(chosen) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
         conversation = Conversation(llm, params, system, as_json)
         if source.isatty():
             console.stderr().print(HELP, style="dim")
@@ -151,9 +129,7 @@ class Conversation:
         try:
             checked_prompt(text)
             answer = collect(self.llm.stream_chat(self.messages, self.params), show)
-        except (
-            RequestError
-        ) as error:  # most often a conversation that no longer fits: the session can go on without it
+        except RequestError as error:  # most often the conversation no longer fits: the session goes on
             self.messages.pop()
             console.print_error(RequestError(f"{error} (in a conversation: /reset starts a new one)"))
             return
@@ -175,6 +151,7 @@ class Conversation:
         speed = sum(len(a.token_ids) - a.num_first for a in timed) / seconds if seconds else 0.0
         tau = num_tokens / num_steps if num_steps else 0.0
         console.stderr().print(
-            f"{len(self.answers)} answers ({len(self.answers) - len(done)} stopped), {num_tokens} tokens, {num_steps} steps (τ {tau:.2f}), "
-            f"{accepted} of {drafted} drafted tokens accepted, {speed:.1f} tokens/s"
+            f"{len(self.answers)} answers ({len(self.answers) - len(done)} stopped), {num_tokens} tokens, "
+            f"{num_steps} steps (τ {tau:.2f}), {accepted} of {drafted} drafted tokens accepted, "
+            f"{speed:.1f} tokens/s"
         )

@@ -31,9 +31,8 @@ def prepare_streams() -> None:
 def stdin() -> TextIO:
     """UTF-8 whatever the locale; bytes that are not become surrogates, which `as_prompt` refuses by name."""
     if sys.stdin is None or sys.stdin.closed:
-        raise ConfigError(
-            "stdin is closed, so nothing can be read from it; pipe text into it, or give the prompt as an argument"
-        )
+        remedy = "pipe text into it, or give the prompt as an argument"
+        raise ConfigError(f"stdin is closed, so nothing can be read from it; {remedy}")
     if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     return sys.stdin

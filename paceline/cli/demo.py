@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import console, demo_report, options, parsing
+from paceline.cli.options import LOADING, Drafting, Given
 from paceline.cli.streaming import Answer, Prompt, as_prompt, checked_prompt, collect
 from paceline.core.errors import ConfigError
+from paceline.core.options import options_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,21 +24,12 @@ if TYPE_CHECKING:
     from paceline.api.results import Chunk
     from paceline.core.params import SamplingParams
 
-DEFAULT_PROMPT = "203"
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 
 
 def demo(
-    model: options.Model = "default",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    exact: options.Exact = False,
-    method: options.Method = "auto",
-    num_speculative_tokens: options.NumSpeculative = None,
-    draft_model: options.DraftModel = None,
-    prompt: Annotated[
-        str, typer.Option(help="Your own text, or the number of a shipped prompt.")
-    ] = DEFAULT_PROMPT,
+    engine: Annotated[Given, [*LOADING, *options_of(Drafting)]],
+    prompt: Annotated[str, typer.Option(help="Your own text, or the number of a shipped prompt.")] = "203",
     max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="Above 0 both runs use the same seed.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(help="Also save what is shown as a picture.")] = None,
@@ -55,15 +48,15 @@ def demo(
     parsing.check_target("--svg", svg)
     if svg is not None and as_json:
         raise ConfigError(f"--svg is {svg} but --json shows nothing to draw; use one of them")
-    config = parsing.speculative_config(None, method, num_speculative_tokens, draft_model)
+    chosen = parsing.engine_options(engine)
+    config = chosen.speculative_config
     if config is None:
-        raise ConfigError(
-            f"--method is {method}, so there is nothing to compare; use auto, suffix, ngram, draft_model or another"
-        )
+        remedy = "use auto, suffix, ngram, draft_model or another"
+        raise ConfigError(f"--method is {engine['method']}, so there is nothing to compare; {remedy}")
     text = checked_prompt(_find_prompt(prompt))
     plain, drafted = _params(temperature, max_tokens)
     screen = None if as_json else console.stdout(is_recorded=svg is not None)
-    with LLM(model, speculative_config=config, dtype=dtype, device=device, exact=exact) as llm:
+    with LLM(chosen) as llm:
         prompt_ids = as_prompt(llm, text)
         _warm_up(llm, prompt_ids)
         if screen is not None:
@@ -72,9 +65,8 @@ def demo(
         name_of_drafts = config if isinstance(config, str) else config["method"]
         # Drafts first: a drafter that remembers answers must not have seen plain decoding give this one.
         with_drafts = _run(screen, llm, prompt_ids, name_of_drafts, drafted)
-        comparison = demo_report.Comparison(
-            text, name_of_drafts, _run(screen, llm, prompt_ids, "plain", plain), with_drafts
-        )
+        without = _run(screen, llm, prompt_ids, "plain", plain)
+        comparison = demo_report.Comparison(text, name_of_drafts, without, with_drafts)
     if screen is None:
         console.write_json(console.stdout(), comparison.to_json())
     else:
@@ -89,9 +81,8 @@ def _params(temperature: float, max_tokens: int) -> tuple[SamplingParams, Sampli
     """Without drafts and with them, otherwise alike."""
     from paceline import SamplingParams
 
-    drafted = SamplingParams(
-        temperature=temperature, seed=None if temperature == 0 else 7, max_tokens=max_tokens
-    )
+    seed = None if temperature == 0 else 7
+    drafted = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     return dataclasses.replace(drafted, num_speculative_tokens=0), drafted
 
 
@@ -102,9 +93,8 @@ def _find_prompt(prompt: str) -> str:
 
     shipped = {p.id: p.text for p in prompts.load()}
     if prompt not in shipped:
-        raise ConfigError(
-            f"--prompt {prompt} is not the number of a shipped prompt; use one of {min(shipped)} to {max(shipped)}, or your own text"
-        )
+        remedy = f"use one of {min(shipped)} to {max(shipped)}, or your own text"
+        raise ConfigError(f"--prompt {prompt} is not the number of a shipped prompt; {remedy}")
     return shipped[prompt]
 
 
@@ -114,12 +104,13 @@ def _warm_up(llm: LLM, prompt: Prompt) -> None:
     from paceline import SamplingParams
 
     with console.stderr().status("warming up"):
-        for limit in (0, None):
-            llm.generate(
-                ["one two one two one"],
-                SamplingParams(temperature=0, max_tokens=8, num_speculative_tokens=limit),
-            )
-        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2, num_speculative_tokens=0))
+        for text, length, limit in (
+            ("one two one two one", 8, 0),
+            ("one two one two one", 8, None),
+            (prompt, 2, 0),
+        ):
+            params = SamplingParams(temperature=0, max_tokens=length, num_speculative_tokens=limit)
+            llm.generate([text], params)
 
 
 def _run(screen: Console | None, llm: LLM, prompt: Prompt, title: str, params: SamplingParams) -> Answer:
@@ -145,13 +136,8 @@ def _run(screen: Console | None, llm: LLM, prompt: Prompt, title: str, params: S
     if answer.is_interrupted:
         raise KeyboardInterrupt
     if screen is not None and console.has_colours(screen):  # without colours a legend of colours says nothing
-        _print_legend(screen, colour_of)
+        for source, colour in colour_of.items():
+            console.write(screen, "■ ", style=colour)
+            told = f"drafted by {source} and accepted; the rest is the target's own\n"
+            console.write(screen, told, style="dim")
     return answer
-
-
-def _print_legend(screen: Console, colour_of: dict[str, str]) -> None:
-    for source, colour in colour_of.items():
-        console.write(screen, "■ ", style=colour)
-        console.write(
-            screen, f"drafted by {source} and accepted; the rest is the target's own\n", style="dim"
-        )

@@ -66,23 +66,15 @@ def print_table(screen: Console, found: Comparison) -> None:
         table.add_column(heading, justify="left" if heading in ("", "identical") else "right")
     same = "[green]yes[/green]" if found.is_same else "[bold red]no[/bold red]"
     baseline = None if found.speedup is None else 1.0
-    for name, answer, ratio, cell in (
-        ("plain", found.plain, baseline, ""),
-        (found.method, found.drafted, found.speedup, same),
-    ):
+    rows = [("plain", found.plain, baseline, ""), (found.method, found.drafted, found.speedup, same)]
+    for name, answer, ratio, cell in rows:
         stats = _stats(answer)
         speed = f"{answer.tokens_per_second:.1f}" if answer.is_timed else "-"
         alpha = f"{stats.alpha:.2f}" if stats.num_drafted else "-"
         table.add_row(name, speed, f"{stats.tau:.2f}", alpha, "-" if ratio is None else f"{ratio:.2f}x", cell)
     screen.print(table)
-    console.write(
-        screen,
-        "τ: tokens a step of the target; α: share of drafted tokens accepted; time: decoding alone.\n",
-        style="dim",
-    )
+    legend = "τ: tokens a step of the target; α: share of drafted tokens accepted; time: decoding alone.\n"
+    console.write(screen, legend, style="dim")
     if found.speedup is None:
-        console.write(
-            screen,
-            "There is nothing to time: the whole answer came with the first step; raise --max-tokens.\n",
-            style="dim",
-        )
+        why = "There is nothing to time: the whole answer came with the first step; raise --max-tokens.\n"
+        console.write(screen, why, style="dim")

@@ -11,45 +11,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.api.options import EngineOptions
 from paceline.cli import console, options, parsing
+from paceline.cli.options import LOADING, Drafting, Given, Sampling
 from paceline.cli.streaming import Answer, as_prompt, checked_prompt, collect
+from paceline.core.options import options_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.api.llm import LLM
     from paceline.api.results import Chunk
     from paceline.cli.explain_steps import Recorder, Step
-    from paceline.core.params import SamplingParams
 
 
 def explain(
     prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")],
-    model: options.Model = "default",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    method: options.Method = None,
-    num_speculative_tokens: options.NumSpeculative = None,
-    draft_model: options.DraftModel = None,
-    speculative_config: options.SpeculativeConfig = None,
-    temperature: Annotated[
-        float,
-        typer.Option(help="0 is greedy; above, add --seed or see tokens drawn.", rich_help_panel="Sampling"),
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel="Sampling")
-    ] = 1.0,
-    seed: options.Seed = None,
+    engine: Annotated[
+        Given, [*LOADING, *options_of(EngineOptions, "speculative_config"), *options_of(Drafting)]
+    ],
+    sampling: Annotated[Given, options_of(Sampling, "seed")],
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above, add --seed or see draws.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this share.")] = 1.0,
     steps: Annotated[int, typer.Option(min=1, help="Show this many steps.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 64,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")
-    ] = False,
+    raw: options.Raw = False,
     html: Annotated[Path | None, typer.Option(help="Also write the steps to this HTML file.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Walk through real steps: what was drafted, why it was kept or not, what was said instead, what the KV
-    cache keeps.
+    """Walk through real steps: what was drafted, why it was kept or not, and what was said instead.
 
     p is the target's probability of a drafted token, q the drafter's (one-hot where nothing was drawn),
     chance that of being kept. The rule follows from the request: greedy at temperature 0, coupled with a
@@ -67,20 +56,21 @@ def explain(
     from paceline.cli.explain_steps import Recorder
 
     parsing.check_target("--html", html)
-    if speculative_config is None and method is None and draft_model is None:
-        method = "ngram"
-    config = parsing.speculative_config(speculative_config, method, num_speculative_tokens, draft_model)
-    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    if not any(name in engine for name in ("speculative_config", "method", "draft_model")):
+        engine["method"] = "ngram"
+    chosen = parsing.engine_options(engine)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, **sampling)
     text = checked_prompt(console.stdin().read() if prompt == "-" else prompt)
-    with LLM(model, speculative_config=config, dtype=dtype, device=device) as llm:
+    with LLM(chosen) as llm:
         recorder = Recorder(llm.tokenizer)
         llm.engine.watch = recorder
-        answer = _walk(
-            llm, as_prompt(llm, text, raw), params, recorder, steps, None if as_json else console.stdout()
-        )
+        chunks = islice(llm.stream(as_prompt(llm, text, raw), params), steps)  # a chunk is a step
+        answer = _walk(chunks, recorder, None if as_json else console.stdout())
         name = llm.checkpoint.name
     if as_json:
-        console.write_json(console.stdout(), _to_json(text, config, answer, recorder.steps))
+        console.write_json(
+            console.stdout(), _to_json(text, chosen.speculative_config, answer, recorder.steps)
+        )
     if html is not None:
         from paceline.cli.explain_html import page
 
@@ -90,9 +80,7 @@ def explain(
         raise KeyboardInterrupt
 
 
-def _walk(
-    llm: LLM, prompt: Any, params: SamplingParams, recorder: Recorder, num_steps: int, screen: Console | None
-) -> Answer:
+def _walk(chunks: Iterator[Chunk], recorder: Recorder, screen: Console | None) -> Answer:
     """Run the steps, showing each as soon as it is done."""
     from paceline.cli.explain_text import print_step
 
@@ -105,15 +93,7 @@ def _walk(
             print_step(screen, step, step.rule not in rules)
         rules.add(step.rule)
 
-    return collect(_first(llm.stream(prompt, params), num_steps), settle)
-
-
-def _first(chunks: Iterator[Chunk], count: int) -> Iterator[Chunk]:
-    """A chunk is a step. Closing this stops the request."""
-    try:
-        yield from islice(chunks, count)
-    finally:
-        getattr(chunks, "close", lambda: None)()
+    return collect(chunks, settle)
 
 
 def _to_json(

@@ -17,23 +17,26 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.core.params import SamplingParams
-    from paceline.core.tree import Tree
     from paceline.core.types import Request
     from paceline.loaders.tokenizer import Tokenizer
 
 Fate = Literal["accepted", "rejected", "not reached"]
+Kind = Literal["plain", "bonus", "replacement"]  # nothing drafted; all on the path kept; something rejected
 NUM_LIKELY = 3
 TAIL = 12  # tokens of the text before a step
 EXPLAINED: dict[Rule, str] = {
-    "greedy": "Temperature 0: a drafted token stays if it is the target's most likely one. The first that is not is replaced by it.",
-    "coupled": "Seeded: the target's choice is argmax(logits/T + noise(seed, position)), with or without drafts. A drafted token stays if "
-    "it is that choice, so the text is the one the seed always gives.",
-    "deterministic": "No seed, drafts not sampled: one token is drawn from p and a drafted token stays if it is that one. "
-    "So x stays with chance p(x), and what is said has the law of p.",
-    "block": "No seed, a chain sampled from q: its prefixes are offered with weight min(1, p/q of all their tokens). "
-    "The longest one whose coin falls under its chance stays; then one token is drawn from what p has left there.",
-    "siblings": "No seed, siblings sampled from q: each stays with chance min(1, p/q). A rejected one takes its share along "
-    "(p becomes max(0, p - q), scaled to 1), and if none stays one token is drawn from what p has left.",
+    "greedy": "Temperature 0: a drafted token stays if it is the target's most likely one. The first that is "
+    "not is replaced by it.",
+    "coupled": "Seeded: the target's choice is argmax(logits/T + noise(seed, position)), with or without "
+    "drafts. A drafted token stays if it is that choice, so the text is the one the seed always gives.",
+    "deterministic": "No seed, drafts not sampled: one token is drawn from p and a drafted token stays if it "
+    "is that one. So x stays with chance p(x), and what is said has the law of p.",
+    "block": "No seed, a chain sampled from q: its prefixes are offered with weight min(1, p/q of all their "
+    "tokens). The longest whose coin falls under its chance stays; then one token is drawn from what p has "
+    "left there.",
+    "siblings": "No seed, siblings sampled from q: each stays with chance min(1, p/q). A rejected one takes "
+    "its share along (p becomes max(0, p - q), scaled to 1); if none stays one token is drawn from what p has "
+    "left.",
 }
 
 
@@ -66,9 +69,7 @@ class Own:
     text: str
     position: int
     p: float  # in the distribution it was taken from
-    kind: Literal[
-        "plain", "bonus", "replacement"
-    ]  # nothing was drafted; all on the path was kept; something was rejected
+    kind: Kind
     is_from_rest: bool  # drawn from what p had left after a rejection
     likely: list[tuple[str, float]]  # the most likely tokens of that distribution
 
@@ -117,7 +118,6 @@ class Recorder:
         self.tokenizer = tokenizer
         self.steps: list[Step] = []
         self._request: Request | None = None
-        self._tree: Tree | None = None
 
     def __call__(self, event: Begun | Choice | Coin | Redraw | Verdict) -> None:
         if isinstance(event, Begun):
@@ -127,10 +127,8 @@ class Recorder:
         elif isinstance(event, Coin):
             self._judge(event)
         elif isinstance(event, Redraw):
-            total = event.weights / event.weights.sum()
-            self._end_with(
-                event.node, event.token, event.position, total, is_from_rest=bool(self._children(event.node))
-            )
+            total, is_from_rest = event.weights / event.weights.sum(), bool(self._children(event.node))
+            self._end_with(event.node, event.token, event.position, total, is_from_rest)
         else:
             self._conclude(event)
 
@@ -147,37 +145,33 @@ class Recorder:
 
     def _begin(self, event: Begun) -> None:
         request, draft = event.request, event.draft
-        self._request, self._tree = request, draft.tree
-        root, depths = request.num_tokens - 1, draft.tree.depths()
-        nodes = []
-        for i, (token, parent) in enumerate(zip(draft.tree.tokens, draft.tree.parents, strict=True)):
-            if i:
-                estimate = draft.chances[i] if draft.chances is not None else None
-                nodes.append(
-                    Node(
-                        i,
-                        parent,
-                        token,
-                        self._text(token),
-                        root + depths[i],
-                        root + i,
-                        draft.source_of(i),
-                        estimate,
-                    )
-                )
-        self.steps.append(
-            Step(
-                number=len(self.steps) + 1,
-                rule=event.rule,
-                before="".join(self._text(token) for token in request.tokens[-TAIL - 1 : -1]),
-                root=self._text(request.tokens[-1]),
-                root_slot=root,
-                num_cached=request.cache.num_cached,
-                num_rows=request.num_tokens - request.cache.num_cached + draft.num_drafted,
-                blocks=list(request.cache.blocks),
-                nodes=nodes,
+        self._request = request
+        root, tree, depths = request.num_tokens - 1, draft.tree, draft.tree.depths()
+        nodes = [
+            Node(
+                index=i,
+                parent=tree.parents[i],
+                token=tree.tokens[i],
+                text=self._text(tree.tokens[i]),
+                position=root + depths[i],
+                slot=root + i,
+                source=draft.source_of(i),
+                estimate=None if draft.chances is None else draft.chances[i],
             )
+            for i in range(1, len(tree.tokens))
+        ]
+        step = Step(
+            number=len(self.steps) + 1,
+            rule=event.rule,
+            before="".join(self._text(token) for token in request.tokens[-TAIL - 1 : -1]),
+            root=self._text(request.tokens[-1]),
+            root_slot=root,
+            num_cached=request.cache.num_cached,
+            num_rows=request.num_tokens - request.cache.num_cached + draft.num_drafted,
+            blocks=list(request.cache.blocks),
+            nodes=nodes,
         )
+        self.steps.append(step)
 
     def _children(self, node: int) -> list[Node]:
         return [child for child in self.steps[-1].nodes if child.parent == node]
@@ -200,27 +194,17 @@ class Recorder:
     def _end_with(self, node: int, token: int, position: int, p: torch.Tensor, is_from_rest: bool) -> None:
         step = self.steps[-1]
         top = p.topk(min(NUM_LIKELY, p.numel()))
-        likely = [
-            (self._text(i), value) for i, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        ]
-        kind: Literal["plain", "bonus", "replacement"] = "replacement" if self._children(node) else "bonus"
-        step.own = Own(
-            token,
-            self._text(token),
-            position,
-            float(p[token]),
-            kind if step.nodes else "plain",
-            is_from_rest,
-            likely,
-        )
+        likely = zip(map(self._text, top.indices.tolist()), top.values.tolist(), strict=True)
+        kind: Kind = "replacement" if self._children(node) else "bonus"
+        kind = kind if step.nodes else "plain"
+        text, chance = self._text(token), float(p[token])
+        step.own = Own(token, text, position, chance, kind, is_from_rest, list(likely))
 
     def _conclude(self, verdict: Verdict) -> None:
         step = self.steps[-1]
         step.path = list(verdict.path)
         if step.own is not None and step.own.token != verdict.tokens[-1]:
-            step.own = (
-                None  # the request's options left no token after the path, so the walk went a step back
-            )
+            step.own = None  # the request's options left no token after the path: the walk went a step back
         for node in step.nodes:
             if node.index in verdict.path:
                 node.fate = "accepted"
@@ -230,8 +214,7 @@ class Recorder:
 
 def _distribution(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
     """What the target chooses from; at temperature 0 it only looks for the largest, and p is shown as at
-    temperature 1.
-    """
+    temperature 1."""
     from paceline.core.sampling import probabilities
 
     return logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)

@@ -5,6 +5,7 @@ keeps.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from paceline.cli.explain_steps import EXPLAINED, Node, Own, Step
@@ -26,11 +27,9 @@ def shown(text: str) -> str:
 def facts(node: Node) -> list[str]:
     """A node's numbers, in the order in which they matter."""
     place = f"position {node.position}" + (f" in slot {node.slot}" if node.slot != node.position else "")
-    said = (
-        [place]
-        if node.p is None
-        else [f"p {node.p:.3f}", "q one-hot" if node.q is None else f"q {node.q:.3f}"]
-    )
+    said = [place]
+    if node.p is not None:
+        said = [f"p {node.p:.3f}", "q one-hot" if node.q is None else f"q {node.q:.3f}"]
     if node.weight is not None:
         said.append(f"weight {node.weight:.3f}")
     if node.chance is not None:
@@ -39,12 +38,8 @@ def facts(node: Node) -> list[str]:
         said.append(f"the target's choice {shown(node.draw)}")
     elif node.q is not None:
         said.append("no coin" if node.coin is None else f"coin {node.coin:.3f}")
-    return [
-        *said,
-        node.fate,
-        *([place] if node.p is not None else []),
-        *([f"by {node.source}"] if node.source else []),
-    ]
+    said += [node.fate] if node.p is None else [node.fate, place]
+    return [*said, f"by {node.source}"] if node.source else said
 
 
 def own_line(own: Own) -> str:
@@ -60,31 +55,26 @@ def own_line(own: Own) -> str:
 
 def rows_line(step: Step) -> str:
     known = step.num_rows - len(step.nodes)
-    return f"one pass over {step.num_rows} tokens: {known} known, {len(step.nodes)} drafted; {step.num_cached} were cached before it"
+    rows = f"{step.num_rows} tokens: {known} known, {len(step.nodes)} drafted"
+    return f"one pass over {rows}; {step.num_cached} were cached before it"
 
 
 def kv_line(step: Step) -> str:
     if step.num_cached_after is None:
         return "K/V: the request has ended and its blocks are free"
     moved = f", moved {', '.join(f'{a}→{b}' for a, b in step.moves)}" if step.moves else ""
-    blocks = (
-        ""
-        if step.blocks_after == step.blocks
-        else f"; blocks {_ranges(step.blocks)} → {_ranges(step.blocks_after)}"
-    )
-    dropped = _ranges(step.dropped) or "none"
-    return f"K/V: slots kept {_ranges(step.kept)}, dropped {dropped}{moved}; {step.num_cached_after} tokens cached{blocks}"
+    blocks = ""
+    if step.blocks_after != step.blocks:
+        blocks = f"; blocks {_ranges(step.blocks)} → {_ranges(step.blocks_after)}"
+    slots = f"kept {_ranges(step.kept)}, dropped {_ranges(step.dropped) or 'none'}{moved}"
+    return f"K/V: slots {slots}; {step.num_cached_after} tokens cached{blocks}"
 
 
 def _ranges(numbers: list[int]) -> str:
     """3-5, 8"""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    pairs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])  # equal within a run
+    runs = [[number for _, number in run] for _, run in pairs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def print_step(screen: Console, step: Step, is_new_rule: bool) -> None:
@@ -98,12 +88,8 @@ def print_step(screen: Console, step: Step, is_new_rule: bool) -> None:
     _print(screen, before, Text(shown(step.root), "bold"), Text(f"  position {step.root_slot}", "dim"))
     for guide, node in _drawn(step.nodes, 0):
         mark, style = MARKS[node.fate]
-        _print(
-            screen,
-            Text(guide, "dim"),
-            Text(f"{mark} {shown(node.text)}", style),
-            Text(f"  {'  '.join(facts(node))}"),
-        )
+        token, numbers = Text(f"{mark} {shown(node.text)}", style), Text(f"  {'  '.join(facts(node))}")
+        _print(screen, Text(guide, "dim"), token, numbers)
     if step.own is not None:
         _print(screen, Text(f"own: {own_line(step.own)}"))
     _print(screen, Text(kv_line(step), "dim"))

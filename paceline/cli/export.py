@@ -13,10 +13,7 @@ from paceline.cli import console, options
 DEFAULT_VERIFIER = "HuggingFaceTB/SmolLM2-135M-Instruct"  # where the default model comes from
 
 
-class Form(enum.StrEnum):
-    speculators = "speculators"
-    vllm = "vllm"
-    eagle = "eagle"
+Form = enum.StrEnum("Form", ["speculators", "vllm", "eagle"])
 
 
 def export(
@@ -24,9 +21,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where it is written.")],
     form: Annotated[
         Form,
-        typer.Option(
-            "--format", help="speculators (eagle, dflash), vllm (all), or eagle: as its authors write it."
-        ),
+        typer.Option("--format", help="speculators (eagle, dflash), vllm (all), or eagle (its authors')."),
     ] = Form.vllm,
     target: Annotated[str, typer.Option("--target", "-m", help=options.MODEL_HELP)] = "default",
     verifier: Annotated[
@@ -54,6 +49,5 @@ def export(
     name = verifier or (DEFAULT_VERIFIER if target.lower() in hub.DEFAULT_ALIASES else checkpoint.name)
     export_head(opened, checkpoint, form.value, out, name)
     size = (out / "model.safetensors").stat().st_size
-    console.stderr().print(
-        f"{opened.config.kind} head for {name} in the {form.value} format: {out} ({size / 1e6:.1f} MB)"
-    )
+    what = f"{opened.config.kind} head for {name} in the {form.value} format"
+    console.stderr().print(f"{what}: {out} ({size / 1e6:.1f} MB)")

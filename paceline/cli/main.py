@@ -8,6 +8,7 @@ interrupted.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from typing import Annotated, Any
@@ -15,21 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli import (
-    bench,
-    chat,
-    console,
-    demo,
-    explain,
-    export,
-    generate,
-    models,
-    plan,
-    serve,
-    train,
-    tune,
-    verify,
-)
+from paceline.cli import bench, console
+from paceline.cli.options import with_options
 from paceline.core.errors import PacelineError
 
 # Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
@@ -57,16 +45,14 @@ class _Verbs(TyperGroup):
             return status if isinstance(status, int) else 0
         except UsageError as error:
             path = error.ctx.command_path if error.ctx is not None else "paceline"
-            console.print_error(
-                f"{error.format_message().rstrip('.')}; `{path} --help` lists what can be given"
-            )
+            what = error.format_message().rstrip(".")
+            console.print_error(f"{what}; `{path} --help` lists what can be given")
         except PacelineError as error:
             console.print_error(error)
         except OSError as error:
             _forget_unwritten()
-            console.print_error(
-                f"{error.filename or 'a stream'} cannot be read or written ({error.strerror or error}); choose another"
-            )
+            where, why = error.filename or "a stream", error.strerror or error
+            console.print_error(f"{where} cannot be read or written ({why}); choose another")
         except typer.Abort:
             return 130
         return 2
@@ -74,8 +60,7 @@ class _Verbs(TyperGroup):
 
 def _forget_unwritten() -> None:
     """Else Python would try once more at exit to write what a full disk refused, and complain in many
-    lines.
-    """
+    lines."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -119,18 +104,13 @@ def _root(
         typer.echo(ctx.get_help())
 
 
-for _panel, _function in (
-    ("Run", demo.demo),
-    ("Run", generate.generate),
-    ("Run", chat.chat),
-    ("Run", serve.serve),
-    ("Make", train.train),
-    ("Make", export.export),
-    ("Inspect", models.models),
-    ("Inspect", verify.verify),
-    ("Inspect", tune.tune),
-    ("Inspect", plan.plan),
-    ("Inspect", explain.explain),
-):
-    app.command(cls=_Verb, rich_help_panel=_panel)(_function)
+VERBS = {  # each a function in the module of its name
+    "Run": ("demo", "generate", "chat", "serve"),
+    "Make": ("train", "export"),
+    "Inspect": ("models", "verify", "tune", "plan", "explain"),
+}
+for _panel, _names in VERBS.items():
+    for _name in _names:
+        _verb = getattr(importlib.import_module(f"paceline.cli.{_name}"), _name)
+        app.command(cls=_Verb, rich_help_panel=_panel)(with_options(_verb))
 app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")

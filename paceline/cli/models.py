@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def models(
     fetch: Annotated[
-        str | None, typer.Option(help="Fetch this model first: default, or a Hugging Face name.")
+        str | None, typer.Option(help="Fetch this first: default, or a Hugging Face name.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -33,16 +33,11 @@ def models(
     found = hub.local_models()
     screen = console.stdout()
     if as_json:
-        console.write_json(screen, [_to_json(model) for model in found])
+        console.write_json(screen, [{**model._asdict(), "path": str(model.path)} for model in found])
     else:
         _print_table(found)
-        console.stderr().print(
-            "Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name.", style="dim"
-        )
-
-
-def _to_json(model: LocalModel) -> dict[str, object]:
-    return {**model._asdict(), "path": str(model.path)}
+        more = "Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name."
+        console.stderr().print(more, style="dim")
 
 
 def _print_table(found: list[LocalModel]) -> None:

@@ -1,140 +1,151 @@
-"""Options that several verbs share, under one name and one help text. What they mean to the engine is in
-parsing.py.
+"""Options of the verbs, made from the fields of dataclasses: EngineOptions, and those declared here. What
+they mean to the engine is in parsing.py.
 
-Invariant: an option left out is not passed on, so its default lives in one place, `SamplingParams` and `LLM`.
-The exceptions are the two below: a person at a terminal wants livelier text than greedy and a safer one than
-the whole distribution.
+Invariant: an option left out is not passed on, so its default lives in one place. The exceptions are the two
+below: a person at a terminal wants livelier text than greedy and a safer one than the whole distribution.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-DEFAULT_TEMPERATURE = 0.7
-DEFAULT_TOP_P = 0.95
+from paceline.api.options import SPECULATION, EngineOptions
+from paceline.core.options import Option, option, options_of, parsed
 
-_SAMPLING, _SPECULATION, _MEMORY = "Sampling", "Speculation", "Memory"
+SAMPLING, STRUCTURE = "Sampling", "Structure"
+LIVELY: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}
+Given = dict[str, Any]  # the options that the user wrote, by name
 
-MODEL_HELP = "The default model, a local folder or .gguf file, or a Hugging Face name."
+
+@dataclass(frozen=True)
+class Drafting:
+    """The short spelling of speculative_config."""
+
+    method: str | None = option(
+        None,
+        SPECULATION,
+        "What drafts: auto (what pays, each step), suffix, ngram, recycle, lookahead, draft_model, "
+        "early_exit, quantized, or none.",
+    )
+    num_speculative_tokens: int | None = option(
+        None, SPECULATION, "Always draft this many tokens; left out: as many as pay.", "-k"
+    )
+    draft_model: str | None = option(
+        None, SPECULATION, "The smaller model of --method draft_model, or a head's folder."
+    )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float = option(LIVELY["temperature"], SAMPLING, "0 is greedy; higher is more varied.")
+    top_p: float = option(
+        LIVELY["top_p"],
+        SAMPLING,
+        "Keep the smallest set of tokens with this share of probability; 1 keeps all.",
+    )
+    top_k: int | None = option(None, SAMPLING, "Keep the k most likely tokens.")
+    min_p: float | None = option(None, SAMPLING, "Keep tokens at least this likely relative to the best.")
+    seed: int | None = option(None, SAMPLING, "Same seed, same text, with or without drafts.")
+    stop: tuple[str, ...] = option((), SAMPLING, "Stop before this text; may be repeated.")
+    max_tokens: int = option(128, SAMPLING, "Stop after this many tokens.")
+    min_tokens: int | None = option(None, SAMPLING, "Do not stop before this many tokens.")
+    stop_token_id: tuple[int, ...] = option((), SAMPLING, "Stop at this token; may be repeated.")
+    ignore_eos: bool = option(False, SAMPLING, "Go on after the model's end token.")
+    repetition_penalty: float | None = option(
+        None, SAMPLING, "Above 1: tokens of the prompt and the answer become less likely."
+    )
+    presence_penalty: float | None = option(None, SAMPLING, "Taken off each token already in the answer.")
+    frequency_penalty: float | None = option(
+        None, SAMPLING, "Taken off a token for each time it is in the answer."
+    )
+    logit_bias: tuple[str, ...] = option(
+        (), SAMPLING, "ID=VALUE is added to that token's logit; may be repeated."
+    )
+    bad_word: tuple[str, ...] = option((), SAMPLING, "Never write this; may be repeated.")
+    n: int | None = option(None, SAMPLING, "How many answers.", "-n")
+    logprobs: int | None = option(None, SAMPLING, "Report this many likely tokens beside each (in --json).")
+    json_schema: str | None = option(None, STRUCTURE, "A JSON schema: a file or the text.")
+    regex: str | None = option(None, STRUCTURE, "The answer matches this expression.")
+    choice: tuple[str, ...] = option((), STRUCTURE, "The answer is one of these; repeat it.")
+    grammar: str | None = option(None, STRUCTURE, "A Lark grammar: a file or the text.")
+
+
+def flag(setting: Option) -> Any:
+    """An annotation for Typer. Where the flag is left out the value is None: the default is the field's."""
+    each, kind = setting
+    name, default = each.name.replace("_", "-"), each.default
+    shown = str(default).lower() if isinstance(default, bool) else default
+    text = each.metadata["help"] + ("" if default in (None, (), "") else f" [dim]\\[default: {shown}][/dim]")
+    long = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    panel = each.metadata["panel"]
+    made = typer.Option(long, *each.metadata["flags"], help=text, rich_help_panel=panel, show_default=False)
+    lists = {tuple[str, ...]: list[str], tuple[int, ...]: list[int]}
+    simple = {bool: bool, int: int, int | None: int, float: float, float | None: float}
+    return Annotated[lists.get(kind) or simple.get(kind, str) | None, made]
+
+
+def with_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters annotated `Annotated[Given, options]` become one flag for each option; the
+    verb gets a dict of those that were written, as values of their fields' types."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups: dict[str, list[Option]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(verb).parameters.items():
+        kind, *more = get_args(hints[name]) or (None,)
+        keyword: Any = {"kind": inspect.Parameter.KEYWORD_ONLY}
+        if kind == Given:
+            groups[name] = more[0]
+            made = [
+                inspect.Parameter(each.name, annotation=flag((each, k)), default=None, **keyword)
+                for each, k in more[0]
+            ]
+            parameters += made
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], **keyword))
+
+    def command(**values: Any) -> None:
+        for group, settings in groups.items():
+            values[group] = _written(settings, values)
+        verb(**values)
+
+    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _written(settings: Sequence[Option], values: dict[str, Any]) -> Given:
+    """Takes out of `values` what the user wrote for these options."""
+    written: Given = {}
+    for each, kind in settings:
+        value = values.pop(each.name)
+        if isinstance(value, list) and value:
+            written[each.name] = tuple(value)
+        elif value not in (None, []):
+            written[each.name] = parsed("--" + each.name.replace("_", "-"), value, kind)
+    return written
+
+
+def _help(name: str) -> str:
+    return str(options_of(EngineOptions, name)[0][0].metadata["help"])
+
+
+Engine = Annotated[Given, [*options_of(EngineOptions), *options_of(Drafting)]]
+LOADING = options_of(EngineOptions, "model", "dtype", "device", "exact")
+Sampled = Annotated[Given, options_of(Sampling)]
+MODEL_HELP = _help("model")
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-Dtype = Annotated[
-    str,
-    typer.Option(help="Of the weights: auto (int8 on CPUs, bfloat16 on GPUs), int8, int4, float32, float16."),
-]
-Device = Annotated[str, typer.Option(help="Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")]
-Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact", help="On a GPU, check drafts with the very arithmetic of plain decoding; CPUs always do."
-    ),
-]
-LoadFormat = Annotated[
-    str,
-    typer.Option(
-        help="dummy: random weights of the model's shape, without a download ('llama-8b' is a shape, too)."
-    ),
-]
+Dtype = Annotated[str, typer.Option(help=_help("dtype"))]
+Device = Annotated[str, typer.Option(help=_help("device"))]
+Exact = Annotated[bool, typer.Option("--exact", help=_help("exact"))]
+DraftModel = flag(options_of(Drafting, "draft_model")[0])
 System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
-
-Temperature = Annotated[
-    float, typer.Option(help="0 is greedy; higher is more varied.", rich_help_panel=_SAMPLING)
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        help="Keep the smallest set of tokens with this share of probability; 1 keeps all.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[
-    float | None,
-    typer.Option(help="Keep tokens at least this likely relative to the best.", rich_help_panel=_SAMPLING),
-]
-Seed = Annotated[
-    int | None, typer.Option(help="Same seed, same text, with or without drafts.", rich_help_panel=_SAMPLING)
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(help="Stop after this many tokens. [dim]\\[default: 128][/dim]", rich_help_panel=_SAMPLING),
-]
-MinTokens = Annotated[
-    int | None, typer.Option(help="Do not stop before this many tokens.", rich_help_panel=_SAMPLING)
-]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="Stop before this text; may be repeated.", rich_help_panel=_SAMPLING)
-]
-StopTokenId = Annotated[
-    list[int] | None, typer.Option(help="Stop at this token; may be repeated.", rich_help_panel=_SAMPLING)
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on after the model's end token.", rich_help_panel=_SAMPLING)
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        help="Above 1: tokens of the prompt and the answer become less likely.", rich_help_panel=_SAMPLING
-    ),
-]
-PresencePenalty = Annotated[
-    float | None, typer.Option(help="Taken off each token already in the answer.", rich_help_panel=_SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    typer.Option(help="Taken off a token for each time it is in the answer.", rich_help_panel=_SAMPLING),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(help="ID=VALUE is added to that token's logit; may be repeated.", rich_help_panel=_SAMPLING),
-]
-BadWord = Annotated[
-    list[str] | None, typer.Option(help="Never write this; may be repeated.", rich_help_panel=_SAMPLING)
-]
-
-Method = Annotated[
-    str | None,
-    typer.Option(
-        help="Who drafts: auto (whoever pays, each step), suffix, ngram, recycle, lookahead, draft_model, early_exit, quantized, or none.",
-        rich_help_panel=_SPECULATION,
-    ),
-]
-NumSpeculative = Annotated[
-    int | None,
-    typer.Option(
-        "--num-speculative-tokens",
-        "-k",
-        help="Always draft this many tokens; left out: as many as pay.",
-        rich_help_panel=_SPECULATION,
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        help="The smaller model of --method draft_model, or a head's folder.", rich_help_panel=_SPECULATION
-    ),
-]
-SpeculativeConfig = Annotated[
-    str | None,
-    typer.Option(
-        help='All of it as JSON: {"method": "ngram", "prompt_lookup_max": 4}.', rich_help_panel=_SPECULATION
-    ),
-]
-
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Longest prompt and answer together, in tokens.", rich_help_panel=_MEMORY)
-]
-KvCacheDtype = Annotated[
-    str,
-    typer.Option(
-        help="int8, on a GPU: half the memory for keys and values, rounded.", rich_help_panel=_MEMORY
-    ),
-]
-KvCacheMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="For the KV cache: bytes, or a fraction of the free memory such as 0.2.", rich_help_panel=_MEMORY
-    ),
-]

@@ -4,111 +4,109 @@ is read.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from paceline.api.options import EngineOptions
+from paceline.cli.options import LIVELY, Given
 from paceline.core.errors import ConfigError
+from paceline.core.options import json_object
+
+if TYPE_CHECKING:
+    from paceline.core.params import SamplingParams, StructuredOutputs
 
 FILE_NAME = re.compile(r"[^\s{}\[\]:\"']*\.[A-Za-z]\w*")  # no grammar and no JSON object looks like this
+SHORT = ("method", "num_speculative_tokens", "draft_model")
+STRUCTURED = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+RENAMED = {"stop_token_id": "stop_token_ids", "bad_word": "bad_words"}
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """Only the options the user wrote."""
-    return {name: value for name, value in options.items() if value is not None and value != []}
+def engine_options(given: Given, **fixed: Any) -> EngineOptions:
+    """What the user wrote, and what the verb itself decides."""
+    chosen = {name: value for name, value in given.items() if name not in SHORT}
+    return EngineOptions(**chosen | {"speculative_config": speculative_config(given)} | fixed)
 
 
-def speculative_config(
-    config: str | None,
-    method: str | None = None,
-    num_speculative_tokens: int | None = None,
-    draft_model: str | None = None,
-) -> dict[str, Any] | str | None:
+def speculative_config(given: Given) -> dict[str, Any] | str | None:
     """The engine's dictionary from either spelling, "auto" where nothing is said, None for plain decoding.
     The engine itself checks methods and keys."""
-    short = given(method=method, model=draft_model, num_speculative_tokens=num_speculative_tokens)
+    config, short = given.get("speculative_config"), [name for name in SHORT if name in given]
+    method, length, draft = (given.get(name) for name in SHORT)
     if config is not None:
         if short:
-            raise ConfigError(
-                "--speculative-config and the shorthand --method, --draft-model, -k exclude each other; use one spelling"
-            )
-        return parse_json_object("--speculative-config", config)
+            shorthand = "--method, --draft-model, -k"
+            raise ConfigError(f"--speculative-config and {shorthand} exclude each other; use one spelling")
+        is_word = config in ("auto", "off", "none") or isinstance(config, dict)
+        return config if is_word else json_object("--speculative-config", config)
     if method in ("none", "off", "auto") and len(short) > 1:
-        what = (
-            f"-k is {num_speculative_tokens}"
-            if num_speculative_tokens is not None
-            else f"--draft-model is {draft_model}"
-        )
-        meaning = "drafters and lengths are chosen each step" if method == "auto" else "nobody drafts"
+        what = f"-k is {length}" if length is not None else f"--draft-model is {draft}"
+        meaning = "drafters and lengths are chosen each step" if method == "auto" else "nothing is drafted"
         raise ConfigError(f"{what} but --method {method} means that {meaning}; leave one of them out")
-    if draft_model is not None:
-        short.setdefault("method", "draft_model")
-    if short and "method" not in short:
-        raise ConfigError(
-            f"-k is {num_speculative_tokens} but without --method lengths are chosen each step; add --method, e.g. --method suffix"
-        )
+    if method is None and draft is None and length is not None:
+        remedy = "add --method, e.g. --method suffix"
+        raise ConfigError(f"-k is {length} but without --method lengths are chosen each step; {remedy}")
     if not short or method == "auto":
         return "auto"
-    return None if method in ("none", "off") else short
+    made = {"method": method or "draft_model", "model": draft, "num_speculative_tokens": length}
+    return None if method in ("none", "off") else {name: v for name, v in made.items() if v is not None}
 
 
-def memory(text: str | None) -> int | float | None:
-    """--kv-cache-memory: a whole number is bytes, any other a fraction."""
-    if text is None:
-        return None
-    try:
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except ValueError:
+def sampling_params(given: Given, **fixed: Any) -> SamplingParams:
+    from paceline import SamplingParams
+
+    chosen = {RENAMED.get(name, name): v for name, v in given.items() if name not in STRUCTURED}
+    if "logit_bias" in chosen:
+        chosen["logit_bias"] = _logit_bias(chosen["logit_bias"])
+    return SamplingParams(**LIVELY | chosen | {"structured_outputs": _structured_outputs(given)} | fixed)
+
+
+def _structured_outputs(given: Given) -> StructuredOutputs | None:
+    from paceline import StructuredOutputs
+
+    wanted = {STRUCTURED[name]: value for name, value in given.items() if name in STRUCTURED}
+    if len(wanted) > 1:
         raise ConfigError(
-            f"--kv-cache-memory is {text[:40]!r}; give bytes as a whole number, or a fraction such as 0.2"
-        ) from None
+            "--json-schema, --regex, --choice and --grammar exclude each other; use one of them"
+        )
+    if wanted.get("regex") == "":
+        raise ConfigError("--regex is empty, which allows no text; write an expression such as '[a-z]+'")
+    if "json" in wanted:
+        wanted["json"] = json_object("--json-schema", _file_or_text("--json-schema", wanted["json"]))
+    if "grammar" in wanted:
+        wanted["grammar"] = _file_or_text("--grammar", wanted["grammar"])
+    return StructuredOutputs(**wanted) if wanted else None
 
 
-def logit_bias(pairs: list[str] | None) -> dict[int, float] | None:
+def _logit_bias(pairs: tuple[str, ...]) -> dict[int, float]:
     """--logit-bias ID=VALUE, once for each token."""
     biases: dict[int, float] = {}
-    for pair in pairs or ():
+    for pair in pairs:
         token, _, value = pair.partition("=")
         try:
             biases[int(token)] = float(value)
         except ValueError:
-            raise ConfigError(
-                f"--logit-bias is {pair[:40]!r}; write ID=VALUE, for instance 42=-5 or 42=-inf"
-            ) from None
-    return biases or None
+            remedy = "write ID=VALUE, for instance 42=-5 or 42=-inf"
+            raise ConfigError(f"--logit-bias is {pair[:40]!r}; {remedy}") from None
+    return biases
 
 
-def parse_json_object(option: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ConfigError(
-            f"{option} is {text[:40]!r}, not JSON ({reason}); write an object like {{...}}"
-        ) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option} is {text[:40]!r}; write a JSON object like {{...}}")
-    return value
-
-
-def file_or_text(option: str, value: str) -> str:
+def _file_or_text(flag: str, value: str) -> str:
     """What the named file holds, or the value itself where it cannot be the name of a file."""
     if not value.strip():
-        raise ConfigError(f"{option} is empty; give a file or the text")
-    if _is_file(value):
-        try:
-            return Path(value).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{option} {value}: cannot be read ({error.strerror}); give a file you can read"
-            ) from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"{option} {value}: is not UTF-8 text; save it as UTF-8") from None
+        raise ConfigError(f"{flag} is empty; give a file or the text")
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag} {value}: is not UTF-8 text; save it as UTF-8") from None
+    except OSError as error:
+        if _is_file(value):
+            why = f"cannot be read ({error.strerror}); give a file you can read"
+            raise ConfigError(f"{flag} {value}: {why}") from None
     if FILE_NAME.fullmatch(value):
         raise ConfigError(
-            f"{option} {value[:80]}: there is no such file; check the name, or give the text itself"
+            f"{flag} {value[:80]}: there is no such file; check the name, or give the text itself"
         )
     return value
 
@@ -120,14 +118,17 @@ def _is_file(value: str) -> bool:
         return False
 
 
-def check_target(option: str, path: Path | None) -> None:
+parse_json_object = json_object  # as `bench serve` knows it
+
+
+def check_target(flag: str, path: Path | None) -> None:
     """Refuse a file that could not be written, before the work whose result it is for."""
     if path is None:
         return
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {folder}; make it first")
+        raise ConfigError(f"{flag} {path}: there is no folder {folder}; make it first")
     if path.is_dir():
-        raise ConfigError(f"{option} {path}: is a folder; name a file in it")
+        raise ConfigError(f"{flag} {path}: is a folder; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{option} {path}: cannot be written; choose a place you can write")
+        raise ConfigError(f"{flag} {path}: cannot be written; choose a place you can write")

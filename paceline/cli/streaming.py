@@ -64,14 +64,10 @@ class Answer:
         }
 
     def to_json(self) -> dict[str, Any]:
-        if self.completion is None:
-            return {
-                "text": self.text,
-                "token_ids": self.token_ids,
-                "finish_reason": "abort",
-                "timings": self.timings(),
-            }
-        return {**completion_json(self.completion), "timings": self.timings()}
+        said = {"text": self.text, "token_ids": self.token_ids, "finish_reason": "abort"}
+        if self.completion is not None:
+            said = completion_json(self.completion)
+        return {**said, "timings": self.timings()}
 
 
 def checked_prompt(text: str) -> str:
@@ -87,14 +83,12 @@ def checked_prompt(text: str) -> str:
 
 def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = None) -> Prompt:
     """A user's text as the model's chat template puts it; the text itself where that is asked for or there is
-    no template.
-    """
+    no template."""
     checked_prompt(text)
     if is_raw or llm.checkpoint.tokenizer_source().chat_template is None:
         if system is not None:
-            raise ConfigError(
-                f"the system text is {system[:40]!r} but the model has no chat template for it; put it into the prompt"
-            )
+            what = f"the system text is {system[:40]!r} but the model has no chat template for it"
+            raise ConfigError(f"{what}; put it into the prompt")
         return text
     before = [{"role": "system", "content": system}] if system is not None else []
     return llm.tokenizer.encode_chat([*before, {"role": "user", "content": text}])
@@ -103,7 +97,14 @@ def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = No
 def collect(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> Answer:
     """Read chunks to the end or to the first Ctrl-C, showing each."""
     answer = Answer()
-    with _noting_interrupts() as interrupts:
+    interrupts: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if interrupts:
+            raise KeyboardInterrupt  # a second one, for the impatient
+        interrupts.append(number)
+
+    with on_interrupt(note):
         for chunk in chunks:
             answer.add(chunk)
             show(chunk)
@@ -124,20 +125,6 @@ def on_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Iterator[No
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _noting_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C is noted in the list; a second one, for the impatient, is raised."""
-    noted: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(number)
-
-    with on_interrupt(note):
-        yield noted
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:

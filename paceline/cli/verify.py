@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.api.options import EngineOptions
 from paceline.cli import console, options, parsing
 from paceline.core.errors import ConfigError, RequestError
 
@@ -42,10 +43,7 @@ class Report:
 
 
 def verify(
-    model: options.Model = "default",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    exact: options.Exact = False,
+    loading: Annotated[options.Given, options.LOADING],
     prompts: Annotated[
         Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")
     ] = None,
@@ -53,15 +51,10 @@ def verify(
         Path | None, typer.Option("--json", help="Also write the report to this file.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 16,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="At most this many prompts of each category.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")] = None,
     methods: Annotated[str | None, typer.Option(help="Only these drafters, separated by commas.")] = None,
     draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Who drafts for draft_model (left out: the model itself), or the folder of a learned head."
-        ),
+        str | None, typer.Option(help="For draft_model (left out: the model itself), or a head's folder.")
     ] = None,
 ) -> None:
     """Check that every drafter gives the same text as plain decoding, and the same distribution.
@@ -79,10 +72,11 @@ def verify(
 
     chosen = prompt_files.load(prompts)
     chosen = prompt_files.first_of_each(chosen, limit) if limit is not None else chosen
-    configs = _drafters(methods, model, draft_model)
+    engine = parsing.engine_options(loading)
+    configs = _drafters(methods, engine.model, draft_model)
     parsing.check_target("--json", json_file)
-    _check_draft_model(model, configs)
-    report = _examine(model, {"dtype": dtype, "device": device, "exact": exact}, chosen, max_tokens, configs)
+    _check_draft_model(engine.model, configs)
+    report = _examine(engine, chosen, max_tokens, configs)
     print_report(console.stdout(), report.checks, report.rules)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -96,11 +90,9 @@ def _drafters(methods: str | None, model: str, draft_model: str | None) -> dict[
     from paceline.drafters.registry import DRAFTERS, HEADS, parse
 
     known = ["auto", *DRAFTERS]
-    names = (
-        [name.strip() for name in methods.split(",")]
-        if methods is not None
-        else [name for name in known if name not in HEADS]
-    )
+    names = [name for name in known if name not in HEADS]
+    if methods is not None:
+        names = [name.strip() for name in methods.split(",")]
     for name in names:
         if name not in known:
             raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
@@ -121,22 +113,15 @@ def _check_draft_model(model: str, configs: dict[str, dict[str, Any]]) -> None:
     draft = configs.get("draft_model", {}).get("model", model)
     if draft == model:
         return
-    ours, theirs = (
-        Tokenizer.from_source(open_checkpoint(name).tokenizer_source()) for name in (model, draft)
-    )
-    difference = ours.same_as(theirs)
-    if difference:
-        raise ConfigError(
-            f"--draft-model {draft} has another tokenizer than {model} ({difference}); use a draft of the same family"
-        )
+    sources = [open_checkpoint(name).tokenizer_source() for name in (model, draft)]
+    ours, theirs = map(Tokenizer.from_source, sources)
+    if difference := ours.same_as(theirs):
+        what = f"--draft-model {draft} has another tokenizer than {model} ({difference})"
+        raise ConfigError(f"{what}; use a draft of the same family")
 
 
 def _examine(
-    model: str,
-    loading: dict[str, Any],
-    prompts: list[Prompt],
-    max_tokens: int,
-    configs: dict[str, dict[str, Any]],
+    engine: EngineOptions, prompts: list[Prompt], max_tokens: int, configs: dict[str, dict[str, Any]]
 ) -> Report:
     """Run everything under one progress bar, on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -146,9 +131,8 @@ def _examine(
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console.stderr()) as progress:
-        task = progress.add_task(
-            "loading", total=len(prompts) * (len(MODES) * (1 + len(BATCHES) * len(configs)) + len(RULES))
-        )
+        total = len(prompts) * (len(MODES) * (1 + len(BATCHES) * len(configs)) + len(RULES))
+        task = progress.add_task("loading", total=total)
 
         def begin(what: str) -> Callable[[int], None]:
             progress.update(task, description=what)
@@ -156,31 +140,29 @@ def _examine(
                 console.write(progress.console, f"{what}\n")  # a log gets a line where a terminal gets a bar
             return lambda num_done: progress.advance(task, num_done)
 
-        examination, plain, rules = _plain_half(model, loading, prompts, max_tokens, begin)
-        checks = [
-            check
-            for name, config in configs.items()
-            for check in _checks(model, loading, name, config, examination, plain, begin)
-        ]
+        examination, plain, rules = _plain_half(engine, prompts, max_tokens, begin)
+        checks: list[Check] = []
+        for name, config in configs.items():
+            quiet = replace(engine, speculative_config=config, max_num_seqs=max(BATCHES), progress=False)
+            checks += _checks(quiet, name, examination, plain, begin)
         progress.update(task, description="done")
     return Report(checks, rules)
 
 
-Begin = Callable[
-    [str], Callable[[int], None]
-]  # says what begins; returns what to call with the number of prompts done
+# Says what begins; returns what to call with the number of prompts done.
+Begin = Callable[[str], Callable[[int], None]]
 PlainTexts = dict[Any, list[list[int]]]  # mode -> token ids of each prompt's answer
 
 
 def _plain_half(
-    model: str, loading: dict[str, Any], prompts: list[Prompt], max_tokens: int, begin: Begin
+    engine: EngineOptions, prompts: list[Prompt], max_tokens: int, begin: Begin
 ) -> tuple[Examination, PlainTexts, list[RuleResult]]:
     """What needs no drafter: the texts to compare with, and the accept rules on this model's logits."""
     from paceline import LLM
     from paceline.cli import verify_distribution as distribution
     from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
-    with LLM(model, **loading, speculative_config=None, max_num_seqs=max(BATCHES)) as llm:
+    with LLM(engine, speculative_config=None, max_num_seqs=max(BATCHES)) as llm:
         examination = Examination(prompts, [input_of(llm, prompt) for prompt in prompts], max_tokens)
         plain = {}
         for mode in MODES:
@@ -205,29 +187,20 @@ def input_of(llm: LLM, prompt: Prompt) -> list[int]:
     try:
         text = as_prompt(llm, prompt.text)
         tokens = llm.tokenizer.encode(text) if isinstance(text, str) else text
-        llm.engine.check_fits(
-            Request(prompt.id, SamplingParams(), tokens=tokens, num_prompt=len(tokens), seed=0)
-        )
+        llm.engine.check_fits(Request(prompt.id, SamplingParams(), tokens, len(tokens), seed=0))
     except RequestError as error:
         raise RequestError(f"prompt {prompt.id}: {error}") from None
     return tokens
 
 
 def _checks(
-    model: str,
-    loading: dict[str, Any],
-    name: str,
-    config: dict[str, Any],
-    examination: Examination,
-    plain: PlainTexts,
-    begin: Begin,
+    engine: EngineOptions, name: str, examination: Examination, plain: PlainTexts, begin: Begin
 ) -> Iterator[Check]:
     from paceline import LLM
     from paceline.cli.verify_equality import BATCHES, MODES
 
-    with LLM(model, **loading, speculative_config=config, max_num_seqs=max(BATCHES), progress=False) as llm:
+    with LLM(engine) as llm:
         for mode in MODES:
             for batch in BATCHES:
-                yield examination.check(
-                    llm, name, mode, batch, plain[mode], begin(f"{name}, T={mode.temperature}, batch {batch}")
-                )
+                advance = begin(f"{name}, T={mode.temperature}, batch {batch}")
+                yield examination.check(llm, name, mode, batch, plain[mode], advance)

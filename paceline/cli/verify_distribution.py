@@ -10,10 +10,10 @@ probabilities. The noise is keyed by the number of the sample, so a run can be r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,7 @@ NUM_SAMPLES = 2000
 SMALLEST_P_VALUE = 0.001
 
 Path = tuple[int, ...]
+Row = list[tuple[int, float]]  # likely tokens and their log-probabilities
 
 
 class RuleResult(NamedTuple):
@@ -50,8 +51,7 @@ class RuleResult(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Landscape:
     """Logits [tokens] after each path of likely tokens, over the few tokens that matter, renumbered from
-    0.
-    """
+    0."""
 
     target: dict[Path, torch.Tensor]
     draft: dict[Path, torch.Tensor]
@@ -60,20 +60,17 @@ class Landscape:
     def target_rows(self, emitted: Sequence[int], tree: Tree) -> torch.Tensor:
         """[nodes, tokens]. A node off the map cannot be accepted, so its row is never read."""
         unread = torch.zeros(self.num_tokens)
-        paths = (
-            (*emitted, *(tree.tokens[n] for n in tree.ancestors(i)[1:])) for i in range(len(tree.tokens))
-        )
-        return torch.stack([self.target.get(path, unread) for path in paths])
+        below = [[tree.tokens[n] for n in tree.ancestors(i)[1:]] for i in range(len(tree.tokens))]
+        return torch.stack([self.target.get((*emitted, *path), unread) for path in below])
 
 
 def survey(llm: LLM) -> Landscape:
     """Ask the model for its logits along every likely path, as the log-probabilities that `generate`
-    reports.
-    """
+    reports."""
     context = llm.tokenizer.encode(TEXT)
     seen = _seen_by_draft(llm, context)
-    target: dict[Path, list[tuple[int, float]]] = {}
-    draft: dict[Path, list[tuple[int, float]]] = {}
+    target: dict[Path, Row] = {}
+    draft: dict[Path, Row] = {}
     paths: list[Path] = [()]
     for _ in range(DEPTH):
         target.update(zip(paths, _likely(llm, [[*context, *path] for path in paths]), strict=True))
@@ -86,26 +83,19 @@ def survey(llm: LLM) -> Landscape:
 
 def _seen_by_draft(llm: LLM, context: list[int]) -> list[int]:
     """The shortest end of the context after which a token is likely that is also likely after all of it: else
-    nothing would be kept.
-    """
+    nothing would be kept."""
     ends = [context[-count:] for count in range(min(NUM_SEEN_BY_DRAFT, len(context)), len(context) + 1)]
     rows = [{token for token, _ in row} for row in _likely(llm, ends)]
     return next(end for end, row in zip(ends, rows, strict=True) if row & rows[-1])
 
 
-def _likely(llm: LLM, contexts: list[list[int]]) -> list[list[tuple[int, float]]]:
-    results = llm.generate(
-        contexts,
-        SamplingParams(
-            temperature=0, max_tokens=1, logprobs=WIDTH, ignore_eos=True, num_speculative_tokens=0
-        ),
-    )
+def _likely(llm: LLM, contexts: list[list[int]]) -> list[Row]:
+    plain: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "num_speculative_tokens": 0}
+    results = llm.generate(contexts, SamplingParams(max_tokens=1, logprobs=WIDTH, **plain))
     return [list(entry.top) for result in results for entry in result.outputs[0].logprobs or ()]
 
 
-def _renumbered(
-    rows: dict[Path, list[tuple[int, float]]], number: dict[int, int]
-) -> dict[Path, torch.Tensor]:
+def _renumbered(rows: dict[Path, Row], number: dict[int, int]) -> dict[Path, torch.Tensor]:
     logits = {}
     for path, row in rows.items():
         values = torch.full((len(number),), -torch.inf)
@@ -116,8 +106,7 @@ def _renumbered(
 
 def _sampled_chain(request: Request, landscape: Landscape, depth: int) -> Draft:
     """What a draft model offers: each token sampled after the one before (or guessed with the request's own
-    seed).
-    """
+    seed)."""
     path: list[int] = []
     q: dict[int, torch.Tensor] = {}
     while len(path) < depth and (*request.output, *path) in landscape.draft:
@@ -134,9 +123,12 @@ def _one_sampled_token(request: Request, landscape: Landscape, depth: int) -> Dr
     after = landscape.draft.get((*request.output, *draft.tree.tokens[1:]))
     if depth < 2 or after is None:
         return draft
-    return Draft(
-        Tree.chain(request.tokens[-1], [*draft.tree.tokens[1:], int(after.argmax())]), "check", draft.q
-    )
+    tree = Tree.chain(request.tokens[-1], [*draft.tree.tokens[1:], int(after.argmax())])
+    return Draft(tree, "check", draft.q)
+
+
+# After a path: two tokens, and what they were sampled from, if they were.
+Pair = Callable[[Path], tuple[list[int], torch.Tensor | None]]
 
 
 def _sampled_siblings(request: Request, landscape: Landscape, depth: int) -> Draft:
@@ -154,23 +146,15 @@ def _sampled_siblings(request: Request, landscape: Landscape, depth: int) -> Dra
 
 def _best_siblings(request: Request, landscape: Landscape, depth: int) -> Draft:
     """The two likeliest tokens at each node: nothing was sampled, so there is no q."""
-    return _grow(
-        request,
-        landscape,
-        depth,
-        lambda path: (landscape.draft[(*request.output, *path)].topk(2).indices.tolist(), None),
-    )
+    draft = landscape.draft
+    best = lambda path: (draft[(*request.output, *path)].topk(2).indices.tolist(), None)  # noqa: E731
+    return _grow(request, landscape, depth, best)
 
 
-def _grow(
-    request: Request,
-    landscape: Landscape,
-    depth: int,
-    pair: Callable[[Path], tuple[list[int], torch.Tensor | None]],
-) -> Draft:
+def _grow(request: Request, landscape: Landscape, depth: int, pair: Pair) -> Draft:
     paths: list[Path] = [()]
     parents, q = [-1], {}
-    for node in _growing(paths):
+    for node, _ in enumerate(paths):  # grows while it is read
         if len(paths[node]) < depth and (*request.output, *paths[node]) in landscape.draft:
             pair_tokens, probability = pair(paths[node])
             if probability is not None:
@@ -179,14 +163,6 @@ def _grow(
             parents += [node] * len(pair_tokens)
     tokens = (request.tokens[-1], *(path[-1] for path in paths[1:]))
     return Draft(Tree(tokens, tuple(parents)), "check", q or None)
-
-
-def _growing(items: list[Path]) -> Iterator[int]:
-    """Indices of a list that grows while it is read."""
-    index = 0
-    while index < len(items):
-        yield index
-        index += 1
 
 
 RULES: dict[str, Callable[[Request, Landscape, int], Draft]] = {
@@ -200,9 +176,7 @@ RULES: dict[str, Callable[[Request, Landscape, int], Draft]] = {
 
 def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
     """Sample with drafts, count, and compare with the exact probabilities."""
-    first = (
-        list(RULES).index(rule) * num_samples
-    )  # no two rules share noise, so their p-values are independent
+    first = list(RULES).index(rule) * num_samples  # rules share no noise: their p-values are independent
     counts = Counter(_sample(rule, landscape, seed) for seed in range(first, first + num_samples))
     return RuleResult(rule, chi_square_p_value(counts, exact_probabilities(landscape)))
 
@@ -224,9 +198,6 @@ def exact_probabilities(landscape: Landscape) -> dict[Path, float]:
     found: dict[Path, float] = {(): 1.0}
     for _ in range(DEPTH):
         rows = {path: probabilities(params, landscape.target[path]) for path in found}
-        found = {
-            (*path, int(t)): found[path] * float(row[t])
-            for path, row in rows.items()
-            for t in row.nonzero()[:, 0]
-        }
+        steps = [(path, int(t)) for path, row in rows.items() for t in row.nonzero()[:, 0]]
+        found = {(*path, t): found[path] * float(rows[path][t]) for path, t in steps}
     return found

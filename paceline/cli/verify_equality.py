@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from paceline.measure.prompts import Prompt
 
 BATCHES = (1, 8)
-NEAR_TIE = (
-    0.25  # logits: what passes of other shapes may differ by in half precision, where kernels are not exact
-)
+NEAR_TIE = 0.25  # logits: by this much, passes of other shapes may differ where kernels are not exact
 
 
 class Mode(NamedTuple):
@@ -84,10 +82,8 @@ class Examination:
     def params(self, mode: Mode, **options: Any) -> list[SamplingParams]:
         """Each prompt has its own seed, so that equal noise cannot hide a mix-up of requests."""
         seeds = [None if mode.temperature == 0 else 1000 + i for i in range(len(self.prompts))]
-        return [
-            SamplingParams(temperature=mode.temperature, seed=seed, max_tokens=self.max_tokens, **options)
-            for seed in seeds
-        ]
+        options |= {"temperature": mode.temperature, "max_tokens": self.max_tokens}
+        return [SamplingParams(seed=seed, **options) for seed in seeds]
 
     def plain(self, llm: LLM, mode: Mode) -> list[list[int]]:
         results = llm.generate(list(self.inputs), self.params(mode, num_speculative_tokens=0))
@@ -102,59 +98,36 @@ class Examination:
         plain: list[list[int]],
         advance: Callable[[int], None],
     ) -> Check:
-        results = self._run(llm, mode, batch, advance)
-        spell = llm.tokenizer.token_text
-        pairs = zip(self.prompts, plain, results, strict=True)
-        found = [
-            (i, d)
-            for i, (p, a, r) in enumerate(pairs)
-            if (d := first_difference(p.id, a, r.token_ids, spell)) is not None
-        ]
+        results, spell = self._run(llm, mode, batch, advance), llm.tokenizer.token_text
+        said = [result.token_ids for result in results]
+        texts = enumerate(zip(self.prompts, plain, said, strict=True))
+        found = {i: d for i, (p, a, b) in texts if (d := first_difference(p.id, a, b, spell)) is not None}
         if not llm.engine.executor.decoder.is_exact:
-            found = [(i, self._weighed(llm, mode, i, d, plain[i], results[i].token_ids)) for i, d in found]
+            found = {i: self._weighed(llm, mode, i, d, (plain[i], said[i])) for i, d in found.items()}
         stats = [result.outputs[0].stats for result in results]
         tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))
-        ties = sum(d.is_tie for _, d in found)
-        return Check(
-            drafter, mode, batch, len(self.prompts), tau, tuple(d for _, d in found if not d.is_tie), ties
-        )
+        differences = tuple(d for d in found.values() if not d.is_tie)
+        num_ties = len(found) - len(differences)
+        return Check(drafter, mode, batch, len(self.prompts), tau, differences, num_ties)
 
     def _weighed(
-        self,
-        llm: LLM,
-        mode: Mode,
-        index: int,
-        found: Difference,
-        plain: Sequence[int],
-        drafted: Sequence[int],
+        self, llm: LLM, mode: Mode, index: int, found: Difference, texts: tuple[list[int], list[int]]
     ) -> Difference:
         """With the margin between the two tokens: logits, and where the choice was seeded its noise, times
-        the temperature.
-        """
-        at = found.position
+        the temperature. texts: the plain one and the drafted one."""
+        at, (plain, drafted) = found.position, texts
         if at >= min(len(plain), len(drafted)):
             return found
         pair, context = (plain[at], drafted[at]), [*self.inputs[index], *plain[:at]]
-        options = SamplingParams(
-            temperature=0,
-            max_tokens=1,
-            logprobs=1,
-            allowed_token_ids=pair,
-            ignore_eos=True,
-            num_speculative_tokens=0,
-        )
-        logits = [_logprob(llm, context, options, token) for token in pair]
+        logits = [_logprob(llm, context, token) for token in pair]
         if mode.temperature:
             noise = gumbel(1000 + index, len(context), Purpose.TARGET, np.array(pair))
-            logits = [
-                logit + mode.temperature * float(extra) for logit, extra in zip(logits, noise, strict=True)
-            ]
+            logits = [logit + mode.temperature * float(n) for logit, n in zip(logits, noise, strict=True)]
         return found._replace(margin=abs(logits[0] - logits[1]))
 
     def _run(self, llm: LLM, mode: Mode, batch: int, advance: Callable[[int], None]) -> list[Result]:
         """Batch 1: one prompt after the other. Else all at once, and the engine runs as many together as
-        `max_num_seqs` says.
-        """
+        `max_num_seqs` says."""
         params = self.params(mode)
         step = 1 if batch == 1 else len(params)
         results: list[Result] = []
@@ -164,9 +137,11 @@ class Examination:
         return results
 
 
-def _logprob(llm: LLM, context: Sequence[int], options: SamplingParams, token: int) -> float:
+def _logprob(llm: LLM, context: Sequence[Any], token: int) -> float:
     """Of the raw distribution: what may be chosen does not change it."""
-    (result,) = llm.generate([list(context)], replace(options, allowed_token_ids=(token,)))
+    chosen: dict[str, Any] = {"allowed_token_ids": (token,), "max_tokens": 1, "logprobs": 1}
+    params = SamplingParams(temperature=0, ignore_eos=True, num_speculative_tokens=0, **chosen)
+    (result,) = llm.generate([list(context)], params)
     assert result.outputs[0].logprobs, "asked for"
     return float(result.outputs[0].logprobs[0].logprob)
 
@@ -178,8 +153,6 @@ def first_difference(
         return None
     shared = min(len(plain), len(drafted))
     position = next((i for i in range(shared) if plain[i] != drafted[i]), shared)
-    at = [
-        f"{text[position]} {spell(text[position])!r}" if position < len(text) else "the end"
-        for text in (plain, drafted)
-    ]
+    tokens = [list(text[position : position + 1]) for text in (plain, drafted)]
+    at = [f"{token[0]} {spell(token[0])!r}" if token else "the end" for token in tokens]
     return Difference(prompt_id, position, at[0], at[1])

@@ -1,17 +1,21 @@
-"""Options of the engine, one small frozen config per owner. Unknown options are errors; "auto" is resolved
-before construction.
+"""What options have in common: a frozen dataclass for each owner, values checked on construction, unknown
+names refused with the nearest known one, values read from text (flags, variables, files).
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeGuard, TypeVar
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeGuard, TypeVar, get_origin, get_type_hints
 
 from paceline.core.errors import ConfigError
 
 T = TypeVar("T")
+Option = tuple[Field[Any], Any]  # a field that is an option, and its type
+BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,63 @@ class EngineConfig:
 
 
 def option(default: Any, panel: str, text: str, *flags: str) -> Any:
-    """A dataclass field that is an option of the command line and the server: the panel of --help it stands
-    in, what it says there, and its short flags."""
+    """A dataclass field that is an option of the command line and the server: the panel of --help that it
+    stands in, what is said of it there, and its short flags."""
     return field(default=default, metadata={"panel": panel, "help": text, "flags": flags})
+
+
+def options_of(owner: type, *names: str) -> list[Option]:
+    """The fields of a dataclass that are options, with their types; of them those named, if any are."""
+    hints = get_type_hints(owner)
+    made = [(each, hints[each.name]) for each in fields(owner) if each.metadata]
+    return [(each, kind) for each, kind in made if not names or each.name in names]
+
+
+def parsed(where: str, value: Any, kind: Any) -> Any:
+    """A value of a field's type, from text or from TOML's own types. `where`: what an error calls it."""
+    shown = "***" if "KEY" in where.upper() else repr(value)[:60]
+    if kind == tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            raise ConfigError(f"{where} is {shown}; give a list of texts")
+        return tuple(part.strip() for part in parts if part.strip())
+    kinds = set(getattr(kind, "__args__", (kind,)))
+    takes_object = any(get_origin(each) is dict for each in kinds)
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    wrong = ConfigError(f"{where} is {shown}; give {' or '.join(names[k] for k in names if k in kinds)}")
+    if not isinstance(value, str):
+        is_float = type(value) is int and float in kinds
+        if type(value) in kinds or is_float or (isinstance(value, dict) and takes_object):
+            return value
+        raise wrong
+    if bool in kinds:
+        if value.lower() not in BOOLEANS:
+            raise wrong
+        return BOOLEANS[value.lower()]
+    if int in kinds and re.fullmatch(r"[+-]?\d{1,18}", value):
+        return int(value)
+    if float in kinds:
+        try:
+            return float(value)
+        except ValueError:
+            raise wrong from None
+    if str not in kinds:
+        raise wrong
+    if takes_object and value.lstrip().startswith("{"):
+        return json_object(where, value)
+    return value
+
+
+def json_object(where: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        example = 'write an object such as {"method": "ngram"}'
+        raise ConfigError(f"{where} is {text[:40]!r}, not JSON ({reason}); {example}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is {text[:40]!r}; write a JSON object like {{...}}")
+    return value
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -51,9 +109,17 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def brief(value: object, width: int = 40) -> str:
+    """What a message shows of a value: the beginning of its repr."""
+    try:
+        return repr(value)[:width]
+    except ValueError:  # Python prints no number of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
 def require(ok: bool, name: str, value: object, remedy: str) -> None:
     if not ok:
-        raise ConfigError(f"{name} is {value!r}; {remedy}")
+        raise ConfigError(f"{name} is {brief(value, 60)}; {remedy}")
 
 
 def nearest(word: str, known: list[str]) -> str:

@@ -1,8 +1,8 @@
 """What a user may ask of sampling, checked once, on construction. Frozen: a request's options never change
 under it.
 
-Checks that need the model (ids inside the vocabulary, a schema that compiles) are made when the request is
-added.
+Checks that need the model (ids inside the vocabulary, a schema that compiles, more tokens than the context
+holds) are made when the request is added.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.options import brief, from_options, is_whole, require
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """Exactly one of: a JSON schema, any JSON object, a regular expression, a list of choices, a Lark
-    grammar.
-    """
+    grammar."""
 
     json: str | Mapping[str, Any] | None = None
     json_object: bool = False
@@ -28,22 +28,40 @@ class StructuredOutputs:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        given = [n for n in ("json", "regex", "choice", "grammar") if getattr(self, n) is not None] + [
-            "json_object"
-        ] * self.json_object
+        given = [n for n in ("json", "regex", "choice", "grammar") if getattr(self, n) is not None]
+        given += ["json_object"] * self.json_object
         if len(given) != 1:
-            raise ConfigError(
-                f"structured_outputs takes exactly one of json, json_object, regex, choice, grammar; got {given or 'none'}"
-            )
+            kinds = "json, json_object, regex, choice, grammar"
+            raise ConfigError(f"structured_outputs takes exactly one of {kinds}; got {given or 'none'}")
         for name in ("regex", "grammar"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ConfigError(f"structured_outputs.{name} is {getattr(self, name)!r:.40}; give a string")
+            value = getattr(self, name)
+            require(isinstance(value, str | None), f"structured_outputs.{name}", value, "give a string")
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("structured_outputs.choice", self.choice))
-            if not self.choice:
-                raise ConfigError(
-                    "structured_outputs.choice is empty; give a list of one or more non-empty strings"
-                )
+            remedy = "give a list of one or more non-empty strings"
+            require(bool(self.choice), "structured_outputs.choice", self.choice, remedy)
+
+
+# Of whole numbers and of others: the least, the most, and what to do about one outside.
+WHOLE_NUMBERS: dict[str, tuple[int, int | None, str]] = {
+    "n": (1, 1024, "ask for 1 to 1024 completions"),
+    "max_tokens": (1, None, "ask for at least 1 token"),
+    "min_tokens": (0, None, "use 0 or more"),
+    "top_k": (-1, None, "use 0 to keep all tokens"),
+    "logprobs": (0, 1000, "use 0 to 1000, or None"),
+    "seed": (-(2**63), 2**64 - 1, "use a 64-bit whole number"),
+    "num_speculative_tokens": (0, None, "use 0 for no drafts"),
+}
+NUMBERS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, 1e4, "use 0 for greedy, or 0.00001 to 10000"),
+    "top_p": (1e-9, 1.0, "use a number above 0, at most 1"),
+    "min_p": (0.0, 1.0, "use a number from 0 to 1"),
+    "repetition_penalty": (0.01, 100.0, "use a number from 0.01 to 100; 1 means none"),
+    "presence_penalty": (-2.0, 2.0, "use a number from -2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "use a number from -2 to 2"),
+}
+MAY_BE_NONE = ("logprobs", "seed", "num_speculative_tokens")
+LEAST_BIAS = -1e30  # what is below bans the token, as -inf does: float32 holds little more
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +86,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logprobs: int | None = (
-        None  # how many of the most likely tokens to report beside the chosen one; 0: the chosen one alone
-    )
+    logprobs: int | None = None  # likely tokens reported beside the chosen one; 0: the chosen one alone
     structured_outputs: StructuredOutputs | None = None
     num_speculative_tokens: int | None = None  # caps the draft length of this request; 0: no drafts
     speculative_method: str | None = None  # of several drafters, the one that is asked for this request
@@ -84,103 +100,71 @@ class SamplingParams:
         return self.temperature == 0
 
     def _check_numbers(self) -> None:
-        for name, low, high, remedy in (
-            ("n", 1, 1024, "ask for 1 to 1024 completions"),
-            ("max_tokens", 1, None, "ask for at least 1 token"),
-            ("min_tokens", 0, None, "use 0 or more"),
-            ("top_k", -1, None, "use 0 to keep all tokens"),
-            ("logprobs", 0, 1000, "use 0 to 1000, or None"),
-            ("seed", -(2**63), 2**64 - 1, "use a 64-bit whole number"),
-            ("num_speculative_tokens", 0, None, "use 0 for no drafts"),
-        ):
+        for name, (low, high, remedy) in WHOLE_NUMBERS.items():
             value = getattr(self, name)
-            if value is None and name in ("logprobs", "seed", "num_speculative_tokens"):
-                continue
-            if not _is_whole(value) or value < low or (high is not None and value > high):
-                raise ConfigError(f"{name} is {value!r:.40}; {remedy}")
-        for name, least, most, remedy in (
-            ("temperature", 0.0, 1e4, "use 0 for greedy, or 0.00001 to 10000"),
-            ("top_p", 1e-9, 1.0, "use a number above 0, at most 1"),
-            ("min_p", 0.0, 1.0, "use a number from 0 to 1"),
-            ("repetition_penalty", 0.01, 100.0, "use a number from 0.01 to 100; 1 means none"),
-            ("presence_penalty", -2.0, 2.0, "use a number from -2 to 2"),
-            ("frequency_penalty", -2.0, 2.0, "use a number from -2 to 2"),
-        ):
+            if value is not None or name not in MAY_BE_NONE:
+                is_within = is_whole(value) and value >= low and (high is None or value <= high)
+                require(is_within, name, value, remedy)
+        for name, (least, most, remedy) in NUMBERS.items():
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
-                raise ConfigError(f"{name} is {value!r:.40}; {remedy}")
-        if 0 < self.temperature < 1e-5:
-            raise ConfigError(f"temperature is {self.temperature!r}; use 0 for greedy, or 0.00001 to 10000")
-        if self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it or raise max_tokens"
-            )
+            require(_is_number(value) and least <= value <= most, name, value, remedy)
+        is_cold = 0 < self.temperature < 1e-5
+        require(not is_cold, "temperature", self.temperature, NUMBERS["temperature"][2])
+        remedy = f"more than max_tokens {brief(self.max_tokens)}: lower it or raise max_tokens"
+        require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, remedy)
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r:.40}; use True or False")
-        if not isinstance(self.speculative_method, str | None):
-            raise ConfigError(
-                f"speculative_method is {self.speculative_method!r:.40}; give the name of a drafter"
-            )
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
+        method = self.speculative_method
+        require(isinstance(method, str | None), "speculative_method", method, "give the name of a drafter")
 
     def _freeze_collections(self) -> None:
-        freeze = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        freeze("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
-        freeze("bad_words", _strings("bad_words", self.bad_words))
-        freeze("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ()))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        frozen: dict[str, Any] = {
+            "stop": _strings("stop", stop),
+            "bad_words": _strings("bad_words", self.bad_words),
+            "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids or ()),
+        }
         if self.allowed_token_ids is not None:
-            freeze("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise ConfigError(
-                    "allowed_token_ids is empty; give at least one token id, or None to allow all"
-                )
+            frozen["allowed_token_ids"] = _ids("allowed_token_ids", self.allowed_token_ids)
+            remedy = "give at least one token id, or None to allow all"
+            require(bool(frozen["allowed_token_ids"]), "allowed_token_ids", (), remedy)
         if self.logit_bias is not None:
-            freeze("logit_bias", _biases(self.logit_bias))
-        if isinstance(self.structured_outputs, Mapping):
-            unknown = set(self.structured_outputs) - set(StructuredOutputs.__slots__)
-            if unknown:
-                raise ConfigError(
-                    f"structured_outputs has no key {min(map(str, unknown))!r}; use json, json_object, regex, choice or grammar"
-                )
-            freeze("structured_outputs", StructuredOutputs(**self.structured_outputs))
-        if not isinstance(self.structured_outputs, StructuredOutputs | None):
-            raise ConfigError(
-                f"structured_outputs is {self.structured_outputs!r:.40}; give a StructuredOutputs or a dict of its fields"
-            )
+            frozen["logit_bias"] = _biases(self.logit_bias)
+        wanted: Any = self.structured_outputs
+        if isinstance(wanted, Mapping):
+            frozen["structured_outputs"] = from_options(StructuredOutputs, wanted, "structured_outputs")
+        elif not isinstance(wanted, StructuredOutputs | None):
+            require(False, "structured_outputs", wanted, "give a StructuredOutputs or a dict of its fields")
+        for name, value in frozen.items():
+            object.__setattr__(self, name, value)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:
-    many = (
-        values
-        if isinstance(values, Sequence) and not isinstance(values, str)
-        else ()
-        if values is None
-        else (None,)
-    )
-    if not all(isinstance(s, str) and s for s in many):
-        raise ConfigError(f"{name} is {values!r:.60}; give a list of non-empty strings")
+    many = () if values is None else values
+    is_list = isinstance(many, Sequence) and not isinstance(many, str)
+    if not is_list or not all(isinstance(s, str) and s for s in many):
+        raise ConfigError(f"{name} is {brief(values, 60)}; give a list of non-empty strings")
     return tuple(many)
 
 
 def _ids(name: str, values: Any) -> tuple[int, ...]:
-    if not isinstance(values, (Sequence, Mapping, Set)) or isinstance(values, str):
-        raise ConfigError(f"{name} is {values!r:.60}; give a list of token ids")
+    is_collection = isinstance(values, Sequence | Mapping | Set) and not isinstance(values, str)
+    require(is_collection, name, values, "give a list of token ids")
     for value in values:
-        if not _is_whole(value) or value < 0:
-            raise ConfigError(f"{name} holds {value!r:.40}; give token ids (whole numbers, 0 or more)")
+        if not is_whole(value) or value < 0:
+            raise ConfigError(f"{name} holds {brief(value)}; give token ids (whole numbers, 0 or more)")
     return tuple(values)
 
 
 def _biases(biases: Any) -> dict[int, float]:
-    if not isinstance(biases, Mapping):
-        raise ConfigError(f"logit_bias is {biases!r:.60}; give a dict from token ids to numbers")
+    require(isinstance(biases, Mapping), "logit_bias", biases, "give a dict from token ids to numbers")
     for token, bias in biases.items():
-        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not (-math.inf <= bias <= 1e4):
-            raise ConfigError(
-                f"logit_bias holds {bias!r:.40} for {token!r:.20}; use a number up to 10000, or -inf to ban a token"
-            )
-    return {token: float(biases[token]) for token in _ids("logit_bias", biases)}
+        if not _is_number(bias) or not -math.inf <= bias <= 1e4:
+            what = f"{brief(bias)} for {brief(token, 20)}"
+            raise ConfigError(f"logit_bias holds {what}; use a number up to 10000, or -inf to ban a token")
+    tokens = _ids("logit_bias", biases)
+    return {token: -math.inf if biases[token] < LEAST_BIAS else float(biases[token]) for token in tokens}

@@ -1,4 +1,4 @@
-"""Tells a person at a terminal what takes so long, on stderr, and only if it does."""
+"""Tells a person at a terminal what takes long, on stderr, and only if it does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ PATIENCE_S = 1.0  # what is done sooner needs no words
 @contextmanager
 def waiting(what: str, is_wanted: bool = True) -> Iterator[None]:
     """Around slow work: after a second, a line that counts the seconds (in a log, one line without a
-    count).
-    """
+    count)."""
     done = threading.Event()
     reporter = threading.Thread(target=_report, args=(what, done), daemon=True)
     if is_wanted:

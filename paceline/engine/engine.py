@@ -106,6 +106,24 @@ class Engine:
         if not request.is_finished:
             self._finish(request, FinishReason.ABORT)
 
+    def set_aside(self) -> list[Request]:
+        """After an exception in `step`: forget the pass under way and take every request out, its blocks free
+        and the drafters' memory of it gone. Returns those that ran, then those that waited; `resume` puts one
+        back, and its tokens are computed again."""
+        requests = self.scheduler.requests
+        self._pending = self._committed = None
+        for request in list(self.scheduler.running):
+            self.scheduler.preempt(request)
+            self.policy.release(request)
+            for drafter in self.policy.drafters:
+                drafter.release(request)
+        self.scheduler.waiting.clear()
+        self.check()
+        return requests
+
+    def resume(self, request: Request) -> None:
+        self.scheduler.add(request)
+
     def step(self) -> list[Emission]:
         """What was said in one step. Where passes run by themselves the next is on its way already: the
         caller's work hides behind it.

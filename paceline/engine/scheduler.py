@@ -99,7 +99,7 @@ class Scheduler:
         num_new = min(len(request.tokens) - cache.num_cached, self._budget)
         while not self.kv.reserve(cache, cache.num_cached + num_new):
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is request:
                 return
         self._plan[request.id] = ScheduledRequest(request, num_new)
@@ -157,7 +157,7 @@ class Scheduler:
             self.config.max_model_len - request.num_tokens - 1,
         )
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Take all its blocks; its tokens stay and are computed again when it comes back."""
         one = self._plan.pop(request.id, None)
         if one is not None:

@@ -21,7 +21,7 @@ from paceline import __version__
 from paceline.server.answers import Writer
 from paceline.server.client import EngineClient
 from paceline.server.config import ServerConfig, read_keys
-from paceline.server.errors import ApiError, bad_request
+from paceline.server.errors import ApiError, bad_request, unavailable
 from paceline.server.keys import Keys
 from paceline.server.metrics import Metrics
 from paceline.server.middleware import Guarded, Logged, response_of
@@ -51,9 +51,7 @@ class Service:
     @property
     def translator(self) -> Translator:
         if not self.engine.info:
-            raise ApiError(
-                503, "the engine is starting; try again in a moment", "engine_unavailable", None, 2
-            )
+            raise unavailable("starting")
         return Translator(self.config, self.engine.info)
 
     def health(self) -> dict[str, Any]:
@@ -72,9 +70,7 @@ class Service:
         }
 
     async def answer(self, request: Request, job: Job, is_chat: bool) -> Response:
-        """Open the call first: what the engine refuses is an error with its own status, not a stream that
-        fails.
-        """
+        """Open the call first: what the engine refuses is an error with its own status, no failing stream."""
         async with AsyncExitStack() as stack:
             call = await stack.enter_async_context(self.engine.call(job.parts, job.num_choices))
             num_spec = self.engine.info["speculative"]["num_speculative_tokens"]
@@ -95,18 +91,13 @@ class Service:
     def _describe(self, request: Request, job: Job, writer: Writer) -> None:
         """For the log: sizes and times, no words."""
         call = writer.call
-        fields = request.scope["state"]["fields"]
-        fields |= {
+        request.scope["state"]["fields"] |= {
             "id": writer.name,
             "stream": job.is_stream,
             "choices": call.total_choices,
             "completion_tokens": call.num_tokens,
-        }
-        fields |= {
             "prompt_tokens": sum(call.prompts.values()),
             "first_token_s": call.timings()["first_token_s"],
-        }
-        fields |= {
             "finish": sorted(set(call.reasons.values())),
             "error": call.error.code if call.error else None,
         }
@@ -120,19 +111,10 @@ def make_app(service: Service) -> FastAPI:
     _add_errors(app, service.metrics)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     config = service.config
-    app.add_middleware(
-        Guarded,
-        keys=Keys(read_keys(config)),
-        max_bytes=config.max_request_bytes,
-        body_timeout=config.body_timeout,
-    )
+    app.add_middleware(Guarded, keys=Keys(read_keys(config)), config=config)
     if config.cors_origin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origin,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
+        allowed: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=config.cors_origin, **allowed)
     app.add_middleware(Logged, metrics=service.metrics)
     return app
 
@@ -162,9 +144,8 @@ def _add_small_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
         check_model(body.model, service.model)
-        return JsonResponse(
-            await service.engine.ask({"do": "tokenize", "prompt": service.translator.tokenize(body)})
-        )
+        question = {"do": "tokenize", "prompt": service.translator.tokenize(body)}
+        return JsonResponse(await service.engine.ask(question))
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -205,12 +186,8 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         words = {404: "there is no such route", 405: "this route does not take that method"}
-        return await api_error(
-            request,
-            ApiError(
-                error.status_code, words.get(error.status_code, "the body could not be read; send JSON")
-            ),
-        )
+        message = words.get(error.status_code, "the body could not be read; send JSON")
+        return await api_error(request, ApiError(error.status_code, message))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -222,12 +199,10 @@ def _as_bad_request(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid" or not place:
-        return bad_request(
-            "the body is not a JSON object; send one with content-type application/json", code="invalid_json"
-        )
-    what = (
-        "is not a field of this route" if first["type"] == "extra_forbidden" else f"is wrong: {first['msg']}"
-    )
+        what = "the body is not a JSON object; send one with content-type application/json"
+        return bad_request(what, code="invalid_json")
+    is_unknown = first["type"] == "extra_forbidden"
+    what = "is not a field of this route" if is_unknown else f"is wrong: {first['msg']}"
     return bad_request(f"{'.'.join(place)[:200]} {what}", place[0][:80])
 
 

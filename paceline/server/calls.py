@@ -1,7 +1,7 @@
 """One client's request while it is being answered: what has been said and not yet been read, and how it
 ended.
 
-Invariant: a reader that is slow makes nobody wait. What is said meanwhile is joined into one `Delta` a
+Invariant: a reader that is slow holds nothing up. What is said meanwhile is joined into one `Delta` a
 choice, so what is held is at most the answer itself, whose length is bounded.
 """
 
@@ -77,7 +77,8 @@ class Call:
         self._signal.set()
 
     def fail(self, error: ApiError) -> None:
-        self.error = self.error or error
+        if not self.is_over:
+            self.error = error
         self._signal.set()
 
     def hear(self, part: int, said: Mapping[str, Any]) -> None:
@@ -114,6 +115,14 @@ class Call:
             raise self.error
         return []
 
+    async def everything(self) -> list[Delta]:
+        """The whole answer, one Delta a choice. Raises what went wrong."""
+        while not self.is_over:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+        return [self._news.get(index, Delta(index, end="stop")) for index in range(self.total_choices)]
+
     async def _wait(self) -> None:
         self._signal.clear()
         await self._signal.wait()
@@ -132,12 +141,6 @@ class Call:
         }
 
     def usage(self) -> usage.Counts:
-        parts = range(len(self.parts))
-        firsts = [self.ends.get(part * self.num_choices, {}) for part in parts]
-        return usage.usage_json(
-            [self.prompts.get(part, 0) for part in parts],
-            [first.get("cached_tokens", 0) for first in firsts],
-            self.num_tokens,
-            self.stats(),
-            self.timings(),
-        )
+        firsts = [self.ends.get(part * self.num_choices, {}) for part in range(len(self.parts))]
+        prompts, cached = sum(self.prompts.values()), sum(first.get("cached_tokens", 0) for first in firsts)
+        return usage.usage_json(prompts, cached, self.num_tokens, self.stats(), self.timings())

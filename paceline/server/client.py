@@ -1,7 +1,7 @@
 """The engine as the HTTP side sees it: a table of calls, a process that is kept alive, and the queue's bound.
 
 Invariant: every call ends: by its own end, an abort, an error of the engine, or the engine's death. A call
-that nobody waits for is aborted, which frees its blocks before the next step.
+that is left early is aborted, which frees its blocks before the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.core.errors import ModelError
 from paceline.server import wire
 from paceline.server.calls import Call
 from paceline.server.config import ServerConfig
-from paceline.server.errors import ApiError, engine_lost, from_engine
+from paceline.server.errors import ApiError, bad_request, draining, engine_lost, from_engine, unavailable
 from paceline.server.logs import log
 from paceline.server.metrics import Metrics
 from paceline.server.process import EngineProcess
@@ -73,9 +73,8 @@ class EngineClient:
         for index, part in enumerate(parts):
             self._calls[f"{name}.{index}"] = (call, index)
             process.send({"do": "add", "id": f"{name}.{index}", **part})
-        timer = asyncio.get_running_loop().call_later(
-            self.config.request_timeout, call.fail, self._too_slow()
-        )
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.config.request_timeout, call.fail, self._too_slow())
         try:
             await call.admitted()
             yield call
@@ -98,52 +97,31 @@ class EngineClient:
             self._answers.pop(name, None)
 
     def _too_slow(self) -> ApiError:
-        return ApiError(
-            504,
-            f"the request took longer than {self.config.request_timeout:g} seconds; ask for fewer tokens",
-            "request_timeout",
-        )
+        what = f"the request took longer than {self.config.request_timeout:g} seconds; ask for fewer tokens"
+        return ApiError(504, what, "request_timeout")
 
     def _check_open(self) -> None:
         if self.is_draining:
-            raise ApiError(
-                503, "the server is shutting down; send the request to another", "draining", None, 5
-            )
+            raise draining()
         if not self._is_ready:
-            raise ApiError(
-                503, f"the engine is {self.state}; try again in a moment", "engine_unavailable", None, 2
-            )
+            raise unavailable(self.state)
 
     def _check_room(self, num_new: int) -> None:
         room, now = self.info["max_num_seqs"] + self.config.max_queue, self.num_sequences
         if num_new > room:
-            raise ApiError(
-                400,
-                f"the request asks for {num_new} answers, and {room} may run or wait; ask for fewer",
-                "too_many_choices",
-                "n",
-            )
+            what = f"the request asks for {num_new} answers, and {room} may run or wait; ask for fewer"
+            raise bad_request(what, "n", "too_many_choices")
         if now + num_new > room:
-            raise ApiError(
-                429,
-                f"{now} answers are running or waiting, and {room} may; try again later",
-                "queue_full",
-                None,
-                1,
-            )
+            what = f"{now} answers are running or waiting, and {room} may; try again later"
+            raise ApiError(429, what, "queue_full", retry_after=1)
 
     def _leave(self, call: Call) -> None:
         """Forget a call; what of it is still running is stopped."""
         for index in range(len(call.parts)):
-            name = f"{call.name}.{index}"
-            first = index * call.num_choices
+            name, first = f"{call.name}.{index}", index * call.num_choices
             is_done = all(choice in call.ends for choice in range(first, first + call.num_choices))
-            if (
-                self._calls.pop(name, None) is not None
-                and not is_done
-                and self._process is not None
-                and self._is_ready
-            ):
+            was_known = self._calls.pop(name, None) is not None
+            if was_known and not is_done and self._process is not None and self._is_ready:
                 self._process.send({"do": "abort", "id": name})
 
     # Listening
@@ -169,11 +147,8 @@ class EngineClient:
     async def _serve_one(self) -> None:
         """One engine process from its birth to its death."""
         started = time.monotonic()
-        setup = {
-            "engine": self.config.engine_options(),
-            "limits": self.config.limits(),
-            "log_level": self.config.log_level,
-        }
+        config = self.config
+        setup = {"engine": config.engine_options(), "limits": config.limits(), "log_level": config.log_level}
         async with EngineProcess.start(setup) as process:
             self._process, self._heard_at = process, time.monotonic()
             self.metrics.gauge("engine_pid", process.pid)
@@ -186,10 +161,9 @@ class EngineClient:
                 guard.cancel()
             status = await process.wait()
             if not self._is_ready and not self.started.is_set() and self.fatal is None:
-                self.fatal = (
+                self._give_up(
                     f"the engine ended with status {status} while it was starting; see the lines above"
                 )
-                self.started.set()
             log("engine ended", logging.WARNING, status=status, calls=self.num_calls)
 
     async def _guard(self, process: EngineProcess) -> None:
@@ -203,6 +177,10 @@ class EngineClient:
                 log("engine does not answer", logging.ERROR, seconds=self.config.engine_timeout)
                 process.kill()
 
+    def _give_up(self, why: str) -> None:
+        self.fatal = why
+        self.started.set()
+
     def _take(self, message: wire.Message, started: float) -> None:
         kind = message["is"]
         if kind == "step":
@@ -214,24 +192,19 @@ class EngineClient:
                 call, part = self._calls[message["id"]]
                 call.admit(part, message)
         elif kind == "refused":
-            self._refuse(message)
+            self._refuse(message["id"], from_engine(message["error"]))
         elif kind == "answer":
             if message["id"] in self._answers and not self._answers[message["id"]].done():
                 self._answers[message["id"]].set_result(message["value"])
         elif kind == "ready":
-            self.info, self._is_ready = message, True
-            self.metrics.engine_up(True, time.monotonic() - started)
-            log(
-                "engine ready",
-                seconds=round(time.monotonic() - started, 2),
-                context=message["max_model_len"],
-                blocks=message["num_blocks"],
-            )
+            self.info, self._is_ready, seconds = message, True, time.monotonic() - started
+            self.metrics.engine_up(True, seconds)
+            sizes = {"context": message["max_model_len"], "blocks": message["num_blocks"]}
+            log("engine ready", seconds=round(seconds, 2), **sizes)
             self.started.set()
         elif kind == "failed":
             if not self.started.is_set():
-                self.fatal = message["message"]
-                self.started.set()
+                self._give_up(message["message"])
             log("engine cannot start", logging.ERROR)
 
     def _deliver(self, said: dict[str, Any]) -> None:
@@ -241,32 +214,23 @@ class EngineClient:
             self.metrics.heard(call, said)
             call.hear(part, said)
 
-    def _refuse(self, message: wire.Message) -> None:
-        if message["id"] in self._calls:
-            self._calls[message["id"]][0].fail(from_engine(message["error"]))
-        elif message["id"] in self._answers and not self._answers[message["id"]].done():
-            self._answers[message["id"]].set_exception(from_engine(message["error"]))
+    def _refuse(self, name: str, error: ApiError) -> None:
+        if name in self._calls:
+            self._calls[name][0].fail(error)
+        elif name in self._answers and not self._answers[name].done():
+            self._answers[name].set_exception(error)
 
     def _lose(self) -> None:
         """The engine is gone, and with it everything it was doing."""
         self._is_ready, self._process = False, None
         self.metrics.engine_up(False)
-        for call, _ in self._calls.values():
-            if not call.is_over:
-                call.fail(engine_lost())
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(engine_lost())
+        for name in [*self._calls, *self._answers]:
+            self._refuse(name, engine_lost())
 
     def cut_off(self) -> None:
         """End what is still running: the time to finish is up."""
-        for call, _ in list(self._calls.values()):
-            if not call.is_over:
-                call.fail(
-                    ApiError(
-                        503, "the server is shutting down; send the request to another", "draining", None, 5
-                    )
-                )
+        for name in list(self._calls):
+            self._refuse(name, draining())
 
     async def drained(self, seconds: float) -> bool:
         """Wait until no call is left; False if that took too long."""

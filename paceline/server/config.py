@@ -8,17 +8,15 @@ stood.
 
 from __future__ import annotations
 
-import json
-import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
-from paceline.core.options import nearest, option, require
+from paceline.core.options import nearest, option, options_of, parsed, require
 
 PREFIX = "PACELINE_"
 MIB = 2**20
@@ -35,9 +33,7 @@ class ServerConfig(EngineOptions):
     playground: bool = option(True, HTTP, "Serve the page at /.")
     log_level: str = option("info", HTTP, "debug, info, warning or error; one JSON object a line on stderr.")
     api_key: tuple[str, ...] = option(
-        (),
-        ACCESS,
-        "A key clients must show; may be repeated. Better in a file: a flag can be seen by others.",
+        (), ACCESS, "A key clients must show; may be repeated. Safer in a file: others can see a flag."
     )
     api_key_file: str | None = option(None, ACCESS, "A file with one key a line.")
     cors_origin: tuple[str, ...] = option(
@@ -81,15 +77,9 @@ class ServerConfig(EngineOptions):
             require(value is None or (low <= value and (high is None or value <= high)), name, value, remedy)
         levels = ("debug", "info", "warning", "error")
         require(self.log_level in levels, "log_level", self.log_level, f"use one of {', '.join(levels)}")
-        require(
-            (self.ssl_certfile is None) == (self.ssl_keyfile is None),
-            "ssl_keyfile",
-            self.ssl_keyfile,
-            "give --ssl-certfile and --ssl-keyfile",
-        )
-        if any(
-            not key.strip() or not key.isascii() for key in self.api_key
-        ):  # the key itself is not for the screen
+        has_both = (self.ssl_certfile is None) == (self.ssl_keyfile is None)
+        require(has_both, "ssl_keyfile", self.ssl_keyfile, "give --ssl-certfile and --ssl-keyfile")
+        if any(not key.strip() or not key.isascii() for key in self.api_key):  # the key itself is not shown
             raise ConfigError(
                 "api_key holds an empty key or one that is not ASCII; give one or more characters"
             )
@@ -100,40 +90,30 @@ class ServerConfig(EngineOptions):
 
     def limits(self) -> dict[str, Any]:
         """What the engine process checks where it knows the tokens."""
-        return {
-            "max_prompt_tokens": self.max_prompt_tokens,
-            "max_completion_tokens": self.max_completion_tokens,
-        }
+        names = ("max_prompt_tokens", "max_completion_tokens")
+        return {name: getattr(self, name) for name in names}
 
     def to_log(self) -> dict[str, Any]:
         """All settings but the keys."""
         return {**asdict(self), "api_key": len(self.api_key)}
 
 
-def all_settings() -> list[tuple[Field[Any], Any]]:
-    """Every field that is an option, with its type."""
-    hints = get_type_hints(ServerConfig)
-    return [(setting, hints[setting.name]) for setting in fields(ServerConfig) if setting.metadata]
-
-
 def resolve(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None
 ) -> ServerConfig:
     """The settings from all three places. `flags` holds what was written on the command line, None for what
-    was not.
-    """
+    was not."""
     file = file or environment.get(PREFIX + "CONFIG")
     chosen: dict[str, Any] = _from_file(file) if file else {}
-    for setting, kind in all_settings():
+    for setting, kind in options_of(ServerConfig):
         name = PREFIX + setting.name.upper()
         if environment.get(name):
-            chosen[setting.name] = _parsed(name, environment[name], kind)
-        if flags.get(setting.name) not in (None, (), []):
-            flag = "--" + setting.name.replace("_", "-")
-            value = flags[setting.name]
-            chosen[setting.name] = (
-                tuple(value) if isinstance(value, list | tuple) else _parsed(flag, value, kind)
-            )
+            chosen[setting.name] = parsed(name, environment[name], kind)
+        value = flags.get(setting.name)
+        if isinstance(value, list | tuple) and value:
+            chosen[setting.name] = tuple(value)
+        elif value not in (None, (), []):
+            chosen[setting.name] = parsed("--" + setting.name.replace("_", "-"), value, kind)
     return ServerConfig(**chosen)
 
 
@@ -141,101 +121,31 @@ def _from_file(path: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); give a TOML file you can read"
-        ) from None
+        why = f"cannot be read ({error.strerror})"
+        raise ConfigError(f"{path}: {why}; give a TOML file you can read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML ({error}); write lines such as port = 8000") from None
-    kinds = {setting.name: kind for setting, kind in all_settings()}
+    kinds = {setting.name: kind for setting, kind in options_of(ServerConfig)}
     chosen = {}
     for name, value in table.items():
         if name not in kinds:
             raise ConfigError(f"{path}: has no setting {name!r}; {nearest(name, list(kinds))}")
-        chosen[name] = _parsed(f"{path}: {name}", value, kinds[name])
+        chosen[name] = parsed(f"{path}: {name}", value, kinds[name])
     return chosen
-
-
-def _parsed(where: str, value: Any, kind: Any) -> Any:
-    """A value of the kind that a field has, from text or from TOML's own types."""
-    shown = "***" if "KEY" in where.upper() else repr(value)[:60]
-    if kind == tuple[str, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-            raise ConfigError(f"{where} is {shown}; give a list of texts")
-        return tuple(part.strip() for part in parts if part.strip())
-    kinds = set(getattr(kind, "__args__", (kind,)))
-    if not isinstance(value, str):
-        is_ok = (
-            type(value) in kinds
-            or (type(value) is int and float in kinds)
-            or (isinstance(value, dict) and _takes_object(kinds))
-        )
-        if not is_ok:
-            raise ConfigError(f"{where} is {shown}; give {_in_words(kinds)}")
-        return value
-    return _from_text(where, value, kinds, shown)
-
-
-def _from_text(where: str, text: str, kinds: set[Any], shown: str) -> Any:
-    if bool in kinds:
-        words = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if text.lower() not in words:
-            raise ConfigError(f"{where} is {shown}; give true or false")
-        return words[text.lower()]
-    if int in kinds and re.fullmatch(r"[+-]?\d{1,18}", text):
-        return int(text)
-    if float in kinds:
-        try:
-            return float(text)
-        except ValueError:
-            raise ConfigError(f"{where} is {shown}; give {_in_words(kinds)}") from None
-    if str not in kinds:
-        raise ConfigError(f"{where} is {shown}; give {_in_words(kinds)}")
-    if _takes_object(kinds) and text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            raise ConfigError(
-                f'{where} is {shown}, not JSON; write an object such as {{"method": "ngram"}}'
-            ) from None
-    return text
-
-
-def _takes_object(kinds: set[Any]) -> bool:
-    return any(get_origin(kind) is dict for kind in kinds)
-
-
-def _in_words(kinds: set[Any]) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    return " or ".join(words for kind, words in names.items() if kind in kinds)
-
-
-def default_of(setting: Field[Any]) -> Any:
-    assert setting.default is not MISSING
-    return setting.default
 
 
 def read_keys(config: ServerConfig) -> tuple[str, ...]:
     """Those given one by one and those in the file."""
-    if config.api_key_file is None:
+    file = config.api_key_file
+    if file is None:
         return config.api_key
     try:
-        lines = Path(config.api_key_file).read_text(encoding="ascii").split()
+        lines = Path(file).read_text(encoding="ascii").split()
     except OSError as error:
-        raise ConfigError(
-            f"api_key_file {config.api_key_file}: cannot be read ({error.strerror}); give a file you can read"
-        ) from None
+        why = f"cannot be read ({error.strerror}); give a file you can read"
+        raise ConfigError(f"api_key_file {file}: {why}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"api_key_file {config.api_key_file}: is not ASCII; write one key a line") from None
+        raise ConfigError(f"api_key_file {file}: is not ASCII; write one key a line") from None
     if not lines:
-        raise ConfigError(f"api_key_file {config.api_key_file}: holds no key; write one a line")
+        raise ConfigError(f"api_key_file {file}: holds no key; write one a line")
     return (*config.api_key, *lines)

@@ -1,4 +1,4 @@
-"""What is shown of single steps to those who ask: who proposed each token, p, q, and the draft it stood in.
+"""What is shown of single steps on request: the drafter of each token, p, q, and the draft it stood in.
 
 Invariant: only requests that asked are recorded; the engine is watched only while there is one, so others pay
 nothing.
@@ -23,8 +23,7 @@ TARGET = "target"
 
 class Watcher:
     """Give it to an engine as its `watch`. Passes what it is shown to the recorder of the request being
-    judged.
-    """
+    judged."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -66,28 +65,25 @@ class Watcher:
             is_drafted = index < emission.num_accepted
             node = step.nodes[path[index] - 1] if is_drafted else None
             own = step.own.p if step.own is not None and not is_drafted else None
-            tokens.append({
-                "id": token,
-                "text": self._tokenizer.token_text(token),
-                "source": emission.sources[index] if is_drafted else TARGET,
-                "p": node.p if node is not None else own,
-                "q": node.q if node is not None else None,
-                "step": number,
-                "accepted": emission.num_accepted,
-            })  # fmt: skip
+            tokens.append(
+                {
+                    "id": token,
+                    "text": self._tokenizer.token_text(token),
+                    "source": emission.sources[index] if is_drafted else TARGET,
+                    "p": node.p if node is not None else own,
+                    "q": node.q if node is not None else None,
+                    "step": number,
+                    "accepted": emission.num_accepted,
+                }
+            )
         return {"tokens": tokens, "steps": [_step_json(step, number, emission)]}
 
 
 def _step_json(step: Step, number: int, emission: Emission) -> dict[str, Any]:
+    names = ("parent", "text", "source", "p", "q", "fate")
     draft = [
-        {"node": node.index, "parent": node.parent, "id": node.token, "text": node.text, "source": node.source, "p": node.p, "q": node.q,
-         "fate": node.fate}
+        {"node": node.index, "id": node.token} | {name: getattr(node, name) for name in names}
         for node in step.nodes
-    ]  # fmt: skip
-    return {
-        "step": number,
-        "rule": step.rule,
-        "accepted": emission.num_accepted,
-        "emitted": len(emission.tokens),
-        "draft": draft,
-    }
+    ]
+    counts = {"accepted": emission.num_accepted, "emitted": len(emission.tokens)}
+    return {"step": number, "rule": step.rule, **counts, "draft": draft}

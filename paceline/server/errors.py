@@ -9,17 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+CODES = {"GrammarError": "invalid_grammar", "TooLong": "context_length_exceeded"}
+ENGINE_LOST = "the engine stopped while it was answering and is being started again; send the request again"
 
 
 class ApiError(Exception):
@@ -29,21 +27,14 @@ class ApiError(Exception):
         message: str,
         code: str | None = None,
         param: str | None = None,
-        retry_after: float | None = None,
+        retry_after: int = 0,
     ) -> None:
+        """retry_after: seconds, 0 where trying again is of no use."""
         super().__init__(message)
-        self.status, self.message, self.code, self.param, self.retry_after = (
-            status,
-            message,
-            code,
-            param,
-            retry_after,
-        )
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after is None else {"retry-after": str(max(1, round(self.retry_after)))}
-        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = {"retry-after": str(retry_after)} if retry_after else {}
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
 
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
@@ -55,18 +46,21 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def engine_lost() -> ApiError:
-    return ApiError(
-        503,
-        "the engine stopped while it was answering and is being started again; send the request again",
-        "engine_lost",
-        None,
-        2,
-    )
+    return ApiError(503, ENGINE_LOST, "engine_lost", retry_after=2)
+
+
+def draining() -> ApiError:
+    message = "the server is shutting down; send the request to another"
+    return ApiError(503, message, "draining", retry_after=5)
+
+
+def unavailable(state: str) -> ApiError:
+    message = f"the engine is {state}; try again in a moment"
+    return ApiError(503, message, "engine_unavailable", retry_after=2)
 
 
 def from_engine(error: dict[str, Any]) -> ApiError:
     """A refusal or failure that the engine process reported."""
-    if error["kind"] == "Internal":
+    if error["kind"] == "InternalError":
         return ApiError(500, error["message"], "internal_error")
-    code = {"GrammarError": "invalid_grammar", "TooLong": "context_length_exceeded"}.get(error["kind"])
-    return ApiError(400, error["message"], code)
+    return bad_request(error["message"], code=CODES.get(error["kind"]))

@@ -59,9 +59,8 @@ class GrammarChecker:
             answer = None
         if answer is None:
             self._stop()
-            raise GrammarError(
-                f"the grammar or schema takes more than {LIMIT_S:g} seconds or too much memory to compile; simplify it"
-            )
+            what = f"the grammar or schema takes more than {LIMIT_S:g} seconds or too much memory to compile"
+            raise GrammarError(f"{what}; simplify it")
         if answer["error"] is not None:
             raise GrammarError(answer["error"])
 
@@ -83,9 +82,7 @@ class GrammarChecker:
         answer = wire.read_blocking(ours)
         if answer is None or answer["error"] is not None:
             self._stop()
-            raise GrammarError(
-                "grammars cannot be used with this model" if answer is None else answer["error"]
-            )
+            raise GrammarError(answer["error"] if answer else "grammars cannot be used with this model")
         return ours
 
     def _stop(self) -> None:

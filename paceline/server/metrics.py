@@ -23,27 +23,8 @@ from prometheus_client.process_collector import ProcessCollector
 from paceline.server.calls import Call
 
 SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -51,10 +32,7 @@ LAG = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", SECONDS),
     "inter_token_latency_seconds": ("Between one message of tokens and the next, for each token.", SHORT),
-    "request_time_per_output_token_seconds": (
-        "Of a finished request: seconds after its first token, for each further one.",
-        SHORT,
-    ),
+    "request_time_per_output_token_seconds": ("Seconds after the first token, for each further one.", SHORT),
     "e2e_request_latency_seconds": ("From a request's arrival to its last token.", SECONDS),
     "request_queue_time_seconds": ("From the arrival at the engine to its first step.", SECONDS),
     "request_prefill_time_seconds": ("From the first step to the first token.", SECONDS),
@@ -76,10 +54,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "spec_decode_num_draft_tokens": ("Drafted tokens that were checked.", ()),
     "spec_decode_num_accepted_tokens": ("Of them, those accepted.", ()),
     "spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by place in the draft.", ("position",)),
-    "spec_decode_num_draft_tokens_by_drafter": ("Drafted tokens by who proposed them.", ("drafter",)),
-    "spec_decode_num_accepted_tokens_by_drafter": ("Accepted tokens by who proposed them.", ("drafter",)),
+    "spec_decode_num_draft_tokens_by_drafter": ("Drafted tokens by drafter.", ("drafter",)),
+    "spec_decode_num_accepted_tokens_by_drafter": ("Accepted tokens by drafter.", ("drafter",)),
     "spec_decode_num_accepted_tokens_per_pos_by_drafter": (
-        "Accepted tokens by who proposed them and place.",
+        "Accepted tokens by drafter and place.",
         ("drafter", "position"),
     ),
     "http_requests": ("Requests by route and status.", ("route", "status")),
@@ -126,9 +104,8 @@ class Metrics:
         return generate_latest(self.registry)
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        (
-            self._bound[name] if not labels else self._counters[name].labels(model_name=self._model, **labels)
-        ).inc(amount)
+        bound = self._counters[name].labels(model_name=self._model, **labels) if labels else self._bound[name]
+        bound.inc(amount)
 
     def observe(self, name: str, value: float) -> None:
         self._bound[name].observe(value)
@@ -142,13 +119,10 @@ class Metrics:
             self.gauge("engine_start_seconds", seconds)
         if not is_up:  # the next one counts from zero, and holds nothing
             self._last.clear()
-            for name in (
-                "num_requests_running",
-                "num_requests_waiting",
-                "kv_cache_usage_perc",
-                "kv_cache_blocks_used",
-            ):
-                self.gauge(name, 0)
+            for name in ("requests_running", "requests_waiting"):
+                self.gauge(f"num_{name}", 0)
+            for name in ("usage_perc", "blocks_used"):
+                self.gauge(f"kv_cache_{name}", 0)
 
     def heard(self, call: Call, said: Mapping[str, Any]) -> None:
         """A choice said something; called before the call itself hears it."""
@@ -163,20 +137,19 @@ class Metrics:
 
     def _ended(self, call: Call, said: Mapping[str, Any], now: float) -> None:
         usage = said["usage"]
+        num_tokens, prefill, decode = usage["completion_tokens"], usage["prefill_s"], usage["decode_s"]
         self.count("request_success", finished_reason=said["end"])
         if said["i"] == 0:
             self.count("prompt_tokens", usage["prompt_tokens"])
             self.observe("request_prompt_tokens", usage["prompt_tokens"])
-        self.observe("request_generation_tokens", usage["completion_tokens"])
+        self.observe("request_generation_tokens", num_tokens)
         self.observe("e2e_request_latency_seconds", now - call.arrived)
         self.observe("request_queue_time_seconds", usage["queue_s"])
-        self.observe("request_prefill_time_seconds", usage["prefill_s"])
-        self.observe("request_decode_time_seconds", usage["decode_s"])
-        self.observe("request_inference_time_seconds", usage["prefill_s"] + usage["decode_s"])
-        if usage["completion_tokens"] > 1:
-            self.observe(
-                "request_time_per_output_token_seconds", usage["decode_s"] / (usage["completion_tokens"] - 1)
-            )
+        self.observe("request_prefill_time_seconds", prefill)
+        self.observe("request_decode_time_seconds", decode)
+        self.observe("request_inference_time_seconds", prefill + decode)
+        if num_tokens > 1:
+            self.observe("request_time_per_output_token_seconds", decode / (num_tokens - 1))
 
     def step(self, message: Mapping[str, Any]) -> None:
         if message.get("said"):
@@ -185,7 +158,6 @@ class Metrics:
             self._report(message["figures"])
 
     def _report(self, figures: Mapping[str, Any]) -> None:
-        stats = figures["stats"]
         self.gauge("num_requests_running", figures["num_running"])
         self.gauge("num_requests_waiting", figures["num_waiting"])
         self.gauge("kv_cache_usage_perc", figures["blocks_used"] / figures["blocks_total"])
@@ -194,24 +166,18 @@ class Metrics:
         self._grow("num_preemptions", figures["num_preemptions"])
         self._grow("prefix_cache_queries", figures["prefix_queries"])
         self._grow("prefix_cache_hits", figures["prefix_hits"])
-        self._grow(
-            "spec_decode_num_drafts",
-            sum(count for length, count in stats["lengths"].items() if length != "0"),
-        )
-        self._grow("spec_decode_num_draft_tokens", stats["num_drafted"])
-        self._grow("spec_decode_num_accepted_tokens", stats["num_accepted"])
-        for position, count in enumerate(stats["accepted_at"]):
-            self._grow("spec_decode_num_accepted_tokens_per_pos", count, position=str(position))
-        for drafter, each in stats["by_source"].items():
-            self._grow("spec_decode_num_draft_tokens_by_drafter", each["num_drafted"], drafter=drafter)
-            self._grow("spec_decode_num_accepted_tokens_by_drafter", each["num_accepted"], drafter=drafter)
-            for position, count in enumerate(each["accepted_at"]):
-                self._grow(
-                    "spec_decode_num_accepted_tokens_per_pos_by_drafter",
-                    count,
-                    drafter=drafter,
-                    position=str(position),
-                )
+        stats, prefix = figures["stats"], "spec_decode_num"
+        self._grow(f"{prefix}_drafts", sum(n for length, n in stats["lengths"].items() if length != "0"))
+        self._grow(f"{prefix}_draft_tokens", stats["num_drafted"])
+        self._grow(f"{prefix}_accepted_tokens", stats["num_accepted"])
+        for place, count in enumerate(stats["accepted_at"]):
+            self._grow(f"{prefix}_accepted_tokens_per_pos", count, position=str(place))
+        for name, each in stats["by_source"].items():
+            self._grow(f"{prefix}_draft_tokens_by_drafter", each["num_drafted"], drafter=name)
+            self._grow(f"{prefix}_accepted_tokens_by_drafter", each["num_accepted"], drafter=name)
+            for place, count in enumerate(each["accepted_at"]):
+                labels = {"drafter": name, "position": str(place)}
+                self._grow(f"{prefix}_accepted_tokens_per_pos_by_drafter", count, **labels)
 
     def _grow(self, name: str, total: float, **labels: str) -> None:
         key = (name, *labels.values())

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.server.config import ServerConfig
 from paceline.server.errors import ApiError
 from paceline.server.keys import Keys, needs_key
 from paceline.server.logs import log, log_error
@@ -30,7 +31,7 @@ def response_of(error: ApiError) -> JsonResponse:
 
 
 class Logged:
-    """Outermost: names the request, counts and logs it, and answers 500 for what nobody foresaw."""
+    """Outermost: names the request, counts and logs it, and answers 500 for what was not foreseen."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -56,9 +57,9 @@ class Logged:
         except Exception as error:  # a mistake of ours: the client is told so, the log where
             log_error("request failed", error, request_id=name)
             if not state["status"]:
-                await response_of(
-                    ApiError(500, "the server made a mistake; its log has the request id", "internal_error")
-                )(scope, receive, send_named)
+                what = "the server made a mistake; its log has the request id"
+                failed = response_of(ApiError(500, what, "internal_error"))
+                await failed(scope, receive, send_named)
         finally:
             self._note(scope, state)
 
@@ -67,23 +68,16 @@ class Logged:
         path = getattr(route, "path", "unknown")  # the route, not what the client typed
         self.metrics.count("http_requests", route=path, status=str(state["status"]))
         if path not in QUIET:
+            fields = {"request_id": state["request_id"], "method": scope["method"], "route": path}
             seconds = round(time.monotonic() - state["started"], 4)
-            log(
-                "request",
-                request_id=state["request_id"],
-                method=scope["method"],
-                route=path,
-                status=state["status"],
-                seconds=seconds,
-                **state["fields"],
-            )
+            log("request", **fields, status=state["status"], seconds=seconds, **state["fields"])
 
 
 class Guarded:
     """A key where one is needed, and a bound on the body's size and on the time it takes to come."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_bytes: int, body_timeout: float) -> None:
-        self.app, self.keys, self.max_bytes, self.body_timeout = app, keys, max_bytes, body_timeout
+    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig) -> None:
+        self.app, self.keys, self.config = app, keys, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,45 +92,35 @@ class Guarded:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if (
-            needs_key(scope["path"])
-            and scope["method"] != "OPTIONS"
-            and not self.keys.allow(headers.get("authorization"))
-        ):
-            raise ApiError(
-                401,
-                "there is no valid API key in the request; send the header Authorization: Bearer KEY",
-                "invalid_api_key",
-            )
+        is_guarded = needs_key(scope["path"]) and scope["method"] != "OPTIONS"
+        if is_guarded and not self.keys.allow(headers.get("authorization")):
+            what = "there is no valid API key in the request; send the header Authorization: Bearer KEY"
+            raise ApiError(401, what, "invalid_api_key")
         length = headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length[:20]) > self.max_bytes:
-            raise self._too_large()
+        if length.isascii() and length.isdigit():
+            self._check_size(int(length[:20]))
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"the body has more than {self.max_bytes:,} bytes; send less", "request_too_large"
-        )
+    def _check_size(self, num_bytes: int) -> None:
+        most = self.config.max_request_bytes
+        if num_bytes > most:
+            raise ApiError(413, f"the body has more than {most:,} bytes; send less", "request_too_large")
 
     async def _body(self, receive: Receive) -> bytes:
         """All of it, before anything is done with it."""
-        body = bytearray()
+        body, seconds = bytearray(), self.config.body_timeout
         try:
-            async with asyncio.timeout(self.body_timeout):
+            async with asyncio.timeout(seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
                     body += message.get("body", b"")
-                    if len(body) > self.max_bytes:
-                        raise self._too_large()
+                    self._check_size(len(body))
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise ApiError(
-                408,
-                f"the body did not come within {self.body_timeout:g} seconds; send it at once",
-                "body_timeout",
-            ) from None
+            what = f"the body did not come within {seconds:g} seconds; send it at once"
+            raise ApiError(408, what, "body_timeout") from None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.errors import PacelineError
 from paceline.loaders.detokenize import Detokenizer
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(slots=True)
-class Voice:
-    """One choice of a client's request."""
+class Choice:
+    """One answer to a client's request, while it is being written."""
 
-    owner: str
+    call: str  # the client's id of the request
     index: int
     request: Request
     stats: SpecStats
@@ -35,12 +36,12 @@ class Voice:
     started_at: float | None = None  # of the step in which it first ran
     first_at: float | None = None  # of its first token
 
-    def say(self, emission: Emission, details: dict[str, Any] | None) -> dict[str, Any]:
+    def message(self, emission: Emission, details: dict[str, Any] | None) -> dict[str, Any]:
         request, text = self.request, self.request.text_stop
         assert isinstance(text, Detokenizer)
         if request.is_finished:
             text.finish()
-        said: dict[str, Any] = {"id": self.owner, "i": self.index, "n": len(emission.tokens)}
+        said: dict[str, Any] = {"id": self.call, "i": self.index, "n": len(emission.tokens)}
         if new := text.take():
             said["t"] = new
         if request.params.logprobs is not None and emission.logprobs:
@@ -56,7 +57,7 @@ class Voice:
         request, started_at = self.request, self.started_at or first_at
         assert request.finish_reason is not None
         if request.error is not None:
-            return {"error": {"kind": type(request.error).__name__, "message": str(request.error)}}
+            return {"error": error_json(request.error)}
         usage = {
             "prompt_tokens": request.num_prompt,
             "completion_tokens": request.num_output,
@@ -73,18 +74,17 @@ class Voice:
         return {**self._token_json(entry.token, entry.logprob), "top_logprobs": top}
 
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.tokenizer.token_bytes(token)
-        return {
-            "token": data.decode("utf-8", "replace"),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(data),
-        }
+        data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def error_json(error: PacelineError) -> dict[str, str]:
+    return {"kind": type(error).__name__, "message": str(error)}
 
 
 def stats_json(stats: SpecStats) -> dict[str, Any]:
     """Counts only, so that those of several choices can be added; what follows from them is worked out by
-    usage.py.
-    """
+    usage.py."""
     return {
         "num_steps": stats.num_steps,
         "num_tokens": stats.num_tokens,
@@ -93,15 +93,16 @@ def stats_json(stats: SpecStats) -> dict[str, Any]:
         "drafted_at": stats.positions.drafted_at,
         "accepted_at": stats.positions.accepted_at,
         "lengths": {str(length): count for length, count in stats.lengths.items()},
-        "by_source": {
-            source: {
-                "num_drafted": stats.drafted_by_source[source],
-                "num_accepted": stats.accepted_by_source[source],
-                "drafted_at": positions.drafted_at,
-                "accepted_at": positions.accepted_at,
-            }
-            for source, positions in stats.by_source.items()
-        },
+        "by_source": {source: _source_json(stats, source) for source in stats.by_source},
+    }
+
+
+def _source_json(stats: SpecStats, source: str) -> dict[str, Any]:
+    return {
+        "num_drafted": stats.drafted_by_source[source],
+        "num_accepted": stats.accepted_by_source[source],
+        "drafted_at": stats.by_source[source].drafted_at,
+        "accepted_at": stats.by_source[source].accepted_at,
     }
 
 

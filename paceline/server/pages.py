@@ -25,8 +25,8 @@ KINDS = {
 }
 HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; font-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -35,11 +35,8 @@ HEADERS = {
 
 
 def add_pages(app: FastAPI, is_wanted: bool) -> None:
-    files = (
-        {p.name: p.read_bytes() for p in sorted(FOLDER.glob("*")) if p.suffix in KINDS}
-        if is_wanted and FOLDER.is_dir()
-        else {}
-    )
+    found = FOLDER.glob("*") if is_wanted else ()
+    files = {path.name: path.read_bytes() for path in found if path.suffix in KINDS}
 
     def page(name: str) -> Response:
         if name not in files:

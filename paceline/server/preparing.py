@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import RequestError
+from paceline.core.options import brief
 from paceline.core.params import SamplingParams
 from paceline.server.details import Watcher
 from paceline.server.grammar_check import GrammarChecker
@@ -55,7 +56,7 @@ class Preparer:
         return self._requests(tokens, message)
 
     def echo(self, request: Request) -> str:
-        """The prompt as text, for those who gave token ids and want it back."""
+        """The prompt as text, where it came as token ids and is wanted back."""
         return self.tokenizer.decode(request.tokens[: request.num_prompt])
 
     def _tokens(self, prompt: Mapping[str, Any]) -> list[int]:
@@ -63,21 +64,16 @@ class Preparer:
             return list(prompt["tokens"])
         if "text" in prompt:
             return self.tokenizer.encode(prompt["text"], add_special=prompt.get("add_special", True))
-        options = {
-            "add_generation_prompt": prompt["add_generation_prompt"],
-            "tools": prompt["tools"],
-            **prompt["template_options"],
-        }
-        return self.tokenizer.encode_chat(prompt["messages"], **options)
+        options = {name: prompt[name] for name in ("add_generation_prompt", "tools")}
+        return self.tokenizer.encode_chat(prompt["messages"], **options, **prompt["template_options"])
 
     def _requests(self, tokens: list[int], message: Mapping[str, Any]) -> list[Request]:
         context, limit = self.engine.config.max_model_len, self.max_prompt_tokens
         if limit is not None and len(tokens) > limit:
             raise TooLong(f"the prompt has {len(tokens):,} tokens; this server takes at most {limit:,}")
         if len(tokens) >= context:
-            raise TooLong(
-                f"the prompt has {len(tokens):,} tokens and the context holds {context:,}; shorten it to at most {context - 1:,}"
-            )
+            what = f"the prompt has {len(tokens):,} tokens and the context holds {context:,}"
+            raise TooLong(f"{what}; shorten it to at most {context - 1:,}")
         options = dict(message["params"])
         if "max_tokens" not in options:  # as much as there is room for
             room = context - len(tokens)
@@ -95,39 +91,29 @@ class Preparer:
         known = self.intake.vocab_size
         bad = next((token for token in tokens if not 0 <= token < known), None)
         if bad is not None:
-            raise RequestError(f"tokens holds {bad}; the model's ids go from 0 to {known - 1}")
+            raise RequestError(f"tokens holds {brief(bad)}; the model's ids go from 0 to {known - 1}")
         return self.tokenizer.decode(tokens, skip_special=False)
 
 
-def description(
-    built: Built, speculative_config: Mapping[str, Any] | str | None, seconds: float
-) -> dict[str, Any]:
-    """What the HTTP side must know of the model and the drafters."""
-    drafters = [
-        each.name
-        for drafter in built.engine.policy.drafters
-        for each in (drafter, *getattr(drafter, "drafters", ()))
-    ]
+def description(built: Built, config: Mapping[str, Any] | str | None, seconds: float) -> dict[str, Any]:
+    """What the HTTP side must know of the model and the drafters. config: the speculative_config."""
+    selectable = built.engine.policy.drafters
+    drafters = [each.name for one in selectable for each in (one, *getattr(one, "drafters", ()))]
     template = built.checkpoint.tokenizer_source().chat_template
-    config, kv = built.engine.config, built.engine.executor.kv
-    asked = (
-        speculative_config.get("method", "draft_model")
-        if isinstance(speculative_config, Mapping)
-        else speculative_config or "off"
-    )
-    is_pinned = isinstance(speculative_config, Mapping) and "num_speculative_tokens" in speculative_config
+    method = config.get("method", "draft_model") if isinstance(config, Mapping) else config or "off"
+    engine = built.engine
     return {
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "num_blocks": kv.pool.num_blocks,
+        "max_model_len": engine.config.max_model_len,
+        "max_num_seqs": engine.config.max_num_seqs,
+        "num_blocks": engine.executor.kv.pool.num_blocks,
         "has_template": template is not None,
         "has_tools": template is not None and "tools" in template,
         "speculative": {
-            "method": "hybrid" if isinstance(asked, list) else asked,
+            "method": "hybrid" if isinstance(method, list) else method,
             "drafters": drafters,
-            "selectable": [drafter.name for drafter in built.engine.policy.drafters],
-            "num_speculative_tokens": config.num_speculative_tokens,
-            "is_pinned": is_pinned,
+            "selectable": [drafter.name for drafter in selectable],
+            "num_speculative_tokens": engine.config.num_speculative_tokens,
+            "is_pinned": isinstance(config, Mapping) and "num_speculative_tokens" in config,
         },
         "start_seconds": seconds,
     }

@@ -31,10 +31,13 @@ class EngineProcess:
         with theirs:
             # -P: modules come from where they are installed, never from the folder the server was started in.
             command = (sys.executable, "-P", "-m", "paceline.server.worker", str(theirs.fileno()))
+            quiet: dict[str, Any] = {
+                "stdin": asyncio.subprocess.DEVNULL,
+                "stdout": asyncio.subprocess.DEVNULL,
+            }
             process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+                *command, pass_fds=(theirs.fileno(),), start_new_session=True, **quiet
+            )
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_AHEAD)
         made = cls(process, reader, writer)
         made.send(setup)
@@ -48,9 +51,8 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: dict[str, Any]) -> None:
-        """Never waits: what a dead process cannot take is lost, and its calls are failed by whoever reads
-        from it.
-        """
+        """Never waits: what a dead process cannot take is lost, and its calls are failed by what reads
+        from it."""
         if not self._writer.is_closing():
             self._writer.write(wire.pack(message))
 

@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 import time
 from pathlib import Path
 
@@ -55,15 +56,22 @@ def serve(config: ServerConfig) -> int:
 def _http_config(config: ServerConfig) -> uvicorn.Config:
     """Checks the certificate, too, before anything is started."""
     http = uvicorn.Config(
-        _not_yet, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=30, backlog=BACKLOG,
-        timeout_graceful_shutdown=LAST_WORDS_S, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
-    )  # fmt: skip
+        _not_yet,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=30,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
     try:
         http.load()
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile} cannot be used ({error}); give PEM files"
-        ) from None
+        files = f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile}"
+        raise ConfigError(f"{files} cannot be used ({error}); give PEM files") from None
     return http
 
 
@@ -75,17 +83,15 @@ def _listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that reads nothing at all for so long is gone
-        listener.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(config.request_timeout, 2e6) * 1000)
-        )
+    if sys.platform == "linux":  # a client that reads nothing at all for that long is gone
+        timeout_ms = int(min(config.request_timeout, 2e6) * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     try:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"{config.host}:{config.port} cannot be listened on ({error.strerror or error}); choose another --port or --host"
-        ) from None
+        where, why = f"{config.host}:{config.port}", error.strerror or error
+        raise ConfigError(f"{where} cannot be listened on ({why}); choose another --port or --host") from None
     listener.set_inheritable(False)
     return listener
 
@@ -111,15 +117,10 @@ async def _main(config: ServerConfig, listener: socket.socket, http: _Http) -> i
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
-    log(
-        "listening",
-        url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
-        model=name,
-        settings=config.to_log(),
-    )
-    tasks = [
-        asyncio.create_task(work) for work in (http.serve([listener]), engine.run(), _watch_lag(metrics))
-    ]
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    log("listening", url=url, model=name, settings=config.to_log())
+    work = (http.serve([listener]), engine.run(), _watch_lag(metrics))
+    tasks = [asyncio.create_task(each) for each in work]
     try:
         return await _until_done(config, engine, signals)
     finally:
@@ -138,10 +139,8 @@ async def _until_done(config: ServerConfig, engine: EngineClient, signals: async
     number = await first
     engine.is_draining = True
     log("draining", signal=signal.Signals(number).name, calls=engine.num_calls, seconds=config.drain_timeout)
-    drained, second = (
-        asyncio.create_task(engine.drained(config.drain_timeout)),
-        asyncio.create_task(signals.get()),
-    )
+    drained = asyncio.create_task(engine.drained(config.drain_timeout))
+    second = asyncio.create_task(signals.get())
     await asyncio.wait((drained, second), return_when=asyncio.FIRST_COMPLETED)
     is_complete = drained.done() and drained.result()
     if not is_complete:

@@ -14,18 +14,17 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from paceline.server.errors import ApiError
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-STATUS_OF_THE_GONE = 499  # nobody reads it but the log
+STATUS_OF_THE_GONE = 499  # for the log alone
 
 
 class ClientGone(Exception):
@@ -33,9 +32,8 @@ class ClientGone(Exception):
 
 
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
-        "utf-8", "replace"
-    )
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "replace")
 
 
 class JsonResponse(Response):
@@ -86,22 +84,14 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": b"data: " + dumps(chunk) + b"\n\n",
-                        "more_body": True,
-                    }
-                )
+                await send(_event(dumps(chunk)))
         except ApiError as error:
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": b"data: " + dumps(error.body()) + b"\n\n",
-                    "more_body": True,
-                }
-            )
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await send(_event(dumps(error.body())))
+        await send(_event(b"[DONE]", is_last=True))
+
+
+def _event(data: bytes, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": not is_last}
 
 
 async def json_unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:

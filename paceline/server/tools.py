@@ -43,32 +43,27 @@ def _in_words(message: dict[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
-    calls = [
-        f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}"
-        for call in message["tool_calls"]
-    ]
-    return {
-        "role": message["role"],
-        "content": "\n".join([message["content"], *calls] if message["content"] else calls),
-    }
+    functions = (json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"])
+    calls = [f"{OPEN}\n{function}\n{CLOSE}" for function in functions]
+    content = [message["content"], *calls] if message["content"] else calls
+    return {"role": message["role"], "content": "\n".join(content)}
 
 
 def forced_schema(tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
     """A JSON schema whose texts are calls of one of the tools, or of the one that is named."""
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": each["name"]},
-                "arguments": each.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for each in chosen
-    ]
+    calls = [_call_schema(each["name"], each.get("parameters") or {"type": "object"}) for each in chosen]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _call_schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    properties = {"name": {"const": name}, "arguments": arguments}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def _as_calls(text: str, names: frozenset[str]) -> Calls:
@@ -94,10 +89,8 @@ class ToolReader:
 
     names: frozenset[str]
     _held: str = ""  # not yet known to be text or call
-    _is_bare: bool | None = (
-        None  # the answer begins like JSON, so it may be a call without tags; None: nothing seen yet
-    )
-    _is_after_call: bool = False  # line ends between calls are nobody's words
+    _is_bare: bool | None = None  # it begins like JSON: maybe a call without tags; None: nothing seen yet
+    _is_after_call: bool = False  # line ends between calls are not text
     calls: Calls = field(default_factory=list)
 
     def read(self, text: str) -> tuple[str, Calls]:

@@ -8,7 +8,7 @@ need no other rule.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 Counts = dict[str, Any]
@@ -24,17 +24,11 @@ def added(parts: Iterable[Mapping[str, Any]]) -> Counts:
 
 
 def _plus(before: Any, value: Any) -> Any:
-    if before is None:
-        return (
-            dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else value
-        )
     if isinstance(value, Mapping):
-        return added((before, value))
+        return added((before or {}, value))
     if isinstance(value, list):
-        longest = max(len(before), len(value))
-        pad = [0] * longest
-        return [a + b for a, b in zip((before + pad)[:longest], (value + pad)[:longest], strict=True)]
-    return before + value
+        return [a + b for a, b in zip_longest(before or [], value, fillvalue=0)]
+    return (before or 0) + value
 
 
 def _shares(accepted: list[int], drafted: list[int]) -> list[float]:
@@ -55,14 +49,12 @@ def speculative(stats: Counts) -> Counts:
         }
         for name, each in stats.get("by_source", {}).items()
     }
+    counts = {name: stats.get(name, 0) for name in ("num_steps", "num_tokens", "num_drafted", "num_accepted")}
     return {
-        "tau": _ratio(stats.get("num_tokens", 0), stats.get("num_steps", 0)),
-        "alpha": _ratio(stats.get("num_accepted", 0), stats.get("num_drafted", 0)),
+        "tau": _ratio(counts["num_tokens"], counts["num_steps"]),
+        "alpha": _ratio(counts["num_accepted"], counts["num_drafted"]),
         "acceptance_per_position": _shares(stats.get("accepted_at", []), stats.get("drafted_at", [])),
-        "num_steps": stats.get("num_steps", 0),
-        "num_tokens": stats.get("num_tokens", 0),
-        "num_drafted": stats.get("num_drafted", 0),
-        "num_accepted": stats.get("num_accepted", 0),
+        **counts,
         "drafts": stats.get("lengths", {}),
         "by_source": sources,
     }
@@ -70,33 +62,29 @@ def speculative(stats: Counts) -> Counts:
 
 def spec_decode(stats: Counts, num_spec_tokens: int) -> Counts:
     """The shape of vLLM's per-request metrics. A histogram's place j: steps with a draft that accepted j
-    tokens.
-    """
-    lengths = stats.get("lengths", {})
-    num_steps = sum(count for length, count in lengths.items() if length != "0")
-    accepted_at = stats.get("accepted_at", [])
-    edges = [num_steps, *accepted_at, 0]
+    tokens."""
+    num_accepted, num_drafted = stats.get("num_accepted", 0), stats.get("num_drafted", 0)
+    num_steps = sum(count for length, count in stats.get("lengths", {}).items() if length != "0")
+    edges = [num_steps, *stats.get("accepted_at", []), 0]
     return {
-        "mean_acceptance_length": 1 + _ratio(stats.get("num_accepted", 0), num_steps),
-        "draft_acceptance_rate": _ratio(stats.get("num_accepted", 0), stats.get("num_drafted", 0)),
+        "mean_acceptance_length": 1 + _ratio(num_accepted, num_steps),
+        "draft_acceptance_rate": _ratio(num_accepted, num_drafted),
         "acceptance_histogram": [a - b for a, b in pairwise(edges)],
         "num_spec_steps": num_steps,
-        "num_accepted_draft_tokens": stats.get("num_accepted", 0),
-        "num_draft_tokens": stats.get("num_drafted", 0),
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": num_drafted,
         "num_spec_tokens": num_spec_tokens,
     }
 
 
-def usage_json(
-    prompts: list[int], cached: list[int], num_output: int, stats: Counts, timings: Counts
-) -> Counts:
-    """prompts, cached: of each prompt, once, however many choices it has."""
+def usage_json(num_prompt: int, num_cached: int, num_output: int, stats: Counts, timings: Counts) -> Counts:
+    """num_prompt, num_cached: tokens of each prompt once, however many choices it has."""
     num_accepted, num_drafted = stats.get("num_accepted", 0), stats.get("num_drafted", 0)
     return {
-        "prompt_tokens": sum(prompts),
+        "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
-        "total_tokens": sum(prompts) + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(cached)},
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": num_accepted,
             "rejected_prediction_tokens": num_drafted - num_accepted,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.server.config import ServerConfig, all_settings, read_keys, resolve
+from paceline.core.options import options_of
+from paceline.server.config import ServerConfig, read_keys, resolve
 
 
 def test_flags_win_over_variables_and_those_over_the_file(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_flags_win_over_variables_and_those_over_the_file(tmp_path: Path) -> Non
 
 def test_every_setting_can_be_a_variable() -> None:
     values: dict[Any, str] = {bool: "true", int: "2048", float: "2.5", tuple[str, ...]: "a, b"}
-    for setting, kind in all_settings():
+    for setting, kind in options_of(ServerConfig):
         special = {"log_level": "debug", "speculative_config": '{"method": "suffix"}', "max_choices": "9"}
         text = {**special, "max_num_seqs": "128"}.get(setting.name)  # no more than max_num_batched_tokens
         if setting.name.startswith("ssl_"):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline import LLM, SamplingParams, prompts
+from paceline import LLM, SamplingParams
+from paceline.measure import prompts
 from tests.server.harness import Server
 
 TOKENS = 24

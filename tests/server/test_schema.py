@@ -20,10 +20,9 @@ EXAMPLES = 60  # of each route and mode
 
 @pytest.fixture(scope="session")
 def schema_server(wide_folder: Path) -> Iterator[Server]:
-    """Short answers, so that many fit into the time."""
-    server = start_server(
-        str(wide_folder), "--max-completion-tokens", "8", "--max-choices", "4", "--served-model-name", "tiny"
-    )
+    """A short context, so that many answers fit into the time; no limit on the tokens that are asked for."""
+    limits = ("--max-model-len", "96", "--max-choices", "4")
+    server = start_server(str(wide_folder), *limits, "--served-model-name", "tiny")
     yield server
     server.kill()
 
@@ -57,6 +56,54 @@ def test_no_request_is_a_server_error(schema_server: Server, mode: GenerationMod
                 assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
         ask()
+
+
+# Numbers that a JSON body may hold and a machine's word may not.
+HUGE: list[dict[str, Any]] = [
+    {"max_tokens": 10**20},
+    {"max_tokens": 10**20, "min_tokens": 10**20, "ignore_eos": True},
+    {"max_tokens": 10**4000},
+    {"top_k": 10**20, "temperature": 1},
+    {"seed": 10**20},
+    {"seed": -(10**20)},
+    {"n": 10**20},
+    {"best_of": 10**20},
+    {"logprobs": 10**20},
+    {"priority": 10**20},
+    {"temperature": 10**400},
+    {"temperature": -(10**20)},
+    {"logit_bias": {"3": -(10**400)}},
+    {"logit_bias": {"3": 10**20}},
+    {"logit_bias": {str(10**20): 1}},
+    {"logit_bias": {"9" * 5000: 1}},
+    {"stop_token_ids": [10**20]},
+    {"allowed_token_ids": [-(10**20)]},
+    {"prompt": [10**20]},
+    {"frequency_penalty": 10**20},
+    {"speculative": {"num_speculative_tokens": 10**20}},
+]
+
+
+@pytest.mark.parametrize("options", HUGE, ids=lambda options: str(options)[:50])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_huge_numbers_are_bounded_or_refused(
+    schema_server: Server, options: dict[str, Any], temperature: float
+) -> None:
+    """To an idle server, where a compiled burst would be given them."""
+    body = {"prompt": "Hi", "max_tokens": 4, "temperature": temperature, **options}
+    answer = schema_server.http.post("/v1/completions", json=body)
+    assert answer.status_code in (200, 400), answer.text
+    assert schema_server.http.get("/health").json()["engine_restarts"] == 0
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_what_is_no_number_is_refused(schema_server: Server, name: str, word: str) -> None:
+    text = f'{{"prompt": "Hi", "max_tokens": 2, "{name}": {word}}}'
+    headers = {"content-type": "application/json"}
+    assert schema_server.http.post("/v1/completions", content=text, headers=headers).status_code == 400
 
 
 def test_the_engine_has_survived_them(schema_server: Server) -> None:
