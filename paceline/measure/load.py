@@ -13,7 +13,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,9 +48,9 @@ class Record:
     num_prompt: int = 0
     num_cached: int = 0
     is_counted: bool = True  # by the server; otherwise every piece of text counts as a token
-    text: str = ""
     finish: str | None = None
     error: str | None = None
+    code: str = ""  # of the server's own error
 
     @property
     def first_s(self) -> float:
@@ -91,16 +90,14 @@ class Load(NamedTuple):
 async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence[float]) -> list[Record]:
     """The requests that ended, in the order in which they did."""
     began, records = time.perf_counter(), list[Record]()
-    gate: AbstractAsyncContextManager[Any] = (
-        asyncio.Semaphore(level.concurrency) if level.concurrency is not None else nullcontext()
-    )
+    gate = asyncio.Semaphore(level.concurrency if level.concurrency is not None else len(jobs))
 
     async def one(job: Job, at: float) -> None:
         await asyncio.sleep(at - (time.perf_counter() - began))
         async with gate:
             sent = time.perf_counter() - began
             record = Record(job.prompt, sent if math.isinf(level.rate) else at, sent)
-            await _ask(load, job, record, began)
+            await ask(load.server, load.timeout_s, job, record, began)
         records.append(record)
         load.tell(record)
 
@@ -118,33 +115,30 @@ async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence
     return records
 
 
-async def _ask(load: Load, job: Job, record: Record, began: float) -> None:
+async def ask(server: Endpoint, timeout_s: float, job: Job, record: Record, began: float) -> None:
     """One request, from sending to its end, into its record."""
-    pieces: list[str] = []
     try:
-        async with asyncio.timeout(load.timeout_s):
-            async for event in load.server.events(job.path, job.body):
-                _take(event, record, pieces, time.perf_counter() - began)
+        async with asyncio.timeout(timeout_s):
+            async for event in server.events(job.path, job.body):
+                _take(event, record, time.perf_counter() - began)
         if record.finish is None:
             record.error = "the answer has no end"
     except Refused as error:
-        record.error = str(error)
+        record.error, record.code = str(error), error.code
     except TimeoutError:
-        record.error = f"no end after {load.timeout_s:g} s"
+        record.error, record.code = f"no end after {timeout_s:g} s", "hung"
     if record.error is not None or not record.end:
         record.end = time.perf_counter() - began
-    record.text = "".join(pieces)
     record.is_counted = record.num_tokens > 0
     record.num_tokens = record.num_tokens or len(record.arrivals)
 
 
-def _take(event: dict[str, Any], record: Record, pieces: list[str], now: float) -> None:
+def _take(event: dict[str, Any], record: Record, now: float) -> None:
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         said = delta.get("content") or delta.get("reasoning_content") or choice.get("text")
         if said or delta.get("tool_calls"):
             record.arrivals.append(now)
-            pieces.append(said or "")
         record.finish = choice.get("finish_reason") or record.finish
         record.end = now
     usage = event.get("usage")

@@ -13,14 +13,23 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import PacelineError
+from paceline.measure.results import Tell, num_threads
+from paceline.measure.rows import OURS, Row, peer_python
 
 PROGRAM = Path(__file__).parent / "workers" / "serve.py"
+MODULES = {  # in workers/, by engine
+    OURS: "run_paceline",
+    "llama.cpp": "run_llamacpp",
+    "transformers": "run_transformers",
+    "vllm": "run_vllm",
+}
 LOAD_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 900.0, 600.0, 5.0
 LOG_LINES, LOG_CHARACTERS = 4, 600
 # Errors of ours whose messages say it all.
@@ -35,7 +44,7 @@ class Worker:
     """One engine in one process. It is busy only while it is asked."""
 
     def __init__(self, name: str, python: str, module: str, log: Path, threads: int) -> None:
-        self.name, self.log = name, log
+        self.name, self.log, self.note = name, log, None
         counts = {f"{name}_NUM_THREADS": str(threads) for name in ("OMP", "NUMBA", "OPENBLAS", "MKL")}
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -53,8 +62,8 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    def load(self, options: Mapping[str, Any], seconds: float = LOAD_SECONDS) -> dict[str, Any]:
-        return self._exchange(options, seconds)
+    def load(self, options: Mapping[str, Any]) -> None:
+        self.note = self._exchange(options, LOAD_SECONDS)["note"]  # what it says about itself
 
     def ask(self, op: str, seconds: float = ANSWER_SECONDS, **message: Any) -> dict[str, Any]:
         return self._exchange({"op": op, **message}, seconds)
@@ -115,6 +124,30 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+
+@contextlib.contextmanager
+def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worker]:
+    """The worker of a row, loaded and later stopped. `options`: what the engine is loaded with besides the
+    method and the threads. The log of one that fails stays, since the error names it.
+    """
+    tell(f"loading {row}", 0)
+    handle, log = tempfile.mkstemp(prefix="paceline-bench-", suffix=".log")
+    os.close(handle)
+    shared = {"method": row.method, "threads": num_threads(), "in_flight": 1, "is_raw": row.is_raw}
+    worker = Worker(str(row), peer_python(row.peer), MODULES[row.peer], Path(log), num_threads())
+    try:
+        worker.load({**shared, **options})
+        yield worker
+    except WorkerError:
+        raise
+    except BaseException:
+        worker.log.unlink(missing_ok=True)
+        raise
+    else:
+        worker.log.unlink(missing_ok=True)
+    finally:
+        worker.stop()
 
 
 def _cause(status: int) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 
 from paceline import __version__
 
+OVERALL = "overall"  # the task that stands for all of them
+ORIGIN = ("verb", "command", "date", "machine", "versions")  # fields of every report
 Tell = Callable[[str, int], None]  # what is being done, and how many turns have just been finished
 PACKAGES = ("torch", "numba", "numpy", "triton")
 
@@ -44,14 +46,8 @@ def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
             continue
     command = shlex.join(["paceline", *sys.argv[1:]])
     date = datetime.now(UTC).date().isoformat()
-    return {
-        "verb": verb,
-        "command": command,
-        "date": date,
-        "machine": machine(),
-        "versions": versions,
-        **report,
-    }
+    origin = {"verb": verb, "command": command, "date": date, "machine": machine(), "versions": versions}
+    return {**origin, **report}
 
 
 def write(path: Path, report: dict[str, Any]) -> None:

@@ -17,16 +17,8 @@ from typing import Any, NamedTuple
 from paceline.core.errors import ConfigError
 from paceline.measure.options import Tables
 
-MODULES = {  # verb -> the module of paceline.measure with num_turns, run and tables
-    "compare": "compare",
-    "decode": "decode",
-    "batch": "batch",
-    "step": "step",
-    "kernels": "kernels",
-    "quality": "quality",
-    "serve": "serve",
-    "soak": "soak",
-}
+# verbs whose reports are tables: each is a module of paceline.measure with prepare, num_turns, run and tables
+VERBS = ("compare", "decode", "batch", "step", "kernels", "quality", "serve", "soak", "tune")
 MARKED = re.compile(r"(<!-- table:([\w.-]+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -38,12 +30,24 @@ class Table(NamedTuple):
     notes: Sequence[str] = ()  # lines below it
 
 
-def cell(value: float | None, form: str) -> str:
+Columns = dict[str, tuple[str, str]]  # heading -> a record's field and its form
+
+
+def cell(value: float | str | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
+def table_of(title: str, names: Sequence[str], columns: Columns, records: Sequence[dict[str, Any]]) -> Table:
+    """A row for each record: its fields `names` as they are, then its figures."""
+    rows = []
+    for record in records:
+        figures = [cell(record[name], form) for name, form in columns.values()]
+        rows.append([*(str(record[name]) for name in names), *figures])
+    return Table(title, names, tuple(columns), rows)
+
+
 def module_of(verb: str) -> Any:
-    return import_module(f"paceline.measure.{MODULES[verb]}")
+    return import_module(f"paceline.measure.{verb}")
 
 
 def markdown(table: Table) -> str:
@@ -70,12 +74,11 @@ def rewritten(text: str, folder: Path) -> str:
 def _result(path: Path) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if report["verb"] not in MODULES:
+        if report["verb"] not in VERBS:
             raise ValueError(f"made by {report['verb']!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: is no result ({error}); write it with `paceline bench ... --json`"
-        ) from None
+        remedy = "write it with `paceline bench ... --json`"
+        raise ConfigError(f"{path}: is no result ({error}); {remedy}") from None
     return report
 
 

@@ -20,13 +20,8 @@ from paceline.runtime.timing import Timed
 
 CONTEXT, TIMED = 256, 7  # cached tokens a measured pass sees; passes of each width, whose median counts
 
-COUNTS = (
-    "num_steps",
-    "num_drafted",
-    "num_accepted",
-    "drafted_at",
-    "accepted_at",
-)  # of a request's statistics
+# of a request's statistics
+COUNTS = ("num_steps", "num_drafted", "num_accepted", "drafted_at", "accepted_at")
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:

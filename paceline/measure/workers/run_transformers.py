@@ -40,9 +40,8 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options["model"], dtype=torch.float32, local_files_only=True
     ).eval()
-    model.generation_config = transformers.GenerationConfig(
-        do_sample=False, pad_token_id=0
-    )  # no end token: the length alone ends it
+    # no end token: the length alone ends it
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
     extra = {"prompt_lookup_num_tokens": DRAFTED} if options["method"] == "ngram" else {}
     widths: list[int] = []  # tokens of each pass
     model.register_forward_pre_hook(
