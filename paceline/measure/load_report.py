@@ -51,9 +51,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def latency_of(record: Record, name: str) -> list[float]:
-    """In milliseconds: one value, none where it has no meaning, several for the gaps between pieces of
-    text.
-    """
+    """In milliseconds: one value, none where it has no meaning, several for gaps between pieces of text."""
     if name == "itl":
         return [1000 * (b - a) for a, b in pairwise(record.arrivals)]
     seconds = {"ttft": record.first_s, "e2el": record.total_s, "tpot": record.token_s}[name]
@@ -74,8 +72,8 @@ def level_report(
     began = min((record.due for record in records), default=0.0)
     seconds = max((record.end for record in records), default=0.0) - began
     num_good = sum(is_good(record, goals) for record in answered)
-    prompt_tokens = sum(record.num_prompt for record in answered)
-    output_tokens = sum(record.num_tokens for record in answered)
+    prompts, outputs = (sum(getattr(r, name) for r in answered) for name in ("num_prompt", "num_tokens"))
+    lag = 1000 * max((record.sent - record.due for record in records), default=0.0)
     return {
         "load": str(level),
         "request_rate": None if level.rate == float("inf") else level.rate,
@@ -89,32 +87,25 @@ def level_report(
         "request_throughput": _rate(len(answered), seconds),
         "request_goodput": _rate(num_good, seconds) if goals else None,
         "good_share": round(num_good / len(records), 4) if goals and records else None,
-        "output_throughput": _rate(output_tokens, seconds),
-        "total_token_throughput": _rate(output_tokens + prompt_tokens, seconds),
-        "output_tokens": output_tokens,
-        "prompt_tokens": prompt_tokens,
+        "output_throughput": _rate(outputs, seconds),
+        "total_token_throughput": _rate(outputs + prompts, seconds),
+        "output_tokens": outputs,
+        "prompt_tokens": prompts,
         "cached_prompt_tokens": sum(record.num_cached for record in answered),
         "tokens_counted_by": "server" if all(record.is_counted for record in answered) else "pieces of text",
         "peak_in_flight": peak_in_flight(records),
-        "client_lag_ms": round(1000 * max((record.sent - record.due for record in records), default=0.0), 3),
+        "client_lag_ms": round(lag, 3),
         **{f"{name}_ms": _spread(answered, name, percents) for name in LATENCIES},
     }
 
 
 def record_json(record: Record) -> dict[str, Any]:
     """Without the text: it may be a user's own."""
-    return {
-        "prompt": record.prompt,
-        "due_s": round(record.due, 6),
-        "sent_s": round(record.sent, 6),
-        "ttft_ms": round(1000 * record.first_s, 3),
-        "tpot_ms": None if record.token_s is None else round(1000 * record.token_s, 3),
-        "e2el_ms": round(1000 * record.total_s, 3),
-        "prompt_tokens": record.num_prompt,
-        "output_tokens": record.num_tokens,
-        "finish_reason": record.finish,
-        "error": record.error,
-    }
+    times = {"due_s": round(record.due, 6), "sent_s": round(record.sent, 6)}
+    for name in GOALS:
+        times[f"{name}_ms"] = next((round(value, 3) for value in latency_of(record, name)), None)
+    counts = {"prompt_tokens": record.num_prompt, "output_tokens": record.num_tokens}
+    return {"prompt": record.prompt, **times, **counts, "finish_reason": record.finish, "error": record.error}
 
 
 def peak_in_flight(records: Sequence[Record]) -> int:
