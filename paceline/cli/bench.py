@@ -36,7 +36,7 @@ app = typer.Typer(invoke_without_command=True)
 def measured(verb: str, asked: Any) -> None:
     """Run a verb: every mistake a user can mend is refused before anything is started."""
     from paceline.measure import plots, results
-    from paceline.measure.tables import module_of
+    from paceline.measure.results import module_of
 
     parsing.check_target("--json", asked.json)
     target: Path | None = getattr(asked, "plot", None)
@@ -71,9 +71,9 @@ def _compare(ctx: typer.Context, given: Annotated[Given, options_of(options.Comp
 
 
 def _tables(asked: options.Tables) -> None:
-    from paceline.measure import tables
+    from paceline.measure import results
 
-    for path in tables.run(asked):
+    for path in results.run(asked):
         console.write(console.stderr(), f"wrote {path}\n")
 
 

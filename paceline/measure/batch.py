@@ -23,9 +23,8 @@ from paceline.loaders.dummy import describe
 from paceline.measure.engines import engine_of, ids_of, load, rotated, rows_of
 from paceline.measure.options import Batch
 from paceline.measure.prompts import Prompt, chosen
-from paceline.measure.results import Tell
+from paceline.measure.results import Table, Tell
 from paceline.measure.rows import PLAIN, sizes_of
-from paceline.measure.tables import Table
 
 WARM_UPS = 2  # waves before any counts: in them the policy finds out which drafters are worth asking
 MOST_WAVES = 4  # times the waves asked for, where many do not count

@@ -23,12 +23,10 @@ from paceline.measure.engines import rotated
 from paceline.measure.load import Job, Level, Load, Record, run_level
 from paceline.measure.models import gguf_file
 from paceline.measure.options import Serve
-from paceline.measure.processes import peer_worker
+from paceline.measure.processes import our_server, peer_worker
 from paceline.measure.prompts import Prompt
-from paceline.measure.results import Tell
+from paceline.measure.results import Table, Tell
 from paceline.measure.rows import OURS, PLAIN, VARIANTS, Row, names_of, peer_python
-from paceline.measure.servers import our_server
-from paceline.measure.tables import Table
 
 LEVELS = "1,4,16"
 QUIET_S = 0.3  # between servers: the last one's threads may still be spinning

@@ -19,9 +19,8 @@ from paceline.measure.options import Compare
 from paceline.measure.processes import Worker, WorkerError, peer_worker
 from paceline.measure.prompts import Prompt, chosen
 from paceline.measure.report import Sample, report_rows
-from paceline.measure.results import OVERALL, Tell
+from paceline.measure.results import OVERALL, Table, Tell, cell, table_of
 from paceline.measure.rows import AUTO, OURS, PLAIN, RAW, Row, Task, Unit
-from paceline.measure.tables import Table, cell, table_of
 
 LEAST_TOKENS = 8  # of an answer
 CURVE_SIZES = list(range(1, 17))

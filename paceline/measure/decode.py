@@ -17,9 +17,8 @@ from paceline.engine.engine import Engine
 from paceline.measure.engines import Answer, answer, engine_of, ids_of, load, rotated, rows_of
 from paceline.measure.options import Decode
 from paceline.measure.prompts import Prompt, chosen
-from paceline.measure.results import OVERALL, Tell
+from paceline.measure.results import OVERALL, Table, Tell, cell
 from paceline.measure.rows import AUTO, PLAIN
-from paceline.measure.tables import Table, cell
 
 WARM_UP = "Hello, who are you and what do you do?"
 LEGEND = """speedup: over plain decoding in this run, tokens after the first; τ: tokens a pass; α: share of

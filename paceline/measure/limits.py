@@ -110,7 +110,12 @@ def _multiply_adds(count: int) -> Any:
     def body(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
         weight, each = (emit.load(emit.offset(at, LINE * i), floats(LANES)) for i in range(2))
         sums = [emit.variable(emit.constant(float(i), LANES)) for i in range(count)]
-        return sums, lambda _turn: [emit.accumulate(slot, weight, each) for slot in sums]  # type: ignore[return-value]
+
+        def turn_of(_turn: Any) -> None:
+            for slot in sums:
+                emit.accumulate(slot, weight, each)
+
+        return sums, turn_of
 
     return _over_threads(body)
 

@@ -13,8 +13,8 @@ from paceline.core.options import nearest
 from paceline.loaders.dummy import describe
 from paceline.measure import roofline
 from paceline.measure.options import Paper
+from paceline.measure.results import Table, cell, table_of
 from paceline.measure.roofline import KV_WIDTHS, MOST_K, WIDTHS, Deployment, Gains, Hardware, training
-from paceline.measure.tables import Table, cell, table_of
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 KS = (1, 2, 3, 4, 5, 6, 8, 12, 16)

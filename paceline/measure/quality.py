@@ -21,9 +21,8 @@ from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.measure.engines import cpu_backend
 from paceline.measure.options import Quality
-from paceline.measure.results import Tell
+from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.rows import PLAIN, our_rows
-from paceline.measure.tables import Table, table_of
 from paceline.runtime.executor import LocalExecutor
 
 CONTEXT = 512

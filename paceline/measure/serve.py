@@ -22,12 +22,23 @@ from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import json_object
 from paceline.measure import beside
 from paceline.measure.endpoint import Endpoint, Refused, endpoint_of
-from paceline.measure.load import Job, Level, Load, Record, due_times, run_level
-from paceline.measure.load_report import Goals, counters_of, difference, goals_of, level_report, record_json
+from paceline.measure.load import (
+    Goals,
+    Job,
+    Level,
+    Load,
+    Record,
+    counters_of,
+    difference,
+    due_times,
+    goals_of,
+    level_report,
+    record_json,
+    run_level,
+)
 from paceline.measure.options import Serve
 from paceline.measure.prompts import Prompt, load
-from paceline.measure.results import Tell
-from paceline.measure.tables import Table, cell, table_of
+from paceline.measure.results import Table, Tell, cell, table_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "between pieces", "e2el": "e2e"}

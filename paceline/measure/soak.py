@@ -26,9 +26,8 @@ from paceline.core.options import nearest
 from paceline.measure.endpoint import Endpoint, Refused
 from paceline.measure.load import Job, Record, ask
 from paceline.measure.options import Soak
-from paceline.measure.results import ORIGIN, Tell
-from paceline.measure.servers import Server, our_server
-from paceline.measure.tables import Table
+from paceline.measure.processes import Server, our_server
+from paceline.measure.results import ORIGIN, Table, Tell
 
 HANGS_S = 120.0  # a request that takes longer is said to hang
 SETTLES_S = 60.0  # until nothing runs any more

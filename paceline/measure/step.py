@@ -14,10 +14,9 @@ from paceline.loaders.dummy import describe
 from paceline.measure import limits
 from paceline.measure.engines import load
 from paceline.measure.options import Step
-from paceline.measure.results import Tell
+from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.roofline import Deployment
 from paceline.measure.rows import names_of, sizes_of
-from paceline.measure.tables import Table, table_of
 from paceline.measure.timed import Subject, limits_json, take_turns
 from paceline.runtime.timing import Timed
 

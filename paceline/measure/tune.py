@@ -32,9 +32,8 @@ from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of,
 from paceline.measure.engines import load as load_model
 from paceline.measure.options import Tune
 from paceline.measure.prompts import Prompt, first_of_each, load
-from paceline.measure.results import Tell
+from paceline.measure.results import Table, Tell, cell
 from paceline.measure.rows import AUTO, PLAIN
-from paceline.measure.tables import Table, cell
 from paceline.runtime.timing import measure as time_passes
 
 LENGTHS, LENGTHS_OF_MODELS = (1, 2, 3, 4, 6), (1, 2, 3, 4)  # K of drafters that run no model, and that do
