@@ -124,9 +124,10 @@ class CpuBurstBackend:
         )  # without a head it need not be compiled
         self._forward = entry_of(FORWARD[decoder.bits], 5)
         self._features = Recycled()
-        run_burst(
-            array("q", [0] * size_of(BurstCall)).buffer_info()[0]
-        )  # compiled now: no request waits for it
+        # Compiled now: no request waits for it. The numbers have a name, since they must live as long as the call,
+        # before which a kernel may be compiled for half a minute.
+        nothing = array("q", [0] * size_of(BurstCall))
+        run_burst(nothing.buffer_info()[0])
 
     def can_run(self, temperature: float) -> bool:
         return temperature == 0
