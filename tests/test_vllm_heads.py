@@ -20,11 +20,12 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline
-from paceline import LLM, prompts
+from paceline import LLM
 from paceline.cli.main import app
 from paceline.core.params import SamplingParams
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.measure import prompts
 from paceline.measure.models import hf_folder
 from paceline.measure.rows import FOLDERS
 
