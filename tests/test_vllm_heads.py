@@ -130,7 +130,8 @@ def test_vllm_accepts_what_we_accept(
     )
     here = ours(target, kind, num_drafted)
     print(
-        f"\n{kind} as {form}: tau {here.tau:.3f}, vLLM {there.tau:.3f}; by place {here.shares}, vLLM {there.shares}"
+        f"\n{kind} as {form}: tau {here.tau:.3f}, vLLM {there.tau:.3f}; "
+        f"by place {here.shares}, vLLM {there.shares}"
     )
     assert here.tau > 1.2, "too little is accepted to compare anything"
     assert there.tau == pytest.approx(here.tau, rel=TOLERANCE)

@@ -26,8 +26,8 @@ from paceline.heads.rows import BurstInput, Feed, Speaker
 from paceline.runtime.executor import LocalExecutor
 from tests.laws.fakes import AlwaysRight, AlwaysWrong, Fake, Ragged, Random
 from tests.laws.harness import engine_with, prompts, request_of, run
-from tests.laws.test_engine_laws import expected
 from tests.laws.test_ahead import MIXED, ahead, check_stopped
+from tests.laws.test_engine_laws import expected
 
 LENGTH = 3
 

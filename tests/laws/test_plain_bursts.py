@@ -35,8 +35,8 @@ from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.base import Plan
 from tests.laws.fakes import AlwaysRight, AlwaysWrong
 from tests.laws.harness import DEVICE, engine_with, prompts, request_of, run
-from tests.laws.test_engine_laws import expected
 from tests.laws.test_ahead import ahead, check_stopped
+from tests.laws.test_engine_laws import expected
 
 
 class Device:
@@ -58,9 +58,7 @@ class Device:
         ]
         self.num_followers += min(batch.columns.input_ids) < 0
         columns = Columns(known, *batch.columns[1:])
-        output = self._decoder.forward(
-            Batch(columns, batch.device, batch.picks), kv, **options
-        )
+        output = self._decoder.forward(Batch(columns, batch.device, batch.picks), kv, **options)
         if batch.picks is None:
             return output._replace(picked=None)
         places = [columns.positions[row] + 1 for row in columns.rows]
@@ -146,7 +144,7 @@ def test_plain_steps_between_trials_of_a_policy_follow_each_other(drafter: Draft
 
 
 def test_passes_of_one_request_follow_each_other() -> None:
-    """One is under way while the caller looks at what another has said, from the first plain pass to the last."""
+    """One is under way while the caller looks at what another has said, from the first to the last."""
     (request,) = many(1, 51, [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)])
     engine, device = on_device()
     launched: list[int] = []
