@@ -124,9 +124,8 @@ class CpuBurstBackend:
         )  # without a head it need not be compiled
         self._forward = entry_of(FORWARD[decoder.bits], 5)
         self._features = Recycled()
-        run_burst(
-            array("q", [0] * size_of(BurstCall)).buffer_info()[0]
-        )  # compiled now: no request waits for it
+        nothing = array("q", [0] * size_of(BurstCall))  # named: it must live while the kernel reads it
+        run_burst(nothing.buffer_info()[0])  # compiled now: no request waits for it
 
     def can_run(self, temperature: float) -> bool:
         return temperature == 0
