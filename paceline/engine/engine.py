@@ -237,8 +237,8 @@ class Engine:
         return segment_of(request, one.num_new, draft, pick)
 
     def _launch_burst(self, scheduled: list[ScheduledRequest], plan: Plan) -> PendingBurst | None:
-        """Where the device can draft, weigh and check all that is planned for several rounds: plain decoding, a
-        matcher, or a head and a matcher, of one request.
+        """Where the device can draft, weigh and check all that is planned for several rounds: plain decoding,
+        a matcher, or a head and a matcher, of one request.
         """
         drafters, asked = self.policy.drafters, [n for n, asks in enumerate(plan.asks) if asks]
         if plan.plain_steps:
@@ -264,7 +264,9 @@ class Engine:
     def _launch_head_burst(
         self, scheduled: list[ScheduledRequest], number: int, asks: Asks
     ) -> PendingBurst | None:
-        """Where a device checks all that a head drafts, for all requests; the host asks other drafters meanwhile."""
+        """Where a device checks all that a head drafts, for all requests; the host asks other drafters
+        meanwhile.
+        """
         drafter = self.policy.drafters[number]
         backend = drafter.burst_backend
         if backend is None or backend.is_weighing or len(asks) < len(scheduled):

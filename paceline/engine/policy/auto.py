@@ -117,7 +117,8 @@ class AutoPolicy:
         added = load.added(limit, known.cost.each, known.cost.fixed)
         survival = known.calibration.survival(self._factor(number, request).value, limit)
         count, gained = best_count(survival, limit, load.speaking, load.seconds, added)
-        # Drafts that are cut where they doubt gain more than those of average length; what they gained is known.
+        # Drafts that are cut where they doubt gain more than those of average length; what they gained is
+        # known.
         return count, max(gained * load.token_seconds - added[count], known.gain - known.cost.of(count))
 
     def _least(self, load: Load) -> float:
