@@ -24,7 +24,7 @@ from tests.laws.test_engine_laws import make
 NUM_TOKENS = 40
 DRAFTERS = (
     "ngram", "suffix", "suffix_tree", "recycle_tree", "draft_model", "draft_model_twin",
-    "draft_model_twin_tree", "early_exit_tree", "eagle_tree", "staged", "staged_tree", "lookahead", "hybrid",
+    "draft_model_twin_tree", "early_exit_tree", "staged", "staged_tree", "lookahead", "hybrid",
     "SampledChain", "SampledTree",
 )  # fmt: skip
 
