@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.loaders import hub
-from paceline.measure.compare import MODULES
-from paceline.measure.processes import Worker, WorkerError
+from paceline.measure.processes import MODULES, Worker, WorkerError
 from paceline.measure.rows import FOLDERS, OURS, peer_python
 
 ROOT = Path(__file__).parent.parent

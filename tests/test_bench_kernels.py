@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.types import Cached, Segment
 from paceline.loaders.checkpoint import open_checkpoint
-from paceline.measure.kernels import figures
 from paceline.measure.quality import BASELINE, SHIPPED, compared, contexts_of, surprise
 from paceline.measure.roofline import Hardware, Work
 from paceline.measure.rows import FOLDERS
+from paceline.measure.timed import figures
 from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import LocalExecutor
 

@@ -12,7 +12,6 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.measure import rows as planning
 from paceline.measure.report import (
-    OVERALL,
     Sample,
     acceptance_by_position,
     decoding,
@@ -21,6 +20,7 @@ from paceline.measure.report import (
     rates_of,
     report_rows,
 )
+from paceline.measure.results import OVERALL
 from paceline.measure.rows import OURS, PLAIN, Row, Task
 
 SLOW, FAST, ALONE = (

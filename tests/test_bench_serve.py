@@ -23,8 +23,16 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import ConfigError
-from paceline.measure.load import Level, Record, due_times
-from paceline.measure.load_report import difference, goals_of, level_report, peak_in_flight, percentile
+from paceline.measure.load import (
+    Level,
+    Record,
+    difference,
+    due_times,
+    goals_of,
+    level_report,
+    peak_in_flight,
+    percentile,
+)
 from tests.make_models import tiny_hf, tiny_tokenizer
 from tests.other_server import FIRST_S, WORD_S, other_server
 from tests.server.harness import CODE, WAIT_S, Server, start_server

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import ConfigError
-from paceline.measure.tables import Table, markdown, rewritten
+from paceline.measure.results import Table, markdown, rewritten
 from tests.make_models import tiny_hf, tiny_tokenizer
 
 PROMPTS = [

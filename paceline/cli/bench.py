@@ -7,14 +7,17 @@ progress bar, the tables and the exit status.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from paceline.cli import console, parsing
 from paceline.cli.bench_console import show, telling
-from paceline.cli.fields import as_command, with_fields
+from paceline.cli.options import Given, as_command, with_options
 from paceline.core.errors import ConfigError
+from paceline.core.options import options_of
 from paceline.measure import options
 
 VERBS = {
@@ -33,12 +36,14 @@ app = typer.Typer(invoke_without_command=True)
 def measured(verb: str, asked: Any) -> None:
     """Run a verb: every mistake a user can mend is refused before anything is started."""
     from paceline.measure import plots, results
-    from paceline.measure.tables import module_of
+    from paceline.measure.results import module_of
 
     parsing.check_target("--json", asked.json)
-    folder = getattr(asked, "plot", None)
-    if folder is not None:
-        plots.check(folder)
+    target: Path | None = getattr(asked, "plot", None)
+    is_file = verb == "tune"  # the other verbs draw several pictures into a folder
+    if target is not None:
+        plots.check(None if is_file else target)
+        parsing.check_target("--plot", target if is_file else None)
     module = module_of(verb)
     plan = module.prepare(asked)
     with telling(module.num_turns(plan)) as tell:
@@ -49,7 +54,7 @@ def measured(verb: str, asked: Any) -> None:
     for table in module.tables(report):
         show(screen, table)
     console.write(screen, module.LEGEND, style="dim")
-    for path in plots.draw(verb, report, folder) if folder is not None else ():
+    for path in plots.draw(verb, report, target) if target is not None else ():
         console.write(console.stderr(), f"drawn: {path}\n")
     if report.get("is_interrupted"):
         raise typer.Exit(INTERRUPTED)
@@ -57,31 +62,23 @@ def measured(verb: str, asked: Any) -> None:
         raise typer.Exit(1)
 
 
-def _compare(ctx: typer.Context, **chosen: Any) -> None:
+def _compare(ctx: typer.Context, given: Annotated[Given, options_of(options.Compare)]) -> None:
     if ctx.invoked_subcommand is None:
-        measured("compare", options.Compare(**chosen))
-        return
-    for name in chosen:  # an option before the sub-command would be read by none
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{option} stands before {ctx.invoked_subcommand}; write it after the sub-command's name"
-            )
+        measured("compare", options.Compare(**given))
+    elif given:  # an option before the sub-command would be read by none
+        option, verb = "--" + next(iter(given)).replace("_", "-"), ctx.invoked_subcommand
+        raise ConfigError(f"{option} stands before {verb}; write it after the sub-command's name")
 
 
 def _tables(asked: options.Tables) -> None:
-    from paceline.measure import tables
+    from paceline.measure import results
 
-    for path in tables.run(asked):
+    for path in results.run(asked):
         console.write(console.stderr(), f"wrote {path}\n")
 
 
-def _verb(name: str) -> Any:
-    return as_command(VERBS[name], lambda asked: measured(name, asked))
-
-
-app.callback()(with_fields(_compare, options.Compare, {"ctx": typer.Context}))
-for _name in VERBS:
-    app.command(_name)(_verb(_name))
+_compare.__doc__ = options.Compare.__doc__
+app.callback()(with_options(_compare))
+for _name, _options in VERBS.items():
+    app.command(_name)(as_command(_options, partial(measured, _name)))
 app.command("tables")(as_command(options.Tables, _tables))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    from paceline.measure.tables import Table
+    from paceline.measure.results import Table
 
 Tell = Callable[[str, int], None]  # what is being done, and how many turns have just been finished
 

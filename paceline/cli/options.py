@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -82,11 +83,28 @@ def flag(setting: Option) -> Any:
     shown = str(default).lower() if isinstance(default, bool) else default
     text = each.metadata["help"] + ("" if default in (None, (), "") else f" [dim]\\[default: {shown}][/dim]")
     long = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-    panel = each.metadata["panel"]
-    made = typer.Option(long, *each.metadata["flags"], help=text, rich_help_panel=panel, show_default=False)
-    lists = {tuple[str, ...]: list[str], tuple[int, ...]: list[int]}
-    simple = {bool: bool, int: int, int | None: int, float: float, float | None: float}
-    return Annotated[lists.get(kind) or simple.get(kind, str) | None, made]
+    more: dict[str, Any] = {"help": text, "show_default": False}
+    more |= {key: each.metadata[key] for key in ("min", "envvar") if key in each.metadata}
+    if each.metadata.get("is_argument"):
+        made = typer.Argument(**more)
+    else:
+        panel = each.metadata["panel"]
+        made = typer.Option(long, *each.metadata["flags"], rich_help_panel=panel, **more)
+    lists = {tuple[str, ...]: list[str], tuple[int, ...]: list[int], tuple[float, ...]: list[float]}
+    plain = next((each for each in (bool, int, float, Path) if kind in (each, each | None)), str)
+    return Annotated[lists.get(kind, plain) | None, made]
+
+
+def as_command(owner: type, run: Callable[[Any], None]) -> Callable[..., None]:
+    """A command that calls `run` with one value of a dataclass: its fields are the options, its docstring is
+    the help."""
+
+    def verb(given: Given) -> None:
+        run(owner(**given))
+
+    verb.__annotations__ = {"given": Annotated[Given, options_of(owner)]}
+    verb.__doc__ = owner.__doc__
+    return with_options(verb)
 
 
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:
@@ -126,6 +144,8 @@ def _written(settings: Sequence[Option], values: dict[str, Any]) -> Given:
         value = values.pop(each.name)
         if isinstance(value, list) and value:
             written[each.name] = tuple(value)
+        elif isinstance(value, Path):
+            written[each.name] = value
         elif value not in (None, []):
             written[each.name] = parsed("--" + each.name.replace("_", "-"), value, kind)
     return written

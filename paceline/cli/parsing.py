@@ -118,9 +118,6 @@ def _is_file(value: str) -> bool:
         return False
 
 
-parse_json_object = json_object  # as `bench serve` knows it
-
-
 def check_target(flag: str, path: Path | None) -> None:
     """Refuse a file that could not be written, before the work whose result it is for."""
     if path is None:

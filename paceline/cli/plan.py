@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from paceline.cli import console, parsing
 from paceline.cli.bench_console import show
-from paceline.cli.fields import as_command
+from paceline.cli.options import as_command
 from paceline.measure.options import Paper
 
 
@@ -20,19 +20,14 @@ def _plan(asked: Paper) -> None:
     planning.check(asked)
     with console.stderr().status("measuring this machine"):
         machine = planning.machine_of(asked)
-    plan = planning.prepare(asked, machine)
-    report = planning.report_of(plan)
+    report = planning.report_of(asked, machine)
     if asked.json:
         console.write_json(console.stdout(), report)
     else:
         for table in planning.tables(report):
             show(console.stdout(), table)
-    if asked.plot is not None:
-        on, ks = plan.target, range(max(*plan.ks, 8) + 1)
-        title = f"{plan.name} on {on.hardware.name}, {on.dtype}, batch {on.batch}"
-        speedup = plan.gains.speedup
-        plots.save(asked.plot, lambda figure: plots.planned(figure, title, plan.alphas, ks, speedup))
-        console.write(console.stderr(), f"wrote {asked.plot}\n")
+    for path in plots.draw("plan", report, asked.plot) if asked.plot is not None else ():
+        console.write(console.stderr(), f"drawn: {path}\n")
 
 
 plan = as_command(Paper, _plan)

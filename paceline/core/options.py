@@ -44,10 +44,10 @@ class EngineConfig:
         )
 
 
-def option(default: Any, panel: str, text: str, *flags: str) -> Any:
+def option(default: Any, panel: str, text: str, *flags: str, **more: Any) -> Any:
     """A dataclass field that is an option of the command line and the server: the panel of --help that it
-    stands in, what is said of it there, and its short flags."""
-    return field(default=default, metadata={"panel": panel, "help": text, "flags": flags})
+    stands in, what is said of it there, and its short flags. `more`: min, envvar and is_argument."""
+    return field(default=default, metadata={"panel": panel, "help": text, "flags": flags, **more})
 
 
 def options_of(owner: type, *names: str) -> list[Option]:

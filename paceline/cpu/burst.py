@@ -119,14 +119,13 @@ class CpuBurstBackend:
         self._floats = np.zeros((MOST_ROUNDS, FLOATS + 2 * length))
         self._scores = np.zeros(length + 1)
         self._pushed = array("i", [0] * (length + 1))
-        self._drafts = (
-            0 if head is None else entry_of(draft_chains, 2)
-        )  # without a head it need not be compiled
+        self._drafts = 0 if head is None else entry_of(draft_chains, 2)  # needed, and compiled, for a head alone
         self._forward = entry_of(FORWARD[decoder.bits], 5)
         self._features = Recycled()
-        run_burst(
-            array("q", [0] * size_of(BurstCall)).buffer_info()[0]
-        )  # compiled now: no request waits for it
+        # Compiled now: no request waits for it. The numbers have a name, since they must live as long as the call,
+        # before which a kernel may be compiled for half a minute.
+        nothing = array("q", [0] * size_of(BurstCall))
+        run_burst(nothing.buffer_info()[0])
 
     def can_run(self, temperature: float) -> bool:
         return temperature == 0

@@ -20,12 +20,11 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
 from paceline.loaders.dummy import describe
-from paceline.measure.engines import engine_of, ids_of, load, rows_of
+from paceline.measure.engines import engine_of, ids_of, load, rotated, rows_of
 from paceline.measure.options import Batch
 from paceline.measure.prompts import Prompt, chosen
-from paceline.measure.results import Tell
+from paceline.measure.results import Table, Tell
 from paceline.measure.rows import PLAIN, sizes_of
-from paceline.measure.tables import Table
 
 WARM_UPS = 2  # waves before any counts: in them the policy finds out which drafters are worth asking
 MOST_WAVES = 4  # times the waves asked for, where many do not count
@@ -48,9 +47,8 @@ class Wave(NamedTuple):
 
 
 def prepare(asked: Batch) -> Plan:
-    return Plan(
-        asked, rows_of(asked.rows), sizes_of("--concurrency", asked.concurrency), chosen(asked.prompts, None)
-    )
+    levels = sizes_of("--concurrency", asked.concurrency)
+    return Plan(asked, rows_of(asked.rows), levels, chosen(asked.prompts, None))
 
 
 def num_turns(plan: Plan) -> int:
@@ -83,16 +81,16 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
 def _level(
     llm: LLM, engines: dict[str, Engine], prompts: list[list[int]], level: int, plan: Plan, tell: Tell
 ) -> dict[str, Any]:
-    intake = Intake(llm.tokenizer, llm.checkpoint.config.vocab_size)
+    intake = Intake(llm.tokenizer, llm.checkpoint.config.vocab_size, llm.engine.config.max_model_len)
     params = SamplingParams(temperature=0, max_tokens=plan.asked.max_new_tokens, ignore_eos=True)
     counted: list[dict[str, float]] = []  # speeds of a wave, by row
     names, different, number, wanted = list(engines), 0, 0, _num_waves(plan, level)
     while len(counted) < wanted and number <= MOST_WAVES * wanted:
         texts = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
         found: dict[str, Wave] = {}
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name, engine in rotated(engines, number):
             gc.freeze()  # a collection that walked through what others have left would fall into a wave
-            found[name] = wave(engines[name], [intake.requests(ids, params)[0] for ids in texts])
+            found[name] = wave(engine, [intake.requests(ids, params)[0] for ids in texts])
             tell(f"{level} requests", 1)
         plain = found[PLAIN].texts
         different += sum(a != b for each in found.values() for a, b in zip(each.texts, plain, strict=True))
@@ -109,8 +107,6 @@ def _level(
         "ratio": {name: round(speed / speeds[PLAIN], 3) for name, speed in speeds.items()},
         "of_waves": {name: [round(each[name] / each[PLAIN], 3) for each in counted] for name in names},
         "different": different,
-        "phases_s": {name: engine.phases.to_dict() for name, engine in engines.items()},
-        "steps": {name: dict(sorted(engine.totals.lengths.items())) for name, engine in engines.items()},
     }
 
 

@@ -11,35 +11,31 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.measure.endpoint import Endpoint, endpoint_of
-from paceline.measure.load import Job, Level, Load, run_level
+from paceline.measure.engines import rotated
+from paceline.measure.load import Job, Level, Load, Record, run_level
 from paceline.measure.models import gguf_file
 from paceline.measure.options import Serve
-from paceline.measure.processes import Worker
+from paceline.measure.processes import our_server, peer_worker
 from paceline.measure.prompts import Prompt
-from paceline.measure.results import Tell, num_threads
-from paceline.measure.rows import OURS, VARIANTS, names_of, peer_python
-from paceline.measure.servers import our_server
-from paceline.measure.tables import Table
+from paceline.measure.results import Table, Tell
+from paceline.measure.rows import OURS, PLAIN, VARIANTS, Row, names_of, peer_python
 
 LEVELS = "1,4,16"
 QUIET_S = 0.3  # between servers: the last one's threads may still be spinning
-FEWEST = 4  # prompts of a level, times --turns
+FEWEST, TURNS = 4, 2  # prompts of a level are at least FEWEST, and that many for each client, times TURNS
 CONTEXT = 4096  # tokens of a place of llama.cpp's
-
 JobOf = Callable[[Serve, str, dict[str, Any], Prompt], Job]
 
 
 class Subject(NamedTuple):
-    name: str
     endpoint: Endpoint
     extra: dict[str, Any]  # in every body
 
@@ -49,23 +45,19 @@ def check(asked: Serve, prompts: list[Prompt], levels: Sequence[Level]) -> list[
     peer_python("llama.cpp")
     for name in names_of("--peers", asked.peers or ""):
         if name.removesuffix("+ngram") not in VARIANTS["llama.cpp"]:
-            known = ", ".join(VARIANTS["llama.cpp"])
-            raise ConfigError(
-                f"--peers holds {name!r}; llama.cpp runs as {known}, each with +ngram or without"
-            )
+            known = f"llama.cpp runs as {', '.join(VARIANTS['llama.cpp'])}, each with +ngram or without"
+            raise ConfigError(f"--peers holds {name!r}; {known}")
     if any(not math.isinf(level.rate) for level in levels):
         raise ConfigError("--peers and --request-rate exclude each other; --max-concurrency sets the load")
-    needed = FEWEST + sum(_num_prompts(asked, level) for level in levels) * asked.rounds
+    needed = FEWEST + sum(_num_prompts(level) for level in levels) * asked.rounds
     if needed > len(prompts):
-        remedy = "give more --prompts, or fewer --rounds or --turns"
+        remedy = "give more --prompts or fewer --rounds"
         raise ConfigError(f"{needed} prompts are needed and there are {len(prompts)}; {remedy}")
-    chosen = list(prompts)
-    random.Random(asked.seed).shuffle(chosen)
-    return chosen
+    return random.Random(asked.seed).sample(prompts, len(prompts))
 
 
-def _num_prompts(asked: Serve, level: Level) -> int:
-    return max(level.concurrency or 1, FEWEST) * asked.turns
+def _num_prompts(level: Level) -> int:
+    return max(level.concurrency or 1, FEWEST) * TURNS
 
 
 def num_turns(asked: Serve, levels: Sequence[Level]) -> int:
@@ -75,104 +67,82 @@ def num_turns(asked: Serve, levels: Sequence[Level]) -> int:
 def run(
     asked: Serve, levels: Sequence[Level], prompts: Sequence[Prompt], tell: Tell, job_of: JobOf
 ) -> dict[str, Any]:
-    clients = max(level.concurrency or 1 for level in levels)
-    model = asked.model or "default"
+    clients, model = max(level.concurrency or 1 for level in levels), asked.model or "default"
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
         tell(f"loading {OURS}", 0)
-        options = f"--max-num-seqs {clients} {asked.server_options}"
-        server = stack.enter_context(our_server(model, options))
-        subjects = [Subject(OURS, server.endpoint, {"model": None})]
+        server = stack.enter_context(our_server(model, f"--max-num-seqs {clients} {asked.server_options}"))
+        subjects = {OURS: Subject(server.endpoint, {"model": None})}
         for name in names_of("--peers", asked.peers or ""):
-            tell(f"loading llama.cpp {name}", 0)
-            subjects.append(stack.enter_context(_peer(name, model, clients, folder, tell)))
-        found = asyncio.run(_rounds(subjects, levels, iter(prompts), asked, tell, job_of))
-    summaries = [_summary(found, level.concurrency or 1) for level in levels]
+            kind, _, method = name.partition("+")
+            path = gguf_file(open_checkpoint(model), kind, tell)
+            options = {"model": str(path), "in_flight": clients, "context": CONTEXT}
+            worker = stack.enter_context(peer_worker(Row("llama.cpp", kind, method or PLAIN), options, tell))
+            address = endpoint_of(worker.ask("address")["url"], None)
+            subjects[name] = Subject(address, {"cache_prompt": True})
+
+        def jobs_of(name: str, mine: Sequence[Prompt]) -> list[Job]:
+            return [job_of(asked, name, subjects[name].extra, prompt) for prompt in mine]
+
+        found = asyncio.run(_rounds(subjects, levels, iter(prompts), asked, jobs_of, tell))
+    summaries = [_summary(level.concurrency or 1, found[level]) for level in levels]
     is_ok = all(level["ratio"] >= 1 and not level["failed"] for level in summaries)
-    return {
-        "servers": [subject.name for subject in subjects],
-        "levels": summaries,
-        "records": found,
-        "is_ok": is_ok,
-    }
-
-
-@contextmanager
-def _peer(name: str, model: str, clients: int, folder: Path, tell: Tell) -> Iterator[Subject]:
-    kind, _, method = name.partition("+")
-    path, threads = gguf_file(open_checkpoint(model), kind, tell), num_threads()
-    options = {"model": str(path), "in_flight": clients, "context": CONTEXT, "threads": threads}
-    python = peer_python("llama.cpp")
-    worker = Worker(f"llama.cpp {name}", python, "run_llamacpp", folder / f"{name}.log", threads)
-    try:
-        if note := worker.load({**options, "method": method or "none", "is_raw": False})["note"]:
-            tell(f"llama.cpp: {note}", 0)
-        yield Subject(name, endpoint_of(worker.ask("address")["url"], None), {"cache_prompt": True})
-    finally:
-        worker.stop()
+    return {"servers": list(subjects), "levels": summaries, "is_ok": is_ok}
 
 
 async def _rounds(
-    subjects: Sequence[Subject], levels: Sequence[Level], unused: Iterator[Prompt], asked: Serve, tell: Tell,
-    job_of: JobOf,
-) -> list[dict[str, Any]]:  # fmt: skip
-    found: list[dict[str, Any]] = []
+    subjects: dict[str, Subject], levels: Sequence[Level], unused: Iterator[Prompt], asked: Serve,
+    jobs_of: Callable[[str, Sequence[Prompt]], list[Job]], tell: Tell,
+) -> dict[Level, dict[str, list[list[Record]]]]:  # fmt: skip
+    """By level and server, the records of each round."""
+    found: dict[Level, dict[str, list[list[Record]]]] = defaultdict(lambda: defaultdict(list))
 
-    async def measure(subject: Subject, level: Level, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        jobs = [job_of(asked, subject.name, subject.extra, prompt) for prompt in prompts]
-        load = Load(subject.endpoint, asked.timeout, asyncio.Event(), lambda record: None)
-        records = await run_level(load, level, jobs, [0.0] * len(jobs))
+    async def measure(name: str, level: Level, prompts: Sequence[Prompt]) -> list[Record]:
+        load = Load(subjects[name].endpoint, asked.timeout, asyncio.Event(), lambda record: None)
+        records = await run_level(load, level, jobs_of(name, prompts), [0.0] * len(prompts))
         await asyncio.sleep(QUIET_S)
-        seconds = max(record.end for record in records) - min(record.sent for record in records)
-        errors = [record.error for record in records if record.error is not None]
-        tokens = sum(record.num_tokens for record in records)
-        return {"server": subject.name, "tokens": tokens, "seconds": seconds, "errors": errors}
+        return records
 
     warm_up = [next(unused) for _ in range(FEWEST)]
-    for subject in subjects:
-        tell(f"warming up {subject.name}", 0)
-        await measure(subject, Level(math.inf, FEWEST), warm_up)
+    for name in subjects:
+        tell(f"warming up {name}", 0)
+        await measure(name, Level(math.inf, FEWEST), warm_up)
     for number in range(asked.rounds):
         for level in levels:
-            chosen = [next(unused) for _ in range(_num_prompts(asked, level))]
-            for i in range(len(subjects)):
-                subject = subjects[(number + i) % len(subjects)]
-                tell(f"{subject.name}, {level}", 0)
-                measured = await measure(subject, level, chosen)
-                found.append({"round": number, "clients": level.concurrency, **measured})
-                tell(f"{subject.name}, {level}", 1)
+            chosen = [next(unused) for _ in range(_num_prompts(level))]
+            for name, _ in rotated(subjects, number):
+                found[level][name].append(await measure(name, level, chosen))
+                tell(f"{name}, {level}", 1)
     return found
 
 
-def _summary(found: Sequence[dict[str, Any]], clients: int) -> dict[str, Any]:
-    mine = [record for record in found if record["clients"] == clients]
-    speeds, by_round = {}, {}
-    for name in dict.fromkeys(record["server"] for record in mine):
-        own = [record for record in mine if record["server"] == name]
-        speeds[name] = sum(record["tokens"] for record in own) / sum(record["seconds"] for record in own)
-        by_round[name] = [record["tokens"] / record["seconds"] for record in own]
+def _counted(records: Sequence[Record]) -> tuple[int, float]:
+    """Tokens, and the seconds in which they were written."""
+    seconds = max(record.end for record in records) - min(record.sent for record in records)
+    return sum(record.num_tokens for record in records), seconds
+
+
+def _summary(clients: int, found: dict[str, list[list[Record]]]) -> dict[str, Any]:
+    counts = {name: [_counted(records) for records in rounds] for name, rounds in found.items()}
+    speeds = {name: sum(t for t, _ in each) / sum(s for _, s in each) for name, each in counts.items()}
     fastest = max((name for name in speeds if name != OURS), key=lambda name: speeds[name])
-    ratios = [ours / theirs for ours, theirs in zip(by_round[OURS], by_round[fastest], strict=True)]
+    pairs = zip(counts[OURS], counts[fastest], strict=True)
     return {
         "clients": clients,
         "tokens_per_s": {name: round(speed, 1) for name, speed in speeds.items()},
         "fastest_peer": fastest,
         "ratio": round(speeds[OURS] / speeds[fastest], 3),
-        "ratios_by_round": [round(ratio, 3) for ratio in ratios],
-        "failed": sum(len(record["errors"]) for record in mine),
+        "ratios_by_round": [round(a[0] / a[1] / (b[0] / b[1]), 3) for a, b in pairs],
+        "failed": sum(
+            r.error is not None for rounds in found.values() for records in rounds for r in records
+        ),
     }
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    names = report["servers"]
-    rows = []
+    names, rows = report["servers"], []
     for level in report["levels"]:
         speeds = [f"{level['tokens_per_s'][name]:,.1f}" for name in names]
         ratio = f"{level['ratio']:.2f} ({level['fastest_peer']})"
         rows.append((str(level["clients"]), *speeds, ratio, str(level["failed"])))
-    columns = [
-        *(name if name == OURS else f"llama.cpp {name}" for name in names),
-        "ratio to the fastest",
-        "failed",
-    ]
+    columns = [*(name if name == OURS else f"llama.cpp {name}" for name in names), "ratio", "failed"]
     return [Table("tokens/s of servers, reading prompts included", ("clients",), columns, rows)]

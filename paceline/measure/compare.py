@@ -6,11 +6,8 @@ how long each answer naturally is, and then every row writes exactly that many t
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
@@ -19,30 +16,23 @@ from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.measure import rows as planning
 from paceline.measure.models import gguf_file, hf_folder, main_type
 from paceline.measure.options import Compare
-from paceline.measure.processes import Worker, WorkerError
+from paceline.measure.processes import Worker, WorkerError, peer_worker
 from paceline.measure.prompts import Prompt, chosen
-from paceline.measure.report import OVERALL, Sample, report_rows
-from paceline.measure.results import Tell, num_threads
+from paceline.measure.report import Sample, report_rows
+from paceline.measure.results import OVERALL, Table, Tell, cell, table_of
 from paceline.measure.rows import AUTO, OURS, PLAIN, RAW, Row, Task, Unit
-from paceline.measure.tables import Table, cell
 
-MODULES = {
-    OURS: "run_paceline",
-    "llama.cpp": "run_llamacpp",
-    "transformers": "run_transformers",
-    "vllm": "run_vllm",
-}
 LEAST_TOKENS = 8  # of an answer
 CURVE_SIZES = list(range(1, 17))
 # Peers get a context that just holds the longest request, rounded up; drafts need a little more.
 CONTEXT_STEP, CONTEXT_SPARE = 256, 32
-FIGURES = {  # of the table over all tasks: heading -> field, form
+FIGURES = {  # of the table over all tasks
     "tok/s": ("tokens_per_second", "{:.1f}"),
     "±": ("spread", "{:.0%}"),
     "speedup": ("speedup", "{:.2f}"),
     "τ": ("tau", "{:.2f}"),
     "α": ("alpha", "{:.2f}"),
-    "same": ("identical", "{}"),
+    "same": ("same", "{}"),
     "TTFT": ("ttft_ms", "{:.0f}"),
     "TPOT": ("tpot_ms", "{:.1f}"),
     "e2e": ("end_to_end_tokens_per_second", "{:.1f}"),
@@ -57,8 +47,8 @@ MB: most memory the process held.
 
 class Plan(NamedTuple):
     asked: Compare
-    rows: tuple[Row, ...]
-    prompts: tuple[Prompt, ...]
+    rows: list[Row]
+    prompts: list[Prompt]
 
 
 def prepare(asked: Compare) -> Plan:
@@ -67,12 +57,11 @@ def prepare(asked: Compare) -> Plan:
     peers = planning.peer_rows(asked.peers, methods, asked.concurrency)
     rows = planning.our_rows(asked.dtypes, methods) + peers
     if not rows:
-        raise ConfigError(
-            "--dtypes and --peers are both none, so there is nothing to measure; name an engine"
-        )
+        remedy = "so there is nothing to measure; name an engine"
+        raise ConfigError(f"--dtypes and --peers are both none, {remedy}")
     for row in rows:
         planning.peer_python(row.peer)
-    return Plan(asked, tuple(rows), tuple(prompts))
+    return Plan(asked, rows, prompts)
 
 
 def num_turns(plan: Plan) -> int:
@@ -83,98 +72,65 @@ def num_turns(plan: Plan) -> int:
 
 
 def run(plan: Plan, tell: Tell) -> dict[str, Any]:
-    checkpoint = open_checkpoint(plan.asked.model)
-    logs = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
-    is_needed = False
-    try:
-        with ExitStack() as stack:
-            workers = Workers(plan, checkpoint, logs, stack, tell)
-            tasks = workers.encode()
-            workers.start_all(_context(tasks, checkpoint))
-            units = planning.units_of(tasks, plan.asked.concurrency)
-            return _report(plan, workers, _take_turns(plan, workers, units, tell))
-    except WorkerError:
-        is_needed = True  # the error names the log
-        raise
-    finally:
-        if not is_needed:
-            shutil.rmtree(logs)
+    checkpoint, asked = open_checkpoint(plan.asked.model), plan.asked
+    with ExitStack() as stack:
+        row = next((row for row in plan.rows if row.peer == OURS), Row(OURS, "float32", PLAIN))
+        reader = stack.enter_context(peer_worker(row, _options(asked, row, None, checkpoint, tell), tell))
+        tasks = _encode(plan, reader, tell)
+        context = _context(tasks, checkpoint)
+        workers: dict[Row, Worker] = {}
+        for row in plan.rows:
+            is_reader = row.peer == OURS and not workers  # the first of ours has read the prompts
+            options = {} if is_reader else _options(asked, row, context, checkpoint, tell)
+            workers[row] = reader if is_reader else stack.enter_context(peer_worker(row, options, tell))
+        samples = _take_turns(asked, workers, planning.units_of(tasks, asked.concurrency), tell)
+        names = {row: _engine_name(row, checkpoint, tell) for row in plan.rows}
+        peaks = {row: worker.peak_mb() for row, worker in workers.items()}
+        records = report_rows(plan.rows, samples, peaks, names)
+        notes = {names[row]: worker.note for row, worker in workers.items() if worker.note}
+        is_curve = asked.plot is not None and reader in workers.values()
+        return {"rows": records, "notes": notes, "verify_cost": _curve(reader) if is_curve else None}
 
 
-def _report(plan: Plan, workers: Workers, samples: list[Sample]) -> dict[str, Any]:
-    peaks = {row: worker.peak_mb() for row, worker in workers.by_row.items()}
-    records = report_rows(plan.rows, samples, peaks)
-    for record in records:
-        record["engine"] = workers.names.get(record["engine"], record["engine"])
-    ours = next((worker for row, worker in workers.by_row.items() if row.peer == OURS), None)
-    curve = None
-    if plan.asked.plot is not None and ours is not None:
-        seconds = ours.ask("verify_cost", sizes=CURVE_SIZES)["seconds"]
-        relative = [round(s / seconds[0], 4) for s in seconds]
-        curve = {"engine": ours.name, "tokens": CURVE_SIZES, "relative": relative}
-    notes = {workers.names.get(engine, engine): note for engine, note in workers.notes.items()}
-    return {"rows": records, "notes": notes, "verify_cost": curve}
+def _curve(ours: Worker) -> dict[str, Any]:
+    seconds = ours.ask("verify_cost", sizes=CURVE_SIZES)["seconds"]
+    relative = [round(s / seconds[0], 4) for s in seconds]
+    return {"engine": ours.name, "tokens": CURVE_SIZES, "relative": relative}
 
 
-@dataclass(slots=True)
-class Workers:
-    """One for each row. The stack stops them."""
+def _encode(plan: Plan, worker: Worker, tell: Tell) -> list[Task]:
+    """Prompts as token ids, with the length of each answer."""
+    tell("reading the prompts", 0)
+    texts, most = {prompt.id: prompt.text for prompt in plan.prompts}, plan.asked.max_new_tokens
+    limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
+    found = worker.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
+    return [
+        Task(p.id, p.category, tuple(found[p.id]["ids"]), found[p.id]["num_tokens"]) for p in plan.prompts
+    ]
 
-    plan: Plan
-    checkpoint: Checkpoint
-    logs: Path
-    stack: ExitStack
-    tell: Tell
-    by_row: dict[Row, Worker] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)  # engine -> what its worker says about itself
-    names: dict[str, str] = field(default_factory=dict)  # engine -> a better name, known once the file is
 
-    def encode(self) -> list[Task]:
-        """Prompts as token ids, with the length of each answer, by a worker of ours: one of the rows, or one
-        just for this.
-        """
-        row = next((row for row in self.plan.rows if row.peer == OURS), None)
-        worker = self._start(row or Row(OURS, "float32", PLAIN), context=None)
-        self.tell("reading the prompts", 0)
-        prompts, most = self.plan.prompts, self.plan.asked.max_new_tokens
-        texts = {prompt.id: prompt.text for prompt in prompts}
-        limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
-        found = worker.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
-        if row is None:
-            worker.stop()
-        else:
-            self.by_row[row] = worker
-        return [Task(p.id, p.category, tuple(found[p.id]["ids"]), found[p.id]["num_tokens"]) for p in prompts]
+def _options(
+    asked: Compare, row: Row, context: int | None, checkpoint: Checkpoint, tell: Tell
+) -> dict[str, Any]:
+    """What a worker is loaded with."""
+    shared: dict[str, Any] = {"in_flight": asked.concurrency, "context": context}
+    if row.peer == OURS:
+        config = speculative_config(row.method, asked.draft_model)
+        return {**shared, "model": asked.model, "dtype": row.variant, "speculative_config": config}
+    is_gguf = row.peer == "llama.cpp"
+    path = _gguf(row, checkpoint, tell) if is_gguf else hf_folder(checkpoint, tell)
+    return {**shared, "model": str(path)}
 
-    def start_all(self, context: int) -> None:
-        for row in self.plan.rows:
-            if row not in self.by_row:
-                self.by_row[row] = self._start(row, context)
 
-    def _start(self, row: Row, context: int | None) -> Worker:
-        options = self._options(row, context)
-        self.tell(f"loading {row}", 0)
-        log = self.logs / f"{len(list(self.logs.iterdir()))}.log"
-        worker = Worker(str(row), planning.peer_python(row.peer), MODULES[row.peer], log, options["threads"])
-        self.stack.callback(worker.stop)
-        note = worker.load(options).get("note")
-        if note:
-            self.notes[row.engine] = note
-        return worker
+def _gguf(row: Row, checkpoint: Checkpoint, tell: Tell) -> Any:
+    return gguf_file(checkpoint, row.variant.removesuffix(RAW), tell)
 
-    def _options(self, row: Row, context: int | None) -> dict[str, Any]:
-        asked = self.plan.asked
-        is_raw = row.variant.endswith(RAW)
-        shared: dict[str, Any] = {"threads": num_threads(), "in_flight": asked.concurrency}
-        shared |= {"context": context, "method": row.method, "is_raw": is_raw}
-        if row.peer == OURS:
-            config = speculative_config(row.method, asked.draft_model)
-            return {**shared, "model": asked.model, "dtype": row.variant, "speculative_config": config}
-        if row.peer != "llama.cpp":
-            return {**shared, "model": str(hf_folder(self.checkpoint, self.tell))}
-        path = gguf_file(self.checkpoint, row.variant.removesuffix(RAW), self.tell)
-        self.names[row.engine] = f"llama.cpp {main_type(path)}" + RAW * is_raw
-        return {**shared, "model": str(path)}
+
+def _engine_name(row: Row, checkpoint: Checkpoint, tell: Tell) -> str:
+    """With the quantization that a GGUF file really has."""
+    if row.peer != "llama.cpp":
+        return row.engine
+    return f"llama.cpp {main_type(_gguf(row, checkpoint, tell))}" + RAW * row.is_raw
 
 
 def speculative_config(method: str, draft_model: str | None) -> dict[str, Any] | str | None:
@@ -190,25 +146,24 @@ def _context(tasks: list[Task], checkpoint: Checkpoint) -> int:
     return min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, checkpoint.config.max_context)
 
 
-def _take_turns(plan: Plan, workers: Workers, units: list[Unit], tell: Tell) -> list[Sample]:
-    first = planning.warm_up_of(units)
-    for _, index, row in planning.turns(plan.rows, first, 1):
+def _take_turns(asked: Compare, workers: Mapping[Row, Worker], units: list[Unit], tell: Tell) -> list[Sample]:
+    first, rows = planning.warm_up_of(units), list(workers)
+    for _, index, row in planning.turns(rows, first, 1):
         tell(f"warming up {row}", 0)
-        _run_unit(plan, workers, 0, row, first[index])
+        _run_unit(asked, workers[row], 0, row, first[index])
     samples = []
-    for repeat, index, row in planning.turns(plan.rows, units, plan.asked.repeats):
+    for repeat, index, row in planning.turns(rows, units, asked.repeats):
         tell(str(row), 0)
-        samples.append(_run_unit(plan, workers, repeat, row, units[index]))
+        samples.append(_run_unit(asked, workers[row], repeat, row, units[index]))
         tell(str(row), 1)
     return samples
 
 
-def _run_unit(plan: Plan, workers: Workers, repeat: int, row: Row, unit: Unit) -> Sample:
+def _run_unit(asked: Compare, worker: Worker, repeat: int, row: Row, unit: Unit) -> Sample:
     prompts = [{"ids": task.ids, "num_tokens": task.num_tokens} for task in unit]
     # Slower than a token a second is no answer.
     seconds = 60 + sum(task.num_tokens + 0.2 * len(task.ids) for task in unit)
-    in_flight = plan.asked.concurrency
-    answer = workers.by_row[row].ask("generate", seconds=seconds, prompts=prompts, in_flight=in_flight)
+    answer = worker.ask("generate", seconds=seconds, prompts=prompts, in_flight=asked.concurrency)
     for task, got in zip(unit, answer["answers"], strict=True):
         if got["num_tokens"] != task.num_tokens:
             wrote = f"wrote {got['num_tokens']} tokens for prompt {task.id}"
@@ -219,28 +174,20 @@ def _run_unit(plan: Plan, workers: Workers, repeat: int, row: Row, unit: Unit) -
 def tables(report: dict[str, Any]) -> list[Table]:
     """Everything over all tasks, then speeds by task."""
     overall = [row for row in report["rows"] if row["task"] == OVERALL]
-    rows = [(row["engine"], row["method"], *_cells(row)) for row in overall]
-    title = f"overall, {overall[0]['prompts']} prompts"
+    for row in overall:
+        row["same"] = None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"
     notes = [f"{engine}: {note}" for engine, note in report["notes"].items()]
-    by_task = [
+    title = f"overall, {overall[0]['prompts']} prompts"
+    return [
+        table_of(title, ("engine", "method"), FIGURES, overall)._replace(notes=notes),
         _by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}"),
         _by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}"),
     ]
-    return [Table(title, ("engine", "method"), tuple(FIGURES), rows, notes), *by_task]
 
 
 def _by_task(rows: list[dict[str, Any]], title: str, name: str, form: str) -> Table:
-    """Whichever there is more of, engines or tasks, goes down the page."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     engines = list(dict.fromkeys((row["engine"], row["method"]) for row in rows))
     cells = {(row["engine"], row["method"], row["task"]): cell(row[name], form) for row in rows}
-    if len(engines) >= len(tasks):
-        lines = [(*engine, *(cells[*engine, task] for task in tasks)) for engine in engines]
-        return Table(title, ("engine", "method"), tasks, lines)
-    lines = [(task, *(cells[*engine, task] for engine in engines)) for task in tasks]
-    return Table(title, ("task",), [", ".join(engine) for engine in engines], lines)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    same = None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"
-    return [cell({**row, "identical": same}[name], form) for name, form in FIGURES.values()]
+    lines = [(*engine, *(cells[*engine, task] for task in tasks)) for engine in engines]
+    return Table(title, ("engine", "method"), tasks, lines)

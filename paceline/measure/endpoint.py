@@ -31,6 +31,8 @@ DONE = b"[DONE]"
 class Refused(Exception):
     """One request without an answer; the text is a short reason."""
 
+    code = ""  # of the server's own error, such as engine_lost
+
 
 class Head(NamedTuple):
     status: int
@@ -51,14 +53,14 @@ class Endpoint(NamedTuple):
         except TimeoutError:
             raise Refused(f"no answer after {GET_TIMEOUT_S:g} s") from None
         if head.status != 200:
-            raise Refused(_reason(head.status, body))
+            raise _refusal(head.status, body)
         return body
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """What follows `data:`, until [DONE] or the end of the answer."""
         async with self.asked("POST", path, json.dumps(body).encode()) as (head, reader):
             if head.status != 200:
-                raise Refused(_reason(head.status, await _whole(body_of(head, reader), MAX_ERROR_BYTES)))
+                raise _refusal(head.status, await _whole(body_of(head, reader), MAX_ERROR_BYTES))
             async for line in _lines(body_of(head, reader)):
                 if not line.startswith(b"data:"):
                     continue
@@ -171,22 +173,25 @@ def _event(data: bytes) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise Refused("an event that is not an object")
     if event.get("error"):
-        raise Refused(f"broke off: {_message(event)}")
+        raise _told("broke off", event)
     return event
 
 
-def _reason(status: int, body: bytes) -> str:
+def _refusal(status: int, body: bytes) -> Refused:
     try:
-        said = _message(json.loads(body))
+        return _told(f"HTTP {status}", json.loads(body))
     except ValueError:
-        said = ""
-    return f"HTTP {status}" + (f": {said}" if said else "")
+        return Refused(f"HTTP {status}")
 
 
-def _message(event: Any) -> str:
+def _told(what: str, event: Any) -> Refused:
+    """What went wrong, with the message and the code of a server's error."""
     error = event.get("error", event) if isinstance(event, dict) else event
-    said = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(said).split())[:200]
+    fields = error if isinstance(error, dict) else {"message": error}
+    said = " ".join(str(fields.get("message", error)).split())[:200]
+    refused = Refused(f"{what}: {said}" if said else what)
+    refused.code = str(fields.get("code") or "")
+    return refused
 
 
 def _in_words(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Several engines over one loaded model: the rows of `bench decode` and `bench batch`, and what `tune` times.
+"""Several engines over one loaded model: rows of `bench decode`, `bench batch` and `tune`, timed in turns.
 
 The one place where measuring makes engines and policies. Invariant: all of them share the model's executor
 and take turns, so a comparison is of drafting alone; each has drafters of its own.
@@ -7,6 +7,7 @@ and take turns, so a comparison is of drafting alone; each has drafters of its o
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,10 +58,9 @@ def engine_of(llm: LLM, row: str) -> Engine:
         costs: CostTable = llm.engine.policy.costs  # type: ignore[attr-defined]
         return auto_engine(llm, costs, has_head=row == AUTO)
     method, _, length = row.partition("/")
-    options: dict[str, Any] = {
-        "method": method,
-        **({"num_speculative_tokens": int(length)} if length else {}),
-    }
+    options: dict[str, Any] = {"method": method}
+    if length:
+        options["num_speculative_tokens"] = int(length)
     most = registry.parse(options)[1].num_speculative_tokens
     return engine_with(llm, drafter_of(llm, options), most)
 
@@ -100,6 +100,12 @@ def cpu_backend() -> Backend:
     return backend_for(torch.device("cpu"), "exact", False)
 
 
+def rotated(rows: dict[str, Any], number: int) -> Iterator[tuple[str, Any]]:
+    """Rows in an order whose beginning moves with `number`, so that no row is always the first."""
+    pairs, first = list(rows.items()), number % len(rows)
+    yield from pairs[first:] + pairs[:first]
+
+
 class Answer(NamedTuple):
     ids: list[int]
     num_timed: int  # tokens after the first steps,
@@ -108,7 +114,9 @@ class Answer(NamedTuple):
 
 
 def answer(llm: LLM, engine: Engine, ids: list[int], params: SamplingParams, num_untimed: int = 1) -> Answer:
-    """One request, timed from the end of its first steps on: reading the prompt is no part of decoding."""
+    """One request, timed from the end of its first steps on: reading the prompt is no part of decoding. The
+    timing loop of `bench decode` and `tune`.
+    """
     llm.engine = engine
     times, tokens, counts = [], [], []
     for chunk in llm.stream(ids, params):

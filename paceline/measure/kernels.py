@@ -1,38 +1,45 @@
 """`paceline bench kernels`: products, attention and whole passes of ours, and llama.cpp's passes over as many
-tokens, each beside what the machine allows.
+tokens, each beside what the machine allows (timed.py).
 
-Invariant: limits and times come from the same run. Subjects take turns at every number of tokens, so noise
-hits all alike and what one left in the caches is gone when its turn comes again.
+Invariant: a product runs over all layers of the model, so that weights come from memory and not from a cache,
+with all threads inside one compiled region, each on its share of every matrix, as in cpu/forward.py. Its
+inputs are made up: what they hold changes no time.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numba import carray, prange
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import BLOCK_SIZE
 from paceline.cpu.decoder import CpuDecoder
+from paceline.cpu.dots import SCALE_SHIFT
+from paceline.cpu.lanes import int_pointer
+from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
+from paceline.cpu.sync import num_threads
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.packed import LINEARS, Tensors
 from paceline.measure import limits
 from paceline.measure import rows as planning
-from paceline.measure.compare import MODULES
 from paceline.measure.engines import cpu_backend
 from paceline.measure.models import gguf_file, main_type, matrix_bytes
 from paceline.measure.options import Kernels
-from paceline.measure.processes import Worker
-from paceline.measure.products import Product, kinds_of
-from paceline.measure.results import Tell, num_threads
+from paceline.measure.processes import Worker, peer_worker
+from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.roofline import Deployment, Hardware, Work
 from paceline.measure.rows import PLAIN, Row
-from paceline.measure.tables import Table, cell
-from paceline.models.quantize import bits_of
+from paceline.measure.timed import Subject, limits_json, take_turns
+from paceline.models.config import ModelConfig
+from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.timing import STRIDE, Timed
 
@@ -56,45 +63,25 @@ reading all weights and cached tokens at the measured bandwidth and doing all mu
 rate; reached: its share of the time, 100 % is the limit.
 """
 
-Times = dict[int, list[float]]  # tokens -> seconds of each repeat
-
-
-class Subject(NamedTuple):
-    """Something timed: `seconds(tokens)` is one run, `work(tokens)` what any implementation must do."""
-
-    labels: dict[str, Any]  # of its records
-    seconds: Callable[[int], float]
-    work: Callable[[int], Work]
-
 
 class Plan(NamedTuple):
     asked: Kernels
-    dtypes: tuple[str, ...]
-    peers: tuple[Row, ...]  # of llama.cpp
+    dtypes: list[str]
+    peers: list[Row]  # of llama.cpp
 
 
 def prepare(asked: Kernels) -> Plan:
-    names = tuple(row.variant for row in planning.our_rows(asked.dtypes, [PLAIN]))
+    names = [row.variant for row in planning.our_rows(asked.dtypes, [PLAIN])]
     if not names:
         raise ConfigError("--dtypes is none, but the kernels are Paceline's own; name int8, float32 or int4")
-    rows = _installed() if asked.peers == "auto" else planning.peer_rows(asked.peers, [PLAIN], 1)
-    rows = [row for row in rows if not row.variant.endswith(planning.RAW)]
+    usual = "llama.cpp:Q8_0" if planning.is_installed("llama.cpp") else "none"  # the nearest to int8
+    rows = planning.peer_rows(usual if asked.peers == "auto" else asked.peers, [PLAIN], 1)
     for row in rows:
         if row.peer != "llama.cpp":
-            raise ConfigError(
-                f"--peers holds {row.peer}, whose passes cannot be timed alone; name llama.cpp, none or auto"
-            )
+            remedy = "name llama.cpp, none or auto"
+            raise ConfigError(f"--peers holds {row.peer}, whose passes cannot be timed alone; {remedy}")
         planning.peer_python(row.peer)
-    return Plan(asked, names, tuple(rows))
-
-
-def _installed() -> list[Row]:
-    """llama.cpp with the weights nearest to int8, if it is there."""
-    try:
-        planning.peer_python("llama.cpp")
-    except ConfigError:
-        return []
-    return [Row("llama.cpp", "Q8_0", PLAIN)]
+    return Plan(asked, names, [row for row in rows if not row.is_raw])
 
 
 def num_turns(plan: Plan) -> int:
@@ -113,23 +100,14 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     tell("loading the models", 0)
     models = [Model(checkpoint, dtype, found, max(length, context + SIZES[-1])) for dtype in plan.dtypes]
     with ExitStack() as stack:
-        engines: list[Model | Llamacpp] = [
-            *models,
-            *(Llamacpp(row, checkpoint, found, context, stack, tell) for row in plan.peers),
-        ]
-        prompts = [engine.prefill() for engine in engines]
-        prompt = _records(prompts, _take_turns(prompts, [length], repeats, "prompts", tell), found)
-        passes = [engine.forward(context) for engine in engines]
-        forward = _records(passes, _take_turns(passes, SIZES, repeats, "passes", tell), found)
+        peers = [_llamacpp(row, checkpoint, found, context, stack, tell) for row in plan.peers]
+        prompts = [model.forward(0, 1) for model in models] + [peer.forward(0) for peer in peers]
+        prompt = take_turns(prompts, [length], repeats, found, tell)
+        passes = [model.forward(context) for model in models] + [peer.forward(context) for peer in peers]
+        forward = take_turns(passes, SIZES, repeats, found, tell)
     parts = [*(part for model in models for part in model.products()), models[0].attention(context)]
-    kernels = _records(parts, _take_turns(parts, SIZES, repeats, "kernels", tell), found)
+    kernels = take_turns(parts, SIZES, repeats, found, tell)
     return {"limits": limits_json(found), "forward": forward + prompt, "kernels": kernels}
-
-
-def limits_json(found: Hardware) -> dict[str, Any]:
-    rates = {"int8_gmac_s": found.int8_flops, "float32_gmac_s": found.float_flops}
-    known = {name: round(rate / 2e9, 2) for name, rate in rates.items() if rate is not None}
-    return {"threads": found.threads, "read_gb_s": round(found.bandwidth / 1e9, 2), **known}
 
 
 class Model:
@@ -148,121 +126,149 @@ class Model:
         self._passes.seconds(1, context)
         return self._passes.seconds(tokens, context, num_logits)
 
-    def products(self) -> list[Subject]:
-        made = [Product(kind, SIZES[-1]) for kind in self._kinds]
-        labels = [{"kernel": p.kind.name, "shape": p.kind.shape, "dtype": self._on.dtype} for p in made]
-        return [Subject(label, p.seconds, p.kind.work) for label, p in zip(labels, made, strict=True)]
+    def products(self) -> Iterator[Subject]:
+        for kind in self._kinds:
+            labels = {"kernel": kind.name, "shape": kind.shape, "dtype": self._on.dtype}
+            yield Subject(labels, Product(kind, SIZES[-1]).seconds, kind.work)
 
-    def forward(self, context: int) -> Subject:
-        labels = {"engine": "paceline", "dtype": self._on.dtype, "context": context, "logits": "all"}
+    def forward(self, context: int, num_logits: int | None = None) -> Subject:
+        """Passes with the logits of all rows, or of the last ones."""
+        labels = {"engine": "paceline", "dtype": self._on.dtype, "context": context}
+        labels["logits"] = "last" if num_logits else "all"
         on = replace(self._on, context=context)
-        return Subject(labels, lambda tokens: self._seconds(tokens, context), on.work)
-
-    def prefill(self) -> Subject:
-        labels = {"engine": "paceline", "dtype": self._on.dtype, "context": 0, "logits": "last"}
-        on = replace(self._on, context=0)
-        return Subject(labels, lambda tokens: self._seconds(tokens, 0, 1), lambda tokens: on.work(tokens, 1))
+        return Subject(
+            labels, lambda n: self._seconds(n, context, num_logits), lambda n: on.work(n, num_logits)
+        )
 
     def attention(self, context: int) -> Subject:
         """What a pass takes longer over the context than over none."""
-        config, over, alone = (
-            self._on.config,
-            replace(self._on, context=context),
-            replace(self._on, context=0),
-        )
+        config, over, alone = self._on.config, self.forward(context), self.forward(0)
         shape = f"{config.num_heads}/{config.num_kv_heads}x{config.head_dim}"
         return Subject(
             {"kernel": "attention", "shape": shape, "dtype": self._on.kv_dtype, "context": context},
-            lambda tokens: self._seconds(tokens, context) - self._seconds(tokens, 0),
+            lambda tokens: over.seconds(tokens) - alone.seconds(tokens),
             lambda tokens: over.work(tokens).plus(alone.work(tokens), times=-1),
         )
 
 
-class Llamacpp:
+class Llamacpp(NamedTuple):
     """llama.cpp's passes, through its reading of prompts whose beginning is cached. It computes the last
     token's logits only.
     """
 
-    def __init__(
-        self, row: Row, checkpoint: Checkpoint, found: Hardware, context: int, stack: ExitStack, tell: Tell
-    ) -> None:
-        tell(f"loading {row.engine}", 0)
-        path = gguf_file(checkpoint, row.variant, tell)
-        log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))) / "log"
-        threads = num_threads()
-        self._worker = Worker(row.engine, planning.peer_python(row.peer), MODULES[row.peer], log, threads)
-        stack.callback(self._worker.stop)
-        longest = max(context + SIZES[-1], PREFILL) + SPARE
-        options = {"model": str(path), "method": row.method, "threads": threads, "in_flight": 1}
-        self._worker.load({**options, "context": longest, "is_raw": False})
-        self._variant, self._num_bytes, self._turn = main_type(path), matrix_bytes(path), 0
-        dtype = "float32" if self._variant == "F32" else "int8"
-        self._on = Deployment(checkpoint.config, found, dtype, "float16")
-
-    def prefill(self) -> Subject:
-        return self.forward(0)
+    worker: Worker
+    variant: str
+    on: Deployment
+    num_bytes: int  # of its file that every pass reads
 
     def forward(self, context: int) -> Subject:
-        vocab_size, on = self._on.config.vocab_size, replace(self._on, context=context)
-        prefix = [(STRIDE * i) % vocab_size for i in range(context)]
+        vocab_size, on = self.on.config.vocab_size, replace(self.on, context=context)
+        prefix, turns = [(STRIDE * i) % vocab_size for i in range(context)], iter(range(1, 1 << 30))
 
         def seconds(tokens: int) -> float:
-            self._turn += 1  # new tokens each time: what it has read already it would not read again
-            new = [(11 * i + 13 * self._turn + 1) % vocab_size for i in range(tokens)]
+            turn = next(turns)  # new tokens each time: what it has read already it would not read again
+            new = [(11 * i + 13 * turn + context) % vocab_size for i in range(tokens)]
             time.sleep(QUIET_S)
-            found = float(self._worker.ask("read_prompt", ids=prefix + new, num_cached=context)["seconds"])
+            found = float(self.worker.ask("read_prompt", ids=prefix + new, num_cached=context)["seconds"])
             time.sleep(QUIET_S)
             return found
 
         def work(tokens: int) -> Work:
-            return on.work(tokens, 1).plus(Work(num_bytes=self._num_bytes - on.bytes_read))
+            return on.work(tokens, 1).plus(Work(num_bytes=self.num_bytes - on.bytes_read))
 
-        labels = {"engine": "llama.cpp", "dtype": self._variant, "context": context, "logits": "last"}
+        labels = {"engine": "llama.cpp", "dtype": self.variant, "context": context, "logits": "last"}
         return Subject(labels, seconds, work)
 
 
-def _take_turns(
-    subjects: Sequence[Subject], sizes: Sequence[int], repeats: int, what: str, tell: Tell
-) -> list[Times]:
-    """The first repeat does not count: it compiles and fills caches."""
-    times: list[Times] = [{size: [] for size in sizes} for _ in subjects]
-    for repeat in range(repeats + 1):
-        tell(f"timing {what}", 0)
-        for size in sizes:
-            for subject, its_times in zip(subjects, times, strict=True):
-                seconds = subject.seconds(size)
-                if repeat:
-                    its_times[size].append(seconds)
-        tell(f"timing {what}", 1)
-    return times
+def _llamacpp(
+    row: Row, checkpoint: Checkpoint, found: Hardware, context: int, stack: ExitStack, tell: Tell
+) -> Llamacpp:
+    path = gguf_file(checkpoint, row.variant, tell)
+    options = {"model": str(path), "context": max(context + SIZES[-1], PREFILL) + SPARE}
+    worker = stack.enter_context(peer_worker(row, options, tell))
+    variant = main_type(path)
+    dtype = "float32" if variant == "F32" else "int8"
+    on = Deployment(checkpoint.config, found, dtype, "float16")
+    return Llamacpp(worker, variant, on, matrix_bytes(path))
 
 
-def _records(subjects: Sequence[Subject], times: Sequence[Times], found: Hardware) -> list[dict[str, Any]]:
-    records = []
-    for subject, its_times in zip(subjects, times, strict=True):
-        first = 1000 * median(its_times[1]) if 1 in its_times else None
-        for size, seconds in its_times.items():
-            measured = figures(seconds, subject.work(size), found, first)
-            records.append({**subject.labels, "tokens": size, **measured})
-    return records
+def _over_all(product: Any) -> Any:
+    """A kernel that multiplies with one matrix after another, all threads in one region."""
+
+    @numba.njit(nogil=True, error_model="numpy", parallel=True)
+    def run(matrices_at, count, x, y, rows, threads):  # type: ignore[no-untyped-def]
+        for part in prange(threads):
+            f = carray(int_pointer(matrices_at), (count, 4))
+            for i in range(count):
+                product(np.int64(part), threads, Matrix(f[i, 0], f[i, 1], f[i, 2], f[i, 3]), x, y, rows)
+
+    return run
 
 
-def figures(seconds: list[float], work: Work, found: Hardware, first_ms: float | None) -> dict[str, Any]:
-    """Of one pass or kernel: its median, its spread, its cost relative to one token, and its distance from
-    the floor.
-    """
-    ms, floor = 1000 * median(seconds), 1000 * found.seconds(work)
-    is_known = ms > 0  # a difference of two times can come out as nothing
-    spread = 1000 * (max(seconds) - min(seconds)) / ms if is_known and len(seconds) > 1 else None
-    return {
-        "ms": round(ms, 4),
-        "spread": None if spread is None else round(spread, 4),
-        "ratio": round(ms / first_ms, 4) if first_ms else None,
-        "gb_s": round(work.num_bytes / ms / 1e6, 2) if is_known else None,
-        "gmac_s": round(work.flops / 2 / ms / 1e6, 2) if is_known else None,
-        "floor_ms": round(floor, 4),
-        "of_floor": round(floor / ms, 4) if is_known else None,
-    }
+RUN = {bits: _over_all(product) for bits, product in ((32, product_32), (8, product_8), (4, product_4))}
+
+
+class Kind(NamedTuple):
+    """All layers' matrices of one kind, and what one token's product with them is."""
+
+    name: str  # qkv, out, gate_up, down or head
+    bits: int
+    table: np.ndarray  # [layers, 4] int64: fields of a Matrix each
+    num_bytes: int
+
+    @property
+    def shape(self) -> str:
+        """Outputs x inputs, as they lie in memory."""
+        return f"{self.table[0, 3]}x{self.table[0, 2]}"
+
+    @property
+    def macs(self) -> int:
+        return int((self.table[:, 2] * self.table[:, 3]).sum())
+
+    def work(self, tokens: int) -> Work:
+        flops = 2.0 * self.macs * tokens
+        kind = {"float_flops": flops} if self.bits == 32 else {"int8_flops": flops}
+        return Work(num_bytes=float(self.num_bytes), **kind)
+
+
+def kinds_of(config: ModelConfig, tensors: Tensors, bits: int) -> Iterator[Kind]:
+    """The products of a packed model; `tensors` must outlive them."""
+    for name in LINEARS:
+        yield _kind(name, bits, tensors, [f"layers.{i}.{name}" for i in range(config.num_layers)])
+    yield _kind("head", head_bits(bits), tensors, ["embedding" if config.tie_embeddings else "head"])
+
+
+def _kind(name: str, bits: int, tensors: Tensors, names: list[str]) -> Kind:
+    weights, biases = ([tensors[f"{each}.{part}"] for each in names] for part in ("weight", "bias"))
+    tiles, across, _ = weights[0].shape
+    k, n = (across, tiles * FLOAT_ROWS) if bits == 32 else (across * GROUP[bits], tiles * DOT_ROWS)
+    rows = [[weight.data_ptr(), bias.data_ptr(), k, n] for weight, bias in zip(weights, biases, strict=True)]
+    return Kind(name, bits, np.array(rows, np.int64), sum(w.numel() * w.element_size() for w in weights))
+
+
+class Product:
+    """One kind, ready to be run with up to `widest` tokens."""
+
+    def __init__(self, kind: Kind, widest: int) -> None:
+        self.kind = kind
+        k, n = (int(size) for size in kind.table[0, 2:])
+        generator = torch.Generator().manual_seed(0)
+        if kind.bits == 32:
+            self._values = torch.randn(widest * k, generator=generator)
+        else:
+            self._values = torch.randint(-127, 128, (widest * k,), dtype=torch.int8, generator=generator)
+        groups = k // GROUP.get(kind.bits, k)
+        # Scales of a usual size: tiny results would be slow ones.
+        self._scales = torch.full((groups * widest,), 2.0 ** (SCALE_SHIFT - 7))
+        self._sums = torch.ones(groups * widest, dtype=torch.int32)
+        self._y = torch.empty(widest * n)
+
+    def seconds(self, tokens: int) -> float:
+        x = Activations(self._values.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr())
+        run, table = RUN[self.kind.bits], self.kind.table
+        started = time.perf_counter()
+        run(table.ctypes.data, len(table), x, self._y.data_ptr(), tokens, num_threads())
+        return time.perf_counter() - started
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -271,19 +277,12 @@ def tables(report: dict[str, Any]) -> list[Table]:
         f"limits of {found['threads']} threads: reading {found['read_gb_s']:.1f} GB/s, "
         f"int8 {found['int8_gmac_s']:.0f} GMAC/s, float32 {found['float32_gmac_s']:.0f} GMAC/s"
     )
-    passes = [record for record in report["forward"] if record["context"]]
-    prompts = [record for record in report["forward"] if not record["context"]]
-    shown = [record for record in passes if record["tokens"] in PASSES_SHOWN]
-    parts = [record for record in report["kernels"] if record["tokens"] in KERNELS_SHOWN]
-    engine = ("engine", "dtype")
+    passes = [r for r in report["forward"] if r["context"] and r["tokens"] in PASSES_SHOWN]
+    prompts = [r for r in report["forward"] if not r["context"]]
+    parts = [r for r in report["kernels"] if r["tokens"] in KERNELS_SHOWN]
+    engine, kernel = ("engine", "dtype"), ("kernel", "shape", "dtype")
     return [
-        _table(f"passes, {context} tokens cached", engine, shown)._replace(notes=[said]),
-        _table("prompts", engine, prompts),
-        _table("kernels, all layers together", ("kernel", "shape", "dtype"), parts),
+        table_of(f"passes, {context} tokens cached", engine, FIGURES, passes)._replace(notes=[said]),
+        table_of("prompts", engine, FIGURES, prompts),
+        table_of("kernels, all layers together", kernel, FIGURES, parts),
     ]
-
-
-def _table(title: str, names: Sequence[str], records: Sequence[dict[str, Any]]) -> Table:
-    cells = [[cell(record[name], form) for name, form in FIGURES.values()] for record in records]
-    words = [[record[name] for name in names] for record in records]
-    return Table(title, names, tuple(FIGURES), [[*a, *b] for a, b in zip(words, cells, strict=True)])

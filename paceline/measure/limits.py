@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numba
@@ -36,101 +37,87 @@ RUNS = 15
 COPIED_BYTES, SIDE = 2**31, 8192  # on a GPU
 
 
-@intrinsic
-def _read_lines(_context: Any, at: Any, turns: Any) -> Any:
-    """Read LINES_A_TURN lines a turn, in order; returns a mixture of all of them, so that none can be left
-    out.
+def _over_threads(body: Callable[[Emitter, Any], tuple[list[Any], Callable[[Any], None]]]) -> Any:
+    """A kernel (at, stride, turns, out, threads): in each thread a loop over its share of the memory at `at`.
+
+    body: with an address, makes the loop's sums and returns them with what one turn does to them. A mixture
+    of all sums is the result, so that no turn can be left out.
     """
 
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        emit, kind = Emitter(builder), ir.VectorType(INT32, LINE // 4)
-        mixed = [emit.variable(kind([0] * kind.count)) for _ in range(LINES_A_TURN)]
-        with emit.loop(arguments[1]) as turn:
-            here = emit.offset(arguments[0], emit.times(turn, LINE * LINES_A_TURN))
-            for i, slot in enumerate(mixed):
-                builder.store(
-                    builder.xor(builder.load(slot), emit.load(emit.offset(here, LINE * i), kind)), slot
-                )
-        return _sum_of_lanes(builder, [builder.load(slot) for slot in mixed])
+    @intrinsic
+    def loop(_context: Any, at: Any, turns: Any) -> Any:
+        def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            emit = Emitter(builder)
+            slots, turn_of = body(emit, arguments[0])
+            with emit.loop(arguments[1]) as turn:
+                turn_of(turn)
+            return _mixture(builder, [builder.load(slot) for slot in slots])
 
-    return types.int32(types.int64, types.int64), generate
+        return types.int32(types.int64, types.int64), generate
+
+    # Not kept on disk as the kernels of cpu/ are: they compile in a second or two and are run once.
+    @numba.njit(nogil=True, error_model="numpy", parallel=True)
+    def run(at, stride, turns, out, threads):  # type: ignore[no-untyped-def]
+        for part in prange(threads):
+            out[part] = loop(at + part * stride, turns)
+
+    return run
 
 
-@intrinsic
-def _dot_turns(_context: Any, at: Any, turns: Any) -> Any:
+def _mixture(builder: Any, vectors: list[Any]) -> Any:
+    """One number of all lanes of all vectors, which have lanes of 32 bits."""
+    whole = ir.VectorType(INT32, vectors[0].type.count)
+    mixed = reduce(builder.xor, [builder.bitcast(vector, whole) for vector in vectors])
+    lanes = [builder.extract_element(mixed, ir.Constant(INT32, i)) for i in range(whole.count)]
+    return reduce(builder.xor, lanes)
+
+
+def _reading(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
+    """LINES_A_TURN lines a turn, in order."""
+    kind = ir.VectorType(INT32, LINE // 4)
+    mixed = [emit.variable(kind([0] * kind.count)) for _ in range(LINES_A_TURN)]
+
+    def turn_of(turn: Any) -> None:
+        here = emit.offset(at, emit.times(turn, LINE * LINES_A_TURN))
+        for i, slot in enumerate(mixed):
+            line = emit.load(emit.offset(here, LINE * i), kind)
+            emit.builder.store(emit.builder.xor(emit.builder.load(slot), line), slot)
+
+    return mixed, turn_of
+
+
+def _dots(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
     """WEIGHTS * INPUTS integer dot products a turn."""
+    builder, kind, ints = emit.builder, bytes_(4 * WIDTH), ir.VectorType(INT32, WIDTH)
+    operands = [emit.load(emit.offset(at, LINE * i), kind) for i in range(WEIGHTS + INPUTS)]
+    weights, inputs = [emit.variable(each) for each in operands[:WEIGHTS]], operands[WEIGHTS:]
+    sums = [[emit.variable(ints([0] * WIDTH)) for _ in inputs] for _ in weights]
 
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        emit, kind, ints = Emitter(builder), bytes_(4 * WIDTH), ir.VectorType(INT32, WIDTH)
-        operands = [emit.load(emit.offset(arguments[0], LINE * i), kind) for i in range(WEIGHTS + INPUTS)]
-        weights, inputs = [emit.variable(each) for each in operands[:WEIGHTS]], operands[WEIGHTS:]
-        sums = [[emit.variable(ints([0] * WIDTH)) for _ in inputs] for _ in weights]
-        with emit.loop(arguments[1]):
-            for weight, its_sums in zip(weights, sums, strict=True):
-                now = builder.load(weight)
-                for slot, each in zip(its_sums, inputs, strict=True):
-                    builder.store(dot(emit, builder.load(slot), now, each), slot)
-                if VARIANT == "plain":  # products of what does not change would be moved out of the loop
-                    builder.store(builder.add(now, kind([1] * kind.count)), weight)
-        return _sum_of_lanes(builder, [builder.load(slot) for its_sums in sums for slot in its_sums])
+    def turn_of(_turn: Any) -> None:
+        for weight, its_sums in zip(weights, sums, strict=True):
+            now = builder.load(weight)
+            for slot, each in zip(its_sums, inputs, strict=True):
+                builder.store(dot(emit, builder.load(slot), now, each), slot)
+            if VARIANT == "plain":  # products of what does not change would be moved out of the loop
+                builder.store(builder.add(now, kind([1] * kind.count)), weight)
 
-    return types.int32(types.int64, types.int64), generate
+    return [slot for its_sums in sums for slot in its_sums], turn_of
 
 
-@intrinsic(prefer_literal=True)
-def _fma_turns(_context: Any, count: Any, at: Any, turns: Any) -> Any:
-    """`count` (a compile-time constant) sums of sixteen lanes, one multiply-add each a turn."""
+def _multiply_adds(count: int) -> Any:
+    """`count` sums of sixteen lanes, one multiply-add each a turn."""
 
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        emit, kind = Emitter(builder), floats(LANES)
-        weight, each = (emit.load(emit.offset(arguments[1], LINE * i), kind) for i in range(2))
-        sums = [emit.variable(emit.constant(float(i), LANES)) for i in range(count.literal_value)]
-        with emit.loop(arguments[2]):
+    def body(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
+        weight, each = (emit.load(emit.offset(at, LINE * i), floats(LANES)) for i in range(2))
+        sums = [emit.variable(emit.constant(float(i), LANES)) for i in range(count)]
+
+        def turn_of(_turn: Any) -> None:
             for slot in sums:
                 emit.accumulate(slot, weight, each)
-        whole = ir.VectorType(INT32, LANES)
-        return _sum_of_lanes(builder, [builder.bitcast(builder.load(slot), whole) for slot in sums])
 
-    return types.int32(count, types.int64, types.int64), generate
+        return sums, turn_of
 
-
-def _sum_of_lanes(builder: Any, vectors: list[Any]) -> Any:
-    mixed = vectors[0]
-    for vector in vectors[1:]:
-        mixed = builder.xor(mixed, vector)
-    lanes = [builder.extract_element(mixed, ir.Constant(INT32, i)) for i in range(mixed.type.count)]
-    total = lanes[0]
-    for lane in lanes[1:]:
-        total = builder.xor(total, lane)
-    return total
-
-
-# Not kept on disk as the kernels of cpu/ are: they compile in a second or two and are run once.
-_compiled = numba.njit(nogil=True, error_model="numpy", parallel=True)
-
-
-@_compiled
-def _read(at, share, out, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        out[part] = _read_lines(at + part * share, share // (LINE * LINES_A_TURN))
-
-
-@_compiled
-def _multiply_ints(at, turns, out, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        out[part] = _dot_turns(at, turns)
-
-
-@_compiled
-def _multiply_floats_few(at, turns, out, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        out[part] = _fma_turns(6, at, turns)
-
-
-@_compiled
-def _multiply_floats_many(at, turns, out, threads):  # type: ignore[no-untyped-def]
-    for part in prange(threads):
-        out[part] = _fma_turns(12, at, turns)
+    return _over_threads(body)
 
 
 def measure() -> Hardware:
@@ -139,17 +126,19 @@ def measure() -> Hardware:
     out, operands = np.zeros(threads, np.int32), np.ones(1024, np.float32)
     share = BUFFER_BYTES // threads // 4096 * 4096
     buffer = np.ones(BUFFER_BYTES // 8, np.int64)  # written to: untouched pages are all one page of zeros
-    at, small = buffer.ctypes.data, operands.ctypes.data
-    reading = _fastest(lambda: _read(at, share, out, threads))
-    ints = _fastest(lambda: _multiply_ints(small, TURNS, out, threads))
-    few = _fastest(lambda: _multiply_floats_few(small, TURNS, out, threads))
-    many = _fastest(lambda: _multiply_floats_many(small, TURNS, out, threads))
+    at, small, lines = buffer.ctypes.data, operands.ctypes.data, share // (LINE * LINES_A_TURN)
+    read, multiply = _over_threads(_reading), _over_threads(_dots)
+    bandwidth = share * threads / _fastest(lambda: read(at, share, lines, out, threads))
     # A multiply-add is two operations.
-    floats_a_second = 2.0 * threads * TURNS * LANES * max(FLOAT_SUMS[0] / few, FLOAT_SUMS[1] / many)
-    ints_a_second = 2.0 * threads * TURNS * WEIGHTS * INPUTS * 4 * WIDTH / ints
+    turns = 2.0 * threads * TURNS
+    ints = turns * WEIGHTS * INPUTS * 4 * WIDTH / _fastest(lambda: multiply(small, 0, TURNS, out, threads))
+    rates = []
+    for count in FLOAT_SUMS:
+        add = _multiply_adds(count)
+        seconds = _fastest(lambda add=add: add(small, 0, TURNS, out, threads))  # type: ignore[misc]
+        rates.append(turns * LANES * count / seconds)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    bandwidth = share * threads / reading
-    return Hardware(THIS, bandwidth, floats_a_second, floats_a_second, memory, ints_a_second, threads)
+    return Hardware(THIS, bandwidth, max(rates), max(rates), memory, ints, threads)
 
 
 def of_device(device: torch.device) -> Hardware:

@@ -1,62 +1,58 @@
 """What `paceline tune`, `plan` and each verb of `bench` can be asked: a frozen dataclass each, whose fields
-become the options of the command line (cli/fields.py).
+become the options of the command line (cli/options.py).
 
 Invariant: importing this loads nothing heavy, since `--help` does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from paceline.core.options import option
 
 MODEL_HELP = "The default model, a local folder or .gguf file, or a Hugging Face name."
-PROMPTS_HELP = "Your prompts (.jsonl as Spec-Bench has it, or .txt) instead of the shipped ones."
+PROMPTS_HELP = "Your prompts (.jsonl as Spec-Bench has it, .jsonl.gz or .txt) instead of the shipped ones."
 DRAFT_MODEL_HELP = "The smaller model of --method draft_model, or a head's folder."
 EXACT_HELP = "On a GPU, check drafts with the very arithmetic of plain decoding; CPUs always do."
 ROWS_HELP = (
     "Rows that take turns, separated by commas: plain, auto, auto-free (auto without a learned head), "
     "or a drafter; eagle/5 always drafts five tokens."
 )
+LIMIT_HELP = "At most this many prompts of each task."
+TOKENS_HELP = "Most tokens of an answer."
+SHAPE_HELP = "A model as elsewhere, a config.json, or a shape: llama-8b, smollm2-135m. No weights are read."
+SERVER_HELP = "Further options of `paceline serve`, in one text."
 # ruff: noqa: RUF009 - `option` makes a dataclass field
-LOAD, REQUESTS, REPORT, PEERS = "Load", "Requests", "Report", "Beside llama.cpp"
+MAIN, LOAD, REQUESTS, REPORT, PEERS = "Options", "Load", "Requests", "Report", "Beside llama.cpp"
 HARDWARE, DRAFTS = "Hardware", "Drafts"
-
-
-def option(default: Any, text: str, **more: Any) -> Any:
-    """`more`: min, panel, envvar, flags (other names) and is_argument."""
-    return field(default=default, metadata={"help": text, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    json: Path | None = option(
-        None, "Also write the report to this file, with machine, versions and command."
-    )
+    json: Path | None = option(None, MAIN, "Also write the report here, with machine, versions and command.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded(Report):
     """Options of the verbs that load a model into their own process."""
 
-    model: str = option("default", MODEL_HELP, flags=("-m",))
-    device: str = option("auto", "Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")
-    dtype: str = option("auto", "Of the weights: auto, int8, int4, float32, bfloat16, float16.")
-    exact: bool = option(False, EXACT_HELP)
-    load_format: str = option("auto", "dummy: random weights of the model's shape ('llama-8b' is one).")
+    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    device: str = option("auto", MAIN, "Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    dtype: str = option("auto", MAIN, "Of the weights: auto, int8, int4, float32, bfloat16, float16.")
+    exact: bool = option(False, MAIN, EXACT_HELP)
+    load_format: str = option("auto", MAIN, "dummy: random weights of the model's shape ('llama-8b' is one).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Report):
     """Compare speeds: methods, precisions and peers, interleaved in one run.
 
-    Every engine is a process of its own and gets the same token ids (of multi-turn prompts the first turn).
-    An untimed plain run of ours says how long each answer is, at least 8 tokens and at most --max-new-tokens;
-    then every engine writes exactly that many, greedily, with the end token ignored. Tokens/s is decoding
+    Every engine is a process of its own and gets the same token ids. An untimed plain run of ours says how
+    long each answer is, then every engine writes exactly that many tokens, greedily. Tokens/s is decoding
     alone, from the first token on; TTFT and e2e tell what reading the prompt adds. Speedup and identity are
-    against the same engine's plain decoding in this run. The first prompt of each task runs once more
-    beforehand, untimed. Peers are installed by `make peers`; llama.cpp has two rows, its server's loop and
-    its raw loop (llama_decode alone, what llama-bench reports).
+    against the same engine's plain decoding in this run. Peers are installed by `make peers`; llama.cpp has
+    two rows, its server's loop and its raw loop (llama_decode alone, what llama-bench reports).
 
     Examples:
 
@@ -65,22 +61,21 @@ class Compare(Report):
       paceline bench --methods none,ngram,quantized --peers llama.cpp:Q8_0,transformers --plot plots
     """
 
-    model: str = option("default", MODEL_HELP, flags=("-m",))
-    prompts: Path | None = option(None, PROMPTS_HELP)
-    methods: str = option(
-        "none,auto,ngram", "Drafters, separated by commas, or auto; none is plain decoding."
+    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
+    methods: str = option("none,auto,ngram", MAIN, "Drafters, or auto; none is plain decoding.")
+    dtypes: str = option(
+        "int8,float32", MAIN, "Our engine in these precisions: int8, float32, int4; or none."
     )
-    dtypes: str = option("int8,float32", "Our own engine in these precisions: int8, float32, int4; or none.")
     peers: str = option(
-        "none",
-        "all, none, or names: llama.cpp, transformers, vllm; of one file: llama.cpp:Q8_0, :Q4_0, :F32, :file",
+        "none", MAIN, "all, none, or llama.cpp, transformers, vllm; one file: llama.cpp:Q8_0."
     )
-    draft_model: str | None = option(None, DRAFT_MODEL_HELP)
-    limit: int | None = option(None, "At most this many prompts of each task.", min=1)
-    max_new_tokens: int = option(128, "Most tokens of an answer.", min=1)
-    repeats: int = option(3, "Timed runs of every prompt; medians are reported.", min=1)
-    concurrency: int = option(1, "Requests in flight; above 1 the prompts of a task run together.", min=1)
-    plot: Path | None = option(None, "Also draw it into this folder: speedups, verify cost, acceptance.")
+    draft_model: str | None = option(None, MAIN, DRAFT_MODEL_HELP)
+    limit: int | None = option(None, MAIN, LIMIT_HELP, min=1)
+    max_new_tokens: int = option(128, MAIN, TOKENS_HELP, min=1)
+    repeats: int = option(3, MAIN, "Timed runs of every prompt; medians are reported.", min=1)
+    concurrency: int = option(1, MAIN, "Above 1, that many prompts of a task run together.", min=1)
+    plot: Path | None = option(None, MAIN, "Draw speedups, verify cost and acceptance into this folder.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +83,8 @@ class Decode(Loaded):
     """Decode prompt by prompt, row by row, on one loaded model, and compare every text with plain decoding's.
 
     Timed from a request's first token to its last. Engines keep what they learn from prompt to prompt, as in
-    use. On a GPU a prompt for which a CUDA graph was recorded, which happens once in a process's life, counts
-    for no row, and texts are compared with --exact alone. A text that differs is exit status 1.
+    use. On a GPU a prompt for which a CUDA graph was recorded counts for no row, and texts are compared with
+    --exact alone. A text that differs is exit status 1.
 
     Examples:
 
@@ -98,12 +93,12 @@ class Decode(Loaded):
       paceline bench decode --device cuda --exact --rows plain,auto,eagle/5 --every 3
     """
 
-    prompts: Path | None = option(None, PROMPTS_HELP)
-    limit: int | None = option(None, "At most this many prompts of each task.", min=1)
-    every: int = option(1, "Only every n-th prompt.", min=1)
-    rows: str = option("plain,auto,auto-free,ngram", ROWS_HELP)
-    max_new_tokens: int = option(128, "Most tokens of an answer.", min=1)
-    seconds: float | None = option(None, "Begin no further prompt after this long.", min=1)
+    prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
+    limit: int | None = option(None, MAIN, LIMIT_HELP, min=1)
+    every: int = option(1, MAIN, "Only every n-th prompt.", min=1)
+    rows: str = option("plain,auto,auto-free,ngram", MAIN, ROWS_HELP)
+    max_new_tokens: int = option(128, MAIN, TOKENS_HELP, min=1)
+    seconds: float | None = option(None, MAIN, "Begin no further prompt after this long.", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +107,7 @@ class Batch(Loaded):
 
     A wave is that many requests with prompts of their own, timed while all of them decode. Rows take turns
     with the same waves; a wave in which a CUDA graph was recorded or a kernel compiled counts for no row.
-    Texts are compared with plain decoding's: where the model is exact, a different one is exit status 1.
+    Where the model is exact, a text that is not plain decoding's is exit status 1.
 
     Examples:
 
@@ -121,13 +116,13 @@ class Batch(Loaded):
       paceline bench batch --device cuda --concurrency 1,8,64 --max-num-batched-tokens 8192 --waves 6
     """
 
-    prompts: Path | None = option(None, PROMPTS_HELP)
-    concurrency: str = option("1,2,4,8,16,32", "Requests at once, separated by commas.")
-    rows: str = option("plain,auto-free,auto,suffix/4", ROWS_HELP)
-    max_new_tokens: int = option(64, "Tokens of each answer.", min=2)
-    waves: int = option(4, "Waves that count, at each number of requests; fewer requests take more.", min=1)
-    max_num_batched_tokens: int = option(512, "In one pass; with many, all of a wave begin together.", min=1)
-    plot: Path | None = option(None, "Also draw the curve into this folder.")
+    prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
+    concurrency: str = option("1,2,4,8,16,32", MAIN, "Requests at once, separated by commas.")
+    rows: str = option("plain,auto-free,auto,suffix/4", MAIN, ROWS_HELP)
+    max_new_tokens: int = option(64, MAIN, "Tokens of each answer.", min=2)
+    waves: int = option(4, MAIN, "Waves that count at each number of requests; small ones take more.", min=1)
+    max_num_batched_tokens: int = option(512, MAIN, "In one pass; with many, a wave begins together.", min=1)
+    plot: Path | None = option(None, MAIN, "Also draw the curve into this folder.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +140,11 @@ class Step(Loaded):
       paceline bench step --model llama-8b --load-format dummy --dtypes bfloat16,int4 --rows 1,16,64
     """
 
-    dtypes: str | None = option(None, "Several for --dtype, separated by commas, which take turns.")
-    rows: str = option("1,2,4,8,16,32", "Rows of a pass for each request, separated by commas.")
-    requests: int = option(1, "Requests in the pass.", min=1)
-    contexts: str = option("512", "Cached tokens that each row sees, separated by commas.")
-    repeats: int = option(15, "Timed passes of each shape; medians are reported.", min=1)
+    dtypes: str | None = option(None, MAIN, "Several for --dtype, separated by commas, which take turns.")
+    rows: str = option("1,2,4,8,16,32", MAIN, "Rows of a pass for each request, separated by commas.")
+    requests: int = option(1, MAIN, "Requests in the pass.", min=1)
+    contexts: str = option("512", MAIN, "Cached tokens that each row sees, separated by commas.")
+    repeats: int = option(15, MAIN, "Timed passes of each shape; medians are reported.", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +158,13 @@ class Kernels(Report):
     over the context than over none. A prompt of 512 tokens is timed as well.
     """
 
-    model: str = option("default", MODEL_HELP, flags=("-m",))
-    dtypes: str = option("int8,float32,int4", "Precisions, separated by commas.")
+    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    dtypes: str = option("int8,float32,int4", MAIN, "Precisions, separated by commas.")
     peers: str = option(
-        "auto", "llama.cpp, llama.cpp:Q8_0, :Q4_0, :F32 or :file, none, or auto: Q8_0 if installed."
+        "auto", MAIN, "llama.cpp, llama.cpp:Q8_0 and so on, none, or auto: Q8_0 if installed."
     )
-    context: int = option(128, "Cached tokens that every pass sees.", min=1)
-    repeats: int = option(5, "Timed runs of everything; medians are reported.", min=1)
+    context: int = option(128, MAIN, "Cached tokens that every pass sees.", min=1)
+    repeats: int = option(5, MAIN, "Timed runs of everything; medians are reported.", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,21 +174,20 @@ class Quality(Report):
     Weights and activations are rounded as they are when text is generated. The change is against float32.
     """
 
-    model: str = option("default", MODEL_HELP, flags=("-m",))
-    dtypes: str = option("float32,int8,int4", "Precisions, separated by commas.")
-    text: Path | None = option(None, "Your text file instead of the shipped one.")
+    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    dtypes: str = option("float32,int8,int4", MAIN, "Precisions, separated by commas.")
+    text: Path | None = option(None, MAIN, "Your text file instead of the shipped one.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(Report):
     """Put load on a running server and tell its latencies, throughput and goodput.
 
-    Requests are sent when they are due (Poisson arrivals at each rate in turn, the same ones for the same
-    seed), whether or not earlier ones have been answered. With --max-concurrency alone, that many are always
-    in flight. Every request is streamed over a connection of its own. Any server with OpenAI's protocol can
-    be measured; where it lets /metrics be read, speculation is reported as well. Ctrl-C ends the load and
-    reports what was measured. With --peers `paceline serve` and llama.cpp's server are started and take
-    turns under the same load; exit status 1 if ours is behind at any level or a request fails.
+    Requests are sent when they are due (Poisson arrivals at each rate in turn), whether or not earlier ones
+    have been answered. With --max-concurrency alone, that many are always in flight. Any server with OpenAI's
+    protocol can be measured; where it lets /metrics be read, speculation is reported as well. Ctrl-C ends the
+    load and reports what was measured. With --peers `paceline serve` and llama.cpp's server are started and
+    take turns under the same load; exit status 1 if ours is behind at any level or a request fails.
 
     Examples:
 
@@ -204,47 +198,28 @@ class Serve(Report):
       paceline bench serve --peers Q8_0,Q4_0,Q4_0+ngram --max-concurrency 1,4,16
     """
 
-    base_url: str = option("http://127.0.0.1:8000", "Where the server is, with or without /v1.")
-    model: str | None = option(
-        None,
-        "The name to ask for; left out: the first the server has. With --peers: the model.",
-        flags=("-m",),
-    )
-    api_key: str | None = option(None, "Sent as a bearer token.", envvar="OPENAI_API_KEY")
-    endpoint: str = option("/v1/chat/completions", "/v1/chat/completions or /v1/completions.")
-    request_rate: str | None = option(
-        None, "Requests a second, several separated by commas; inf: as fast as may be.", panel=LOAD
-    )
-    max_concurrency: str | None = option(
-        None, "Most in flight, several separated by commas; alone it paces the load.", panel=LOAD
-    )
-    num_prompts: int = option(32, "Requests of each load.", min=1, panel=LOAD)
-    burstiness: float = option(1.0, "1: Poisson arrivals; less: in bursts; more: more even.", panel=LOAD)
-    seed: int = option(0, "Of arrivals and the order of prompts.", panel=LOAD)
-    num_warmups: int = option(1, "Requests beforehand, untimed.", min=0, panel=LOAD)
-    prompts: Path | None = option(None, PROMPTS_HELP, panel=REQUESTS)
-    max_new_tokens: int = option(128, "Most tokens of an answer.", min=1, panel=REQUESTS)
-    ignore_eos: bool = option(
-        False, "Always that many tokens (vLLM's and Paceline's servers).", panel=REQUESTS
-    )
-    temperature: float = option(0.0, "0 is greedy.", min=0, panel=REQUESTS)
-    extra_body: str | None = option(
-        None, 'JSON added to every body: {"speculative": "off"}; null takes a field out.', panel=REQUESTS
-    )
-    timeout: float = option(600.0, "Seconds after which a request has failed.", panel=REQUESTS)
-    goodput: str = option(
-        "ttft:1000,tpot:100", "Goals in milliseconds: any of ttft, tpot, e2el; or none.", panel=REPORT
-    )
-    metric_percentiles: str = option("50,90,99", "Separated by commas.", panel=REPORT)
-    plot: Path | None = option(
-        None, "Also draw latency and throughput over the loads into this folder.", panel=REPORT
-    )
-    peers: str | None = option(
-        None, "llama.cpp's quantizations, separated by commas, with +ngram if it drafts.", panel=PEERS
-    )
-    rounds: int = option(3, "Times that each server meets each level, always with new prompts.", panel=PEERS)
-    turns: int = option(2, "Prompts of each client in a round.", min=1, panel=PEERS)
-    server_options: str = option("", "Further options of `paceline serve`, in one text.", panel=PEERS)
+    base_url: str = option("http://127.0.0.1:8000", MAIN, "Where the server is, with or without /v1.")
+    model: str | None = option(None, MAIN, "Its name at the server; left out: the first it has.", "-m")
+    api_key: str | None = option(None, MAIN, "Sent as a bearer token.", envvar="OPENAI_API_KEY")
+    endpoint: str = option("/v1/chat/completions", MAIN, "/v1/chat/completions or /v1/completions.")
+    request_rate: str | None = option(None, LOAD, "Requests a second, with commas; inf: as may be.")
+    max_concurrency: str | None = option(None, LOAD, "Most in flight, with commas; alone it paces the load.")
+    num_prompts: int = option(32, LOAD, "Requests of each load.", min=1)
+    burstiness: float = option(1.0, LOAD, "1: Poisson arrivals; less: in bursts; more: more even.")
+    seed: int = option(0, LOAD, "Of arrivals and the order of prompts.")
+    num_warmups: int = option(1, LOAD, "Requests beforehand, untimed.", min=0)
+    prompts: Path | None = option(None, REQUESTS, PROMPTS_HELP)
+    max_new_tokens: int = option(128, REQUESTS, TOKENS_HELP, min=1)
+    ignore_eos: bool = option(False, REQUESTS, "Always that many tokens (vLLM's and Paceline's servers).")
+    temperature: float = option(0.0, REQUESTS, "0 is greedy.", min=0)
+    extra_body: str | None = option(None, REQUESTS, "JSON added to every body; null takes a field out.")
+    timeout: float = option(600.0, REQUESTS, "Seconds after which a request has failed.")
+    goodput: str = option("ttft:1000,tpot:100", REPORT, "Goals in ms: any of ttft, tpot, e2el; or none.")
+    metric_percentiles: str = option("50,90,99", REPORT, "Separated by commas.")
+    plot: Path | None = option(None, REPORT, "Also draw latency and throughput into this folder.")
+    peers: str | None = option(None, PEERS, "llama.cpp's quantizations, with +ngram if it drafts.")
+    rounds: int = option(3, PEERS, "Times that each server meets each level, always with new prompts.")
+    server_options: str = option("", PEERS, SERVER_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,13 +236,13 @@ class Soak(Report):
       paceline bench soak kills --count 20 --clients 16
     """
 
-    what: str = option("load", "load, disconnects, kills or sigterm.", is_argument=True)
-    model: str = option("default", MODEL_HELP, flags=("-m",))
-    clients: int = option(16, "Clients that ask again and again.", min=1)
-    seconds: float = option(60.0, "Of load.", min=1)
-    count: int = option(100, "Clients that leave, or engines that are killed.", min=1)
-    may_lag: bool = option(False, "Do not fail for a late event loop: others use this machine, too.")
-    server_options: str = option("", "Further options of `paceline serve`, in one text.")
+    what: str = option("load", MAIN, "load, disconnects, kills or sigterm.", is_argument=True)
+    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    clients: int = option(16, MAIN, "Clients that ask again and again.", min=1)
+    seconds: float = option(60.0, MAIN, "Of load.", min=1)
+    count: int = option(100, MAIN, "Clients that leave, or engines that are killed.", min=1)
+    may_lag: bool = option(False, MAIN, "Do not fail for a late event loop: others use this machine, too.")
+    server_options: str = option("", MAIN, SERVER_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,8 +253,8 @@ class Tables:
     command and the machine it is from; <!-- table:NAME 2 --> is its second table.
     """
 
-    results: Path = option(Path("docs/results"), "The folder of the results.")
-    files: str = option("README.md,docs/results.md", "Documents, separated by commas.")
+    results: Path = option(Path("docs/results"), MAIN, "The folder of the results.")
+    files: str = option("README.md,docs/results.md", MAIN, "Documents, separated by commas.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,9 +264,8 @@ class Tune(Loaded):
     Each drafter first writes the plain greedy answers with a clock around it: how often is it right, at which
     depth, and what does asking it cost? With the cost of a pass over 1, 2, ... tokens that predicts the
     speedup for every K. Then every K is timed, in turn with plain decoding, one request at a time. What was
-    learned is saved for this model, machine and number of threads; `auto` starts from it.
-
-    Let nothing else run meanwhile. The default model takes about two minutes on two cores.
+    learned is saved for this model, machine and number of threads; `auto` starts from it. Let nothing else
+    run meanwhile. The default model takes about two minutes on two cores.
 
     Examples:
 
@@ -300,18 +274,14 @@ class Tune(Loaded):
       paceline tune --prompts mine.jsonl --methods suffix,quantized -k 2 -k 4 --json tune.json
     """
 
-    prompts: Path | None = option(None, PROMPTS_HELP)
-    limit: int | None = option(
-        None, "At most this many prompts of each category; left out: about six in all.", min=1
-    )
-    methods: str | None = option(
-        None, "Drafters, separated by commas; left out: ngram,suffix,lookahead,early_exit,quantized."
-    )
-    draft_model: str | None = option(None, DRAFT_MODEL_HELP)
-    k: list[int] | None = option(None, "Tokens drafted a step; may be repeated.", flags=("-k",))
-    max_tokens: int = option(32, "Most tokens of an answer.", min=16)
-    seconds: float = option(150, "Begin no further prompt when the work would take longer.", min=1)
-    plot: Path | None = option(None, "Draw speedup over K into this PNG file: model and measurement.")
+    prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
+    limit: int | None = option(None, MAIN, LIMIT_HELP + " Left out: about six in all.", min=1)
+    methods: str = option("ngram,suffix,lookahead,early_exit,quantized", MAIN, "Drafters, with commas.")
+    draft_model: str | None = option(None, MAIN, DRAFT_MODEL_HELP)
+    k: tuple[int, ...] = option((), MAIN, "Tokens drafted a step; may be repeated.", "-k")
+    max_tokens: int = option(32, MAIN, TOKENS_HELP, min=16)
+    seconds: float = option(150, MAIN, "Begin no further prompt when the work would take longer.", min=1)
+    plot: Path | None = option(None, MAIN, "Draw speedup over K into this PNG file: model and measurement.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,32 +302,22 @@ class Paper:
       paceline plan llama-8b --bandwidth 2000 --flops 300 --memory 80 --budget 1e18 --plot speedup.png
     """
 
-    model: str = option(
-        "default",
-        "default, a folder, config.json or .gguf file, a Hugging Face name, or a shape: llama-8b, "
-        "smollm2-135m. No weights are read.",
-        is_argument=True,
-    )
+    model: str = option("default", MAIN, SHAPE_HELP, is_argument=True)
     hardware: str | None = option(
-        None, "h200, h100, a100, rtx4090, l4, m2, or this: measured here.", panel=HARDWARE
+        None, HARDWARE, "h200, h100, a100, rtx4090, l4, m2, or this: measured here."
     )
-    bandwidth: float | None = option(None, "GB/s it reads memory with.", panel=HARDWARE)
-    flops: float | None = option(None, "TFLOP/s it multiplies with, dense.", panel=HARDWARE)
-    memory: float | None = option(None, "GB of memory.", panel=HARDWARE)
-    dtype: str = option(
-        "auto", "Of the weights: auto (int8 on this CPU, else bfloat16), int8, int4, float32, float16."
-    )
+    bandwidth: float | None = option(None, HARDWARE, "GB/s it reads memory with.")
+    flops: float | None = option(None, HARDWARE, "TFLOP/s it multiplies with, dense.")
+    memory: float | None = option(None, HARDWARE, "GB of memory.")
+    dtype: str = option("auto", MAIN, "Of the weights: auto (int8 on CPUs, else bfloat16), int8, int4, ...")
     kv_dtype: str = option(
-        "auto",
-        "Of the cached keys and values: auto (int8 where activations are), float32, bfloat16, float16.",
+        "auto", MAIN, "Of the K/V: auto (int8 where activations are), float32, bfloat16, ..."
     )
-    batch: int = option(1, "Sequences that run together.", min=1)
-    context: int | None = option(
-        None, "Tokens cached of each; left out: 1024, or the model's context.", min=0
-    )
-    draft: str | None = option(None, "A draft model; left out: drafts are free.", panel=DRAFTS)
-    alpha: list[float] | None = option(None, "Chance that a drafted token is accepted.", panel=DRAFTS)
-    k: list[int] | None = option(None, "Tokens drafted a step.", flags=("-k",), panel=DRAFTS)
-    budget: float | None = option(None, "FLOPs to train a drafter with, such as 1e18.", panel=DRAFTS)
-    plot: Path | None = option(None, "Draw speedup over K into this PNG file.")
-    json: bool = option(False, "Print JSON on stdout instead of text.")
+    batch: int = option(1, MAIN, "Sequences that run together.", min=1)
+    context: int | None = option(None, MAIN, "Tokens cached of each; left out: 1024 where it fits.", min=0)
+    draft: str | None = option(None, DRAFTS, "A draft model; left out: drafts are free.")
+    alpha: tuple[float, ...] = option((), DRAFTS, "Chance that a drafted token is accepted.")
+    k: tuple[int, ...] = option((), DRAFTS, "Tokens drafted a step.", "-k")
+    budget: float | None = option(None, DRAFTS, "FLOPs to train a drafter with, such as 1e18.")
+    plot: Path | None = option(None, MAIN, "Draw speedup over K into this PNG file.")
+    json: bool = option(False, MAIN, "Print JSON on stdout instead of text.")

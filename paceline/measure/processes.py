@@ -1,8 +1,8 @@
-"""A worker process, from the side of the one who asks: start, ask, stop.
+"""Processes that are measured: a worker with one engine (start, ask, stop), and `paceline serve`.
 
-Invariant: each worker leads a process group of its own, and the group is gone when `stop` returns. A worker
-that dies, hangs or fails becomes one error with the end of its log; a request has a time limit, so nothing
-waits for ever.
+Invariant: each worker leads a process group of its own, and the group is gone when `stop` returns; a server
+that was started is stopped, however the measurement ends. A worker that dies, hangs or fails becomes one
+error with the end of its log; a request has a time limit, so nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -10,21 +10,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
+import shlex
 import signal
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import PacelineError
+from paceline.measure.endpoint import Endpoint, endpoint_of
+from paceline.measure.results import Tell, num_threads
+from paceline.measure.rows import OURS, Row, peer_python
 
 PROGRAM = Path(__file__).parent / "workers" / "serve.py"
+MODULES = {  # in workers/, by engine
+    OURS: "run_paceline",
+    "llama.cpp": "run_llamacpp",
+    "transformers": "run_transformers",
+    "vllm": "run_vllm",
+}
 LOAD_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 900.0, 600.0, 5.0
 LOG_LINES, LOG_CHARACTERS = 4, 600
 # Errors of ours whose messages say it all.
 OURS_TO_MEND = ("ConfigError", "RequestError", "ModelError", "ModelNotFound", "ModelFileError")
+CODE = "from paceline.cli.entry import main; raise SystemExit(main())"
+START_S, STOP_S = 300.0, 120.0
 
 
 class WorkerError(PacelineError):
@@ -35,7 +50,7 @@ class Worker:
     """One engine in one process. It is busy only while it is asked."""
 
     def __init__(self, name: str, python: str, module: str, log: Path, threads: int) -> None:
-        self.name, self.log = name, log
+        self.name, self.log, self.note = name, log, None
         counts = {f"{name}_NUM_THREADS": str(threads) for name in ("OMP", "NUMBA", "OPENBLAS", "MKL")}
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -53,8 +68,8 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    def load(self, options: Mapping[str, Any], seconds: float = LOAD_SECONDS) -> dict[str, Any]:
-        return self._exchange(options, seconds)
+    def load(self, options: Mapping[str, Any]) -> None:
+        self.note = self._exchange(options, LOAD_SECONDS)["note"]  # what it says about itself
 
     def ask(self, op: str, seconds: float = ANSWER_SECONDS, **message: Any) -> dict[str, Any]:
         return self._exchange({"op": op, **message}, seconds)
@@ -117,6 +132,30 @@ class Worker:
         self._process.wait()
 
 
+@contextlib.contextmanager
+def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worker]:
+    """The worker of a row, loaded and later stopped. `options`: what the engine is loaded with besides the
+    method and the threads. The log of one that fails stays, since the error names it.
+    """
+    tell(f"loading {row}", 0)
+    handle, log = tempfile.mkstemp(prefix="paceline-bench-", suffix=".log")
+    os.close(handle)
+    shared = {"method": row.method, "threads": num_threads(), "in_flight": 1, "is_raw": row.is_raw}
+    worker = Worker(str(row), peer_python(row.peer), MODULES[row.peer], Path(log), num_threads())
+    try:
+        worker.load({**shared, **options})
+        yield worker
+    except WorkerError:
+        raise
+    except BaseException:
+        worker.log.unlink(missing_ok=True)
+        raise
+    else:
+        worker.log.unlink(missing_ok=True)
+    finally:
+        worker.stop()
+
+
 def _cause(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
@@ -139,3 +178,44 @@ def _peak_kb(pid: int) -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1])
     return 0
+
+
+class Server(NamedTuple):
+    process: subprocess.Popen[bytes]
+    endpoint: Endpoint
+
+    def stop(self) -> int:
+        """Its exit status, after it has ended what was running."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_S)
+
+
+@contextlib.contextmanager
+def our_server(model: str, options: str) -> Iterator[Server]:
+    """`options`: further ones of `paceline serve`, as on a command line."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        log = Path(folder) / "server.log"
+        command = [sys.executable, "-c", CODE, "serve", model, "--port", "0", *shlex.split(options)]
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL)
+        try:
+            yield Server(process, endpoint_of(_address(process, log), None))
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Once its engine is ready."""
+    end = time.monotonic() + START_S
+    while '"event": "engine ready"' not in (text := log.read_text()):
+        if process.poll() is not None or time.monotonic() > end:
+            raise PacelineError(f"the server did not start; its log ends: {text[-600:]}")
+        time.sleep(0.1)
+    found = re.search(r'"url": "(http://[^"]*)"', text)
+    assert found is not None, "a server that is ready has said where"
+    return found[1]

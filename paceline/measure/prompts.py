@@ -1,13 +1,16 @@
 """Prompts: the ones shipped with the package, and a user's own files.
 
 The shipped file has the Spec-Bench shape, one JSON object a line: question_id, category, turns. A user's file
-may also hold {"prompt": "..."} objects, or be a .txt with one prompt a line. Invariant: what comes back has
-text, or the line is named.
+may also hold {"prompt": "..."} objects, be compressed (.jsonl.gz), or be a .txt with one prompt a line.
+Invariant: what comes back has text and an id of its own, or the line is named.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,23 +31,20 @@ class Prompt(NamedTuple):
 
 
 def load(path: str | Path | None = None) -> list[Prompt]:
-    """The shipped prompts, or those of a .jsonl or .txt file."""
+    """The shipped prompts, or those of a .jsonl, .jsonl.gz or .txt file."""
     path = SHIPPED if path is None else Path(path)
-    read_line = {".jsonl": _from_json, ".txt": _from_text}.get(path.suffix)
-    if read_line is None:
-        raise ConfigError(
-            f"{path}: prompts come as .jsonl (question_id, category, turns; or prompt) or .txt (one a line)"
-        )
-    prompts = [
-        read_line(path, number, line) for number, line in enumerate(_lines(path), start=1) if line.strip()
-    ]
+    name = path.name.removesuffix(".gz")
+    if not name.endswith(".jsonl") and path.suffix != ".txt":
+        form = ".jsonl or .jsonl.gz (question_id, category, turns; or prompt) or .txt (one a line)"
+        raise ConfigError(f"{path}: prompts come as {form}")
+    stem, read_line = Path(name).stem, _from_text if path.suffix == ".txt" else _from_json
+    lines = enumerate(_text(path).split("\n"), start=1)
+    prompts = [read_line(f"{path}:{number}", stem, number, line) for number, line in lines if line.strip()]
     if not prompts:
         raise ConfigError(f"{path}: holds no prompt; write one a line")
-    repeated = {p.id for p in prompts if sum(other.id == p.id for other in prompts) > 1}
+    repeated = [each for each, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated:
-        raise ConfigError(
-            f"{path}: question_id {min(repeated)} occurs more than once; give each prompt its own"
-        )
+        raise ConfigError(f"{path}: question_id {min(repeated)} occurs more than once; give each its own")
     return prompts
 
 
@@ -56,45 +56,40 @@ def chosen(path: Path | None, limit: int | None, every: int = 1) -> list[Prompt]
 
 def first_of_each(prompts: list[Prompt], limit: int) -> list[Prompt]:
     """At most `limit` prompts of each category, in their order."""
-    taken: dict[str, int] = {}
-    kept = []
+    taken, kept = Counter[str](), []
     for prompt in prompts:
-        taken[prompt.category] = taken.get(prompt.category, 0) + 1
+        taken[prompt.category] += 1
         if taken[prompt.category] <= limit:
             kept.append(prompt)
     return kept
 
 
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); give the path of a .jsonl or .txt file"
-        ) from None
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text; save it as UTF-8") from None
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read ({why}); give a .jsonl or .txt file") from None
 
 
-def _from_text(path: Path, number: int, line: str) -> Prompt:
-    return Prompt(str(number), path.stem, (line.strip(),))
+def _from_text(where: str, stem: str, number: int, line: str) -> Prompt:
+    return Prompt(str(number), stem, (line.strip(),))
 
 
-def _from_json(path: Path, number: int, line: str) -> Prompt:
+def _from_json(where: str, stem: str, number: int, line: str) -> Prompt:
+    """`where` is the file and the line; `stem` is the category of a prompt that names none."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{number}: is not JSON ({error.msg}); write one object a line") from None
+        raise ConfigError(f"{where}: is not JSON ({error.msg}); write one object a line") from None
     if not isinstance(record, dict):
-        raise ConfigError(
-            f"{path}:{number}: holds {line.strip()[:40]!r}; write an object with turns or prompt"
-        )
+        raise ConfigError(f"{where}: holds {line.strip()[:40]!r}; write an object with turns or prompt")
     turns = [record["prompt"]] if "prompt" in record else record.get("turns")
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-    ):
-        raise ConfigError(f'{path}:{number}: has no text; write "turns": ["..."] or "prompt": "..."')
-    name, category = record.get("question_id", number), record.get("category", record.get("task", path.stem))
-    return Prompt(str(name), str(category), tuple(turns))
+    is_text = isinstance(turns, list) and all(isinstance(turn, str) and turn.strip() for turn in turns)
+    if not turns or not is_text:
+        raise ConfigError(f'{where}: has no text; write "turns": ["..."] or "prompt": "..."')
+    category = record.get("category", record.get("task", stem))
+    return Prompt(str(record.get("question_id", number)), str(category), tuple(turns))

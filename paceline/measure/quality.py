@@ -21,15 +21,19 @@ from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.measure.engines import cpu_backend
 from paceline.measure.options import Quality
-from paceline.measure.results import Tell
+from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.rows import PLAIN, our_rows
-from paceline.measure.tables import Table, cell
 from paceline.runtime.executor import LocalExecutor
 
 CONTEXT = 512
 CHUNK = 128  # tokens of a pass: logits of a whole context would take much memory
 SHIPPED = Path(__file__).parent.parent / "data" / "perplexity.txt"
 BASELINE = "float32"
+FIGURES = {
+    "perplexity": ("perplexity", "{:.3f}"),
+    "change": ("change", "{:+.2%}"),
+    "tokens": ("tokens", "{}"),
+}
 LEGEND = "change: against float32 of the same file, which is itself quantized where the file is.\n"
 
 
@@ -112,9 +116,5 @@ def compared(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    rows = [
-        (row["dtype"], f"{row['perplexity']:.3f}", cell(row["change"], "{:+.2%}"), str(row["tokens"]))
-        for row in report["rows"]
-    ]
     title = f"perplexity, contexts of {report['context']} tokens"
-    return [Table(title, ("dtype",), ("perplexity", "change", "tokens"), rows)]
+    return [table_of(title, ("dtype",), FIGURES, report["rows"])]

@@ -8,13 +8,14 @@ and identity are against the plain row of the same engine in the same run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from paceline.measure.results import OVERALL
 from paceline.measure.rows import PLAIN, Row, Unit
 
-OVERALL = "overall"
+NO_NAMES: Mapping[Row, str] = {}
 # ids or text, num_tokens, first_s, total_s, num_steps, num_drafted, num_accepted; drafted_at, accepted_at
 Answer = dict[str, Any]
 
@@ -30,9 +31,13 @@ class Sample(NamedTuple):
 
 
 def report_rows(
-    rows: Sequence[Row], samples: Sequence[Sample], peaks: dict[Row, float | None]
+    rows: Sequence[Row],
+    samples: Sequence[Sample],
+    peaks: Mapping[Row, float | None],
+    names: Mapping[Row, str] = NO_NAMES,
 ) -> list[dict[str, Any]]:
-    """One record for each row and category, and one for each row over all."""
+    """One record for each row and category, and one for each row over all. `peaks`: megabytes of memory;
+    `names`: better ones for engines."""
     categories = list(dict.fromkeys(sample.unit[0].category for sample in samples))
     records = []
     for row in rows:
@@ -40,7 +45,7 @@ def report_rows(
         plain = [sample for sample in samples if sample.row == row._replace(method=PLAIN)]
         for category in [*categories, OVERALL]:
             found = _record(_of(mine, category), _of(plain, category))
-            labels = {"engine": row.engine, "method": row.method, "task": category}
+            labels = {"engine": names.get(row, row.engine), "method": row.method, "task": category}
             records.append({**labels, **found, "peak_mb": peaks[row]})
     return records
 

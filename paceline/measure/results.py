@@ -1,6 +1,8 @@
-"""What every verb of `paceline bench` reports beside its figures: machine, versions, command and date.
+"""Reports: the figures of a verb with machine, versions, command and date, and their tables on screens and in
+documents (`paceline bench tables` rewrites those of README.md and docs/results.md).
 
-Invariant: a report is JSON as it is, and says which verb made it, so that tables can be made from the file.
+Each verb's module turns its report into tables, and a result on disk names its verb, so what a document shows
+is what the screen showed. Invariant: a report is JSON as it is; a document changes between its markers alone.
 """
 
 from __future__ import annotations
@@ -9,18 +11,27 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline import __version__
+from paceline.core.errors import ConfigError
+from paceline.measure.options import Tables
 
+OVERALL = "overall"  # the task that stands for all of them
+ORIGIN = ("verb", "command", "date", "machine", "versions")  # fields of every report
 Tell = Callable[[str, int], None]  # what is being done, and how many turns have just been finished
 PACKAGES = ("torch", "numba", "numpy", "triton")
+# verbs whose reports are tables: each is a module of paceline.measure with prepare, num_turns, run and tables
+VERBS = ("compare", "decode", "batch", "step", "kernels", "quality", "serve", "soak", "tune")
+MARKED = re.compile(r"(<!-- table:([\w.-]+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.S)
 
 
 def num_threads() -> int:
@@ -44,14 +55,8 @@ def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
             continue
     command = shlex.join(["paceline", *sys.argv[1:]])
     date = datetime.now(UTC).date().isoformat()
-    return {
-        "verb": verb,
-        "command": command,
-        "date": date,
-        "machine": machine(),
-        "versions": versions,
-        **report,
-    }
+    origin = {"verb": verb, "command": command, "date": date, "machine": machine(), "versions": versions}
+    return {**origin, **report}
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
@@ -75,3 +80,83 @@ def _gpu_name() -> str | None:
     if torch is None or not torch.accelerator.is_available():
         return None
     return str(torch.get_device_module().get_device_name())
+
+
+class Table(NamedTuple):
+    title: str
+    names: Sequence[str]  # columns of words
+    numbers: Sequence[str]  # columns of figures
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()  # lines below it
+
+
+Columns = dict[str, tuple[str, str]]  # heading -> a record's field and its form
+
+
+def cell(value: float | str | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def table_of(title: str, names: Sequence[str], columns: Columns, records: Sequence[dict[str, Any]]) -> Table:
+    """A row for each record: its fields `names` as they are, then its figures."""
+    rows = []
+    for record in records:
+        figures = [cell(record[name], form) for name, form in columns.values()]
+        rows.append([*(str(record[name]) for name in names), *figures])
+    return Table(title, names, tuple(columns), rows)
+
+
+def module_of(verb: str) -> Any:
+    return import_module(f"paceline.measure.{verb}")
+
+
+def markdown(table: Table) -> str:
+    columns = [*table.names, *table.numbers]
+    rules = ["---"] * len(table.names) + ["---:"] * len(table.numbers)
+    lines = [columns, rules, *table.rows]
+    return "".join("| " + " | ".join(str(part) for part in line) + " |\n" for line in lines)
+
+
+def rewritten(text: str, folder: Path) -> str:
+    """The document with its tables made anew from the results in `folder`."""
+
+    def table(found: re.Match[str]) -> str:
+        report = _result(folder / f"{found[2]}.json")
+        tables = module_of(report["verb"]).tables(report)
+        number = int(found[3] or 1)
+        if not 1 <= number <= len(tables):
+            raise ConfigError(f"table:{found[2]} {number}: the result has {len(tables)} tables")
+        return f"{found[1]}\n{markdown(tables[number - 1])}\n{_origin(report)}\n{found[4]}"
+
+    return MARKED.sub(table, text)
+
+
+def _result(path: Path) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if report["verb"] not in VERBS:
+            raise ValueError(f"made by {report['verb']!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = "write it with `paceline bench ... --json`"
+        raise ConfigError(f"{path}: is no result ({error}); {remedy}") from None
+    return report
+
+
+def _origin(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    return f"`{report['command']}` ({where}, {report['date']})\n"
+
+
+def run(options: Tables) -> list[Path]:
+    """The documents that have changed."""
+    changed = []
+    for path in (Path(name.strip()) for name in options.files.split(",")):
+        if not path.is_file():
+            raise ConfigError(f"--files holds {path}, and there is no such file; name documents with tables")
+        before = path.read_text(encoding="utf-8")
+        after = rewritten(before, options.results)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            changed.append(path)
+    return changed

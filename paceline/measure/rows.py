@@ -44,6 +44,10 @@ class Row(NamedTuple):
     def engine(self) -> str:
         return f"{self.peer} {self.variant}"
 
+    @property
+    def is_raw(self) -> bool:
+        return self.variant.endswith(RAW)
+
     def __str__(self) -> str:
         return f"{self.engine}, {self.method}"
 
@@ -91,16 +95,13 @@ def peer_rows(peers: str, methods: Sequence[str], concurrency: int) -> list[Row]
         if variant and variant not in VARIANTS[peer]:
             raise ConfigError(f"--peers holds {name!r}; {peer} runs as {', '.join(VARIANTS[peer])}")
         if concurrency > 1 and peer in NO_BATCHES:
-            raise ConfigError(
-                f"--concurrency is {concurrency} but {peer} runs one request at a time with drafts; "
-                "leave one of them out"
-            )
+            why = f"{peer} runs one request at a time with drafts; leave one of them out"
+            raise ConfigError(f"--concurrency is {concurrency} but {why}")
         chosen += [(peer, v) for v in ([variant] if variant else VARIANTS[peer][: NUM_DEFAULT[peer]])]
     known = [method for method in methods if method in PEER_METHODS]
     if chosen and not known:
-        raise ConfigError(
-            f"--methods is {','.join(methods)}, of which the peers have none; add none or ngram"
-        )
+        named = ",".join(methods)
+        raise ConfigError(f"--methods is {named}, of which the peers have none; add none or ngram")
     return [row for pair in dict.fromkeys(chosen) for row in _rows_of(*pair, known, concurrency)]
 
 
@@ -126,18 +127,22 @@ def sizes_of(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def is_installed(peer: str) -> bool:
+    return (_folder(peer) / ".installed").is_file() and (_folder(peer) / "bin" / "python").exists()
+
+
+def _folder(peer: str) -> Path:
+    return Path(os.environ.get("PACELINE_PEERS") or ".peers").absolute() / FOLDERS[peer]
+
+
 def peer_python(peer: str) -> str:
     """The interpreter of a row's engine; an error that says how to install a peer that is missing."""
     if peer == OURS:
         return sys.executable
-    folder = Path(os.environ.get("PACELINE_PEERS") or ".peers").absolute() / FOLDERS[peer]
-    python = folder / "bin" / "python"
-    if not (folder / ".installed").is_file() or not python.exists():
-        raise ConfigError(
-            f"the peer {peer} is not installed in {folder}; "
-            "run `make peers`, or set PACELINE_PEERS to where it is"
-        )
-    return str(python)
+    if not is_installed(peer):
+        remedy = "run `make peers`, or set PACELINE_PEERS to where it is"
+        raise ConfigError(f"the peer {peer} is not installed in {_folder(peer)}; {remedy}")
+    return str(_folder(peer) / "bin" / "python")
 
 
 def units_of(tasks: Sequence[Task], concurrency: int) -> list[Unit]:

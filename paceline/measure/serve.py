@@ -19,21 +19,44 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, RequestError
+from paceline.core.options import json_object
 from paceline.measure import beside
 from paceline.measure.endpoint import Endpoint, Refused, endpoint_of
-from paceline.measure.load import Job, Level, Load, Record, due_times, run_level
-from paceline.measure.load_report import Goals, counters_of, difference, goals_of, level_report, record_json
+from paceline.measure.load import (
+    Goals,
+    Job,
+    Level,
+    Load,
+    Record,
+    counters_of,
+    difference,
+    due_times,
+    goals_of,
+    level_report,
+    record_json,
+    run_level,
+)
 from paceline.measure.options import Serve
 from paceline.measure.prompts import Prompt, load
-from paceline.measure.results import Tell
-from paceline.measure.tables import Table, cell
+from paceline.measure.results import Table, Tell, cell, table_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "between pieces", "e2el": "e2e"}
-COLUMNS = ("done", "failed", "req/s", "goodput", "tok/s", "in flight", "cached", "τ", "α")
+COLUMNS = {
+    "done": ("completed", "{}"),
+    "failed": ("failed", "{}"),
+    "req/s": ("request_throughput", "{:.2f}"),
+    "goodput": ("request_goodput", "{:.2f}"),
+    "tok/s": ("output_throughput", "{:,.1f}"),
+    "in flight": ("peak_in_flight", "{}"),
+    "cached": ("cached_prompt_tokens", "{}"),
+    "τ": ("acceptance_length", "{:.2f}"),
+    "α": ("acceptance_rate", "{:.2f}"),
+}
+NO_DRAFTS = {"acceptance_length": None, "acceptance_rate": None}
 LEGEND = """TTFT, TPOT, e2e: milliseconds to the first token, for each further one, and to the end, from when
-it was due; goodput: requests a second that met every goal; cached: share of prompt tokens that the
-server had read before; τ, α: tokens a draft led to and share of drafted tokens accepted, by its own counters.
+it was due; goodput: requests a second that met every goal; cached: prompt tokens that the server
+had read before; τ, α: tokens a draft led to and share of drafted tokens accepted, by its own counters.
 """
 
 
@@ -63,7 +86,7 @@ def prepare(asked: Serve) -> Plan:
         remedy = "write numbers up to 100: 50,90,99"
         raise ConfigError(f"--metric-percentiles is {asked.metric_percentiles!r}; {remedy}")
     server, goals = endpoint_of(asked.base_url, asked.api_key), goals_of(asked.goodput)
-    extra = _extra(asked.extra_body) if asked.extra_body else {}
+    extra = json_object("--extra-body", asked.extra_body) if asked.extra_body else {}
     return Plan(asked, server, levels, tuple(prompts), extra, goals, tuple(percents))
 
 
@@ -90,16 +113,6 @@ def _numbers(option: str, text: str, example: str) -> list[float]:
     if not numbers or not all(number > 0 for number in numbers):
         raise ConfigError(f"{option} is {text!r}; write numbers above 0: {example}")
     return numbers
-
-
-def _extra(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--extra-body is {text[:40]!r}; write a JSON object like {{...}}")
-    return value
 
 
 def num_turns(plan: Plan) -> int:
@@ -204,19 +217,16 @@ async def _first_model(server: Endpoint) -> str:
 @contextlib.contextmanager
 def _on_interrupt(stop: asyncio.Event) -> Iterator[None]:
     """Ctrl-C sets `stop`. A second one comes too late to matter: what is left is closing connections."""
-    loop = asyncio.get_running_loop()
-    is_ours = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT) if is_ours else None
-    with contextlib.suppress(NotImplementedError):  # loops without signals: Windows
-        if is_ours:
-            loop.add_signal_handler(signal.SIGINT, stop.set)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGINT, stop.set)
     try:
         yield
     finally:
-        if is_ours:
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(signal.SIGINT)
-            signal.signal(signal.SIGINT, before)
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -227,39 +237,18 @@ def tables(report: dict[str, Any]) -> list[Table]:
         return [Table("", (), (), (), ["nothing was measured"])]
     goals = ", ".join(f"{name} ≤ {value:g} ms" for name, value in report["goals_ms"].items())
     title = f"{report['model']}: throughput" + (f"; goals {goals}" if goals else "")
-    rows = [(level["load"], *_throughput(level)) for level in levels]
     keys = list(next((level["ttft_ms"] for level in levels if level["ttft_ms"]), {}))
-    latencies = []
+    latencies, notes = [], []
     for level in levels:
         for name, called in LATENCIES.items():
             found = level[f"{name}_ms"] or {}
             latencies.append((level["load"], called, *(cell(found.get(key), "{:,.1f}") for key in keys)))
-    notes = [note for level in levels for note in _troubles(level)]
+        notes += [f"{level['load']}: {count} failed: {reason}" for reason, count in level["errors"].items()]
+        if level["tokens_counted_by"] != "server" and level["completed"]:
+            notes.append(
+                f"{level['load']}: the server counts no tokens; each piece of text was taken for one"
+            )
     notes += ["interrupted: the last load is not complete"] * report["is_interrupted"]
-    return [
-        Table(title, ("load",), COLUMNS, rows),
-        Table("latency, ms", ("load", ""), keys, latencies, notes),
-    ]
-
-
-def _throughput(level: dict[str, Any]) -> list[str]:
-    drafting = level["speculative_decoding"] or {}
-    cached = level["cached_prompt_tokens"] / level["prompt_tokens"] if level["prompt_tokens"] else None
-    return [
-        f"{level['completed']}/{level['asked']}",
-        str(level["failed"]),
-        f"{level['request_throughput']:.2f}",
-        cell(level["request_goodput"], "{:.2f}"),
-        f"{level['output_throughput']:,.1f}",
-        str(level["peak_in_flight"]),
-        cell(cached, "{:.0%}"),
-        cell(drafting.get("acceptance_length"), "{:.2f}"),
-        cell(drafting.get("acceptance_rate"), "{:.2f}"),
-    ]
-
-
-def _troubles(level: dict[str, Any]) -> Iterator[str]:
-    for reason, count in level["errors"].items():
-        yield f"{level['load']}: {count} failed: {reason}"
-    if level["tokens_counted_by"] != "server" and level["completed"]:
-        yield f"{level['load']}: the server counts no tokens; each piece of text was taken for one"
+    figures = [{**level, **(level["speculative_decoding"] or NO_DRAFTS)} for level in levels]
+    throughput = table_of(title, ("load",), COLUMNS, figures)
+    return [throughput, Table("latency, ms", ("load", ""), keys, latencies, notes)]

@@ -18,25 +18,26 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest
-from paceline.measure.endpoint import Endpoint, Refused, body_of
+from paceline.measure.endpoint import Endpoint, Refused
+from paceline.measure.load import Job, Record, ask
 from paceline.measure.options import Soak
-from paceline.measure.results import Tell
-from paceline.measure.servers import Server, our_server
-from paceline.measure.tables import Table
+from paceline.measure.processes import Server, our_server
+from paceline.measure.results import ORIGIN, Table, Tell
 
 HANGS_S = 120.0  # a request that takes longer is said to hang
+SETTLES_S = 60.0  # until nothing runs any more
 LONG = {"max_tokens": 200, "ignore_eos": True}  # still being written when something happens
-PROMPTS = [
+PROMPTS = (
     "Say it again: the rider in front breaks the wind for the whole line, and the line goes faster.",
     "Why is the sky blue?",
     "Write a short story about a river that forgot where the sea is.",
     "Count from one to twenty in words.",
-    "Translate to French: the bicycle is leaning against the wall of the old house.",
-]
+)
 CHAT = "/v1/chat/completions"
 LEGEND = "memory: MB of the server and of its engine; late: samples of the event loop's lag above 50 ms.\n"
 Figures = dict[str, float]
@@ -46,9 +47,14 @@ Figures = dict[str, float]
 class Tally:
     """What became of the requests."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)  # ok, or an error's code
     num_tokens: int = 0
     first: list[float] = field(default_factory=list)  # seconds to the first piece
+
+    def add(self, record: Record) -> None:
+        self.outcomes["ok" if record.error is None else record.code or "connection"] += 1
+        self.num_tokens += record.num_tokens
+        self.first += record.arrivals[:1]
 
 
 def prepare(asked: Soak) -> Soak:
@@ -73,43 +79,36 @@ async def _run(server: Server, asked: Soak, tell: Tell) -> dict[str, Any]:
     report = await KINDS[asked.what](server, asked, tally)
     if asked.what != "sigterm":
         figures = await _settled(server.endpoint)
-        lag, used = _lag(figures), figures["paceline:kv_cache_blocks_used"]
+        lag, used = _lag(figures), figures["kv_cache_blocks_used"]
         is_prompt = lag["late_50ms"] == 0 or asked.may_lag
-        report |= {"blocks_used": used, "blocks": figures["paceline:kv_cache_blocks_total"]}
+        report |= {"blocks_used": used, "blocks": figures["kv_cache_blocks_total"]}
         report |= {"event_loop_lag": lag, "exit": await asyncio.to_thread(server.stop)}
         report["is_ok"] &= used == 0 and not tally.outcomes["hung"] and is_prompt
-    first = sorted(tally.first)
-    median = round(first[len(first) // 2], 3) if first else None
-    return {"what": asked.what, **report, "outcomes": +tally.outcomes, "first_token_p50_s": median}
+    first = round(median(tally.first), 3) if tally.first else None
+    return {"what": asked.what, **report, "outcomes": +tally.outcomes, "first_token_p50_s": first}
 
 
 async def _load(server: Server, asked: Soak, tally: Tally) -> dict[str, Any]:
-    until, memory = asyncio.Event(), []
+    until, memory, started = asyncio.Event(), [], time.monotonic()
     work = asyncio.create_task(_clients(server.endpoint, asked.clients, until, tally))
-    started = time.monotonic()
     while time.monotonic() - started < asked.seconds:
         await asyncio.sleep(min(asked.seconds / 20, 5.0))
-        engine = int((await _metrics(server.endpoint))["paceline:engine_pid"])
+        engine = int((await _metrics(server.endpoint))["engine_pid"])
         memory.append((_resident_mb(server.process.pid), _resident_mb(engine)))
     until.set()
     await work
-    rate = tally.num_tokens / (time.monotonic() - started)
+    rate = round(tally.num_tokens / (time.monotonic() - started), 1)
     half, last = memory[len(memory) // 2], memory[-1]
     is_flat = all(b <= a * 1.05 + 8 for a, b in zip(half, last, strict=True))
-    is_ok = is_flat and set(+tally.outcomes) == {"ok"}
-    return {
-        "tokens_per_second": round(rate, 1),
-        "memory_half_mb": half,
-        "memory_end_mb": last,
-        "is_ok": is_ok,
-    }
+    held = {"memory_half_mb": half, "memory_end_mb": last}
+    return {"tokens_per_second": rate, **held, "is_ok": is_flat and set(+tally.outcomes) == {"ok"}}
 
 
 async def _disconnects(server: Server, asked: Soak, tally: Tally) -> dict[str, Any]:
     source, gate = random.Random(0), asyncio.Semaphore(asked.clients)
 
     async def leave(number: int) -> None:
-        body = json.dumps(_body(source, is_stream=number % 3 != 0) | LONG).encode()
+        body = json.dumps(_body(source) | LONG | {"stream": number % 3 != 0}).encode()
         async with gate, server.endpoint.asked("POST", CHAT, body) as (_, reader):
             if number % 2:
                 await asyncio.wait_for(reader.read(200), HANGS_S)
@@ -118,7 +117,7 @@ async def _disconnects(server: Server, asked: Soak, tally: Tally) -> dict[str, A
 
     await asyncio.gather(*(leave(number) for number in range(asked.count)))
     left = time.monotonic()
-    counted = (await _settled(server.endpoint))["paceline:client_disconnects_total"]
+    counted = (await _settled(server.endpoint))["client_disconnects_total"]
     return {"settled_after_s": round(time.monotonic() - left, 2), "counted": counted, "is_ok": True}
 
 
@@ -127,9 +126,9 @@ async def _kills(server: Server, asked: Soak, tally: Tally) -> dict[str, Any]:
     work = asyncio.create_task(_clients(endpoint, asked.clients, until, tally, **LONG))
     for _ in range(asked.count):
         await asyncio.sleep(1.0)
-        while not (now := await _metrics(endpoint))["paceline:num_requests_running"]:
+        while not (now := await _metrics(endpoint))["num_requests_running"]:
             await asyncio.sleep(0.02)
-        os.kill(int(now["paceline:engine_pid"]), signal.SIGKILL)
+        os.kill(int(now["engine_pid"]), signal.SIGKILL)
         async with asyncio.timeout(HANGS_S):  # a dead engine is not healthy, as soon as it is noticed
             while "503" not in await _refusal(endpoint, "/health"):
                 await asyncio.sleep(0.01)
@@ -138,43 +137,33 @@ async def _kills(server: Server, asked: Soak, tally: Tally) -> dict[str, Any]:
     await asyncio.sleep(2.0)
     until.set()
     await work
-    restarts = (await _settled(endpoint))["paceline:engine_restarts_total"]
+    restarts = (await _settled(endpoint))["engine_restarts_total"]
     known = set(+tally.outcomes) <= {"ok", "engine_lost", "engine_unavailable"}
     return {"restarts": restarts, "is_ok": known and tally.outcomes["ok"] > 0 and restarts == asked.count}
 
 
 async def _sigterm(server: Server, asked: Soak, tally: Tally) -> dict[str, Any]:
     source = random.Random(0)
-    bodies = [_body(source, is_stream=number % 2 == 0) | LONG for number in range(asked.clients)]
-    work = asyncio.gather(*(_one(server.endpoint, body, tally) for body in bodies))
+    work = asyncio.gather(*(_one(server.endpoint, _body(source) | LONG, tally) for _ in range(asked.clients)))
     num_taken = 0.0
     while num_taken < asked.clients:  # running, waiting or done
         await asyncio.sleep(0.02)
         now = await _metrics(server.endpoint)
-        done = sum(value for name, value in now.items() if name.startswith("paceline:request_success_total"))
-        num_taken = now["paceline:num_requests_running"] + now["paceline:num_requests_waiting"] + done
+        done = sum(value for name, value in now.items() if name.startswith("request_success_total"))
+        num_taken = now["num_requests_running"] + now["num_requests_waiting"] + done
     status = await asyncio.to_thread(server.stop)
     await work
     return {"status": status, "is_ok": status == 0 and set(+tally.outcomes) == {"ok"}}
 
 
-KINDS: dict[str, Callable[[Server, Soak, Tally], Awaitable[dict[str, Any]]]] = {
-    "load": _load,
-    "disconnects": _disconnects,
-    "kills": _kills,
-    "sigterm": _sigterm,
-}
+KINDS: dict[str, Callable[[Server, Soak, Tally], Awaitable[dict[str, Any]]]]
+KINDS = {"load": _load, "disconnects": _disconnects, "kills": _kills, "sigterm": _sigterm}
 
 
-def _body(source: random.Random, is_stream: bool) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": source.choice(PROMPTS)}],
-        "max_tokens": source.randint(8, 96),
-        "temperature": source.choice((0, 0.8)),
-        "seed": source.randint(0, 1000),
-        "stream": is_stream,
-        "stream_options": {"include_usage": True} if is_stream else None,
-    }
+def _body(source: random.Random) -> dict[str, Any]:
+    asked = {"messages": [{"role": "user", "content": source.choice(PROMPTS)}], "stream": True}
+    sampling = {"temperature": source.choice((0, 0.8)), "seed": source.randint(0, 1000)}
+    return {**asked, **sampling, "max_tokens": source.randint(8, 96)}
 
 
 async def _clients(endpoint: Endpoint, count: int, until: asyncio.Event, tally: Tally, **more: Any) -> None:
@@ -184,7 +173,7 @@ async def _clients(endpoint: Endpoint, count: int, until: asyncio.Event, tally: 
         source = random.Random(number)
         while not until.is_set():
             before = tally.outcomes["ok"]
-            await _one(endpoint, _body(source, is_stream=source.random() < 0.7) | more, tally)
+            await _one(endpoint, _body(source) | more, tally)
             if tally.outcomes["ok"] == before:
                 await asyncio.sleep(0.1)  # as a client would that was told to come back later
 
@@ -192,41 +181,20 @@ async def _clients(endpoint: Endpoint, count: int, until: asyncio.Event, tally: 
 
 
 async def _one(endpoint: Endpoint, body: dict[str, Any], tally: Tally) -> None:
-    """One request to its end, and what that was: ok, an error by its code, or a broken connection."""
-    started, text = time.monotonic(), b""
-    try:
-        async with asyncio.timeout(HANGS_S), endpoint.asked("POST", CHAT, json.dumps(body).encode()) as (
-            head, reader,
-        ):  # fmt: skip
-            async for part in body_of(head, reader):
-                if not text and body["stream"]:
-                    tally.first.append(time.monotonic() - started)
-                text += part
-    except TimeoutError:
-        tally.outcomes["hung"] += 1
-        return
-    except Refused:
-        tally.outcomes["connection"] += 1
-        return
-    is_complete = b"[DONE]" in text if body["stream"] else b'"usage"' in text
-    error = re.search(rb'"error":\{.*?"code":"(\w+)"', text)
-    found = re.findall(rb'"completion_tokens":(\d+)', text)
-    tally.num_tokens += int(found[-1]) if found else 0
-    if error:
-        tally.outcomes[error[1].decode()] += 1
-    else:
-        tally.outcomes["ok" if head.status == 200 and is_complete else f"broken {head.status}"] += 1
+    record = Record("", 0.0, 0.0)
+    body = {**body, "stream_options": {"include_usage": True}}
+    await ask(endpoint, HANGS_S, Job("", CHAT, body), record, time.perf_counter())
+    tally.add(record)
 
 
 async def _metrics(endpoint: Endpoint) -> Figures:
     """Every sample of /metrics, by its name with labels other than the model's."""
     found = {}
     for line in (await endpoint.get("/metrics")).decode().splitlines():
-        if line.startswith(("paceline:", "process_")):
-            name, _, value = line.rpartition(" ")
-            found[re.sub(r'model_name="[^"]*",?|,model_name="[^"]*"', "", name).replace("{}", "")] = float(
-                value
-            )
+        if line.startswith("paceline:"):
+            name, _, value = line.removeprefix("paceline:").rpartition(" ")
+            name = re.sub(r'model_name="[^"]*",?|,model_name="[^"]*"', "", name).replace("{}", "")
+            found[name] = float(value)
     return found
 
 
@@ -244,34 +212,31 @@ def _resident_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-async def _settled(endpoint: Endpoint, seconds: float = 60.0) -> Figures:
-    """The figures once nothing runs any more, or after `seconds`."""
+async def _settled(endpoint: Endpoint) -> Figures:
+    """The figures once nothing runs any more, or after SETTLES_S."""
     busy = ("num_requests_running", "num_requests_waiting", "kv_cache_blocks_used")
-    end = time.monotonic() + seconds
+    end = time.monotonic() + SETTLES_S
     while True:
         now = await _metrics(endpoint)
-        if not any(now[f"paceline:{name}"] for name in busy) or time.monotonic() > end:
+        if not any(now[name] for name in busy) or time.monotonic() > end:
             return now
         await asyncio.sleep(0.1)
 
 
 def _lag(figures: Figures) -> dict[str, Any]:
-    """How late the event loop was over the server's whole life; the worst is known as a bound only."""
-    prefix = "paceline:event_loop_lag_seconds"
-    total = figures[f"{prefix}_count"]
-    matches = ((re.match(rf'{prefix}_bucket.*le="([^"]+)"', name), value) for name, value in figures.items())
-    below = {float(found[1]): value for found, value in matches if found}
+    """How late the event loop was over the server's whole life."""
+    total = figures["event_loop_lag_seconds_count"]
+    found = (re.match(r'event_loop_lag_seconds_bucket.*le="([^"]+)"', name) for name in figures)
+    below = {float(match[1]): figures[match.string] for match in found if match}
     return {
         "samples": int(total),
         "late_50ms": int(total - below[0.05]),
-        "share_below_10ms": round(below[0.01] / total, 5),
-        "all_below_s": min(bound for bound, count in below.items() if count == total),
+        "late_10ms": int(total - below[0.01]),
     }
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
     outcomes = ", ".join(f"{count} {name}" for name, count in report["outcomes"].items())
-    hidden = ("outcomes", "verb", "command", "date", "machine", "versions")
-    rows = [(name, str(value)) for name, value in report.items() if name not in hidden]
+    rows = [(name, str(value)) for name, value in report.items() if name not in ("outcomes", *ORIGIN)]
     title = f"soak, {report['what']}: {'passed' if report['is_ok'] else 'FAILED'}"
     return [Table(title, ("figure",), ("value",), [("requests", outcomes), *rows])]

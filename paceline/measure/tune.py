@@ -3,16 +3,16 @@ request at a time.
 
 For each prompt every drafter first writes the answer once with a clock around it, drafting its longest: that
 says how often it is right at each depth and what asking it costs, from which the formulas of core/formulas.py
-predict the speedup of every K. Then plain decoding and each K take turns, so that what else the machine does
-hits all alike, and of repeats the quickest counts. Times are those after a request's first draft. Invariant:
-a drafter that remembers texts never meets one that it was shown before.
+predict the speedup of every K. Then plain decoding, the policy and every K take turns, so that what else the
+machine does hits all alike, and of repeats the quickest counts. Times are those after a request's first
+draft. Invariant: a drafter that remembers texts never meets one that it was shown before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -28,16 +28,14 @@ from paceline.drafters import registry
 from paceline.engine.engine import Engine
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
-from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of, engine_with, ids_of
+from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of, engine_with, ids_of, rotated
 from paceline.measure.engines import load as load_model
 from paceline.measure.options import Tune
 from paceline.measure.prompts import Prompt, first_of_each, load
-from paceline.measure.results import Tell
+from paceline.measure.results import Table, Tell, cell
 from paceline.measure.rows import AUTO, PLAIN
-from paceline.measure.tables import Table, cell
 from paceline.runtime.timing import measure as time_passes
 
-METHODS = ("ngram", "suffix", "lookahead", "early_exit", "quantized")
 LENGTHS, LENGTHS_OF_MODELS = (1, 2, 3, 4, 6), (1, 2, 3, 4)  # K of drafters that run no model, and that do
 MOST_K = 12
 NUM_PROMPTS = 6  # where nothing is said, about this many, of all categories alike
@@ -56,16 +54,14 @@ turn with plain decoding.
 
 class Plan(NamedTuple):
     asked: Tune
-    methods: tuple[str, ...]
+    methods: list[str]
     prompts: list[Prompt]
 
     def options(self, name: str, k: int) -> dict[str, Any]:
-        model, has_one = self.asked.draft_model, name in ("draft_model", *registry.HEADS)
-        return {
-            "method": name,
-            "num_speculative_tokens": k,
-            **({"model": model} if model and has_one else {}),
-        }
+        made: dict[str, Any] = {"method": name, "num_speculative_tokens": k}
+        if self.asked.draft_model and name in ("draft_model", *registry.HEADS):
+            made["model"] = self.asked.draft_model
+        return made
 
     def is_free(self, name: str) -> bool:
         return bool(registry.parse(self.options(name, 1))[0].is_free)
@@ -79,7 +75,7 @@ class Plan(NamedTuple):
 
 
 def prepare(asked: Tune) -> Plan:
-    methods = METHODS if asked.methods is None else [name.strip() for name in asked.methods.split(",")]
+    methods = list(dict.fromkeys(name.strip() for name in asked.methods.split(",")))
     known = [name for name in registry.DRAFTERS if name != "hybrid"]
     for name in methods:
         if name == "hybrid":
@@ -90,17 +86,17 @@ def prepare(asked: Tune) -> Plan:
             raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
         if name == "draft_model" and asked.draft_model is None:
             raise ConfigError(f"--methods holds {name!r}; name the smaller model with --draft-model")
-    for k in asked.k or ():
+    for k in asked.k:
         if not 1 <= k <= MOST_K:
             raise ConfigError(f"-k is {k}; give a whole number from 1 to {MOST_K}")
     prompts = load(asked.prompts)
     usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in prompts}))
-    return Plan(asked, tuple(dict.fromkeys(methods)), first_of_each(prompts, asked.limit or usual))
+    return Plan(asked, methods, first_of_each(prompts, asked.limit or usual))
 
 
 def num_turns(plan: Plan) -> int:
-    """Of a prompt: each drafter by the clock, then it, the policy and plain decoding beside each of them."""
-    timed = 2 + sum(1 + len(plan.lengths_of(name)) for name in plan.methods)
+    """Of a prompt: each drafter by the clock, then each of its lengths, the policy and plain decoding."""
+    timed = 2 + sum(len(plan.lengths_of(name)) for name in plan.methods)
     return (len(plan.methods) + REPEATS * timed) * len(plan.prompts)
 
 
@@ -108,67 +104,37 @@ class Clocked:
     """A drafter with a clock around its drafts; else it is the drafter."""
 
     def __init__(self, drafter: Any) -> None:
-        self._drafter, self._known = drafter, set[str]()
-        self.entering: list[
-            float
-        ] = []  # seconds of the first draft of a request, reading its prompt included
-        self.asking: list[float] = []  # of each further one; of one that runs a model, for each token
+        self.drafter, self._known = drafter, set[str]()
+        # seconds of a draft, after the first of a request, which reads its prompt; with a model of each token
+        self.asking: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
+        return getattr(self.drafter, name)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         started = perf_counter()
-        drafts: list[Draft] = self._drafter.propose(requests, budgets)
+        drafts: list[Draft] = self.drafter.propose(requests, budgets)
         seconds = perf_counter() - started
-        if requests[0].id not in self._known:
-            self._known.add(requests[0].id)
-            self.entering.append(seconds)
-        else:
-            self.asking.append(seconds if self._drafter.is_free else seconds / max(budgets[0], 1))
+        if requests[0].id in self._known:
+            self.asking.append(seconds if self.drafter.is_free else seconds / max(budgets[0], 1))
+        self._known.add(requests[0].id)
         return drafts
 
 
-@dataclass(slots=True)
-class Group:
-    """What takes turns with plain decoding: one drafter's lengths, or the policy's choices."""
+class Prices(NamedTuple):
+    """Seconds."""
 
-    name: str
-    engines: Callable[[], dict[str, Engine]]  # by K; new ones, that know no text yet
-    current: dict[str, Engine] = field(default_factory=dict)
-    best: dict[tuple[str, int], tuple[float, int]] = field(
-        default_factory=dict
-    )  # seconds, tokens by K, prompt
-
-    def seconds(self, k: str) -> float | None:
-        """For a token, over all prompts."""
-        found = [timing for (name, _), timing in self.best.items() if name == k]
-        total, num_tokens = sum(each[0] for each in found), sum(each[1] for each in found)
-        return total / num_tokens if num_tokens else None
-
-    def speedup(self, k: str) -> float | None:
-        plain, own = self.seconds(PLAIN), self.seconds(k)
-        return plain / own if plain and own else None
-
-
-@dataclass(slots=True)
-class Subject:
-    """A drafter, and what is known of it."""
-
-    lengths: list[int]
+    target: CostTable
+    cached: int  # tokens that a row sees, on average
+    plain: float  # a plain step
+    asking: float  # a drafter; one that runs a model, for each token
     is_free: bool
-    clocked: Clocked
-    engine: Engine  # with the clocked drafter, at its longest
-    group: Group
-    asking: float = 0.0  # seconds of a draft; of one that runs a model, for each token
 
-    @property
-    def acceptance(self) -> list[float]:
-        """By depth from 1 on: how often a token was right where one was drafted after tokens that were."""
-        stats = self.engine.totals
-        parents = [*stats.drafted_at[:1], *stats.accepted_at]
-        reached = [min(d, p) for d, p in zip(stats.drafted_at, parents, strict=False)]
-        return [a / n if n else 0.0 for a, n in zip(stats.accepted_at, reached, strict=True)]
+    def more(self, drafted: int) -> float:
+        """What a pass takes longer that checks a draft of this length."""
+        rows = 1 + drafted
+        longer = self.target.pass_seconds(rows, self.cached, rows * self.cached)
+        return longer - self.target.pass_seconds(1, self.cached, self.cached)
 
 
 def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: Prices) -> dict[str, Any]:
@@ -194,93 +160,97 @@ def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: P
     }
 
 
-class Prices(NamedTuple):
-    """Seconds."""
+@dataclass(slots=True)
+class Subject:
+    """A drafter, and what is known of it."""
 
-    target: CostTable
-    cached: int  # tokens that a row sees, on average
-    plain: float  # a plain step
-    asking: float  # a drafter; one that runs a model, for each token
+    name: str
+    lengths: list[int]
     is_free: bool
+    clocked: Clocked
+    engine: Engine  # with the clocked drafter, at its longest
+    asking: float = 0.0  # seconds of a draft; of one that runs a model, for each token
 
-    def more(self, drafted: int) -> float:
-        """What a pass takes longer that checks so long a draft."""
-        rows = 1 + drafted
-        longer = self.target.pass_seconds(rows, self.cached, rows * self.cached)
-        return longer - self.target.pass_seconds(1, self.cached, self.cached)
+    @property
+    def acceptance(self) -> list[float]:
+        """By depth from 1 on: how often a token was right where one was drafted after tokens that were."""
+        stats = self.engine.totals
+        parents = [*stats.drafted_at[:1], *stats.accepted_at]
+        reached = [min(d, p) for d, p in zip(stats.drafted_at, parents, strict=False)]
+        return [a / n if n else 0.0 for a, n in zip(stats.accepted_at, reached, strict=True)]
 
 
 class Session:
     def __init__(self, llm: LLM, plan: Plan, tell: Tell) -> None:
-        self.llm, self.plan, self.tell, self.own = llm, plan, tell, llm.engine
+        self.llm, self.plan, self.tell = llm, plan, tell
         least = min(LEAST_TOKENS, plan.asked.max_tokens)
         self.params = SamplingParams(temperature=0, max_tokens=plan.asked.max_tokens, min_tokens=least)
         tell("timing passes", 0)
-        self.costs = CostTable(*time_passes(self.own.executor, PASS_SECONDS))
-        self.subjects = [self._subject(name) for name in plan.methods]
-        self.auto = Group(AUTO, lambda: {AUTO: auto_engine(llm, self.costs)})
-        self.groups = [*(subject.group for subject in self.subjects), self.auto]
-        self.plain = engine_of(llm, PLAIN)
+        self.costs = CostTable(*time_passes(llm.engine.executor, PASS_SECONDS))
+        self.plain, self.subjects = engine_of(llm, PLAIN), [self._subject(name) for name in plan.methods]
+        self.best: dict[tuple[str, int], tuple[float, int]] = {}  # seconds and tokens, by row and prompt
         self.num_prompts = self.num_tokens = self.num_cached = 0
 
     def _subject(self, name: str) -> Subject:
         self.tell(f"loading {name}", 0)
-        is_free, lengths = self.plan.is_free(name), self.plan.lengths_of(name)
-        drafter = drafter_of(self.llm, self.plan.options(name, lengths[-1]))
-
-        def engines() -> dict[str, Engine]:
-            # One that runs a model knows the text of its request and nothing else, so it may be used again.
-            return {
-                str(k): engine_with(
-                    self.llm, drafter_of(self.llm, self.plan.options(name, k)) if is_free else drafter, k
-                )
-                for k in lengths
-            }
-
-        clocked = Clocked(drafter)
+        lengths = self.plan.lengths_of(name)
+        clocked = Clocked(drafter_of(self.llm, self.plan.options(name, lengths[-1])))
         engine = engine_with(self.llm, clocked, lengths[-1])
-        return Subject(lengths, is_free, clocked, engine, Group(name, engines))
+        return Subject(name, lengths, self.plan.is_free(name), clocked, engine)
+
+    def _rows(self) -> dict[str, Engine]:
+        """New engines, that know no text yet. A drafter that runs a model knows the text of its request and
+        nothing else, so it may be used again.
+        """
+        rows = {PLAIN: self.plain}
+        for subject in self.subjects:
+            for k in subject.lengths:
+                is_new = subject.is_free
+                options = self.plan.options(subject.name, k)
+                drafter = drafter_of(self.llm, options) if is_new else subject.clocked.drafter
+                rows[f"{subject.name}/{k}"] = engine_with(self.llm, drafter, k)
+        return {**rows, AUTO: auto_engine(self.llm, self.costs)}
 
     def run(self, prompts: Sequence[list[int]]) -> None:
-        started = perf_counter()
+        own, started = self.llm.engine, perf_counter()
         answer(self.llm, self.plain, prompts[0], self.params)  # what is compiled or read on first use
         for repeat in range(REPEATS):
-            for group in self.groups:
-                group.current = group.engines()
-            limit = self.plan.asked.seconds * (FIRST if repeat == 0 else 1.0)
+            rows, limit = self._rows(), self.plan.asked.seconds * (FIRST if repeat == 0 else 1.0)
             for number, ids in enumerate(prompts if repeat == 0 else prompts[: self.num_prompts]):
                 if number and perf_counter() - started > limit:
                     break
                 if repeat == 0:
                     self._clock(ids)
-                self._take_turns(number, ids, number + repeat)
-        self.llm.engine = self.own
+                for row, engine in rotated(rows, number + repeat):
+                    found = answer(self.llm, engine, ids, self.params, UNTIMED)
+                    timing = (found.seconds, found.num_timed)
+                    self.best[row, number] = min(self.best.get((row, number), timing), timing)
+                    self.tell(f"timing {row.partition('/')[0]}", 1)
+        self.llm.engine = own
 
     def _clock(self, ids: list[int]) -> None:
         self.num_prompts += 1
         for subject in self.subjects:
-            self.tell(f"clocking {subject.group.name}", 0)
             found = answer(self.llm, subject.engine, ids, self.params)
-            self.tell(f"clocking {subject.group.name}", 1)
+            self.tell(f"clocking {subject.name}", 1)
         self.num_tokens += len(found.ids)
         self.num_cached += len(found.ids) * (len(ids) + len(found.ids) // 2)
 
-    def _take_turns(self, number: int, ids: list[int], shift: int) -> None:
-        groups = self.groups[shift % len(self.groups) :] + self.groups[: shift % len(self.groups)]
-        for group in groups:
-            engines = [(PLAIN, self.plain), *group.current.items()]
-            for k, engine in engines[shift % len(engines) :] + engines[: shift % len(engines)]:
-                found = answer(self.llm, engine, ids, self.params, UNTIMED)
-                timing = (found.seconds, found.num_timed)
-                group.best[k, number] = min(group.best.get((k, number), timing), timing)
-                self.tell(f"timing {group.name}", 1)
+    def seconds(self, row: str) -> float | None:
+        """For a token, over all prompts."""
+        found = [timing for (name, _), timing in self.best.items() if name == row]
+        total, num_tokens = (sum(column) for column in zip(*found, strict=True))
+        return total / num_tokens if num_tokens else None
+
+    def speedup(self, row: str) -> float | None:
+        plain, own = self.seconds(PLAIN), self.seconds(row)
+        return plain / own if plain and own else None
 
     def report(self) -> dict[str, Any]:
-        timed = [seconds for group in self.groups if (seconds := group.seconds(PLAIN))]
-        if not timed:
+        plain, cached = self.seconds(PLAIN), self.num_cached // max(self.num_tokens, 1)
+        if plain is None:
             remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
             raise RequestError(f"no answer was long enough to be timed; {remedy}")
-        plain, cached = median(timed), self.num_cached // max(self.num_tokens, 1)
         return {
             "model": self.llm.checkpoint.name,
             "prompts": self.num_prompts,
@@ -288,14 +258,13 @@ class Session:
             "tokens": self.num_tokens,
             "plain_tokens_per_second": 1 / plain,
             "passes": self.costs.to_json(),
-            "host_seconds": max(plain - self.costs.pass_seconds(1, cached, cached), 0.0),
-            "drafters": {s.group.name: self._drafter(s, plain, cached) for s in self.subjects},
-            "auto": self.auto.speedup(AUTO),
+            "drafters": {each.name: self._drafter(each, plain, cached) for each in self.subjects},
+            "auto": self.speedup(AUTO),
         }
 
     def _in_bursts(self, subject: Subject, prices: Prices) -> float:
         """Seconds of a drafted token where a burst drafts: what its steps take longer than a check."""
-        stats, token = subject.engine.totals, subject.group.seconds(str(subject.lengths[-1]))
+        stats, token = subject.engine.totals, self.seconds(f"{subject.name}/{subject.lengths[-1]}")
         if subject.is_free or token is None or not stats.num_drafted:
             return 0.0
         drafted = stats.num_drafted / stats.num_steps
@@ -304,14 +273,11 @@ class Session:
     def _drafter(self, subject: Subject, plain: float, cached: int) -> dict[str, Any]:
         stats, prices = subject.engine.totals, Prices(self.costs, cached, plain, 0.0, subject.is_free)
         subject.asking = median(subject.clocked.asking or [self._in_bursts(subject, prices)])
-        prices = prices._replace(asking=subject.asking)
-        lengths, most = Counter(stats.lengths), subject.lengths[-1]
-        line = [predict(lengths, stats.accepted_at, k, prices) for k in range(most + 1)]
-        rows = [{**line[k], "measured": subject.group.speedup(str(k))} for k in subject.lengths]
+        prices, lengths = prices._replace(asking=subject.asking), Counter(stats.lengths)
+        line = [predict(lengths, stats.accepted_at, k, prices) for k in range(subject.lengths[-1] + 1)]
+        rows = [{**line[k], "measured": self.speedup(f"{subject.name}/{k}")} for k in subject.lengths]
         return {
-            "is_free": subject.is_free,
             "acceptance_by_depth": subject.acceptance,
-            "first_ask_seconds": median(subject.clocked.entering or [0.0]),
             ("ask_seconds" if subject.is_free else "token_seconds"): subject.asking,
             "lengths": rows,
             "best_k": max(rows, key=lambda row: row["measured"] or 0.0)["k"],
@@ -321,14 +287,13 @@ class Session:
 
 def run(plan: Plan, tell: Tell) -> dict[str, Any]:
     """The report; what was learned is saved for `auto` when everything has been measured, or not at all."""
-    asked = plan.asked
     tell("loading the model", 0)
-    with load_model(asked, speculative_config=None, max_num_seqs=1) as llm:
+    with load_model(plan.asked, speculative_config=None, max_num_seqs=1) as llm:
         session = Session(llm, plan, tell)
         session.run([ids_of(llm, prompt.text) for prompt in plan.prompts])
         report = session.report()
-        tell("done", 0)
-        return {**report, "recommended": recommended(report), "profile": _save(llm, asked.dtype, session)}
+        profile = _save(llm, plan.asked.dtype, session)
+        return {**report, "recommended": recommended(report), "profile": profile}
 
 
 def _save(llm: LLM, dtype: str, session: Session) -> str | None:
@@ -337,14 +302,11 @@ def _save(llm: LLM, dtype: str, session: Session) -> str | None:
     dtype = executor.backend.default_dtype if dtype == "auto" else dtype
     path = profile_path(llm.checkpoint.fingerprint, dtype, executor)
     before = load_profile(path)
-    # Another draft model would be another drafter of the same name, so nothing is kept of one.
-    measured = {
-        subject.group.name: DrafterProfile(subject.asking, tuple(subject.acceptance))
-        for subject in session.subjects
-        if subject.group.name != "draft_model"
-    }
-    known = before.drafters if before is not None else {}
-    return str(path) if save_profile(path, Profile(session.costs, {**known, **measured})) else None
+    drafters = dict(before.drafters) if before is not None else {}
+    for subject in session.subjects:
+        if subject.name != "draft_model":  # another draft model would be another drafter of the same name
+            drafters[subject.name] = DrafterProfile(subject.asking, tuple(subject.acceptance))
+    return str(path) if save_profile(path, Profile(session.costs, drafters)) else None
 
 
 def _best(drafter: dict[str, Any]) -> dict[str, Any]:
@@ -374,35 +336,28 @@ def tables(report: dict[str, Any]) -> list[Table]:
     for name, drafter in report["drafters"].items():
         alphas = " ".join(f"{alpha:.2f}" for alpha in drafter["acceptance_by_depth"][:SHOWN_DEPTHS])
         for row in drafter["lengths"]:
-            figures = [
-                str(row["k"]),
-                f"{row['num_drafted']:.2f}",
-                f"{row['tau']:.2f}",
-                f"{row['speedup']:.2f}",
-            ]
+            figures = [f"{row[key]:.2f}" for key in ("num_drafted", "tau", "speedup")]
             best = "best" if row["k"] == drafter["best_k"] else ""
-            rows.append((name, *figures, cell(row["measured"], "{:.2f}"), best, alphas))
+            rows.append((name, str(row["k"]), *figures, cell(row["measured"], "{:.2f}"), best, alphas))
             alphas = ""
-    if report["auto"] is not None:
-        rows.append((AUTO, "", "", "", "", f"{report['auto']:.2f}", "", ""))
+        notes.append(_verdict(name, _best(drafter)))
+    rows.append((AUTO, "", "", "", "", cell(report["auto"], "{:.2f}"), "", ""))
     columns = ("K", "drafted", "τ", "predicted", "measured", "", "α by depth")
-    notes += [_verdict(name, drafter) for name, drafter in report["drafters"].items()]
-    return [Table("speedup over plain decoding", ("drafter",), columns, rows, [*notes, _advice(report)])]
+    saved = f"saved {report['profile']}" if report["profile"] else "not saved: the cache cannot be written"
+    notes += [_advice(report), saved]
+    return [Table("speedup over plain decoding", ("drafter",), columns, rows, notes)]
 
 
-def _verdict(name: str, drafter: dict[str, Any]) -> str:
+def _verdict(name: str, best: dict[str, Any]) -> str:
     """What it would gain, or why it does not."""
-    best, entering = _best(drafter), drafter["first_ask_seconds"]
-    gain, notes = best["measured"] or best["speedup"], ""
-    if not drafter["is_free"] and entering > 2 * drafter["lengths"][-1]["k"] * drafter["token_seconds"]:
-        notes = f"; beside that it reads each prompt itself, {1e3 * entering:.0f} ms here"
+    gain = best["measured"] or best["speedup"]
     if gain > WORTH:
-        return f"{name}: gains {gain:.2f}x with K = {best['k']}{notes}"
+        return f"{name}: gains {gain:.2f}x with K = {best['k']}"
     edge = formulas.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
     pays = "even perfect drafts would not pay" if edge is None else f"it would pay from α = {edge:.2f}"
     cost = best["k"] * best["draft_cost"] + best["verify_cost"]
-    why = f"a step costs {cost:.2f} plain ones, {pays}{notes}"
-    return f"{name}: gains nothing ({gain:.2f}x at best, K = {best['k']}): {why}"
+    why = f"a step costs {cost:.2f} plain ones, {pays}"
+    return f"{name}: gains nothing ({gain:.2f}x with K = {best['k']}): {why}"
 
 
 def _advice(report: dict[str, Any]) -> str:
@@ -412,5 +367,4 @@ def _advice(report: dict[str, Any]) -> str:
     if choice == AUTO:
         return f"Use auto, the default: {auto:.2f}x, and it adapts to the text."
     gain = _best(report["drafters"][choice["method"]])["measured"]
-    beside = f" (auto: {auto:.2f}x)" if auto is not None else ""
-    return f"Use --method {choice['method']} -k {choice['num_speculative_tokens']}: {gain:.2f}x{beside}."
+    return f"Use --method {choice['method']} -k {choice['num_speculative_tokens']}: {gain:.2f}x."

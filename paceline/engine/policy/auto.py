@@ -32,6 +32,7 @@ HEAD_SHARE = 1 / 8  # of a pass: the same of one that runs a model
 MOST_PROMPT_ROWS = 1024  # beside more, a pass is bound by arithmetic and nothing is drafted
 STOP_GAIN = 1.6  # a head drafts on from a token that is worth this many times its row and its drafting
 GAIN_RATE = 0.06  # of a new draft in the average of what they save
+RESTART = 3.0  # passes: what it costs to end a burst and to begin another
 RECHECK = 16  # steps until costs are looked at again where not even a perfect draft could pay
 
 
@@ -116,7 +117,8 @@ class AutoPolicy:
         added = load.added(limit, known.cost.each, known.cost.fixed)
         survival = known.calibration.survival(self._factor(number, request).value, limit)
         count, gained = best_count(survival, limit, load.speaking, load.seconds, added)
-        # Drafts that are cut where they doubt gain more than those of average length; what they gained is known.
+        # Drafts that are cut where they doubt gain more than those of average length; what they gained is
+        # known.
         return count, max(gained * load.token_seconds - added[count], known.gain - known.cost.of(count))
 
     def _least(self, load: Load) -> float:
@@ -136,7 +138,12 @@ class AutoPolicy:
         return factors[number]
 
     def replan(
-        self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers
+        self,
+        drafter: int,
+        asks: Asks,
+        scheduled: Sequence[ScheduledRequest],
+        answers: Answers,
+        is_running: bool = False,
     ) -> Asks:
         """For which requests it still pays to ask a model, now that others have answered. A sampled draft
         cannot be joined with others, so nothing is asked after one.
@@ -146,7 +153,9 @@ class AutoPolicy:
             request = scheduled[index].request
             others = [a for a in self._weigh(index, request, answers.get(index, ())) if a.number != drafter]
             if others and not self.drafters[drafter].is_free:
-                promised = self._expected(drafter, request, count)[1]
+                promised = (
+                    self._expected(drafter, request, count)[1] + is_running * RESTART * self._load.seconds
+                )
                 if any(a.draft.q is not None or self._worth(a) > promised for a in others):
                     continue
             kept.append((index, count))

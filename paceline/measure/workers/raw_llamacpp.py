@@ -49,13 +49,7 @@ class RawLoop:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self._library.llama_set_n_threads(self._context, threads, threads)
 
-    def generate(self, prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
-        assert in_flight == 1, "the raw loop has one request"
-        started = time.perf_counter()
-        answers = [self._answer(prompt) for prompt in prompts]
-        return {"wall_s": time.perf_counter() - started, "answers": answers}
-
-    def _answer(self, prompt: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, prompt: dict[str, Any]) -> dict[str, Any]:
         """One request. Times are in seconds from its start."""
         memory = ctypes.c_void_p(self._library.llama_get_memory(self._context))
         self._library.llama_memory_clear(memory, True)

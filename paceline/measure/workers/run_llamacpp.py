@@ -8,7 +8,6 @@ step yields one token of the model's own.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import xllamacpp
@@ -24,22 +23,14 @@ def load(options: dict[str, Any]) -> dict[str, Any]:
         from raw_llamacpp import RawLoop  # type: ignore[import-not-found]  # beside this file, where it runs
 
         loop = RawLoop(options["model"], options["context"], options["threads"])
-        return {"generate": loop.generate, "note": note()}
+        return {"answer": loop.answer, "note": note()}
     server = xllamacpp.Server(parameters(options))
-
-    def generate(prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
-        started = time.perf_counter()
-        with ThreadPoolExecutor(in_flight) as pool:
-            answers = list(pool.map(lambda prompt: answer(server, prompt), prompts))
-        return {"wall_s": time.perf_counter() - started, "answers": answers}
-
-    def read_prompt(ids: list[int], num_cached: int) -> dict[str, Any]:
-        return {"seconds": reading_seconds(server, ids, num_cached)}
-
-    def address() -> dict[str, Any]:
-        return {"url": server.listening_address}
-
-    return {"generate": generate, "read_prompt": read_prompt, "address": address, "note": note()}
+    return {
+        "answer": lambda prompt: answer(server, prompt),
+        "read_prompt": lambda ids, num_cached: {"seconds": reading_seconds(server, ids, num_cached)},
+        "address": lambda: {"url": server.listening_address},
+        "note": note(),
+    }
 
 
 def note() -> str | None:
@@ -103,13 +94,7 @@ def answer(server: Any, prompt: dict[str, Any]) -> dict[str, Any]:
     wanted = {**GREEDY, "n_predict": prompt["num_tokens"], "cache_prompt": False}
     server.handle_completions({"prompt": prompt["ids"], **wanted}, hear)
     timings, num_tokens = last["timings"], last["usage"]["completion_tokens"]
-    accepted = timings.get("draft_n_accepted", 0)
-    return {
-        "text": "".join(pieces),
-        "num_tokens": num_tokens,
-        "first_s": times[0],
-        "total_s": times[-1],
-        "num_steps": num_tokens - accepted,
-        "num_drafted": timings.get("draft_n", 0),
-        "num_accepted": accepted,
-    }
+    accepted, drafted = timings.get("draft_n_accepted", 0), timings.get("draft_n", 0)
+    counts = {"num_steps": num_tokens - accepted, "num_drafted": drafted, "num_accepted": accepted}
+    said = {"text": "".join(pieces), "num_tokens": num_tokens}
+    return {**said, "first_s": times[0], "total_s": times[-1], **counts}

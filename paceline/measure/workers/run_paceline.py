@@ -30,15 +30,10 @@ COUNTS = (
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
-    llm = LLM(
-        options["model"],
-        dtype=options["dtype"],
-        speculative_config=options["speculative_config"],
-        max_num_seqs=options["in_flight"],
-        enable_prefix_caching=False,  # every repeat reads its prompt anew
-        progress=False,
-    )
-    worker = Worker(llm)
+    chosen = {"dtype": options["dtype"], "speculative_config": options["speculative_config"]}
+    # no prefix caching: every repeat reads its prompt anew
+    limits = {"max_num_seqs": options["in_flight"], "enable_prefix_caching": False, "progress": False}
+    worker = Worker(LLM(options["model"], **chosen, **limits))
     return {"generate": worker.generate, "encode": worker.encode, "verify_cost": worker.verify_cost}
 
 

@@ -1,7 +1,5 @@
 """vLLM's CPU build as a worker, its engine in this process and stepped by hand, so that first tokens can be
-timed.
-
-Runs in the peer's environment: no import of Paceline. Counts of drafts come from its own metrics, as
+timed. Runs in the peer's environment: no import of Paceline. Counts of drafts come from its own metrics, as
 differences around each call.
 """
 
@@ -10,11 +8,16 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 MATCH, LONGEST, DRAFTED = 2, 4, 3  # shortest and longest match of its prompt lookup, and tokens drafted
 KV_GIGABYTES = 1
+COUNTED = {  # its counters
+    "vllm:spec_decode_num_draft_tokens": "num_drafted",
+    "vllm:spec_decode_num_accepted_tokens": "num_accepted",
+}
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
@@ -40,9 +43,8 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
     def generate(prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
         before, started = _metrics(llm), time.perf_counter()
         answers = _run(llm.llm_engine, prompts, in_flight, names)
-        wall = time.perf_counter() - started
-        after = _metrics(llm)
-        _share_counts(answers, {name: after[name] - before[name] for name in after})
+        wall, after = time.perf_counter() - started, _metrics(llm)
+        _share_counts(answers, before, after)
         return {"wall_s": wall, "answers": answers}
 
     return {"generate": generate}
@@ -60,9 +62,8 @@ def _run(engine: Any, prompts: list[dict[str, Any]], in_flight: int, names: Any)
         while waiting and len(index_of) < in_flight:
             index, name = waiting.pop(0), next(names)
             prompt = prompts[index]
-            params = SamplingParams(
-                temperature=0, max_tokens=prompt["num_tokens"], ignore_eos=True, detokenize=False
-            )
+            most = prompt["num_tokens"]
+            params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
             started[name], index_of[name] = time.perf_counter(), index
             engine.add_request(name, {"prompt_token_ids": prompt["ids"]}, params)
         for output in engine.step():
@@ -76,21 +77,16 @@ def _run(engine: Any, prompts: list[dict[str, Any]], in_flight: int, names: Any)
     return answers
 
 
-def _metrics(llm: Any) -> dict[str, int]:
-    wanted = {
-        "vllm:spec_decode_num_draft_tokens": "num_drafted",
-        "vllm:spec_decode_num_accepted_tokens": "num_accepted",
-    }
-    found = dict.fromkeys(wanted.values(), 0)
+def _metrics(llm: Any) -> Counter[str]:
+    found = Counter[str]()
     for metric in llm.get_metrics():
-        if metric.name in wanted:
-            found[wanted[metric.name]] += int(metric.value)
+        if metric.name in COUNTED:
+            found[COUNTED[metric.name]] += int(metric.value)
     return found
 
 
-def _share_counts(answers: list[dict[str, Any]], counts: dict[str, int]) -> None:
+def _share_counts(answers: list[dict[str, Any]], before: Counter[str], after: Counter[str]) -> None:
     """The metrics count for all requests together; the first answer carries them, so that sums are right."""
     for i, answer in enumerate(answers):
-        drafted, accepted = (counts["num_drafted"], counts["num_accepted"]) if i == 0 else (0, 0)
-        answer |= {"num_drafted": drafted, "num_accepted": accepted}
-        answer["num_steps"] = answer["num_tokens"] - accepted
+        counts = {name: (after[name] - before[name]) * (i == 0) for name in COUNTED.values()}
+        answer |= {**counts, "num_steps": answer["num_tokens"] - counts["num_accepted"]}

@@ -3,9 +3,9 @@ one for each that comes.
 
 Runs in the peer's own environment, so it imports nothing of Paceline. The first line in holds the options of
 `MODULE.load`, which returns the operations by name, and under "note" perhaps a remark for the report; every
-later line is {"op": NAME, ...}. Invariant: the pipe carries answers alone; what a library prints goes to
-stderr. A closed stdin ends the worker, so none outlives the process that started it; while it waits it
-sleeps.
+later line is {"op": NAME, ...}. A module that names "answer", one request's, gets "generate" made from it.
+Invariant: the pipe carries answers alone; what a library prints goes to stderr. A closed stdin ends the
+worker, so none outlives the process that started it; while it waits it sleeps.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import IO, Any
 
 
-def take_stdout() -> IO[str]:
-    """The pipe, as a file of our own; descriptor 1 becomes stderr for all else, C++ included."""
-    pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return pipe
+def generate(answer: Callable[..., Any], prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
+    """All prompts, `in_flight` of them at any time."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(in_flight) as pool:
+        answers = list(pool.map(answer, prompts))
+    return {"wall_s": time.perf_counter() - started, "answers": answers}
 
 
 def send(pipe: IO[str], answer: dict[str, Any]) -> None:
@@ -31,11 +36,13 @@ def send(pipe: IO[str], answer: dict[str, Any]) -> None:
 
 
 def main(module: str) -> None:
-    pipe = take_stdout()
+    pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # descriptor 1 becomes stderr for all else, C++ included
     try:
-        options = json.loads(sys.stdin.readline())
-        operations = importlib.import_module(module).load(options)
-        send(pipe, {"ready": True, "note": operations.pop("note", None)})
+        operations = importlib.import_module(module).load(json.loads(sys.stdin.readline()))
+        if "answer" in operations:
+            operations["generate"] = partial(generate, operations["answer"])
+        send(pipe, {"ready": True, "note": operations.get("note")})
         for line in sys.stdin:
             message = json.loads(line)
             send(pipe, operations[message.pop("op")](**message))
