@@ -210,7 +210,7 @@ def test_early_exit_writes_only_where_the_target_will_write_again() -> None:
     request = request_of([3, 1, 2])
     ready(target, request, 4)
     before, blocks = (
-        [data[:, :2].clone() for data in (target.kv.keys, target.kv.values)],
+        [data[:, :2].clone() for data in (target.memory.keys, target.memory.values)],
         list(request.cache.blocks),
     )
     (draft,) = drafter.propose([request], [4])
@@ -219,7 +219,7 @@ def test_early_exit_writes_only_where_the_target_will_write_again() -> None:
     assert request.cache.blocks == blocks
     assert all(
         (data[:, :2] == old).all()
-        for data, old in zip((target.kv.keys, target.kv.values), before, strict=True)
+        for data, old in zip((target.memory.keys, target.memory.values), before, strict=True)
     )
 
 

@@ -17,7 +17,7 @@ from paceline.core.types import Batch, Output
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_of, save_profile
 from paceline.runtime.timing import measure
-from tests.laws.harness import runner
+from tests.laws.harness import executor
 
 COSTS = CostTable({1: 1.0, 4: 1.5}, 0.25, 0.125)
 
@@ -46,7 +46,7 @@ def test_a_profile_of_another_version_is_refused() -> None:
 
 
 def test_measuring_leaves_nothing_behind_and_never_falls_with_rows() -> None:
-    target = runner()
+    target = executor()
     timings = measure(target, 60)  # it stops by itself, long before
     assert target.kv.pool.num_used == 0
     assert {1, 2, 4, 8} <= set(timings.seconds)
@@ -72,21 +72,21 @@ class Recording:
 
 
 def test_what_is_recorded_once_is_no_cost_of_a_pass() -> None:
-    target = runner()
+    target = executor()
     timings = measure(replace(target, decoder=Recording(target.decoder)), 1.0)
     assert {1, 2, 4, 8} <= set(timings.seconds)
     assert max(timings.seconds.values()) < 0.2
 
 
 def test_a_small_cache_is_measured_as_far_as_it_goes() -> None:
-    target = runner(num_blocks=1)
+    target = executor(num_blocks=1)
     assert max(measure(target, 0.1).seconds) <= 16
     assert target.kv.pool.num_used == 0
 
 
 def test_a_saved_profile_that_cannot_be_true_is_measured_anew(tmp_path: Path) -> None:
     """It says that four rows cost a thousand times one."""
-    path, target = tmp_path / "p.json", runner()
+    path, target = tmp_path / "p.json", executor()
     save_profile(
         path, Profile(CostTable({1: 1e-4, 2: 1e-4, 4: 0.1, 8: 0.2}), {"suffix": DrafterProfile(1e-4)})
     )

@@ -13,11 +13,8 @@ from collections.abc import Sequence
 
 BINS = 12  # of claimed probabilities
 DEPTHS = 3  # told apart: 1, 2, and all deeper ones
-ALONE, AGREED, CONTRADICTED = (
-    0,
-    1,
-    2,
-)  # no other drafter says anything here, another says the same, another says otherwise
+# no other drafter says anything here, another says the same, another says otherwise
+ALONE, AGREED, CONTRADICTED = (0, 1, 2)
 NUM_CELLS = BINS * DEPTHS * 3
 SURE = 0.995  # no node is believed more
 MARGIN = 1.005  # a draft must promise this many times the tokens a second of none

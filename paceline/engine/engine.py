@@ -27,7 +27,7 @@ from paceline.engine.stats import Phases, SpecStats, Suspicion
 from paceline.heads.rows import BurstBackend, BurstInput
 from paceline.runtime.batch import segment_of
 from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.record import StepRecord
+from paceline.runtime.record import StepRecord, longest
 
 BURST_SECONDS = (
     0.12  # of a burst that is over before anything is heard of it; what arrives meanwhile waits as long
@@ -199,7 +199,7 @@ class Engine:
             if asks:
                 taken = self._ask(number, asks, scheduled, answers, plan.least)
                 if taken is not None:
-                    drafting[number] = (sum(count for _, count in asks), taken)
+                    drafting[number] = (longest(answers, number), taken)
         return None
 
     def _ask(

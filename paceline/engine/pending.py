@@ -24,7 +24,7 @@ from paceline.drafters.base import Drafter
 from paceline.engine.scheduler import Scheduler
 from paceline.runtime.check import judge
 from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.record import Drafting, StepRecord
+from paceline.runtime.record import Drafting, StepRecord, longest
 
 AHEAD = 2  # passes under way at a time, so that a device never waits for the host
 
@@ -162,9 +162,8 @@ class PendingBurst:
         ]
         record = StepRecord(self.scheduled, said.drafts, judged, self._answers(said.drafts, said.answers))
         if self.head is not None and said.num_read != 0:
-            record.drafting = {
-                self.head: (self.length, said.head_seconds if said.seconds is not None else None)
-            }
+            seconds = said.head_seconds if said.seconds is not None else None
+            record.drafting = {self.head: (longest(record.answers, self.head), seconds)}
         record.hidden, record.is_plain = self.burst.hidden(number), self.is_plain
         record.has_more = self.num_landed < len(self.burst)
         if said.seconds is not None:

@@ -14,12 +14,15 @@ from paceline.core.types import Answers, Draft, ScheduledRequest, Seen, Verdict
 if TYPE_CHECKING:
     import torch
 
-Drafting = Mapping[
-    int, tuple[int, float | None]
-]  # by drafter: nodes asked for, seconds (None: within the pass's)
-Judged = (
-    Verdict | PacelineError | None
-)  # None: a part of a prompt, or of a request that was stopped meanwhile
+# By drafter: nodes of its longest draft, seconds (None: within the pass's).
+Drafting = Mapping[int, tuple[int, float | None]]
+# None: a part of a prompt, or of a request that was stopped meanwhile
+Judged = Verdict | PacelineError | None
+
+
+def longest(answers: Answers, number: int) -> int:
+    """Nodes of a drafter's longest draft."""
+    return max((d.num_drafted for drafts in answers.values() for n, d in drafts if n == number), default=0)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ DRAFTERS: dict[str, Any] = {
     "dflash": {"method": "dflash", "num_speculative_tokens": 5},
 }
 QUICK = {("int8", name) for name in ("plain", "auto", "suffix", "eagle tree")} | {("torch", "plain")}
-pytestmark = pytest.mark.skipif(
+on_this_machine = pytest.mark.skipif(
     platform.machine() != GOLDEN["machine"],
     reason=f"the streams were written on {GOLDEN['machine']}; write them anew here",
 )
@@ -44,6 +44,7 @@ def cases() -> list[Any]:
     return found
 
 
+@on_this_machine
 @pytest.mark.parametrize(("dtype", "drafter"), cases())
 def test_streams_are_golden(dtype: str, drafter: str) -> None:
     with LLM(speculative_config=DRAFTERS[drafter], progress=False, **CPU[dtype]) as llm:

@@ -20,52 +20,49 @@ from paceline.drafters.base import Drafter
 from paceline.engine.policy.base import Asks, Plan
 from paceline.engine.policy.calibration import Answer, Calibration, Factor, compare
 from paceline.engine.policy.cost import CostTable, DraftCost, Load
-from paceline.engine.policy.switch import FIRST_OFF, MOST_OFF, Switch
+from paceline.engine.policy.switch import FIRST_OFF, Switch
 from paceline.heads.rows import BurstWeights
 
 if TYPE_CHECKING:
     from paceline.runtime.record import StepRecord
 
-MOST_NODES = 64  # of a draft, where the costs set no limit
-HOST_SECONDS = 2e-5  # of a draft that runs no model, until it is measured
-HEAD_SHARE = 1 / 8  # of a pass: the same of one that runs a model
+HEAD_SHARE = 1 / 8  # of a pass: what a draft of one node takes until it is measured
 MOST_PROMPT_ROWS = 1024  # beside more, a pass is bound by arithmetic and nothing is drafted
 STOP_GAIN = 1.6  # a head drafts on from a token that is worth this many times its row and its drafting
-GAIN_RATE = 0.06  # of a new draft in the average of what they save
 RESTART = 3.0  # passes: what it costs to end a burst and to begin another
-RECHECK = 16  # steps until costs are looked at again where not even a perfect draft could pay
+PROBE_SHARE = 0.005  # of all time that may go to asking a model from which nothing is expected
 
 
 class Known:
-    """One drafter over all requests: how often it is right, what it costs, and when it is tried again if it
-    does not pay.
-    """
+    """One drafter over all requests: how often it is right, and what a draft takes, by batch size."""
 
-    __slots__ = ("backoff", "calibration", "cost", "gain", "idle")
+    __slots__ = ("_costs", "calibration", "idle")
 
     def __init__(self, seconds: float, acceptance: Sequence[float]) -> None:
-        self.calibration, self.cost = Calibration(acceptance), DraftCost(seconds)
-        self.gain = 0.0  # seconds that checking the best of a draft saves, averaged over the last ones
-        self.idle, self.backoff = (
-            0,
-            FIRST_OFF,
-        )  # steps since it was asked; steps until it is asked without a gain in sight
+        self.calibration, self._costs = Calibration(acceptance), {1: DraftCost(seconds / 2, seconds / 2)}
+        self.idle = 0  # steps since it was asked
+
+    def cost(self, speaking: int) -> DraftCost:
+        """Until it is measured, what it takes at the nearest batch size: all are drafted for together."""
+        if speaking not in self._costs:
+            near = self._costs[min(self._costs, key=lambda other: abs(other - speaking))]
+            self._costs[speaking] = DraftCost(near.fixed, near.each)
+        return self._costs[speaking]
 
 
 class AutoPolicy:
     def __init__(
-        self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = MOST_NODES, has_trees: bool = True,
+        self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = 64, has_trees: bool = True,
         known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
     ) -> None:  # fmt: skip
-        """has_trees: false where only chains may be checked. known: by drafter, seconds of a draft of one
-        node and acceptance by depth.
+        """most_nodes: of a draft. has_trees: false where only chains may be checked. known: by drafter,
+        seconds of a draft of one node and acceptance by depth.
         """
         # One that runs a model comes last, and is not asked where the others' drafts are worth more.
         self.drafters = tuple(sorted(drafters, key=lambda drafter: not drafter.is_free))
         self.costs, self.most_nodes, self.has_trees = costs, most_nodes, has_trees
-        one = costs.pass_seconds(1)
-        guesses = {d.name: (HOST_SECONDS if d.is_free else HEAD_SHARE * one, ()) for d in self.drafters}
-        self._known = [Known(*(known or {}).get(d.name, guesses[d.name])) for d in self.drafters]
+        guess = (HEAD_SHARE * costs.pass_seconds(1), ())
+        self._known = [Known(*(known or {}).get(drafter.name, guess)) for drafter in self.drafters]
         self._factors: dict[str, list[Factor]] = {}  # by request: one a drafter
         self._switches: dict[int, Switch] = {}  # by requests that speak
         self._load = Load.of((), costs, most_nodes)
@@ -75,76 +72,58 @@ class AutoPolicy:
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> Plan:
         load = self._load = Load.of(scheduled, self.costs, self.most_nodes)
         self._weighed = {}
-        most = min(self.most_nodes, max((one.draft_limit for one in scheduled), default=0))
-        if not load.speaking or not most or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
-            return Plan()  # prompts, of which drafters learn
-        switch = self._switches.get(load.speaking) or self._switches.setdefault(load.speaking, Switch())
+        if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
+            return Plan()  # no plain step: heads read what a prompt's pass shows, also while drafting is off
+        switch = self._switches.setdefault(load.speaking, Switch())
         if switch.plain_steps:
-            return Plan(plain_steps=switch.plain_steps)
+            return Plan(plain_steps=switch.plain_steps if load.is_decoding else 0)
+        most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
         cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
-        if not cap:
-            return Plan(plain_steps=RECHECK)
-        limits = [
-            (i, one.request, min(one.draft_limit, cap))
-            for i, one in enumerate(scheduled)
-            if one.draft_limit > 0
-        ]
-        asks = [self._asks(number, limits) for number in range(len(self.drafters))]
+        if not cap:  # not even a perfect draft could pay
+            return Plan(plain_steps=FIRST_OFF if load.is_decoding else 0)
+        limits = [(i, one.request, min(one.draft_limit, cap)) for i, one in enumerate(scheduled)]
+        asks = [self._asks(n, [limit for limit in limits if limit[2] > 0]) for n in range(len(self.drafters))]
         return Plan(asks, 0, self._least(load))
 
     def _asks(self, number: int, limits: Sequence[tuple[int, Request, int]]) -> Asks:
         drafter, known = self.drafters[number], self._known[number]
         asks: Asks = []
+        limits = [limit for limit in limits if limit[1].params.speculative_method in (None, drafter.name)]
         for index, request, limit in limits:
-            if request.params.speculative_method not in (None, drafter.name):
-                continue
             count = limit if drafter.is_free else self._expected(number, request, limit)[0]
             if count:
                 asks.append((index, limit if drafter.can_stop else count))
-        known.idle = 0 if asks else known.idle + 1
-        if asks:
-            known.backoff = FIRST_OFF
-        elif known.idle >= known.backoff and limits:  # a probe: the text may be another by now
-            known.idle, known.backoff = 0, min(2 * known.backoff, MOST_OFF)
-            return (
-                [(limits[0][0], 1)] if limits[0][1].params.speculative_method in (None, drafter.name) else []
-            )
+        probe = known.cost(self._load.speaking).of(1) / (PROBE_SHARE * self._load.seconds)
+        if not asks and limits and known.idle >= probe:  # the text may be another by now
+            return [(limits[0][0], 1)]
         return asks
 
     def _expected(self, number: int, request: Request, limit: int) -> tuple[int, float]:
-        """Of a draft by a model, before it is made: how many nodes pay, and the seconds they should save."""
+        """Of a draft by a model, before it is made: how many nodes pay, and the seconds they should save. All
+        that speak are drafted for together, and each bears its share.
+        """
         known, load = self._known[number], self._load
-        added = load.added(limit, known.cost.each, known.cost.fixed / load.speaking)
+        cost = known.cost(load.speaking)
+        added = load.added(limit, cost.each / load.speaking, cost.fixed / load.speaking)
         survival = known.calibration.survival(self._factor(number, request).value, limit)
         count, gained = best_count(survival, limit, load.speaking, load.seconds, added)
-        # Drafts that are cut where they doubt gain more than those of average length; what they gained is
-        # known.
-        return count, max(gained * load.token_seconds - added[count], known.gain - known.cost.of(count))
+        return count, gained * load.token_seconds - added[count]
 
     def _least(self, load: Load) -> float:
         """The probability from which it pays to draft another token after one, and to check both."""
-        models = [
-            known.cost.each for d, known in zip(self.drafters, self._known, strict=True) if not d.is_free
-        ]
-        row = (
-            load.base[load.rows + 2] - load.base[load.rows + 1] + load.by_row if self.most_nodes > 1 else 0.0
-        )
-        return min(STOP_GAIN * (row + min(models, default=0.0)) / load.token_seconds, SURE)
+        pairs = zip(self.drafters, self._known, strict=True)
+        each = min((known.cost(load.speaking).each for d, known in pairs if not d.is_free), default=0.0)
+        row = load.added(2)[2] - load.added(1)[1] if self.most_nodes > 1 else 0.0
+        return min(STOP_GAIN * (row + each / load.speaking) / load.token_seconds, SURE)
 
     def _factor(self, number: int, request: Request) -> Factor:
-        factors = self._factors.get(request.id)
-        if factors is None:
-            factors = self._factors[request.id] = [Factor() for _ in self.drafters]
-        return factors[number]
+        if request.id not in self._factors:
+            self._factors[request.id] = [Factor() for _ in self.drafters]
+        return self._factors[request.id][number]
 
     def replan(
-        self,
-        drafter: int,
-        asks: Asks,
-        scheduled: Sequence[ScheduledRequest],
-        answers: Answers,
-        is_running: bool = False,
-    ) -> Asks:
+        self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers, is_running: bool = False
+    ) -> Asks:  # fmt: skip
         """For which requests it still pays to ask a model, now that others have answered. A sampled draft
         cannot be joined with others, so nothing is asked after one.
         """
@@ -153,9 +132,8 @@ class AutoPolicy:
             request = scheduled[index].request
             others = [a for a in self._weigh(index, request, answers.get(index, ())) if a.number != drafter]
             if others and not self.drafters[drafter].is_free:
-                promised = (
-                    self._expected(drafter, request, count)[1] + is_running * RESTART * self._load.seconds
-                )
+                restart = RESTART * self._load.seconds if is_running else 0.0
+                promised = self._expected(drafter, request, count)[1] + restart
                 if any(a.draft.q is not None or self._worth(a) > promised for a in others):
                     continue
             kept.append((index, count))
@@ -182,9 +160,9 @@ class AutoPolicy:
         """
         trees, chosen = {}, {}
         for index, drafts in answers.items():
-            sampled = [draft for _, draft in drafts if draft.q is not None]
-            if sampled:  # it stands alone, whatever was drawn
-                chosen[index] = sampled[0]
+            sampled = next((draft for _, draft in drafts if draft.q is not None), None)
+            if sampled is not None:  # it stands alone
+                chosen[index] = sampled
             else:
                 trees[index] = _Joined(self._weigh(index, scheduled[index].request, drafts))
         pool = sorted(
@@ -192,18 +170,15 @@ class AutoPolicy:
             for index, tree in trees.items()
             for node in (range(1, len(tree.scores)) if self.has_trees else tree.best_chain())
         )
-        room = {index: scheduled[index].num_lookahead_tokens for index in trees}
-        nodes = []
+        room, nodes = {index: scheduled[index].num_lookahead_tokens for index in trees}, []
         for score, index, node in pool:
             if room[index]:
                 room[index] -= 1
                 nodes.append((-score, index, node))
-        load, sampled = self._load, sum(draft.num_drafted for draft in chosen.values())
-        load = load._replace(rows=load.rows + sampled)
-        added = load.added(len(nodes))
-        count, _ = best_count(
-            [n[0] for n in nodes], len(nodes), load.speaking, load.seconds + self._spent, added
-        )
+        num_sampled = sum(draft.num_drafted for draft in chosen.values())
+        load = self._load._replace(rows=self._load.rows + num_sampled)
+        scores, seconds = [node[0] for node in nodes], load.seconds + self._spent
+        count, _ = best_count(scores, len(nodes), load.speaking, seconds, load.added(len(nodes)))
         kept: dict[int, list[int]] = {}
         for _, index, node in nodes[:count]:
             kept.setdefault(index, []).append(node)
@@ -225,38 +200,40 @@ class AutoPolicy:
             request, drafts = record.scheduled[index].request, record.answers.get(index, ())
             for answer in self._weigh(index, request, drafts):
                 answer.learn(record.drafts[index], verdict)
-                known = self._known[answer.number]
-                known.gain += GAIN_RATE * (self._worth(answer) - known.gain)
         self._weighed = {}
         drafted = sum(draft.num_drafted for draft in record.drafts if draft is not None)
-        self._note_drafting(record, drafted)
+        expected = 0.0
+        if load.speaking:
+            expected = self.costs.pass_seconds(load.rows + drafted, load.cached, load.seen_with(drafted))
+        expected += self._note_drafting(record, expected)
         if not load.is_decoding or not record.verdicts:
             return
         if record.pass_seconds is not None:
             self.costs.observe(load.rows + drafted, load.cached, load.seen_with(drafted), record.pass_seconds)
-        if record.seconds is None:
-            return
         switch = self._switches.setdefault(load.speaking, Switch())
+        seconds = None if record.seconds is None else record.seconds / expected
         if record.is_plain:
-            switch.note_plain(record.seconds / load.seconds)
-        else:
+            switch.note_plain(seconds)
+        elif seconds is not None:
             emitted = sum(len(verdict.tokens) for verdict in record.verdicts.values())
-            switch.note_drafted(record.seconds / load.seconds, emitted / load.speaking)
+            switch.note_drafted(seconds, expected / load.seconds, emitted / load.speaking)
 
-    def _note_drafting(self, record: StepRecord, drafted: int) -> None:
-        """What drafting took; in a burst that does not tell, what the round took beyond a pass of its
-        rows.
+    def _note_drafting(self, record: StepRecord, expected: float) -> float:
+        """Learn what drafting took; in a burst that does not tell, what the round took beyond the expected
+        pass. Returns the seconds that were expected of it.
         """
-        self._spent = 0.0
-        for number, (nodes, seconds) in record.drafting.items():
+        total = self._spent = 0.0
+        for number, known in enumerate(self._known):
+            known.idle = 0 if number in record.drafting else known.idle + 1
+        for number, (length, seconds) in record.drafting.items():
+            cost = self._known[number].cost(self._load.speaking)
+            total += cost.of(length)
             if seconds is None and record.seconds is not None:
-                load = self._load
-                seconds = record.seconds - self.costs.pass_seconds(
-                    load.rows + drafted, load.cached, load.seen_with(drafted)
-                )
+                seconds = record.seconds - expected
             if seconds is not None:
-                self._known[number].cost.add(nodes, max(seconds, 0.0))
+                cost.add(length, max(seconds, 0.0))
                 self._spent += max(seconds, 0.0)
+        return total
 
     def release(self, request: Request) -> None:
         self._factors.pop(request.id, None)

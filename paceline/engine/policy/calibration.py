@@ -26,6 +26,7 @@ TRUST = 2.0  # observations that a claim is worth, or a rate that was measured e
 MEMORY = 0.99  # of a count, from one observation in its cell to the next
 REQUEST_MEMORY = 0.96  # the same of a request's own hits
 REQUEST_PRIOR = 10.0  # hits that a request starts with, as many as expected
+UNLIKELY = 0.002  # mistakes in a row of which this was the probability halve a request's hits
 UNSAID = 0.5  # the claim of a drafter that makes none
 
 
@@ -41,7 +42,7 @@ class Calibration:
 
     def table(self) -> list[float]:
         """By cell: the rate seen, -1 where a claim is taken at its word."""
-        return [hits / seen if seen else -1.0 for hits, seen in zip(self._hits, self._seen, strict=True)]
+        return [self.rate(cell) for cell in range(NUM_CELLS)]
 
     def rate(self, cell: int) -> float:
         seen = self._seen[cell]
@@ -74,16 +75,19 @@ class Calibration:
 class Factor:
     """By how much one request's acceptance of one drafter differs from the others'."""
 
-    __slots__ = ("_expected", "_hits", "value")
+    __slots__ = ("_expected", "_hits", "_streak", "value")
 
     def __init__(self) -> None:
         self._hits = self._expected = REQUEST_PRIOR
-        self.value = 1.0
+        self._streak = self.value = 1.0  # the probability of as many mistakes in a row as were just made
 
     def note(self, expected: float, is_hit: bool) -> None:
         prior = (1 - REQUEST_MEMORY) * REQUEST_PRIOR
         self._hits = REQUEST_MEMORY * self._hits + prior + is_hit
         self._expected = REQUEST_MEMORY * self._expected + prior + expected
+        self._streak = 1.0 if is_hit else self._streak * (1.0 - expected)
+        if self._streak < UNLIKELY:  # the text has changed
+            self._hits, self._streak = self._hits / 2, UNLIKELY**0.5
         self.value = self._hits / self._expected
 
 
@@ -120,7 +124,7 @@ class Answer:
         """
         tokens, parents = self.draft.tree.tokens, self.draft.tree.parents
         path = verdict.path if self.draft.q is not None else None
-        if path is not None and (checked is None or checked.num_drafted != self.draft.num_drafted):
+        if path is not None and checked is not self.draft:
             return  # cut to a chain: the numbers of its nodes are others
         node = 0
         for depth, token in enumerate(verdict.tokens):

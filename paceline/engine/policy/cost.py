@@ -16,6 +16,8 @@ from paceline.core.types import ScheduledRequest
 WINDOW = 15  # timings of which the median counts
 OUTLIER = 8.0  # times the median: no timing counts as more
 REBUILD = 32  # timings between two corrections of the table
+OUTLYING = 1.5  # the same of a draft, up and down
+FORGET = 1024  # timings after which a row count that was not among them follows the others
 FADING = 0.95  # of the weight of a draft's timing, from one draft to the next
 
 
@@ -44,25 +46,26 @@ class Median:
 
 
 class DraftCost:
-    """Seconds of a draft: fixed + each x nodes, a line fitted to the last few; one that took very long counts
-    as twice what was expected.
+    """Seconds of a draft: fixed + each x length, a line fitted to the last few. No timing counts as further
+    from what was expected than OUTLYING, so that the line follows most of them, as the passes' medians do.
     """
 
     __slots__ = ("_sums", "each", "fixed")
 
-    def __init__(self, seconds: float) -> None:
-        """seconds: of a draft of one node, until something is seen; that guess is worth two drafts."""
-        self.fixed = self.each = seconds / 2
+    def __init__(self, fixed: float, each: float) -> None:
+        """Until something is seen; that guess is worth two drafts."""
+        self.fixed, self.each = fixed, each
         # of 1, x, x^2, y and xy over counts of 1 and 5
         self._sums = (2.0, 6.0, 26.0, 2 * self.fixed + 6 * self.each, 6 * self.fixed + 26 * self.each)
 
-    def of(self, nodes: int) -> float:
-        return self.fixed + self.each * nodes
+    def of(self, length: int) -> float:
+        return self.fixed + self.each * length
 
-    def add(self, nodes: float, seconds: float) -> None:
-        y = min(seconds, 2 * (self.fixed + self.each * nodes) + 1e-9)
+    def add(self, length: int, seconds: float) -> None:
+        expected = max(self.of(length), 1e-6)
+        y = min(max(seconds, expected / OUTLYING), OUTLYING * expected)
         n, x, xx, total, xy = (FADING * each for each in self._sums)
-        n, x, xx, total, xy = n + 1, x + nodes, xx + nodes * nodes, total + y, xy + nodes * y
+        n, x, xx, total, xy = n + 1, x + length, xx + length * length, total + y, xy + length * y
         self._sums = n, x, xx, total, xy
         spread = n * xx - x * x
         if spread > 0.01 * n * n:  # else all counts are the same, and only the level can be told
@@ -89,7 +92,8 @@ class CostTable:
             )
         self.seconds = dict(sorted(seconds.items()))
         self.per_request_token, self.per_row_token = per_request_token, per_row_token
-        self._ratios: dict[int, Median] = {}
+        self._ratios: dict[int, Median] = {}  # by rows: measured over expected
+        self._last: dict[int, int] = {}  # by rows: which timing was its last
         self._num_timed = 0
         self._base: list[float] = [0.0]
         self.version = 0  # grows when the base changes
@@ -122,8 +126,11 @@ class CostTable:
         cached = self.per_request_token * request_tokens + self.per_row_token * row_tokens
         self._ratios.setdefault(rows, Median(1.0)).add(seconds / (self._profile(rows) + cached))
         self._num_timed += 1
+        self._last[rows] = self._num_timed
         if self._num_timed % REBUILD == 0:
             self._base, self.version = [0.0], self.version + 1
+            for old in [r for r, last in self._last.items() if self._num_timed - last > FORGET]:
+                del self._ratios[old], self._last[old]
 
     def fresh(self) -> CostTable:
         """The table without what was learned since."""
