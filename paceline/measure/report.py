@@ -46,7 +46,7 @@ def report_rows(
         for category in [*categories, OVERALL]:
             found = _record(_of(mine, category), _of(plain, category))
             labels = {"engine": names.get(row, row.engine), "method": row.method, "task": category}
-            records.append({**labels, **found, "peak_mb": peaks[row]})
+            records.append({**labels, **found, "peak_mb": peaks.get(row)})
     return records
 
 
