@@ -1,25 +1,25 @@
 """A target whose text repeats itself for a while and changes then, and a head that drafts what its features
-say: some drafts are right to the end, some to the middle, some from the start not. For whoever lets both go
-on by themselves."""
+say: some drafts are right to the end, some to the middle, some from the start not. For tests of bursts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 from paceline.core.options import EngineConfig
-from paceline.core.types import Request
+from paceline.core.types import Burst, Request
 from paceline.drafters import registry
-from paceline.drafters.base import DrafterContext
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.heads.config import target_hash, write_head_config
+from paceline.heads.rows import BurstInput
 from paceline.runtime.executor import LocalExecutor
 from tests.heads import config_of, random_tensors, write_head
 from tests.laws.harness import CONFIG, RandomCheckpoint
@@ -48,9 +48,10 @@ def head_folder(folder: Path) -> str:
     return str(write_head(folder, write_head_config(config), tensors))
 
 
-def drafter_of(runner: LocalExecutor, head: str, steps: int) -> Any:
+def drafter_of(executor: LocalExecutor, head: str, steps: int) -> Drafter:
     options = {"method": "eagle", "model": head, "num_speculative_tokens": steps}
-    return registry.create(*registry.parse(options), DrafterContext(runner, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
+    context = DrafterContext(executor, TARGET, None, lambda *_: None)  # type: ignore[arg-type]
+    return registry.create(*registry.parse(options), context)
 
 
 def config_with(steps: int, limit: int) -> EngineConfig:
@@ -68,15 +69,25 @@ def agree(ours: Sequence[Emission], theirs: Sequence[Emission], one: Request, ot
     assert len(mine) == len(other_s)
 
 
-def flights_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets how many rounds are flown at a time."""
-    flights: list[int] = []
-    drafter: Any = engine.policy.drafters[0]
-    fly = drafter.fly
+class Launched(NamedTuple):
+    given: BurstInput
+    burst: Burst
 
-    def noted(requests: Sequence[Request], count: int, *rest: Any) -> Any:
-        flights.append(count)
-        return fly(requests, count, *rest)
 
-    monkeypatch.setattr(drafter, "fly", noted)
-    return flights
+def bursts_of(engine: Engine) -> list[Launched]:
+    """Gets every burst that the engine launches."""
+    launched: list[Launched] = []
+    burst = engine.executor.burst
+
+    def noted(backend: Any, segments: Any, given: BurstInput) -> Burst:
+        launched.append(Launched(given, burst(backend, segments, given)))
+        return launched[-1].burst
+
+    engine.executor.burst = noted  # type: ignore[method-assign]
+    return launched
+
+
+def burst_every_second_time(drafter: Drafter) -> None:
+    """Every second step is a usual one."""
+    length, may = drafter.burst_length, cycle((True, False))
+    drafter.burst_length = lambda *given: length(*given) if next(may) else 0  # type: ignore[method-assign]

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from paceline.runtime.runner import Decoder
 
-from paceline.core.types import Batch, Columns
+from paceline.core.types import BLOCK_SIZE, Batch, Columns
+from paceline.cpu.backend import CpuBackend
 from paceline.cpu.decoder import CpuDecoder
 from paceline.models.config import ModelConfig
-from paceline.runtime.device import cache_dtype
-from paceline.runtime.kv_cache import FLOATS, row_widths
+from paceline.models.kv_format import FLOATS, row_widths
+from paceline.runtime.backend import Decoder
 
-BLOCK_SIZE = 4
-NUM_BLOCKS = 128
+NUM_BLOCKS = 64
 
 
 class Rows(NamedTuple):
@@ -34,7 +33,7 @@ def new_kv(model: Decoder, config: ModelConfig | None = None) -> list[tuple[torc
     """
     config = config or model.config
     has_integers = isinstance(model, CpuDecoder) and model.bits < 32
-    kept = cache_dtype(torch.device("cpu"), "int8") if has_integers else FLOATS
+    kept = CpuBackend().kv_format("int8", "auto") if has_integers else FLOATS
     shape = (NUM_BLOCKS * BLOCK_SIZE, config.num_kv_heads)
     # as int8 127, and where scales are 3e38
     value = 127 if has_integers else 1e3
@@ -79,9 +78,7 @@ def batch_of(requests: Sequence[Rows], rows: Sequence[int] | None = None) -> Bat
         [request.prefix for request in requests],
         list(range(len(ids)) if rows is None else rows),
     )
-    return Batch(
-        Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, wanted), BLOCK_SIZE
-    )
+    return Batch(Columns(ids, positions, slots, parents, request_of, starts, tables, prefixes, wanted))
 
 
 def random_parents(draws: Sequence[int]) -> list[int]:

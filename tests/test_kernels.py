@@ -17,21 +17,20 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Batch, Output
+from paceline.core.types import BLOCK_SIZE, SCALE_BYTES, Batch, Output
 from paceline.cpu.attend import FEW_ROWS
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.lanes import address
 from paceline.cpu.paged import CHUNK
 from paceline.cpu.rows import gate, normalize
 from paceline.loaders.packed import pack_model
-from paceline.models.layer import rms_norm
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.layer import rms_norm
 from paceline.models.quantize import DOT_ROWS, bits_of
-from paceline.runtime.kv_cache import SCALE_BYTES
 from tests.laws.harness import RandomCheckpoint
 from tests.odd_models import DTYPES, ODD, config_of, odd_model
-from tests.passes import BLOCK_SIZE, NUM_BLOCKS, Rows, batch_of, new_kv, random_parents, shuffled_blocks
+from tests.passes import NUM_BLOCKS, Rows, batch_of, new_kv, random_parents, shuffled_blocks
 
 TOLERANCE = {
     "float32": 2e-5,
@@ -315,7 +314,7 @@ def test_what_lies_outside_the_tables_is_refused() -> None:
             model.forward(batch_of([Rows([1], blocks)], rows=rows), kv)
     columns = batch_of([Rows([1], blocks[:1])]).columns._replace(prefix_lens=[BLOCK_SIZE + 1])
     with pytest.raises(AssertionError, match="longer than its blocks"):
-        model.forward(Batch(columns, BLOCK_SIZE), kv)
+        model.forward(Batch(columns), kv)
     last = short.forward(
         batch_of([Rows([1], blocks, 7)]), [(k.zero_(), v.zero_()) for k, v in kv]
     )  # the last position there is

@@ -510,7 +510,7 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "auto", "num_speculative_tokens": 3}}, "beside method 'auto'"),
     ({"load_format": "dumy"}, "load_format is 'dumy'"),
     ({"kv_cache_dtype": "int7"}, "kv_cache_dtype is 'int7'"),
-    ({"kv_cache_dtype": "int8", "device": "cpu"}, "only GPUs have"),
+    ({"kv_cache_dtype": "int8", "dtype": "float32", "device": "cpu"}, "the weights are float32"),
 ]
 
 
@@ -556,5 +556,5 @@ def test_unknown_models_and_wrong_files_are_named(tmp_path: Path) -> None:
 
 def test_kv_memory_is_what_was_asked(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), kv_cache_memory=2**20, progress=False)
-    kept = llm.engine.executor.kv.keys.nbytes + llm.engine.executor.kv.values.nbytes
+    kept = llm.engine.executor.memory.nbytes
     assert kept <= 2**20 < kept * 1.05

@@ -137,7 +137,7 @@ def test_drafts_from_a_window_are_accepted() -> None:
     ]
     run(engine, requests)
     assert engine.totals.num_accepted > 10
-    assert not engine.proposer._states, "something is kept of requests that are gone"  # type: ignore[union-attr]
+    assert not engine.drafter._states, "something is kept of requests that are gone"  # type: ignore[union-attr]
 
 
 def test_options_are_checked_and_nodes_follow_from_them() -> None:

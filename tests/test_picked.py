@@ -19,7 +19,7 @@ from paceline.core.types import Cached, Draft, Pick, Request, Segment
 from paceline.cpu.compile import kernel
 from paceline.cpu.lanes import address
 from paceline.cpu.top import BLOCK, choose, first_largest
-from tests.laws.harness import VOCAB, prompts, runner
+from tests.laws.harness import VOCAB, executor, prompts
 
 
 @kernel
@@ -47,7 +47,7 @@ def test_the_first_largest_wins_and_what_is_not_finite_is_seen(
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
 def test_a_pass_picks_what_its_logits_say(dtype: str) -> None:
-    target = runner(dtype=dtype)
+    target = executor(dtype=dtype)
     segments = []
     for prompt, temperature in zip(prompts(4), (0.0, 0.0, 0.7, 0.0), strict=True):
         cached = Cached()

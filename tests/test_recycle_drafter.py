@@ -18,7 +18,7 @@ from paceline.core.types import Draft, Request, Seen, Verdict
 from paceline.drafters.base import DrafterContext, empty
 from paceline.drafters.recycle import RANKS, Recycle
 from paceline.drafters.registry import create, parse
-from tests.laws.harness import VOCAB, RandomCheckpoint, engine_with, prompts, request_of, run, runner
+from tests.laws.harness import VOCAB, RandomCheckpoint, engine_with, executor, prompts, request_of, run
 
 
 def drafter(**options: Any) -> Recycle:
@@ -27,7 +27,7 @@ def drafter(**options: Any) -> Recycle:
     def load(source: Any) -> Any:
         raise AssertionError("recycling needs no other model")
 
-    made = create(kind, config, DrafterContext(runner(4), RandomCheckpoint(), None, load))
+    made = create(kind, config, DrafterContext(executor(4), RandomCheckpoint(), None, load))
     assert isinstance(made, Recycle)
     return made
 

@@ -20,11 +20,12 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline
-from paceline import LLM, prompts
+from paceline import LLM
 from paceline.cli.main import app
 from paceline.core.params import SamplingParams
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.measure import prompts
 from paceline.measure.models import hf_folder
 from paceline.measure.rows import FOLDERS
 
@@ -129,7 +130,8 @@ def test_vllm_accepts_what_we_accept(
     )
     here = ours(target, kind, num_drafted)
     print(
-        f"\n{kind} as {form}: tau {here.tau:.3f}, vLLM {there.tau:.3f}; by place {here.shares}, vLLM {there.shares}"
+        f"\n{kind} as {form}: tau {here.tau:.3f}, vLLM {there.tau:.3f}; "
+        f"by place {here.shares}, vLLM {there.shares}"
     )
     assert here.tau > 1.2, "too little is accepted to compare anything"
     assert there.tau == pytest.approx(here.tau, rel=TOLERANCE)

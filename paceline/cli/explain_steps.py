@@ -35,8 +35,8 @@ EXPLAINED: dict[Rule, str] = {
     "tokens). The longest whose coin falls under its chance stays; then one token is drawn from what p has "
     "left there.",
     "siblings": "No seed, siblings sampled from q: each stays with chance min(1, p/q). A rejected one takes "
-    "its share along (p becomes max(0, p - q), scaled to 1); if none stays one token is drawn from what p has "
-    "left.",
+    "its share along (p becomes max(0, p - q), scaled to 1); if none stays one token is drawn from what p "
+    "has left.",
 }
 
 

@@ -119,9 +119,7 @@ class CpuBurstBackend:
         self._floats = np.zeros((MOST_ROUNDS, FLOATS + 2 * length))
         self._scores = np.zeros(length + 1)
         self._pushed = array("i", [0] * (length + 1))
-        self._drafts = (
-            0 if head is None else entry_of(draft_chains, 2)
-        )  # without a head it need not be compiled
+        self._drafts = 0 if head is None else entry_of(draft_chains, 2)  # needed, and compiled, for a head alone
         self._forward = entry_of(FORWARD[decoder.bits], 5)
         self._features = Recycled()
         # Compiled now: no request waits for it. The numbers have a name, since they must live as long as the call,

@@ -32,7 +32,8 @@ DRAFTERS = {
 HEADS = ("eagle", "eagle3", "mlp_speculator", "draft", "medusa", "dflash")
 
 # Whom "auto" asks: one that needs no training and runs no model. It says what it can; the policy chooses from
-# it. Token recycling beside it gained nothing (docs/log.md) and costs host time.
+# it. Token recycling beside it gained nothing and costs host time
+# (docs/decisions/07-drafters-without-training.md).
 AUTO: tuple[dict[str, Any], ...] = (
     {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.1},
 )

@@ -34,7 +34,7 @@ from paceline.heads.rows import Matcher
 
 # How much a single occurrence is doubted, in the request's own text and in that of others: a match of d
 # tokens that occurred n times and was always followed by the same token is followed by it again with the
-# chance n / (n + doubt / d). Measured: scripts/fit_suffix.py.
+# chance n / (n + doubt / d). Fitted to answers of the default model.
 DOUBTS = (2.0, 12.0)
 
 

@@ -15,7 +15,7 @@ from paceline.core.errors import RequestError
 from paceline.core.options import EngineConfig
 from paceline.core.sampling import pick_of
 from paceline.core.tree import Tree
-from paceline.core.types import Answers, Draft, FinishReason, Request, ScheduledRequest, Segment
+from paceline.core.types import Answers, Draft, FinishReason, Needs, Request, ScheduledRequest, Segment
 from paceline.core.watch import Watch
 from paceline.drafters.base import Drafter
 from paceline.engine.commit import Commits, Emission
@@ -39,7 +39,9 @@ LOOK_EVERY = 4  # rounds of a burst between two looks at whether other drafts wo
 
 
 class BurstParts(NamedTuple):
-    backend: BurstBackend
+    """What drafts in a burst."""
+
+    backend: BurstBackend | None
     head: int | None  # the drafter whose head drafts in it
     matcher: int | None  # the drafter that runs no model
     length: int  # of the longest draft
@@ -156,10 +158,12 @@ class Engine:
         planned = perf_counter()
         self.phases.schedule += planned - started
         burst = self._launch_burst(scheduled, plan)
+        answers, drafting = {}, {}  # type: Answers, dict[int, tuple[int, float | None]]
+        if burst is None:
+            burst = self._propose(scheduled, plan, answers, drafting)
         if burst is not None:
             self.phases.forward += perf_counter() - planned
             return burst
-        answers, drafting = self._propose(scheduled, plan)
         drafts = self._drafts(scheduled, answers)
         segments = [self._segment(one, draft) for one, draft in zip(scheduled, drafts, strict=True)]
         drafted = perf_counter()
@@ -175,21 +179,28 @@ class Engine:
         return PendingPasses(self.executor, self.scheduler, first, plan.plain_steps, answers, drafting)
 
     def _propose(
-        self, scheduled: list[ScheduledRequest], plan: Plan
-    ) -> tuple[Answers, dict[int, tuple[int, float]]]:
-        """What each drafter that is asked says, and what it took: by drafter, nodes and seconds."""
-        answers: Answers = {}
-        drafting: dict[int, tuple[int, float]] = {}
+        self,
+        scheduled: list[ScheduledRequest],
+        plan: Plan,
+        answers: Answers,
+        drafting: dict[int, tuple[int, float | None]],
+    ) -> PendingBurst | None:
+        """Add what each drafter that is asked says, and what it took: by drafter, nodes and seconds. A burst
+        instead, where a head still pays for all requests after the others have answered and can have one.
+        """
         self.scheduler.reserve_drafts(scheduled, plan.nodes)
         for number, asks in enumerate(plan.asks):
             asks = [(i, min(count, scheduled[i].num_lookahead_tokens)) for i, count in asks]
             asks = [(i, count) for i, count in asks if count]
             asks = self.policy.replan(number, asks, scheduled, answers) if asks and answers else asks
+            burst = self._launch_head_burst(scheduled, number, asks) if asks else None
+            if burst is not None:
+                return burst
             if asks:
                 taken = self._ask(number, asks, scheduled, answers, plan.least)
                 if taken is not None:
                     drafting[number] = (sum(count for _, count in asks), taken)
-        return answers, drafting
+        return None
 
     def _ask(
         self, number: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers, least: float
@@ -226,19 +237,55 @@ class Engine:
         return segment_of(request, one.num_new, draft, pick)
 
     def _launch_burst(self, scheduled: list[ScheduledRequest], plan: Plan) -> PendingBurst | None:
-        """Where the device can draft all that is planned, and check it, for several rounds without the
-        host.
+        """Where the device can draft, weigh and check all that is planned for several rounds: plain decoding,
+        a matcher, or a head and a matcher, of one request.
         """
-        if self.watch is not None or not all(one.num_new == 1 and one.is_caught_up for one in scheduled):
+        drafters, asked = self.policy.drafters, [n for n, asks in enumerate(plan.asks) if asks]
+        if plan.plain_steps:
+            return self._start_burst(scheduled, BurstParts(self._headless, None, None, 0), plan)
+        if not asked or len(scheduled) > 1:
             return None
-        parts = self._burst_parts(scheduled, plan)
-        if parts is None:
+        request, most = scheduled[0].request, min(count for n in asked for _, count in plan.asks[n])
+        head = asked[-1] if drafters[asked[-1]].burst_backend is not None else None
+        backend, length = self._headless, min(most, self._headless_length)
+        if head is not None:
+            backend, length = drafters[head].burst_backend, drafters[head].burst_length([request], most)
+        others = [n for n in asked if n != head]
+        if not length or backend is None or not backend.is_weighing or len(others) > 1:
             return None
+        if any(
+            drafters[n].needs != Needs(verdicts=False) or drafters[n].matcher(request) is None for n in others
+        ):
+            return None
+        return self._start_burst(
+            scheduled, BurstParts(backend, head, others[0] if others else None, length), plan
+        )
+
+    def _launch_head_burst(
+        self, scheduled: list[ScheduledRequest], number: int, asks: Asks
+    ) -> PendingBurst | None:
+        """Where a device checks all that a head drafts, for all requests; the host asks other drafters
+        meanwhile.
+        """
+        drafter = self.policy.drafters[number]
+        backend = drafter.burst_backend
+        if backend is None or backend.is_weighing or len(asks) < len(scheduled):
+            return None
+        length = drafter.burst_length([one.request for one in scheduled], min(count for _, count in asks))
+        parts = BurstParts(backend, number, None, length)
+        return self._start_burst(scheduled, parts, Plan()) if length else None
+
+    def _start_burst(
+        self, scheduled: list[ScheduledRequest], parts: BurstParts, plan: Plan
+    ) -> PendingBurst | None:
+        """None if it cannot be: a request needs the host, or slots run out."""
         backend, head, matcher, length = parts
         requests = [one.request for one in scheduled]
-        if len(requests) > backend.most_requests or any(
-            request.pick is None or not backend.can_run(request.pick.temperature) for request in requests
-        ):
+        if backend is None or self.watch is not None or len(requests) > backend.most_requests:
+            return None
+        if not all(one.num_new == 1 and one.is_caught_up for one in scheduled):
+            return None
+        if not all(r.pick is not None and backend.can_run(r.pick.temperature) for r in requests):
             return None
         count = min(
             backend.most_rounds, self._num_rounds(requests, length), plan.plain_steps or backend.most_rounds
@@ -249,39 +296,9 @@ class Engine:
         if count < 1 or not self.scheduler.reserve_burst(scheduled, count * (length + 1)):
             return None
         burst = self.executor.burst(backend, *self._burst_input(requests, parts, count, plan.least))
-        drafters = self.policy.drafters
-        is_plain, goes_on = head is None and matcher is None, self._goes_on
+        is_plain = head is None and matcher is None
+        drafters, goes_on = self.policy.drafters, self._goes_on
         return PendingBurst(burst, scheduled, drafters, head, matcher, length, is_plain, goes_on)
-
-    def _burst_parts(self, scheduled: Sequence[ScheduledRequest], plan: Plan) -> BurstParts | None:
-        """What drafts in the burst; None if what is planned cannot be one."""
-        drafters, asked = self.policy.drafters, [n for n, asks in enumerate(plan.asks) if asks]
-        if plan.plain_steps:
-            return None if self._headless is None else BurstParts(self._headless, None, None, 0)
-        if not asked or any(len(plan.asks[n]) < len(scheduled) for n in asked):
-            return None
-        requests, most = (
-            [one.request for one in scheduled],
-            min(count for n in asked for _, count in plan.asks[n]),
-        )
-        head = asked[-1] if drafters[asked[-1]].burst_backend is not None else None
-        others = [n for n in asked if n != head]
-        if any(drafters[n].needs.top_tokens or drafters[n].needs.hidden_layers for n in others):
-            return None
-        backend, length = self._headless, min(most, self._headless_length)
-        if head is not None:
-            backend, length = drafters[head].burst_backend, drafters[head].burst_length(requests, most)
-        if not length or backend is None:
-            return None
-        if not backend.is_weighing:  # it checks all that the head drafts; the host asks the others meanwhile
-            return BurstParts(backend, head, None, length)
-        if (
-            len(requests) > 1
-            or len(others) > 1
-            or any(drafters[n].matcher(requests[0]) is None for n in others)
-        ):
-            return None
-        return BurstParts(backend, head, others[0] if others else None, length)
 
     def _burst_input(
         self, requests: Sequence[Request], parts: BurstParts, count: int, least: float
@@ -296,7 +313,7 @@ class Engine:
         wanted = min(first.params.max_tokens - first.num_output, self.config.max_model_len - first.num_tokens)
         name = "" if head is None else drafters[head].name
         given = BurstInput(count, feeds, speakers, stops=tuple(first.stop_ids), wanted=wanted, head_name=name)
-        if backend.is_weighing:
+        if backend is not None and backend.is_weighing:
             weights = self.policy.weights(head, matcher, first, length)
             tables = None if matcher is None else drafters[matcher].matcher(first)
             floor = 0.0 if head is None else drafters[head].floor
@@ -322,7 +339,8 @@ class Engine:
         for number, drafter in enumerate(self.policy.drafters):
             if number != pending.head and drafter.is_free:
                 self._ask(number, asks, pending.scheduled, answers, 0.0)
-        return len(self.policy.replan(pending.head, asks, pending.scheduled, answers)) == len(asks)
+        wanted = self.policy.replan(pending.head, asks, pending.scheduled, answers, is_running=True)
+        return len(wanted) == len(asks)
 
     def _land(self, record: StepRecord) -> list[Emission]:
         """Commit what was accepted, and show policy and drafters what came of it: of every pass, in whatever

@@ -167,7 +167,8 @@ class PendingBurst:
             }
         record.hidden, record.is_plain = self.burst.hidden(number), self.is_plain
         record.has_more = self.num_landed < len(self.burst)
-        record.seconds = None if said.seconds is None else said.seconds + perf_counter() - started
+        if said.seconds is not None:
+            record.seconds = said.seconds + perf_counter() - started
         return record
 
     def _answers(self, drafts: Sequence[Draft], answers: Sequence[tuple[str, Draft]]) -> Answers:

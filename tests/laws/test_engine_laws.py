@@ -158,8 +158,8 @@ DEAD_END: dict[str, Any] = {"allowed_token_ids": (5,), "max_tokens": 9}
 # What the policy is given here it may cut, join and leave out as it likes: always right, always wrong,
 # sampled, in chains and trees.
 POLICED = (
-    "ngram", "early_exit", "hybrid", "hybrid_of_auto", "hybrid_of_heads", "AlwaysRight", "AlwaysWrong", "RandomTree", "SampledChain",
-    "SampledTree",
+    "ngram", "early_exit", "hybrid", "hybrid_of_auto", "hybrid_of_heads", "AlwaysRight", "AlwaysWrong",
+    "RandomTree", "SampledChain", "SampledTree",
 )  # fmt: skip
 AUTO = [f"auto {name}" for name in POLICED]
 DRAFTER_NAMES = [None, *REGISTERED, *FAKES, *AUTO]

@@ -31,6 +31,8 @@ HOST_SECONDS = 2e-5  # of a draft that runs no model, until it is measured
 HEAD_SHARE = 1 / 8  # of a pass: the same of one that runs a model
 MOST_PROMPT_ROWS = 1024  # beside more, a pass is bound by arithmetic and nothing is drafted
 STOP_GAIN = 1.6  # a head drafts on from a token that is worth this many times its row and its drafting
+GAIN_RATE = 0.06  # of a new draft in the average of what they save
+RESTART = 3.0  # passes: what it costs to end a burst and to begin another
 RECHECK = 16  # steps until costs are looked at again where not even a perfect draft could pay
 
 
@@ -39,10 +41,11 @@ class Known:
     does not pay.
     """
 
-    __slots__ = ("backoff", "calibration", "cost", "idle")
+    __slots__ = ("backoff", "calibration", "cost", "gain", "idle")
 
     def __init__(self, seconds: float, acceptance: Sequence[float]) -> None:
         self.calibration, self.cost = Calibration(acceptance), DraftCost(seconds)
+        self.gain = 0.0  # seconds that checking the best of a draft saves, averaged over the last ones
         self.idle, self.backoff = (
             0,
             FIRST_OFF,
@@ -72,12 +75,12 @@ class AutoPolicy:
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> Plan:
         load = self._load = Load.of(scheduled, self.costs, self.most_nodes)
         self._weighed = {}
-        if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
-            return Plan()
+        most = min(self.most_nodes, max((one.draft_limit for one in scheduled), default=0))
+        if not load.speaking or not most or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
+            return Plan()  # prompts, of which drafters learn
         switch = self._switches.get(load.speaking) or self._switches.setdefault(load.speaking, Switch())
         if switch.plain_steps:
             return Plan(plain_steps=switch.plain_steps)
-        most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
         cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
         if not cap:
             return Plan(plain_steps=RECHECK)
@@ -114,7 +117,9 @@ class AutoPolicy:
         added = load.added(limit, known.cost.each, known.cost.fixed)
         survival = known.calibration.survival(self._factor(number, request).value, limit)
         count, gained = best_count(survival, limit, load.speaking, load.seconds, added)
-        return count, gained * load.token_seconds - added[count]
+        # Drafts that are cut where they doubt gain more than those of average length; what they gained is
+        # known.
+        return count, max(gained * load.token_seconds - added[count], known.gain - known.cost.of(count))
 
     def _least(self, load: Load) -> float:
         """The probability from which it pays to draft another token after one, and to check both."""
@@ -133,7 +138,12 @@ class AutoPolicy:
         return factors[number]
 
     def replan(
-        self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers
+        self,
+        drafter: int,
+        asks: Asks,
+        scheduled: Sequence[ScheduledRequest],
+        answers: Answers,
+        is_running: bool = False,
     ) -> Asks:
         """For which requests it still pays to ask a model, now that others have answered. A sampled draft
         cannot be joined with others, so nothing is asked after one.
@@ -143,7 +153,9 @@ class AutoPolicy:
             request = scheduled[index].request
             others = [a for a in self._weigh(index, request, answers.get(index, ())) if a.number != drafter]
             if others and not self.drafters[drafter].is_free:
-                promised = self._expected(drafter, request, count)[1]
+                promised = (
+                    self._expected(drafter, request, count)[1] + is_running * RESTART * self._load.seconds
+                )
                 if any(a.draft.q is not None or self._worth(a) > promised for a in others):
                     continue
             kept.append((index, count))
@@ -213,6 +225,8 @@ class AutoPolicy:
             request, drafts = record.scheduled[index].request, record.answers.get(index, ())
             for answer in self._weigh(index, request, drafts):
                 answer.learn(record.drafts[index], verdict)
+                known = self._known[answer.number]
+                known.gain += GAIN_RATE * (self._worth(answer) - known.gain)
         self._weighed = {}
         drafted = sum(draft.num_drafted for draft in record.drafts if draft is not None)
         self._note_drafting(record, drafted)

@@ -43,8 +43,13 @@ class Policy(Protocol):
 
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> Plan: ...
     def replan(
-        self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers
-    ) -> Asks: ...  # what still pays now that others have answered
+        self,
+        drafter: int,
+        asks: Asks,
+        scheduled: Sequence[ScheduledRequest],
+        answers: Answers,
+        is_running: bool = False,
+    ) -> Asks: ...  # what still pays now that others have answered; is_running: it drafts in a burst already
     def choose(self, scheduled: Sequence[ScheduledRequest], answers: Answers) -> Mapping[int, Draft]: ...
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
         """How drafts of one request are weighed in a burst by these drafters."""
@@ -68,7 +73,12 @@ class FixedPolicy:
         return Plan([[(index, count) for index, count in enumerate(limits) if count > 0]])
 
     def replan(
-        self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers
+        self,
+        drafter: int,
+        asks: Asks,
+        scheduled: Sequence[ScheduledRequest],
+        answers: Answers,
+        is_running: bool = False,
     ) -> Asks:
         return asks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from paceline.engine.policy.cost import Median
 
-CREDIT, MOST_CREDIT = 2.0, 8.0  # plain steps that may be lost: at first, and at most
+CREDIT, MOST_CREDIT = 4.0, 12.0  # plain steps that may be lost: at first, and at most
 FIRST_OFF, MOST_OFF = 16, 1024  # plain steps until the next trial
 NUM_PLAIN = 2  # plain steps before the first trial: without them there is nothing to compare with
 LONGEST = 4.0  # plain steps: no step counts as longer, a pause of the process is not the drafts' fault

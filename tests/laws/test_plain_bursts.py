@@ -18,26 +18,29 @@ import torch
 from paceline.core.errors import ModelError
 from paceline.core.noise import Noise, Purpose
 from paceline.core.params import SamplingParams
-from paceline.core.types import Batch, Cached, Columns, FinishReason, Output, Pick, Request, Segment
+from paceline.core.types import (
+    Batch,
+    Cached,
+    Columns,
+    FinishReason,
+    Output,
+    Pick,
+    Request,
+    ScheduledRequest,
+    Segment,
+)
 from paceline.drafters.base import Drafter
-from paceline.engine import engine as engine_module
 from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
+from paceline.engine.policy.base import Plan
 from tests.laws.fakes import AlwaysRight, AlwaysWrong
 from tests.laws.harness import DEVICE, engine_with, prompts, request_of, run
+from tests.laws.test_ahead import ahead, check_stopped
 from tests.laws.test_engine_laws import expected
-from tests.laws.test_flights import check_stopped
-
-
-@pytest.fixture(autouse=True)
-def _followed_from_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "FOLLOWED", 2)
 
 
 class Device:
-    """Runs by itself, picks tokens, and reads those of the pass before."""
-
-    runs_by_itself = True
+    """A decoder that picks tokens, and reads those of the pass before."""
 
     def __init__(self, decoder: Any, break_at: int = -1) -> None:
         self._decoder, self._break_at = decoder, break_at  # the position after which logits are not finite
@@ -55,9 +58,7 @@ class Device:
         ]
         self.num_followers += min(batch.columns.input_ids) < 0
         columns = Columns(known, *batch.columns[1:])
-        output = self._decoder.forward(
-            Batch(columns, batch.block_size, batch.device, batch.picks), kv, **options
-        )
+        output = self._decoder.forward(Batch(columns, batch.device, batch.picks), kv, **options)
         if batch.picks is None:
             return output._replace(picked=None)
         places = [columns.positions[row] + 1 for row in columns.rows]
@@ -98,8 +99,7 @@ def on_device(
     engine = engine_with(proposer, **limits)
     decoder = engine.executor.decoder
     device = Counting(decoder) if DEVICE.type == "cuda" else Device(decoder, break_at)
-    engine.executor = replace(engine.executor, decoder=device)
-    return engine, device
+    return ahead(engine, device), device
 
 
 def many(count: int, seed: int, kinds: Sequence[SamplingParams]) -> list[Request]:
@@ -125,26 +125,43 @@ def test_texts_are_the_reference_loops() -> None:
 
 
 @pytest.mark.parametrize("drafter", [AlwaysWrong(), AlwaysRight()])
-def test_a_policy_that_looks_now_and_then_is_followed_between(drafter: Drafter) -> None:
+def test_plain_steps_between_trials_of_a_policy_follow_each_other(drafter: Drafter) -> None:
     requests = many(16, 41, [*ENDINGS[:2], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)])
     engine, device = on_device(drafter, is_auto=True, max_num_seqs=6, max_num_batched_tokens=48)
-    policy = engine.policy
+    policy, numbers = engine.policy, itertools.count()
     assert isinstance(policy, AutoPolicy)
-    for request in requests:
-        engine.add(request)
-    for number in itertools.count():
-        if not engine.has_work:
-            break
-        if number % 6 == 2:  # as if a look had cost much
-            policy.looks.end(1, quiet=4)
-        engine.step()
-        engine.check()
+    plan = policy.plan
+
+    def planned(scheduled: Sequence[ScheduledRequest]) -> Plan:
+        found = plan(scheduled)
+        return found._replace(asks=(), plain_steps=4) if next(numbers) % 6 == 2 else found
+
+    policy.plan = planned  # type: ignore[method-assign]
+    run(engine, requests)
     assert [request.output for request in requests] == [expected(request) for request in requests]
     assert device.num_followers > 5
     assert engine.totals.num_drafted > 10
 
 
-def test_who_needs_the_host_is_not_followed() -> None:
+def test_passes_of_one_request_follow_each_other() -> None:
+    """One is under way while the caller looks at what another has said, from the first to the last."""
+    (request,) = many(1, 51, [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)])
+    engine, device = on_device()
+    launched: list[int] = []
+    forward = engine.executor.forward
+
+    def counted(*arguments: Any, **options: Any) -> Output:
+        launched.append(request.num_output)
+        return forward(*arguments, **options)
+
+    engine.executor.forward = counted  # type: ignore[method-assign]
+    run(engine, [request])
+    assert request.output == expected(request)
+    assert device.num_followers == 18, "all but the prompt's pass and the one after it"
+    assert launched == [0, 1, *range(1, 19)], "each before the one before it has landed"
+
+
+def test_a_request_that_needs_the_host_is_not_followed() -> None:
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=30),
         SamplingParams(temperature=0.7, seed=6, logprobs=2, max_tokens=8),
@@ -164,7 +181,7 @@ def test_a_drafter_that_is_always_asked_is_not_passed_over() -> None:
     assert [request.output for request in requests] == [expected(request) for request in requests]
 
 
-def test_where_somebody_else_used_the_model_meanwhile_nobody_follows() -> None:
+def test_no_pass_follows_where_another_has_used_the_model_meanwhile() -> None:
     """Its tokens lie where those of the pass before lay."""
     requests = many(4, 50, [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)])
     engine, device = on_device(max_num_seqs=4)
@@ -182,7 +199,7 @@ def test_where_somebody_else_used_the_model_meanwhile_nobody_follows() -> None:
     assert [request.output for request in requests] == [expected(request) for request in requests]
 
 
-def test_who_comes_gets_the_free_seat_at_once() -> None:
+def test_an_arrival_gets_the_free_seat_at_once() -> None:
     first, late = (
         many(3, 44, [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)]),
         many(1, 45, ENDINGS)[0],
@@ -201,7 +218,7 @@ def test_who_comes_gets_the_free_seat_at_once() -> None:
     assert [request.output for request in (*first, late)] == [expected(request) for request in (*first, late)]
 
 
-def test_who_is_stopped_is_gone_and_nobody_else() -> None:
+def test_a_stopped_request_is_gone_and_no_other() -> None:
     for when in range(2, 9):
         requests = many(4, 46, [SamplingParams(temperature=0.7, seed=1, max_tokens=16, ignore_eos=True)])
         engine, _ = on_device(max_num_seqs=4)
@@ -231,7 +248,7 @@ def test_a_broken_row_ends_its_own_request_alone() -> None:
     assert [request.output for request in requests[1:]] == [expected(request) for request in requests[1:]]
 
 
-def test_where_blocks_run_out_nobody_follows_and_nothing_is_lost() -> None:
+def test_where_blocks_run_out_no_pass_follows_and_nothing_is_lost() -> None:
     requests = many(6, 48, [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)])
     engine, device = on_device(num_blocks=12, max_num_seqs=6)
     for request in requests:

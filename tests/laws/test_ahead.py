@@ -1,12 +1,11 @@
-"""Where a pass runs by itself the next is launched before the caller has seen what the last one said: nothing
-else may change.
+"""Where a pass goes on after `forward` has returned, the next is launched before the caller has seen what the
+last one said: nothing else may change.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
+from paceline.engine.policy.base import FixedPolicy
+from paceline.runtime.record import StepRecord
 from tests.laws.fakes import AlwaysRight
 from tests.laws.harness import engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import DRAFTER_NAMES, expected, make
@@ -25,21 +26,31 @@ MIXED = (
 )
 
 
-class ByItself:
-    """A decoder that says it may be left alone."""
+class Asynchronous:
+    """A backend that says that its passes go on after `forward` has returned, and has no bursts without a
+    head.
+    """
 
-    runs_by_itself = True
+    is_async = True
 
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.num_recordings = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
+        return getattr(self._backend, name)
+
+    def burst(self, *_: Any) -> None:
+        return None
 
 
-def ahead(engine: Engine) -> Engine:
-    engine.executor = replace(engine.executor, decoder=ByItself(engine.executor.decoder))
-    return engine
+def ahead(engine: Engine, decoder: Any = None) -> Engine:
+    """The same engine over such a backend. decoder: instead of its own."""
+    executor = engine.executor
+    executor.backend = Asynchronous(executor.backend)
+    executor.decoder = decoder or executor.decoder
+    policy = None if isinstance(engine.policy, FixedPolicy) else engine.policy
+    return Engine(executor, engine.drafter, engine.config, policy)
 
 
 @pytest.mark.parametrize("drafter", DRAFTER_NAMES)
@@ -56,13 +67,13 @@ def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
     )
     engine.add(request)
     launched: list[int] = []
-    forward = engine.executor.decoder._decoder.forward  # type: ignore[attr-defined]
+    forward = engine.executor.forward
 
     def counted(*arguments: Any, **options: Any) -> Any:
         launched.append(len(request.output))
         return forward(*arguments, **options)
 
-    engine.executor.decoder.forward = counted  # type: ignore[method-assign]
+    engine.executor.forward = counted  # type: ignore[method-assign]
     said = 0
     while engine.has_work:
         said += sum(len(emission.tokens) for emission in engine.step())
@@ -73,30 +84,34 @@ def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
 def test_a_draft_for_which_something_was_recorded_is_not_timed() -> None:
     """Every other draft: a recording takes hundreds of times as long, once, and would be believed."""
     engine = ahead(engine_with(AlwaysRight(), is_auto=True))
-    decoder, drafter = engine.executor.decoder, engine.policy.drafters[0]
-    decoder.capture = SimpleNamespace(num_recordings=0)  # type: ignore[attr-defined]
-    propose, heard, times = drafter.propose, engine.policy.heard, []
+    backend, drafter = engine.executor.backend, engine.policy.drafters[0]
+    assert isinstance(backend, Asynchronous)
+    propose, observe, calls = drafter.propose, engine.policy.observe, itertools.count()
+    drafting: list[bool] = []  # was timed
+    whole: list[bool] = []  # likewise, the step
 
     def recording(*arguments: Any) -> Any:
-        decoder.capture.num_recordings += len(times) % 2  # type: ignore[attr-defined]
+        backend.num_recordings += next(calls) % 2
         return propose(*arguments)
 
-    def listening(number: int, asks: Any, drafts: Any, seconds: float | None) -> None:
-        times.append(seconds)
-        heard(number, asks, drafts, seconds)
+    def listening(record: StepRecord) -> None:
+        if record.answers:
+            drafting.append(bool(record.drafting))
+            whole.append(record.seconds is not None)
+        observe(record)
 
-    drafter.propose, engine.policy.heard = recording, listening  # type: ignore[method-assign]
+    drafter.propose, engine.policy.observe = recording, listening  # type: ignore[method-assign]
     request = request_of(
         prompts(1, seed=23)[0], SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
     )
     run(engine, [request])
     assert request.output == expected(request)
-    assert len(times) > 1
-    assert [seconds is None for seconds in times] == [i % 2 == 1 for i in range(len(times))]
+    assert len(drafting) > 1
+    assert drafting == whole == [i % 2 == 0 for i in range(len(drafting))]
 
 
 def check_stopped(engine: Engine, requests: Sequence[Request], when: int) -> None:
-    """After so many steps the second is stopped: it says nothing more, and the others say all."""
+    """After `when` steps the second is stopped: it emits nothing more, and the others emit all."""
     others = [requests[0], *requests[2:]]
     for request in requests:
         engine.add(request)
@@ -114,7 +129,7 @@ def check_stopped(engine: Engine, requests: Sequence[Request], when: int) -> Non
     assert [request.output for request in others] == [expected(request) for request in others]
 
 
-def test_who_is_stopped_while_its_pass_runs_is_gone_and_nobody_else() -> None:
+def test_a_request_stopped_while_its_pass_runs_is_gone_and_no_other() -> None:
     for when in range(6):
         params = SamplingParams(temperature=0.7, seed=1, max_tokens=16, ignore_eos=True)
         requests = [request_of(prompt, params, seed=i) for i, prompt in enumerate(prompts(4, seed=23))]
@@ -122,7 +137,7 @@ def test_who_is_stopped_while_its_pass_runs_is_gone_and_nobody_else() -> None:
         check_stopped(engine, requests, when)
 
 
-def test_a_flight_whose_requests_all_were_stopped_harms_nobody_later() -> None:
+def test_a_pass_whose_requests_all_were_stopped_harms_no_later_one() -> None:
     engine = ahead(engine_with(None))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     first, second = (request_of(prompt, params) for prompt in prompts(2, seed=24))

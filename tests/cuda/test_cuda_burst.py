@@ -1,7 +1,7 @@
-"""Rounds that a device runs by itself: the text is plain decoding's and the drafts are those of usual steps,
-whoever ends when.
+"""Bursts of a GPU: the text is plain decoding's and the drafts are those of usual steps,
+whichever request ends when.
 
-Target and head are those of tests/calm.py. How engines fare with rounds is tested in tests/laws, where a pass
+Target and head are those of tests/calm.py. How engines fare with bursts is tested in tests/laws, where a pass
 takes no second.
 """
 
@@ -9,26 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from paceline.engine.flights import Rounds
 
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
-from paceline.cuda import head_inputs, rounds
+from paceline.cuda import head_inputs
 from paceline.cuda.advance import Drafted, Ring, Verified, advance
-from paceline.cuda.decoder import CudaDecoder
+from paceline.cuda.backend import CudaBackend
+from paceline.cuda.burst import CudaBurstBackend
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
+from paceline.engine.pending import PendingBurst
 from paceline.models.decoder import Decoder
-from paceline.runtime.kv_cache import KvCache
-from tests.calm import CHANGING, STEADY, TARGET, TINY, agree, config_with, drafter_of, flights_of, head_folder
+from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.torch_backend import TorchBackend
+from tests.calm import (
+    CHANGING,
+    STEADY,
+    TARGET,
+    TINY,
+    agree,
+    burst_every_second_time,
+    bursts_of,
+    config_with,
+    drafter_of,
+    head_folder,
+)
 from tests.cuda.recorders import capture_on
 from tests.laws.harness import request_of, run
-from tests.laws.test_flights import ahead
+from tests.laws.test_ahead import ahead
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +55,15 @@ def torch_target() -> Decoder:
 
 
 def engine_on(device: torch.device, head: str, steps: int, exact: bool = False, limit: int = 100) -> Engine:
-    decoder = CudaDecoder.load(
-        TARGET, dtype="float32", device=str(device), exact=exact, capture=capture_on(device)
-    )
-    runner = Runner(decoder, KvCache(TINY, 16, device=device, has_spare=True))
-    return ahead(Engine(runner, drafter_of(runner, head, steps), config_with(steps, limit)))
+    backend = CudaBackend(device, exact, capture_on(device))
+    executor = LocalExecutor(backend, backend.load(TARGET, "float32"), KvMemory(TINY, 16, device))
+    return ahead(Engine(executor, drafter_of(executor, head, steps), config_with(steps, limit)))
 
 
 def usual(head: str, steps: int, requests: Sequence[Request], limit: int = 100) -> list[Emission]:
     """By usual steps, in plain torch."""
-    runner = Runner(torch_target(), KvCache(TINY, 16))
-    return run(Engine(runner, drafter_of(runner, head, steps), config_with(steps, limit)), requests)
+    executor = LocalExecutor(TorchBackend(torch.device("cpu")), torch_target(), KvMemory(TINY, 16))
+    return run(Engine(executor, drafter_of(executor, head, steps), config_with(steps, limit)), requests)
 
 
 GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.5, "seed": 4}
@@ -70,55 +81,55 @@ def test_rounds_are_usual_steps(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rounds.CudaRounds, "most_rounds", count)
+    monkeypatch.setattr(CudaBurstBackend, "most_rounds", count)
     params = SamplingParams(**how, max_tokens=14 if steps == 3 else 9, ignore_eos=True)
     ours, theirs = (request_of(CHANGING, params) for _ in range(2))
     engine = engine_on(device, head, steps, exact)
-    flights = flights_of(engine, monkeypatch)
+    launched = bursts_of(engine)
     agree(run(engine, [ours]), usual(head, steps, [theirs]), ours, theirs)
-    assert max(flights) == count
+    assert max(one.given.num_rounds for one in launched) == count
     assert engine.totals.num_accepted >= 2
 
 
 def test_two_that_end_apart_and_usual_steps_between(
     head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One ends in the middle of a flight by a token, the other by the end of the context; every second flight
+    """One ends in the middle of a burst by a token, the other by the end of the context; every second burst
     is a usual step.
     """
-    monkeypatch.setattr(rounds.CudaRounds, "most_rounds", 2)
+    monkeypatch.setattr(CudaBurstBackend, "most_rounds", 2)
     params = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(31,))
     ours, theirs = ([request_of(prompt, params) for prompt in (CHANGING, STEADY)] for _ in range(2))
     engine = engine_on(device, head, 2, limit=24)
-    flights, may = flights_of(engine, monkeypatch), cycle((True, False))
-    monkeypatch.setattr(engine.policy, "may_fly", lambda *_: next(may))
+    launched = bursts_of(engine)
+    burst_every_second_time(engine.policy.drafters[0])
     said, expected = run(engine, ours), usual(head, 2, theirs, limit=24)
     for one, other in zip(ours, theirs, strict=True):
         agree(said, expected, one, other)
     assert [one.finish_reason for one in ours] == [FinishReason.STOP, FinishReason.LENGTH]
-    assert flights[:2] == [2, 2]
+    assert [one.given.num_rounds for one in launched[:2]] == [2, 2]
 
 
-def test_who_is_stopped_in_flight_is_gone_and_a_shape_is_recorded_once(
+def test_a_request_stopped_within_a_burst_is_gone_and_a_shape_is_recorded_once(
     head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds.CudaRounds, "most_rounds", 2)
+    monkeypatch.setattr(CudaBurstBackend, "most_rounds", 2)
     monkeypatch.setattr(head_inputs, "WARM", 2)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     first, ours, theirs = (request_of(prompt, params) for prompt in (STEADY, CHANGING, CHANGING))
     engine = engine_on(device, head, 3)
-    drafter: Any = engine.policy.drafters[0]
-    drafter._rounds.warm_up(3)
+    backend = engine.policy.drafters[0].burst_backend
+    assert isinstance(backend, CudaBurstBackend)
+    backend.warm_up(3)
     engine.add(first)
     engine.step()
-    assert isinstance(engine._flight, Rounds)
-    assert not engine._flight.flown.is_first
+    assert isinstance(engine._pending, PendingBurst)
     engine.abort(first)
     engine.check()
     assert not first.cache.blocks
     agree(run(engine, [ours]), usual(head, 3, [theirs]), ours, theirs)
     assert first.num_output == 1
-    assert len(drafter._rounds._graphs) == 1
+    assert len(backend._graphs) == 1
 
 
 def test_what_is_between_two_rounds(device: torch.device) -> None:
@@ -131,13 +142,16 @@ def test_what_is_between_two_rounds(device: torch.device) -> None:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
     verified = Verified(
-        column([9, 5, 6, -1, 4, 4, 0, 0, 0], torch.int64), column([1, 9, 7, 2, 3, 3, 0, 0, 0]), column([0] * 9), column([0] * 9),
-        column([0, 3, 6, 6]), column([14, 31, 0]), column([[7, 8, 9], [1, 2, 3], [0, 0, 0]]), column([0] * 9, torch.int64),
+        column([9, 5, 6, -1, 4, 4, 0, 0, 0], torch.int64), column([1, 9, 7, 2, 3, 3, 0, 0, 0]),
+        column([0] * 9), column([0] * 9), column([0, 3, 6, 6]), column([14, 31, 0]),
+        column([[7, 8, 9], [1, 2, 3], [0, 0, 0]]), column([0] * 9, torch.int64),
     )  # fmt: skip
+    chances = column([[0.5, 0.25, 0], [1, 0.5, 0]], torch.float32).view(torch.int32)
     drafted = Drafted(
-        torch.stack([column([[9, 3, 0], [7, 3, 0]]), column([[0.5, 0.25, 0], [1, 0.5, 0]], torch.float32).view(torch.int32)]),
-        column([0] * 9), column([0] * 9), column([0] * 9), column([0] * 9), column([10, 30, 0]), column([[4], [5], [0]]),
-        column([1, 5, 0], torch.int64), column([15, 32, 0], torch.int64), column([[0] * 4]), column([[0] * 4]),
+        torch.stack([column([[9, 3, 0], [7, 3, 0]]), chances]),
+        column([0] * 9), column([0] * 9), column([0] * 9), column([0] * 9),
+        column([10, 30, 0]), column([[4], [5], [0]]), column([1, 5, 0], torch.int64),
+        column([15, 32, 0], torch.int64), column([[0] * 4]), column([[0] * 4]),
     )  # fmt: skip
     ring = Ring(column([0, 0, 0]), torch.full((2, 3, 3 * steps + 1), -9, dtype=torch.int32, device=device))
     advance(verified, drafted, ring, rows)

@@ -1,0 +1,159 @@
+"""The documents say what is there: structure.md names the tree's folders, layers, verbs and files, links lead
+somewhere, and the worked examples of add_a_drafter.md and add_a_model.md run.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline.api.llm import LLM
+from paceline.cli import bench, main
+from paceline.core.errors import ModelFileError
+from paceline.core.params import SamplingParams
+from paceline.core.types import Cached, Segment
+from paceline.drafters import registry
+from paceline.loaders import hf_config
+from paceline.loaders.checkpoint import open_checkpoint
+from paceline.runtime.backend import backend_for
+from paceline.runtime.executor import LocalExecutor
+from tests.make_models import SIZES, tiny_tokenizer
+from tests.test_imports import LAYERS
+
+ROOT = Path(__file__).parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+# A metaphor for a request or a burst explains nothing.
+BANNED = re.compile(r"\b(somebody|nobody|whoever|so many|purse|flights?|proposers?)\b", re.IGNORECASE)
+GONE = re.compile(r"scripts/|log\.md")
+
+
+def code(document: str, language: str) -> str:
+    """The one block of a language in a document."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    (body,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return str(body)
+
+
+def section(title: str) -> str:
+    return STRUCTURE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_structure_has_a_line_for_every_folder() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("the folders are compared where the project is a git checkout")
+    folders = {str(Path(name).parent) for name in tracked.stdout.splitlines() if (ROOT / name).is_file()}
+    inside = {f for f in folders if f.startswith("paceline/") and not f.startswith("paceline/data/heads/")}
+    outside = {f.split("/")[0] for f in folders} - {".", "paceline"}
+    listed = re.findall(r"^\| `([\w./]+)/` \|", STRUCTURE, re.MULTILINE)
+    assert sorted(listed) == sorted({*inside, *outside, "paceline/data/heads"})
+
+
+def test_structure_has_the_layers_that_the_imports_are_held_to() -> None:
+    (block,) = re.findall(r"```text\n(.*?)```", section("Layers"), re.DOTALL)
+    there = [{name for name in layer if (ROOT / "paceline" / name).is_dir()} for layer in LAYERS]
+    assert [set(line.split()) for line in block.splitlines()] == there[::-1]
+
+
+def test_structure_names_every_verb() -> None:
+    named = " ".join(re.findall(r"`([^`]+)`", section("Verbs"))).split()
+    assert {name for names in main.VERBS.values() for name in names} <= set(named)
+    measured = set(re.findall(r"`bench (\w+)`", section("Verbs")))
+    assert measured == {command.name for command in bench.app.registered_commands}
+
+
+def test_the_walk_has_ten_files() -> None:
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", section("A newcomer's walk"), re.MULTILINE)
+    assert len(files) == 10
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_document_names_is_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("http") or (path.parent / link).exists(), link
+    made_by_example = "drafters/repeat.py"
+    for name in re.findall(r"`(?:paceline/)?((?:\w+/)+\w+\.py)`", text):
+        is_there = (ROOT / name).exists() or (ROOT / "paceline" / name).exists()
+        assert is_there or name == made_by_example, name
+    assert BANNED.findall(text) == []
+    assert GONE.findall(text) == []
+
+
+def test_the_documents_keep_their_size() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(list((ROOT / "docs" / "decisions").iterdir())) <= 15
+
+
+def test_every_decision_has_a_question_and_a_decision() -> None:
+    index = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    for path in (ROOT / "docs" / "decisions").iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert re.search(r"\*\*Questions?\.\*\*", text), path
+        assert "**Decision" in text, path
+        assert f"decisions/{path.name}" in index
+
+
+def test_the_example_drafter_changes_no_text(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, place),) = re.findall(r'"(\w+)": "([\w.:]+)"', code("add_a_drafter.md", "text"))
+    module = ModuleType(place.split(":")[0])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(registry.DRAFTERS, name, place)
+    exec(compile(code("add_a_drafter.md", "python"), module.__name__, "exec"), module.__dict__)
+    prompts = ["the line rides on, on, on, on,", "café 2026"]
+    for params in (
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=24),
+    ):
+        said = []
+        for options in (None, {"method": name}, {"method": name, "num_speculative_tokens": 3}):
+            with LLM(str(tiny_folder), speculative_config=options, progress=False) as llm:
+                results = llm.generate(prompts, params)
+            said.append([result.outputs[0].token_ids for result in results])
+        assert said[1] == said[0]
+        assert said[2] == said[0]
+        assert sum(result.outputs[0].stats.num_drafted for result in results) > 0
+
+
+def test_the_example_family_says_what_transformers_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import transformers
+
+    sizes = {**SIZES, "head_dim": 32, "residual_dropout": 0.0, "attention_dropout": 0.0}
+    torch.manual_seed(0)
+    model = transformers.SeedOssForCausalLM(transformers.SeedOssConfig(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer(tmp_path)
+    with pytest.raises(ModelFileError, match="seed_oss"):
+        open_checkpoint(str(tmp_path), progress=False)
+
+    monkeypatch.setattr(hf_config, "FAMILIES", dict(hf_config.FAMILIES))
+    monkeypatch.setattr(hf_config, "REFUSED", hf_config.REFUSED)
+    exec(code("add_a_model.md", "python"), {})
+    tokens = [(37 * i * i + 11 * i + 5) % sizes["vocab_size"] for i in range(40)]
+    backend, cached = backend_for(torch.device("cpu"), "torch"), Cached()
+    executor = LocalExecutor.load(backend, open_checkpoint(str(tmp_path), progress=False), 8, dtype="float32")
+    executor.kv.reserve(cached, len(tokens))
+    logits = executor.forward([Segment(tokens, cached, num_logits=len(tokens))]).logits
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    assert expected.std() > 0.1
+    assert (logits - expected).abs().max() < 1e-4
+
+    said = []
+    for options in (None, {"method": "ngram", "num_speculative_tokens": 3}):
+        with LLM(str(tmp_path), speculative_config=options, progress=False) as llm:
+            (result,) = llm.generate([tokens], SamplingParams(temperature=0, max_tokens=24))
+        said.append(result.outputs[0].token_ids)
+    assert said[1] == said[0]
