@@ -153,8 +153,7 @@ class Model:
 
 class Llamacpp(NamedTuple):
     """llama.cpp's passes, through its reading of prompts whose beginning is cached. It computes the last
-    token's logits only.
-    """
+    token's logits only."""
 
     worker: Worker
     variant: str

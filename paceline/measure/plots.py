@@ -184,8 +184,7 @@ def _planned(figure: Figure, report: Report) -> None:
 
 def _tuned(figure: Figure, report: Report) -> None:
     """For each drafter a line as predicted and a dot for each length that was timed; the policy's speed is a
-    level.
-    """
+    level."""
     axes = figure.add_subplot()
     axes.axhline(report["auto"] or 1, color="gray", linestyle="--", label="auto, measured")
     for i, (name, drafter) in enumerate(report["drafters"].items()):

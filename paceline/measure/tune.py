@@ -139,8 +139,7 @@ class Prices(NamedTuple):
 
 def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: Prices) -> dict[str, Any]:
     """What drafts of k tokens would gain. Of longer drafts, `lengths` counts steps by the tokens they
-    drafted, `accepted_at` by the depth they got right.
-    """
+    drafted, `accepted_at` by the depth they got right."""
     steps = sum(lengths.values())
     if k == 0 or not steps:
         return {"k": k, "speedup": 1.0, "tau": 1.0, "num_drafted": 0.0, "draft_cost": 0.0, "verify_cost": 1.0}
@@ -200,8 +199,7 @@ class Session:
 
     def _rows(self) -> dict[str, Engine]:
         """New engines, that know no text yet. A drafter that runs a model knows the text of its request and
-        nothing else, so it may be used again.
-        """
+        nothing else, so it may be used again."""
         rows = {PLAIN: self.plain}
         for subject in self.subjects:
             for k in subject.lengths:

@@ -75,8 +75,7 @@ class Worker:
 
     def verify_cost(self, sizes: list[int]) -> dict[str, Any]:
         """Median seconds of one pass over each number of tokens, all logits wanted, after a cached
-        context.
-        """
+        context."""
         passes = Timed(self.llm.engine.executor, CONTEXT + max(sizes))
         context = min(CONTEXT, passes.room - max(sizes))
         times = [[passes.seconds(size, context) for size in sizes] for _ in range(TIMED + 1)]
