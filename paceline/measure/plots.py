@@ -60,6 +60,7 @@ def _save(path: Path, picture: Picture, report: Report) -> bool:
     picture(figure, report)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(bottom=0)
     if len(figure.axes) == 1 and figure.axes[0].get_legend_handles_labels()[0]:
         # above, where it covers nothing
         figure.legend(loc="outside upper center", ncols=LEGEND_COLUMNS, frameon=False, fontsize="small")
@@ -73,7 +74,6 @@ def _lines(axes: Axes, lines: Mapping[str, Points], labels: tuple[str, str], **s
         axes.plot(x, y, **{"marker": "o", "label": name, **style})
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
-    axes.set_ylim(bottom=0)
 
 
 def _speedup(figure: Figure, report: Report) -> None:
