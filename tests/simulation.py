@@ -1,28 +1,44 @@
-"""An engine without a model: texts that are known, drafters of known skill, and a clock that is only added
-up.
+"""An engine without a model: known texts, drafters of known skill, and a clock that is only added up.
 
-What a pass takes is a table; what a drafter takes is said by the drafter. So the policy's promises can be
-checked exactly and at once.
+What a pass takes is a table; what a draft takes is said by the drafter. So what a policy promises can be
+checked exactly and at once. Invariant: the policy sees the StepRecords that the engine's own step would make.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from paceline.core.params import SamplingParams
 from paceline.core.tree import Tree
-from paceline.core.types import Cached, Draft, Needs, Request, ScheduledRequest, Seen, Verdict
+from paceline.core.types import Answers, Cached, Draft, Request, ScheduledRequest, Verdict
+from paceline.drafters.base import Drafter
 from paceline.engine.policy.auto import AutoPolicy
-from paceline.engine.policy.base import Policy
+from paceline.engine.policy.base import Plan, Policy
 from paceline.engine.policy.cost import CostTable
+from paceline.runtime.record import StepRecord, longest
 
-# Relative seconds of passes over 1, 2, ... rows as measured on two cores, a GPU where rows are free, and one
-# where none is.
+# Relative seconds of passes over 1, 2, ... rows as measured on two cores, a GPU where rows are free, and a
+# machine where none is.
 CPU = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 12: 20.5, 16: 27.0}
 FLAT = {1: 5.0, 64: 5.3, 128: 6.0}
 STEEP = {1: 1.0, 2: 2.0}
+TABLES = {"cpu": CPU, "flat": FLAT, "steep": STEEP}
+IsRight = Callable[[Request, int], bool]
+
+
+def sometimes(share: float) -> IsRight:
+    """Right at this share of all positions, which ones being fixed."""
+
+    def is_right(request: Request, position: int) -> bool:
+        digest = hashlib.blake2b(f"{request.id}/{position}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") < share * 2**32
+
+    return is_right
 
 
 def truth(request: Request, position: int) -> int:
@@ -30,36 +46,34 @@ def truth(request: Request, position: int) -> int:
     return int(request.id) * 1_000_000 + position
 
 
-@dataclass
-class Skilled:
-    """Drafts `length` tokens; whether the one at a position is right is up to `is_right(request,
-    position)`.
-    """
+class Skilled(Drafter):
+    """Drafts chains; whether the token at a position is right is up to `is_right(request, position)`."""
 
-    is_right: Callable[[Request, int], bool]
-    claim: float | None = None
-    seconds: float = 0.0  # of asking for one request; for a model, of each token
-    is_free: bool = True
-    length: int = 8
-    name: str = "skilled"
-    needs: Needs = field(default_factory=Needs)
-    num_asked: int = 0
-    spent: float = 0.0
+    def __init__(
+        self, is_right: IsRight, claim: float | None = None, seconds: float = 0.0, *,
+        is_free: bool = True, length: int = 8, name: str = "skilled",
+    ) -> None:  # fmt: skip
+        """claim: what it says of each node. seconds: of asking for one request; of a model, for each node."""
+        self.is_right, self.claim, self.seconds = is_right, claim, seconds
+        self.is_free, self.length, self.name = is_free, length, name
+        self.num_asked, self.spent = 0, 0.0  # requests so far; seconds of the last call
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         self.num_asked += len(requests)
-        self.spent = 0.0
-        return [self._draft(r, min(b, self.length)) for r, b in zip(requests, budgets, strict=True)]
+        counts = [min(budget, self.length) for budget in budgets]
+        self.spent = self.seconds * (len(counts) if self.is_free else max(counts))
+        return [self.draft(request, count) for request, count in zip(requests, counts, strict=True)]
 
-    def _draft(self, request: Request, count: int) -> Draft:
-        self.spent += self.seconds * (1 if self.is_free else count)
+    def draft(self, request: Request, count: int) -> Draft:
         places = range(request.num_tokens, request.num_tokens + count)
         tokens = [truth(request, p) if self.is_right(request, p) else -p - 1 for p in places]
         chances = None if self.claim is None else tuple(self.claim**i for i in range(count + 1))
-        return Draft(Tree.chain(request.tokens[-1], tokens), self.name, chances=chances)
-
-    def observe(self, seen: Sequence[Seen]) -> None: ...
-    def release(self, request: Request) -> None: ...
+        q = None
+        if (
+            request.params.temperature and not self.is_free
+        ):  # what the tokens were drawn from is not looked at
+            q = {node: torch.empty(0) for node in range(count)}
+        return Draft(Tree.chain(request.tokens[-1], tokens), self.name, q, chances)
 
 
 @dataclass
@@ -68,16 +82,18 @@ class World:
 
     policy: Policy
     table: Mapping[int, float]
+    host: float = 0.0  # seconds of every step beside its pass and its drafts
+    is_burst: bool = False  # drafts are made on the device, which tells the time of whole rounds only
     seconds: float = 0.0
     num_tokens: int = 0
     num_checked: int = 0
     checked: dict[str, int] = field(default_factory=dict)  # nodes by request
-    num_rounds: int = 0  # of a drafter that runs a model, where it may run them by itself
-    share: float = 0.5  # of its time, that it takes then
-    num_flights: int = 0
     # Of its own: a text, and where a drafter is right in it, follows from the number, and must not from what
     # other tests have run before.
     numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.costs = CostTable(self.table)
 
     def run(self, num_requests: int, num_steps: int, num_prompt: int = 4) -> None:
         requests = [self.new_request(num_prompt) for _ in range(num_requests)]
@@ -86,103 +102,70 @@ class World:
         for request in requests:
             self.policy.release(request)
 
-    def new_request(self, num_prompt: int = 4) -> Request:
-        name = str(next(self.numbers))
-        request = Request(
-            name,
-            SamplingParams(temperature=0.0),
-            [0] * num_prompt,
-            num_prompt,
-            0,
-            cache=Cached([], num_prompt - 1),
-        )
-        return request
+    def new_request(self, num_prompt: int = 4, **params: object) -> Request:
+        sampling = SamplingParams(**{"temperature": 0.0, **params})  # type: ignore[arg-type]
+        cache = Cached([], num_prompt - 1)
+        return Request(str(next(self.numbers)), sampling, [0] * num_prompt, num_prompt, 0, cache=cache)
 
-    def step(self, requests: Sequence[Request]) -> None:
-        turns = [ScheduledRequest(request, 1, draft_limit=64) for request in requests]
-        plan = self.policy.plan(turns)
-        for turn, nodes in zip(turns, plan.nodes, strict=False):
-            turn.num_lookahead_tokens = nodes
-        proposed: dict[int, list[tuple[int, Draft]]] = {}
-        for number in self.policy.order if plan.asks else ():
-            asks = self.policy.reconsider(number, plan.asks[number], turns) if proposed else plan.asks[number]
-            if (
-                asks
-                and self.num_rounds
-                and not self.policy.drafters[number].is_free
-                and self.policy.may_fly(number, asks)
-            ):
-                return self._fly(number, turns)
-            if asks:
-                drafter = self.policy.drafters[number]
-                drafts = drafter.propose([requests[i] for i, _ in asks], [count for _, count in asks])
-                self.policy.heard(number, asks, drafts, drafter.spent)  # type: ignore[attr-defined]
-                self.seconds += drafter.spent  # type: ignore[attr-defined]
-                for (index, _), draft in zip(asks, drafts, strict=True):
-                    proposed.setdefault(index, []).append((number, draft))
-        checked = self.policy.trim(turns, proposed) if proposed else {}
-        rows = len(requests) + sum(draft.num_drafted for draft in checked.values())
-        took = CostTable(self.table).pass_seconds(rows)
-        verdicts = {i: self._judge(request, checked.get(i)) for i, request in enumerate(requests)}
-        self.policy.observe(turns, verdicts, took)
-        self.seconds += took
-        self.num_tokens += sum(len(v.tokens) for v in verdicts.values())
+    def step(self, requests: Sequence[Request]) -> StepRecord:
+        scheduled = [ScheduledRequest(request, 1, draft_limit=64) for request in requests]
+        plan = self.policy.plan(scheduled)
+        answers, drafting, spent = self._propose(scheduled, plan)
+        chosen = self.policy.choose(scheduled, answers) if answers else {}
+        drafts = [chosen.get(i) or Draft(Tree.chain(r.tokens[-1])) for i, r in enumerate(requests)]
+        rows = sum(len(draft.tree.tokens) for draft in drafts)
+        took = self.costs.pass_seconds(rows)
+        judged = [self._judge(request, draft) for request, draft in zip(requests, drafts, strict=True)]
+        record = StepRecord(scheduled, drafts, judged, answers, drafting, is_plain=plan.plain_steps > 0)
+        record.pass_seconds = None if self.is_burst else took
+        record.seconds, record.verdicts = took + spent + self.host, dict(enumerate(judged))
+        self.policy.observe(record)
+        self.seconds += record.seconds
+        self.num_tokens += sum(len(verdict.tokens) for verdict in judged)
         self.num_checked += rows - len(requests)
+        return record
 
-    def _fly(self, number: int, turns: Sequence[ScheduledRequest]) -> None:
-        """Rounds without anybody in between: drafting takes its share of what it takes otherwise. Whoever
-        promises more meanwhile ends them, after the one that is under way."""
-        requests, drafter, num_left = (
-            [turn.request for turn in turns],
-            self.policy.drafters[number],
-            self.num_rounds,
-        )
-        while num_left:
-            num_left -= 1
-            drafts = dict(enumerate(drafter.propose(requests, [8] * len(requests))))
-            rows = len(requests) + sum(draft.num_drafted for draft in drafts.values())
-            took = CostTable(self.table).pass_seconds(rows) + self.share * drafter.spent  # type: ignore[attr-defined]
-            verdicts = {i: self._judge(requests[i], draft) for i, draft in drafts.items()}
-            self.policy.flown(number, turns, drafts, verdicts, took)
-            self.seconds += took
-            self.num_tokens += sum(len(v.tokens) for v in verdicts.values())
-            self.num_checked += rows - len(requests)
-            for other, asks in self.policy.lookouts(number, turns) if num_left > 1 else ():
-                drafts = dict(
-                    enumerate(
-                        self.policy.drafters[other].propose(
-                            [requests[i] for i, _ in asks], [count for _, count in asks]
-                        )
-                    )
-                )
-                self.policy.heard(other, asks, list(drafts.values()), self.policy.drafters[other].spent)  # type: ignore[attr-defined]
-            rounds = [(i, 8) for i in range(len(turns))]
-            if num_left > 1 and len(self.policy.reconsider(number, rounds, turns, is_flying=True)) < len(
-                rounds
-            ):
-                num_left = 1
-        self.num_flights += 1
+    def _propose(
+        self, scheduled: Sequence[ScheduledRequest], plan: Plan
+    ) -> tuple[Answers, dict[int, tuple[int, float | None]], float]:
+        answers: Answers = {}
+        drafting: dict[int, tuple[int, float | None]] = {}
+        spent = 0.0
+        for index, nodes in plan.nodes.items():
+            scheduled[index].num_lookahead_tokens = nodes
+        for number, asks in enumerate(plan.asks):
+            asks = self.policy.replan(number, asks, scheduled, answers) if asks and answers else asks
+            if not asks:
+                continue
+            drafter = self.policy.drafters[number]
+            assert isinstance(drafter, Skilled)
+            drafts = drafter.propose([scheduled[i].request for i, _ in asks], [count for _, count in asks])
+            spent += drafter.spent
+            for (index, count), draft in zip(asks, drafts, strict=True):
+                assert draft.num_drafted <= count
+                if draft.num_drafted:
+                    answers.setdefault(index, []).append((number, draft))
+            drafting[number] = (longest(answers, number), None if self.is_burst else drafter.spent)
+        return answers, drafting, spent
 
-    def _judge(self, request: Request, draft: Draft | None) -> Verdict:
-        path, tokens = [0], []
-        tree = Tree.chain(0) if draft is None else draft.tree
-        children = tree.children()
+    def _judge(self, request: Request, draft: Draft) -> Verdict:
+        path, tokens, children = [0], [], draft.tree.children()
         while True:
             token = truth(request, request.num_tokens)
             request.tokens.append(token)
             tokens.append(token)
-            following = [c for c in children[path[-1]] if tree.tokens[c] == token]
+            following = [c for c in children[path[-1]] if draft.tree.tokens[c] == token]
             if not following:
                 break
             path.append(following[0])
         request.cache.num_cached += len(tokens)
-        self.checked[request.id] = self.checked.get(request.id, 0) + len(tree.tokens) - 1
-        return Verdict(tuple(path), tuple(tokens), len(tree.tokens) - 1)
+        self.checked[request.id] = self.checked.get(request.id, 0) + draft.num_drafted
+        return Verdict(tuple(path), tuple(tokens), draft.num_drafted)
 
-
-def speed(world: World) -> float:
-    """Against plain decoding of as many tokens, one request at a time."""
-    return world.num_tokens * CostTable(world.table).pass_seconds(1) / world.seconds
+    def speed(self, num_requests: int = 1) -> float:
+        """Against plain decoding of as many tokens by as many requests at a time."""
+        plain = (self.costs.pass_seconds(num_requests) + self.host) / num_requests
+        return self.num_tokens * plain / self.seconds
 
 
 def auto(table: Mapping[int, float], *drafters: Skilled, profile: Mapping[int, float] | None = None) -> World:

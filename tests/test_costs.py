@@ -10,18 +10,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paceline.engine.costs import (
-    REBUILD,
-    CostTable,
-    Line,
-    Median,
-    best_k,
-    break_even_alpha,
-    expected_tokens,
-    speedup,
-)
 
 from paceline.core.errors import ConfigError
+from paceline.core.formulas import best_k, break_even_alpha, expected_tokens, speedup
+from paceline.core.params import SamplingParams
+from paceline.core.types import Cached, Request, ScheduledRequest
+from paceline.engine.policy.cost import REBUILD, WINDOW, CostTable, DraftCost, Load, Median
 
 MEASURED = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 16: 27.0}
 
@@ -58,10 +52,10 @@ def test_break_even_alpha_breaks_even() -> None:
 
 @given(st.lists(st.floats(1.0, 7.9), min_size=1, max_size=60))
 def test_a_running_median_is_the_median_of_the_last_ones(numbers: list[float]) -> None:
-    running = Median(0.0, size=9)
+    running = Median(0.0)
     for number in numbers:
         running.add(number)
-    last = sorted(numbers[-9:])
+    last = sorted(numbers[-WINDOW:])
     assert running.value == last[(len(last) - 1) // 2]
 
 
@@ -148,18 +142,60 @@ def test_a_spoilt_profile_is_refused(data: dict[str, object]) -> None:
         CostTable.from_json(data)
 
 
-def test_a_call_is_a_fixed_part_and_one_for_each() -> None:
-    line = Line(1.0, 1.0)
-    for i in range(200):
-        line.add(1 + i % 4, 0.5 + 0.2 * (1 + i % 4))
-    assert line.fixed == pytest.approx(0.5, abs=0.02)
-    assert line.each == pytest.approx(0.2, abs=0.02)
-    line.add(2, 50.0)
-    assert line.fixed + 2 * line.each < 1.2, "one that took very long is not believed"
+def test_what_was_learned_stays_out_of_the_profile_and_of_a_fresh_table() -> None:
+    costs = CostTable(MEASURED)
+    for _ in range(2 * REBUILD):
+        costs.observe(1, 0, 0, 10.0)
+    assert costs.pass_seconds(1) == pytest.approx(10.0)
+    assert costs.version == 2
+    assert costs.to_json() == CostTable(MEASURED).to_json()
+    assert costs.fresh().pass_seconds(1) == MEASURED[1]
 
 
-def test_where_all_calls_are_alike_only_their_level_is_learned() -> None:
-    line = Line(0.1, 0.1)
+def test_a_draft_is_a_fixed_part_and_one_for_each_token() -> None:
+    cost = DraftCost(0.5, 0.5)
+    for i in range(300):
+        cost.add(1 + i % 4, 0.5 + 0.2 * (1 + i % 4))
+    assert cost.fixed == pytest.approx(0.5, abs=0.02)
+    assert cost.each == pytest.approx(0.2, abs=0.02)
+    cost.add(2, 50.0)
+    assert cost.of(2) < 1.2, "one that took very long is not believed"
+
+
+def test_a_busy_machine_makes_drafts_no_dearer_than_passes() -> None:
+    """Of both most timings count: one in four that takes ten times as long changes neither."""
+    cost, costs = DraftCost(0.2, 0.2), CostTable({1: 1.0})
+    for i in range(300):
+        slow = 10.0 if i % 4 == 0 else 1.0
+        cost.add(1 + i % 3, slow * (0.1 + 0.1 * (1 + i % 3)))
+        costs.observe(1, 0, 0, slow)
+    assert costs.pass_seconds(1) == pytest.approx(1.0)
+    assert cost.of(2) == pytest.approx(0.3, rel=0.25)
+
+
+def test_where_all_drafts_are_alike_only_their_level_is_learned() -> None:
+    cost = DraftCost(0.05, 0.05)
     for _ in range(200):
-        line.add(1, 0.5)
-    assert line.fixed + line.each == pytest.approx(0.5, abs=0.01)
+        cost.add(1, 0.5)
+    assert cost.of(1) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_load_is_the_pass_without_drafts() -> None:
+    costs = CostTable(MEASURED, per_request_token=0.01, per_row_token=0.001)
+    speaking = [
+        ScheduledRequest(Request(str(i), SamplingParams(), [1] * 11, 11, 0, cache=Cached([], 10)), 1)
+        for i in range(2)
+    ]
+    load = Load.of(speaking, costs, 8)
+    assert (load.rows, load.speaking, load.cached, load.is_decoding) == (2, 2, 20, True)
+    assert load.seconds == pytest.approx(5.5 + 20 * 0.011)
+    assert load.token_seconds == load.seconds / 2
+    assert load.seen_with(2) == 40
+    assert load.added(2, each=0.5, fixed=0.25) == pytest.approx(
+        [0.0, 6.2 - 5.5 + 0.01 + 0.75, 7.6 - 5.5 + 0.02 + 1.25]
+    )
+    reading = ScheduledRequest(Request("p", SamplingParams(), [1] * 100, 100, 0), 50)
+    both = Load.of([*speaking, reading], costs, 8)
+    assert not both.is_decoding
+    assert both.seconds == load.seconds, "a prompt's chunk is not theirs to pay"
+    assert both.rows == 52

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import GrammarError
-from paceline.core.grammar import GrammarCompiler, GrammarConstraint
+from paceline.core.grammar import LIMITS, GrammarCompiler, GrammarConstraint
 from paceline.core.params import StructuredOutputs
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
@@ -227,3 +227,34 @@ def test_bad_grammars_end_in_one_line(compiler: GrammarCompiler, spec: Structure
 def test_a_disallowed_token_is_our_own_mistake(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     with pytest.raises(AssertionError, match="not allowed"):
         compiler.compile(StructuredOutputs(choice=["a"])).advance(tokenizer.encode("z")[0])
+
+
+@pytest.mark.parametrize(("limit", "most"), [("step_max_items", 400), ("max_lexer_states", 400)])
+def test_a_grammar_that_breaks_stays_where_it_was(tokenizer: Tokenizer, limit: str, most: int) -> None:
+    """It breaks at the same place again and again, and goes on from anywhere before it."""
+    compiler = GrammarCompiler(tokenizer, VOCAB, {**LIMITS, limit: most})
+    rules = {
+        "step_max_items": StructuredOutputs(grammar='start: e\ne: e e e | e e | "a" | "b"\n'),
+        "max_lexer_states": StructuredOutputs(regex="(.*a.{12}b.*|.*b.{9}a.*)"),
+    }
+    constraint, held = compiler.compile(rules[limit]), list[int]()
+    letters = [tokenizer.encode(letter, add_special=False)[0] for letter in "ab"]
+
+    def advance_all() -> None:
+        while len(held) < 200:
+            constraint.advance(letters[len(held) % 2])
+            held.append(letters[len(held) % 2])
+
+    with pytest.raises(GrammarError, match="too complex here") as first:
+        advance_all()
+    for back in (0, 1, 2, len(held)):
+        constraint.rollback(back)
+        kept = held[: len(held) - back]
+        if back:
+            assert torch.equal(constraint.allowed(), _replayed(compiler, rules[limit], kept).allowed())
+            assert not constraint.is_finished
+        for token in held[len(kept) :]:
+            constraint.advance(token)
+        with pytest.raises(GrammarError) as again:
+            constraint.advance(letters[len(held) % 2])
+        assert str(again.value) == str(first.value)

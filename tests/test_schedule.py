@@ -110,7 +110,7 @@ def _arrivals(chance: random.Random, shared: list[int]) -> list[Request]:
 
 @pytest.mark.serial
 def test_little_of_the_kv_memory_is_wasted() -> None:
-    """Mixed lengths, drafts of any length: between steps a request wastes at most the end of its last block."""
+    """Mixed lengths and drafts: between steps a request wastes at most the end of its last block."""
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     lengths = [40, 150, 390, 520, 270, 660, 185, 480]
     engine = engine_with(Ragged(), num_blocks=240, max_num_batched_tokens=512)

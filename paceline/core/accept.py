@@ -3,9 +3,10 @@
     temperature 0        follow the child equal to the target's argmax
     a seed               coupled: follow the child equal to argmax(logits/T + gumbel(seed, position))
     no seed, no q        deterministic candidates: draw from p, follow the child equal to the draw
-    no seed, q, chain    block verification: joint rejection over the chain, accepts at least as much as token
-    by token no seed, q, tree     rejection among siblings sampled without replacement; with one child it is
-    the token rule
+    no seed, q, chain    block verification: joint rejection over the chain, accepts at least as much as
+                         token by token
+    no seed, q, tree     rejection among siblings sampled without replacement; with one child it is the
+                         token rule
 
 The first three are one walk: every emitted token *is* the target's choice. Glossary: accepted tokens were
 drafted and kept; the last token of a verdict is the target's own, a bonus if everything on the path was
@@ -27,8 +28,8 @@ from paceline.core.watch import Begun, Choice, Coin, Redraw, Rule, Watch
 
 
 def accept(
-    request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None, picked: Sequence[int] | None = None,
-    watch: Watch | None = None,
+    request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None,
+    picked: Sequence[int] | None = None, watch: Watch | None = None,
 ) -> Verdict:  # fmt: skip
     """Judge a draft. logits: [nodes, vocab], the target's raw logits at every node of the draft's tree;
     picked: the choices there, if a device has made them already (as sampling.pick_of asked), -1 for none;
@@ -87,23 +88,18 @@ class _Walk:
     """A walk down the tree: where it is, what it has emitted, and the grammar advanced along with it."""
 
     def __init__(
-        self, request: Request, draft: Draft, logits: torch.Tensor, noise: Noise, picked: Sequence[int] | None = None,
-        watch: Watch | None = None,
+        self, request: Request, draft: Draft, logits: torch.Tensor, noise: Noise,
+        picked: Sequence[int] | None = None, watch: Watch | None = None,
     ) -> None:  # fmt: skip
-        self.request, self.draft, self.logits, self.noise, self.picked, self.watch = (
-            request,
-            draft,
-            logits,
-            noise,
-            picked,
-            watch,
-        )
+        self.request, self.draft, self.logits, self.noise = request, draft, logits, noise
+        self.picked, self.watch = picked, watch
         self.children = draft.tree.children()
         self.path = [0]
         self.tokens: list[int] = []
         self.num_advanced = 0  # steps of the grammar to take back
         self.has_ended = False  # the path holds an end token or a dead end: what follows is never emitted
-        self.dead_end: int | None = None  # where on the path the request's options leave no token to choose
+        # where on the path the request's options leave no token to choose, or its grammar proves too complex
+        self.dead_end: int | None = None
 
     @property
     def position(self) -> int:
@@ -120,8 +116,15 @@ class _Walk:
         self.tokens.append(token)
         self.has_ended = self.has_ended or token in self.request.stop_ids
         if self.request.constraint is not None and not self.has_ended:
-            self.request.constraint.advance(token)
-            self.num_advanced += 1
+            try:
+                self.request.constraint.advance(token)
+                self.num_advanced += 1
+            except GrammarError:
+                self.stop_here()
+
+    def stop_here(self) -> None:
+        """Plain decoding fails after this token, so it is the last one of the verdict."""
+        self.has_ended, self.dead_end = True, len(self.path) - 1
 
     def child_with(self, token: int) -> int | None:
         return next((c for c in self.children[self.path[-1]] if self.draft.tree.tokens[c] == token), None)
@@ -136,7 +139,7 @@ class _Walk:
         except GrammarError:
             if not self.tokens:
                 raise
-            self.has_ended, self.dead_end = True, len(self.path) - 1
+            self.stop_here()
             return row
 
     def target_probabilities(self) -> torch.Tensor:
@@ -236,7 +239,7 @@ class _Walk:
 
     def verdict(self) -> Verdict:
         if self.dead_end is not None and self.dead_end < len(self.path):
-            # As plain decoding does: emit the token that led here, and fail when the next one is asked for.
+            # As plain decoding does: emit the token that led here, and fail at its commit or the next choice.
             del self.path[self.dead_end :]
             del self.tokens[self.dead_end :]
         num_top = self.request.params.logprobs

@@ -1,14 +1,15 @@
 """Structured output: JSON schemas, regexes, choices and grammars as masks over the vocabulary (llguidance).
 
 Invariant: a constraint's mask depends only on the tokens advanced and not rolled back, so a draft can be
-tested and undone any number of times. End tokens are allowed exactly where the grammar may end.
+tested and undone any number of times. So does where a grammar proves too complex: a constraint that raises
+stays where it was, and can still be rolled back. End tokens are allowed exactly where the grammar may end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from paceline.core.errors import GrammarError
 from paceline.core.params import StructuredOutputs
@@ -22,6 +23,14 @@ MAX_CHOICES = 20_000
 MAX_REASON_CHARS = 200
 # Room for any usual indentation; without a bound a model may write blanks until its tokens run out.
 JSON_WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+# By llguidance's own figures: at most about 20 ms to build a lexer, 15 ms a mask, 2 kB a lexer state.
+LIMITS: Mapping[str, int] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 100_000,
+    "max_grammar_size": 250_000,
+}
 
 
 class GrammarTokenizer(Protocol):
@@ -34,28 +43,32 @@ class GrammarTokenizer(Protocol):
     def json(self) -> str: ...
 
 
-class GrammarCompiler:
-    """Makes constraints for one model. `vocab_size` is the model's; ids without a token are never allowed."""
+class Ids(NamedTuple):
+    """What a model's ids stand for."""
 
-    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int) -> None:
+    ends: list[int]
+    num_known: int  # ids from here on have no token
+    vocab_size: int  # the model's
+
+
+class GrammarCompiler:
+    """Makes constraints for one model. `vocab_size` is the model's; ids without a token are never allowed.
+    limits: of llguidance's parser.
+    """
+
+    def __init__(
+        self, tokenizer: GrammarTokenizer, vocab_size: int, limits: Mapping[str, int] = LIMITS
+    ) -> None:
         import llguidance
 
         if not tokenizer.eos_ids:
             remedy = "use a model with an eos_token_id"
             raise GrammarError(f"the model has no end token, so structured output could never end; {remedy}")
-        self._eos_ids = sorted(i for i in tokenizer.eos_ids if i < vocab_size)
-        self._vocab_size, self._num_known = vocab_size, min(vocab_size, tokenizer.vocab_size)
+        ends = sorted(i for i in tokenizer.eos_ids if i < vocab_size)
+        self._ids = Ids(ends, min(vocab_size, tokenizer.vocab_size), vocab_size)
         num_ids = max(vocab_size, tokenizer.vocab_size)
-        self._tokenizer = llguidance.LLTokenizer(tokenizer.json(), n_vocab=num_ids, eos_token=self._eos_ids)
-        # By llguidance's own figures: at most about 20 ms to build a lexer, 15 ms a mask, 2 kB a lexer state.
-        self._limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=1_000_000,
-            step_lexer_fuel=200_000,
-            step_max_items=50_000,
-            max_lexer_states=100_000,
-            max_grammar_size=250_000,
-            verbose_errors=False,
-        )
+        self._tokenizer = llguidance.LLTokenizer(tokenizer.json(), n_vocab=num_ids, eos_token=ends)
+        self._limits = llguidance.LLParserLimits(**limits, verbose_errors=False)
 
     def matcher(self, spec: StructuredOutputs) -> tuple[str, llguidance.LLMatcher]:
         """The kind of the grammar, and its parser with the first mask computed: all that may take long."""
@@ -71,7 +84,7 @@ class GrammarCompiler:
 
     def compile(self, spec: StructuredOutputs) -> GrammarConstraint:
         kind, matcher = self.matcher(spec)
-        constraint = GrammarConstraint(matcher, kind, self._eos_ids, self._num_known, self._vocab_size)
+        constraint = GrammarConstraint(matcher, kind, self._ids, fresh=lambda: self.matcher(spec)[1])
         if (matcher.is_stopped() and not matcher.is_accepting()) or not constraint.allowed().any():
             raise GrammarError(f"structured_outputs.{kind} allows no text at all; loosen it")
         return constraint
@@ -81,12 +94,16 @@ class GrammarConstraint:
     """One request's state in its grammar."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, kind: str, eos_ids: list[int], num_known: int, vocab_size: int
+        self, matcher: llguidance.LLMatcher, kind: str, ids: Ids, fresh: Callable[[], llguidance.LLMatcher]
     ) -> None:
-        self._matcher, self._kind, self._eos_ids = matcher, kind, eos_ids
-        self._num_known, self._vocab_size = num_known, vocab_size
+        """fresh: another matcher of the same grammar, at its beginning."""
+        self._matcher, self._kind, self._ids, self._fresh = matcher, kind, ids, fresh
+        self._tokens: list[int] = []  # advanced and not rolled back, without end tokens
         self._num_ends = 0  # end tokens advanced: the matcher never sees them
         self._mask: torch.Tensor | None = None  # of the present state
+        self._has_undone = False  # the matcher has seen more than `_tokens`, or is broken
+        # Why the grammar is too complex, by where: the tokens before, and the next one or None for the mask.
+        self._too_complex: dict[tuple[int | None, ...], str] = {}
 
     def allowed(self) -> torch.Tensor:
         """bool [vocab], read only: the tokens that may come next; after an end token only end tokens."""
@@ -96,48 +113,81 @@ class GrammarConstraint:
 
     def advance(self, token: int) -> None:
         assert bool(self.allowed()[token]), f"token {token} is not allowed by the grammar here"
-        if token in self._eos_ids:
+        if token in self._ids.ends:
             self._num_ends += 1
-        elif not self._matcher.consume_token(token):
-            raise self._broken()
+        else:
+            self._step(token)
+            self._tokens.append(token)
         self._mask = None
 
     def rollback(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
         ends = min(num_tokens, self._num_ends)
         self._num_ends -= ends
-        if num_tokens > ends and not self._matcher.rollback(num_tokens - ends):
-            raise self._broken()
-        if num_tokens:
-            self._mask = None
+        self._mask = None
+        if num_tokens > ends:
+            del self._tokens[len(self._tokens) - (num_tokens - ends) :]
+            self._has_undone = True
+            self._matcher.rollback(num_tokens - ends)  # a broken one refuses: the next step replaces it
 
     @property
     def is_finished(self) -> bool:
         """The text is complete: an end token came, or nothing else may come."""
-        return self._num_ends > 0 or self._matcher.is_stopped()
+        return self._num_ends > 0 or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def _ends_only(self) -> torch.Tensor:
         import torch
 
-        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
-        mask[self._eos_ids] = True
+        mask = torch.zeros(self._ids.vocab_size, dtype=torch.bool)
+        mask[self._ids.ends] = True
         return mask
 
     def _compute_mask(self) -> torch.Tensor:
         import numpy as np
         import torch
 
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            raise self._broken()
-        bits = np.unpackbits(packed, count=self._num_known, bitorder="little")
-        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
-        mask[: self._num_known] = torch.from_numpy(bits.view(np.bool_))
-        mask[self._eos_ids] = self._matcher.is_accepting()
+        packed = np.frombuffer(self._step(None), dtype=np.uint8)
+        bits = np.unpackbits(packed, count=self._ids.num_known, bitorder="little")
+        mask = torch.zeros(self._ids.vocab_size, dtype=torch.bool)
+        mask[: self._ids.num_known] = torch.from_numpy(bits.view(np.bool_))
+        mask[self._ids.ends] = self._matcher.is_accepting()
         return mask
+
+    def _step(self, token: int | None) -> bytes:
+        """Let the matcher consume a token, or with None compute the present state's mask, packed.
+
+        A matcher that reaches a limit is broken for good, and some limits also count what rolled back tokens
+        made it build. So where any were, the step is tried again with a matcher that has seen only the text,
+        as in plain decoding; what breaks that one too is remembered, since drafts come here repeatedly.
+        """
+        place = (*self._tokens, token) if self._too_complex else ()
+        if place in self._too_complex:
+            raise GrammarError(self._too_complex[place])
+        result = _apply(self._matcher, token)
+        if self._matcher.is_error() and self._has_undone:
+            self._matcher, self._has_undone = self._fresh(), False
+            for earlier in self._tokens:
+                _apply(self._matcher, None)  # masks count against the limits too
+                _apply(self._matcher, earlier)
+            result = _apply(self._matcher, token)
+        if self._matcher.is_error():
+            self._has_undone = True
+            error = self._broken()
+            self._too_complex[*self._tokens, token] = str(error)
+            raise error
+        return result
 
     def _broken(self) -> GrammarError:
         kind, reason = self._kind, _shorten(self._matcher.get_error())
         return GrammarError(f"structured_outputs.{kind} is too complex here: {reason}; {_REMEDY[kind]}")
+
+
+def _apply(matcher: llguidance.LLMatcher, token: int | None) -> bytes:
+    if token is None:
+        return bytes(matcher.compute_bitmask())
+    matcher.consume_token(token)
+    return b""
 
 
 _REMEDY: Mapping[str, str] = {

@@ -7,11 +7,9 @@ Invariant: the request itself is only read. A grammar is where it was once `Gram
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.core.errors import GrammarError
 from paceline.core.types import Cached, Constraint, Request
 from paceline.drafters.base import Drafter
 from paceline.runtime.executor import LocalExecutor
@@ -54,7 +52,9 @@ class ModelDrafter(Drafter):
 
 @dataclass(slots=True)
 class GrammarWalk:
-    """Moves a grammar from one path of guesses to another, undoing and redoing as little as possible."""
+    """Moves a grammar from one path of guesses to another, undoing and redoing as little as possible. Where a
+    guess proves too complex for the grammar, `go` raises and stays before it.
+    """
 
     constraint: Constraint | None
     path: list[int] = field(default_factory=list)
@@ -74,5 +74,4 @@ class GrammarWalk:
             self.path.append(token)
 
     def restore(self) -> None:
-        with suppress(GrammarError):  # a broken grammar fails its request when the target reads it
-            self.go([])
+        self.go([])

@@ -23,7 +23,7 @@ def blocks_in(memory: int, config: ModelConfig, kept: KvFormat) -> int:
         raise ConfigError(
             f"kv_cache_memory is {memory:,} bytes, less than two blocks of {per_block:,}; give more"
         )
-    return memory // per_block
+    return memory // per_block - 1  # one more is allocated, see KvMemory
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

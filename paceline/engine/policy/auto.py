@@ -114,7 +114,7 @@ class AutoPolicy:
     def _expected(self, number: int, request: Request, limit: int) -> tuple[int, float]:
         """Of a draft by a model, before it is made: how many nodes pay, and the seconds they should save."""
         known, load = self._known[number], self._load
-        added = load.added(limit, known.cost.each, known.cost.fixed)
+        added = load.added(limit, known.cost.each, known.cost.fixed / load.speaking)
         survival = known.calibration.survival(self._factor(number, request).value, limit)
         count, gained = best_count(survival, limit, load.speaking, load.seconds, added)
         # Drafts that are cut where they doubt gain more than those of average length; what they gained is
@@ -182,11 +182,11 @@ class AutoPolicy:
         """
         trees, chosen = {}, {}
         for index, drafts in answers.items():
-            tree = _Joined(self._weigh(index, scheduled[index].request, drafts))
-            if tree.q is not None:
-                chosen[index] = drafts[0][1]
+            sampled = [draft for _, draft in drafts if draft.q is not None]
+            if sampled:  # it stands alone, whatever was drawn
+                chosen[index] = sampled[0]
             else:
-                trees[index] = tree
+                trees[index] = _Joined(self._weigh(index, scheduled[index].request, drafts))
         pool = sorted(
             (-tree.scores[node], index, node)
             for index, tree in trees.items()
@@ -268,7 +268,6 @@ class _Joined:
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
-        self.q = answers[0].draft.q
         self.tokens, self.parents, places = join([answer.draft.tree for answer in answers])
         self.holders: list[list[tuple[Answer, int]]] = [[] for _ in self.tokens]
         for answer, where in zip(answers, places, strict=True):

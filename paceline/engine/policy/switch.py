@@ -36,6 +36,8 @@ class Switch:
         """seconds: likewise, over those of a pass without drafts; tokens: emitted by each request, on
         average.
         """
+        if self.plain_steps:  # of a burst that was under way when drafting was switched off
+            return
         saved = tokens - min(seconds / self._plain.value, LONGEST)
         self._credit = min(self._credit + saved, MOST_CREDIT)
         if self._credit < 0:
