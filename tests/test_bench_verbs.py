@@ -57,12 +57,12 @@ def test_decode_compares_every_text_with_plain_decoding(
     report, out = report_of("decode", tmp_path, *options, "--rows", "auto,ngram/2")
     assert "speedup over plain decoding, 2 prompts" in out
     assert report["is_ok"]
-    names = {(row["row"], row["task"]) for row in report["rows"]}
+    names = {(row["method"], row["task"]) for row in report["rows"]}
     assert names == {(r, t) for r in ("plain", "auto", "ngram/2") for t in ("copy", "code", "overall")}
     for row in report["rows"]:
         assert row["different"] == 0
         assert row["tau"] >= 1
-        assert row["row"] != "plain" or row["speedup"] == 1
+        assert row["method"] != "plain" or row["speedup"] == 1
     document = "before\n<!-- table:decode -->\nold\n<!-- end -->\nafter\n"
     text = rewritten(document, tmp_path)
     assert text.startswith("before\n<!-- table:decode -->\n\n| row | overall |")

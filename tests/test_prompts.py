@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -45,6 +46,18 @@ def test_reads_the_three_user_formats(tmp_path: Path) -> None:
     text = tmp_path / "lines.txt"
     text.write_text("first\n\n  second  \n")
     assert [prompt.turns for prompt in load(text)] == [("first",), ("second",)]
+
+
+def test_a_compressed_file_is_read_however_long(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl.gz"
+    lines = [json.dumps({"prompt": f"number {i}"}) for i in range(50_000)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode(), 1))
+    prompts = load(path)  # comparing every pair of ids would take minutes
+    assert len(prompts) == 50_000
+    assert prompts[0] == Prompt("1", "mine", ("number 0",))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(path)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ app = typer.Typer(invoke_without_command=True)
 def measured(verb: str, asked: Any) -> None:
     """Run a verb: every mistake a user can mend is refused before anything is started."""
     from paceline.measure import plots, results
-    from paceline.measure.results import module_of
 
     parsing.check_target("--json", asked.json)
     target: Path | None = getattr(asked, "plot", None)
@@ -44,7 +43,7 @@ def measured(verb: str, asked: Any) -> None:
     if target is not None:
         plots.check(None if is_file else target)
         parsing.check_target("--plot", target if is_file else None)
-    module = module_of(verb)
+    module = results.module_of(verb)
     plan = module.prepare(asked)
     with telling(module.num_turns(plan)) as tell:
         report = results.described(verb, module.run(plan, tell))

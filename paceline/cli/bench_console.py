@@ -37,7 +37,8 @@ def telling(num_turns: int | None) -> Iterator[Tell]:
 
 
 def show(screen: Console, table: Table) -> None:
-    made = new_table(table.title, table.names, table.numbers)
+    is_short = len(table.names) > 2  # several columns of words hold short ones, which should stay whole
+    made = new_table(table.title, table.names, table.numbers, folds=not is_short)
     before: Sequence[str] = ()
     for row in table.rows:  # a name is written once for all its rows
         names = tuple(row[: len(table.names)])

@@ -173,7 +173,7 @@ def _run_unit(asked: Compare, worker: Worker, repeat: int, row: Row, unit: Unit)
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """Everything over all tasks, then speeds by task."""
-    overall = [row for row in report["rows"] if row["task"] == OVERALL]
+    overall = [dict(row) for row in report["rows"] if row["task"] == OVERALL]
     for row in overall:
         row["same"] = None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"
     notes = [f"{engine}: {note}" for engine, note in report["notes"].items()]

@@ -14,11 +14,12 @@ from paceline.api.llm import LLM
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.measure.engines import Answer, answer, engine_of, ids_of, load, rotated, rows_of
+from paceline.measure.engines import answer, engine_of, ids_of, load, rotated, rows_of
 from paceline.measure.options import Decode
 from paceline.measure.prompts import Prompt, chosen
+from paceline.measure.report import Sample, report_rows
 from paceline.measure.results import OVERALL, Table, Tell, cell
-from paceline.measure.rows import AUTO, PLAIN
+from paceline.measure.rows import AUTO, OURS, PLAIN, Row, Task
 
 WARM_UP = "Hello, who are you and what do you do?"
 LEGEND = """speedup: over plain decoding in this run, tokens after the first; τ: tokens a pass; α: share of
@@ -30,15 +31,6 @@ class Plan(NamedTuple):
     asked: Decode
     rows: list[str]
     prompts: list[Prompt]
-
-
-class Sample(NamedTuple):
-    """One prompt, decoded by one row."""
-
-    row: str
-    task: str
-    answer: Answer
-    is_different: bool
 
 
 def prepare(asked: Decode) -> Plan:
@@ -58,11 +50,12 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=asked.max_new_tokens)
         for row, engine in engines.items():
             tell(f"warming up {row}", 0)
-            answer(llm, engine, ids_of(llm, WARM_UP), params)
+            answer(llm, ids_of(llm, WARM_UP), params, engine)
         samples = _samples(llm, engines, plan, params, tell)
         is_exact = llm.engine.executor.decoder.is_exact
-    tasks = [OVERALL, *dict.fromkeys(sample.task for sample in samples)]
-    rows = [_record(samples, row, task) for row in plan.rows for task in tasks]
+    rows = report_rows([Row(OURS, asked.dtype, row) for row in plan.rows], samples, {})
+    for record in rows:
+        record["different"] = record["prompts"] - record["identical"]
     return {"rows": rows, "is_exact": is_exact, "is_ok": not (is_exact and any(r["different"] for r in rows))}
 
 
@@ -73,44 +66,23 @@ def _samples(
     for number, prompt in enumerate(plan.prompts):
         if plan.asked.seconds is not None and time.perf_counter() - started > plan.asked.seconds:
             break
-        ids, num_recorded, found = ids_of(llm, prompt.text), backend.num_recordings, dict[str, Answer]()
+        ids, num_recorded, found = ids_of(llm, prompt.text), backend.num_recordings, list[Sample]()
+        unit = (Task(prompt.id, prompt.category, tuple(ids), plan.asked.max_new_tokens),)
         for name, engine in rotated(engines, number):
-            found[name] = answer(llm, engine, ids, params)
+            record = answer(llm, ids, params, engine).record()
+            found.append(Sample(Row(OURS, plan.asked.dtype, name), 0, unit, record["total_s"], [record]))
             tell(name, 1)
         if backend.num_recordings == num_recorded:
-            plain = found[PLAIN].ids
-            samples += [Sample(n, prompt.category, each, each.ids != plain) for n, each in found.items()]
+            samples += found
     if not samples:
         raise RequestError("no prompt counts: CUDA graphs were recorded in all of them; give more prompts")
     return samples
 
 
-def _record(samples: list[Sample], row: str, task: str) -> dict[str, Any]:
-    mine = [s for s in samples if s.row == row and task in (OVERALL, s.task)]
-    plain = [s for s in samples if s.row == PLAIN and task in (OVERALL, s.task)]
-    names = ("num_tokens", "num_steps", "num_drafted", "num_accepted")
-    tokens, steps, drafted, accepted = (sum(getattr(s.answer.stats, n) for s in mine) for n in names)
-    speed, base = _speed(mine), _speed(plain)
-    return {
-        "row": row,
-        "task": task,
-        "prompts": len(mine),
-        "tokens_per_second": round(speed, 2),
-        "speedup": round(speed / base, 4) if base else None,
-        "tau": round(tokens / max(steps, 1), 4),
-        "alpha": round(accepted / drafted, 4) if drafted else None,
-        "different": sum(s.is_different for s in mine),
-    }
-
-
-def _speed(samples: list[Sample]) -> float:
-    seconds = sum(s.answer.seconds for s in samples)
-    return sum(s.answer.num_timed for s in samples) / seconds if seconds else 0.0
-
-
 def tables(report: dict[str, Any]) -> list[Table]:
-    known = {(row["row"], row["task"]): row for row in report["rows"]}
-    names, tasks = (list(dict.fromkeys(row[key] for row in report["rows"])) for key in ("row", "task"))
+    known = {(row["method"], row["task"]): row for row in report["rows"]}
+    names, tasks = (list(dict.fromkeys(row[key] for row in report["rows"])) for key in ("method", "task"))
+    tasks.sort(key=lambda task: task != OVERALL)
     forms = {"tokens_per_second": "{:.1f}", "tau": "{:.2f}", "alpha": "{:.2f}", "different": "{}"}
     rows = []
     for name in names:

@@ -29,6 +29,14 @@ from paceline.measure.options import Loaded
 from paceline.measure.rows import AUTO, PLAIN, names_of
 from paceline.runtime.backend import Backend, backend_for
 
+COUNTS = (
+    "num_tokens",
+    "num_steps",
+    "num_drafted",
+    "num_accepted",
+    "drafted_at",
+    "accepted_at",
+)  # of SpecStats
 FREE = "auto-free"  # auto without a learned head
 
 
@@ -108,21 +116,29 @@ def rotated(rows: dict[str, Any], number: int) -> Iterator[tuple[str, Any]]:
 
 class Answer(NamedTuple):
     ids: list[int]
-    num_timed: int  # tokens after the first steps,
-    seconds: float  # and what they took
+    times: list[float]  # seconds from the start, of each step that wrote tokens
+    counts: list[int]  # tokens of each of them
     stats: SpecStats
 
+    def timed(self, num_untimed: int) -> tuple[float, int]:
+        """Seconds and tokens after the first steps: reading the prompt is no part of decoding."""
+        first = min(num_untimed, len(self.times)) - 1
+        return self.times[-1] - self.times[first], sum(self.counts[num_untimed:])
 
-def answer(llm: LLM, engine: Engine, ids: list[int], params: SamplingParams, num_untimed: int = 1) -> Answer:
-    """One request, timed from the end of its first steps on: reading the prompt is no part of decoding. The
-    timing loop of `bench decode` and `tune`.
-    """
-    llm.engine = engine
-    times, tokens, counts = [], [], []
+    def record(self) -> dict[str, Any]:
+        """As measure/report.py counts answers."""
+        times = {"first_s": self.times[0], "total_s": self.times[-1]}
+        return {"ids": self.ids, **times, **{name: getattr(self.stats, name) for name in COUNTS}}
+
+
+def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> Answer:
+    """One request, timed: the loop of `bench`, `bench decode` and `tune`. engine: None for its own."""
+    llm.engine = engine or llm.engine
+    tokens, times, counts, started = [], [], [], time.perf_counter()
     for chunk in llm.stream(ids, params):
-        times.append(time.perf_counter())
-        counts.append(len(chunk.tokens))
-        tokens += [token.id for token in chunk.tokens]
+        if chunk.tokens:
+            times.append(time.perf_counter() - started)
+            counts.append(len(chunk.tokens))
+            tokens += [token.id for token in chunk.tokens]
     assert chunk.result is not None, "a stream ends with its result"
-    first = min(num_untimed, len(times)) - 1
-    return Answer(tokens, sum(counts[num_untimed:]), times[-1] - times[first], chunk.result.stats)
+    return Answer(tokens, times, counts, chunk.result.stats)

@@ -52,15 +52,14 @@ FIGURES = {
     "tokens": ("tokens", "{}"),
     "ms": ("ms", "{:.2f}"),
     "×1": ("ratio", "{:.2f}"),
-    "±": ("spread", "{:.0%}"),
     "GB/s": ("gb_s", "{:.1f}"),
     "GMAC/s": ("gmac_s", "{:.0f}"),
     "floor": ("floor_ms", "{:.2f}"),
     "reached": ("of_floor", "{:.0%}"),
 }
-LEGEND = """×1: time relative to one token; ±: (slowest - fastest) / median; floor: the longer of two times,
-reading all weights and cached tokens at the measured bandwidth and doing all multiply-adds at the measured
-rate; reached: its share of the time, 100 % is the limit.
+LEGEND = """×1: time relative to one token; floor: the longer of two times, reading all weights and cached
+tokens at the measured bandwidth and doing all multiply-adds at the measured rate; reached: its share of the
+time, 100 % is the limit.
 """
 
 
@@ -153,8 +152,7 @@ class Model:
 
 class Llamacpp(NamedTuple):
     """llama.cpp's passes, through its reading of prompts whose beginning is cached. It computes the last
-    token's logits only.
-    """
+    token's logits only."""
 
     worker: Worker
     variant: str

@@ -41,8 +41,7 @@ def _over_threads(body: Callable[[Emitter, Any], tuple[list[Any], Callable[[Any]
     """A kernel (at, stride, turns, out, threads): in each thread a loop over its share of the memory at `at`.
 
     body: with an address, makes the loop's sums and returns them with what one turn does to them. A mixture
-    of all sums is the result, so that no turn can be left out.
-    """
+    of all sums is the result, so that no turn can be left out."""
 
     @intrinsic
     def loop(_context: Any, at: Any, turns: Any) -> Any:

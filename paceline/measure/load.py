@@ -83,8 +83,7 @@ class Record:
 
 def due_times(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Gaps are gamma-distributed with the rate's mean: burstiness 1 is Poisson, less comes in bursts, more is
-    more even.
-    """
+    more even."""
     if math.isinf(rate):
         return [0.0] * num
     source, times = random.Random(seed), [0.0]
@@ -269,8 +268,7 @@ def _spread(records: Sequence[Record], name: str, percents: Sequence[float]) -> 
 
 def counters_of(metrics: str) -> Counters:
     """Speculation as a server's own counters tell it; vLLM and Paceline write the same names. Empty where
-    there are none: its speculation is then unknown, not zero.
-    """
+    there are none: its speculation is then unknown, not zero."""
     found: Counters = {}
     for name, labels, value in LINE.findall(metrics):
         position = POSITION.search(labels)

@@ -31,10 +31,8 @@ ARCHITECTURES = {
 def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
     """The model as GGUF: the file itself (FILE_AS_IS), or one with its matrices in `kind`."""
     if not checkpoint.path.is_file():
-        raise ConfigError(
-            f"llama.cpp reads GGUF files only and {checkpoint.path} is a folder; "
-            "give --model FILE.gguf, or leave the peer out"
-        )
+        remedy = "give --model FILE.gguf, or leave the peer out"
+        raise ConfigError(f"llama.cpp reads GGUF files only, not folders ({checkpoint.path}); {remedy}")
     if kind in (FILE_AS_IS, main_type(checkpoint.path)):
         return checkpoint.path
     target = _target(checkpoint, f"{kind}.gguf")
@@ -56,8 +54,7 @@ def main_type(path: Path) -> str:
 
 def matrix_bytes(path: Path) -> int:
     """Bytes of a GGUF file that every pass reads: all matrices, without an embedding that is not the head as
-    well.
-    """
+    well."""
     import gguf
 
     tensors = {name: tensor for name, tensor in read_header(path).tensors.items() if len(tensor.shape) > 1}
@@ -83,8 +80,7 @@ def _part_of(target: Path) -> Path:
 
 def _requantize(source: Path, target: Path, kind_name: str) -> None:
     """Same metadata, same tensors, matrices in another type; vectors stay float32, as llama.cpp wants
-    them.
-    """
+    them."""
     import gguf
     import numpy as np
 
@@ -100,10 +96,8 @@ def _requantize(source: Path, target: Path, kind_name: str) -> None:
         shape = [int(size) for size in reversed(tensor.shape)]  # outermost first
         block, width = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
-            raise ConfigError(
-                f"{source}: tensor {tensor.name} has rows of {shape[-1]} values, which {kind.name} "
-                "cannot hold; leave it out"
-            )
+            why = f"has rows of {shape[-1]} values, which {kind.name} cannot hold; leave it out"
+            raise ConfigError(f"{source}: tensor {tensor.name} {why}")
         num_bytes = int(tensor.n_elements) // block * width
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kind)
     writer.write_header_to_file()
@@ -117,8 +111,7 @@ def _requantize(source: Path, target: Path, kind_name: str) -> None:
 
 def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) -> Path:
     """The model as a Hugging Face folder in float32: itself where it is one, else written from the GGUF
-    file.
-    """
+    file."""
     if checkpoint.path.is_dir():
         return checkpoint.path
     config = _hf_config(checkpoint)
@@ -136,10 +129,9 @@ def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) ->
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     if config.family not in ARCHITECTURES or config.rope.kind != "none" or config.rope.divisors is not None:
-        raise ConfigError(
-            f"{checkpoint.path} cannot be written as a Hugging Face folder ({config.family}, rope scaling "
-            f"{config.rope.kind}); give --model the model's own folder, or leave transformers and vllm out"
-        )
+        why = f"cannot be written as a Hugging Face folder ({config.family}, rope {config.rope.kind})"
+        remedy = "give --model the model's own folder, or leave transformers and vllm out"
+        raise ConfigError(f"{checkpoint.path} {why}; {remedy}")
     return {
         "architectures": [ARCHITECTURES[config.family]],
         "model_type": config.family,

@@ -64,12 +64,8 @@ class Compare(Report):
     model: str = option("default", MAIN, MODEL_HELP, "-m")
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     methods: str = option("none,auto,ngram", MAIN, "Drafters, or auto; none is plain decoding.")
-    dtypes: str = option(
-        "int8,float32", MAIN, "Our engine in these precisions: int8, float32, int4; or none."
-    )
-    peers: str = option(
-        "none", MAIN, "all, none, or llama.cpp, transformers, vllm; one file: llama.cpp:Q8_0."
-    )
+    dtypes: str = option("int8,float32", MAIN, "Of our own engine: int8, float32, int4; or none.")
+    peers: str = option("none", MAIN, "all, none, llama.cpp, transformers, vllm; of one file llama.cpp:Q8_0.")
     draft_model: str | None = option(None, MAIN, DRAFT_MODEL_HELP)
     limit: int | None = option(None, MAIN, LIMIT_HELP, min=1)
     max_new_tokens: int = option(128, MAIN, TOKENS_HELP, min=1)
@@ -160,9 +156,7 @@ class Kernels(Report):
 
     model: str = option("default", MAIN, MODEL_HELP, "-m")
     dtypes: str = option("int8,float32,int4", MAIN, "Precisions, separated by commas.")
-    peers: str = option(
-        "auto", MAIN, "llama.cpp, llama.cpp:Q8_0 and so on, none, or auto: Q8_0 if installed."
-    )
+    peers: str = option("auto", MAIN, "llama.cpp, llama.cpp:Q8_0, none, or auto: Q8_0 if installed.")
     context: int = option(128, MAIN, "Cached tokens that every pass sees.", min=1)
     repeats: int = option(5, MAIN, "Timed runs of everything; medians are reported.", min=1)
 
@@ -303,16 +297,12 @@ class Paper:
     """
 
     model: str = option("default", MAIN, SHAPE_HELP, is_argument=True)
-    hardware: str | None = option(
-        None, HARDWARE, "h200, h100, a100, rtx4090, l4, m2, or this: measured here."
-    )
+    hardware: str | None = option(None, HARDWARE, "h200, h100, a100, rtx4090, l4, m2; this: measured.")
     bandwidth: float | None = option(None, HARDWARE, "GB/s it reads memory with.")
     flops: float | None = option(None, HARDWARE, "TFLOP/s it multiplies with, dense.")
     memory: float | None = option(None, HARDWARE, "GB of memory.")
     dtype: str = option("auto", MAIN, "Of the weights: auto (int8 on CPUs, else bfloat16), int8, int4, ...")
-    kv_dtype: str = option(
-        "auto", MAIN, "Of the K/V: auto (int8 where activations are), float32, bfloat16, ..."
-    )
+    kv_dtype: str = option("auto", MAIN, "Of K/V: auto (int8 where activations are), float32, bfloat16, ...")
     batch: int = option(1, MAIN, "Sequences that run together.", min=1)
     context: int | None = option(None, MAIN, "Tokens cached of each; left out: 1024 where it fits.", min=0)
     draft: str | None = option(None, DRAFTS, "A draft model; left out: drafts are free.")

@@ -60,6 +60,7 @@ def _save(path: Path, picture: Picture, report: Report) -> bool:
     picture(figure, report)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(bottom=0)
     if len(figure.axes) == 1 and figure.axes[0].get_legend_handles_labels()[0]:
         # above, where it covers nothing
         figure.legend(loc="outside upper center", ncols=LEGEND_COLUMNS, frameon=False, fontsize="small")
@@ -73,7 +74,6 @@ def _lines(axes: Axes, lines: Mapping[str, Points], labels: tuple[str, str], **s
         axes.plot(x, y, **{"marker": "o", "label": name, **style})
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
-    axes.set_ylim(bottom=0)
 
 
 def _speedup(figure: Figure, report: Report) -> None:
@@ -184,8 +184,7 @@ def _planned(figure: Figure, report: Report) -> None:
 
 def _tuned(figure: Figure, report: Report) -> None:
     """For each drafter a line as predicted and a dot for each length that was timed; the policy's speed is a
-    level.
-    """
+    level."""
     axes = figure.add_subplot()
     axes.axhline(report["auto"] or 1, color="gray", linestyle="--", label="auto, measured")
     for i, (name, drafter) in enumerate(report["drafters"].items()):

@@ -135,8 +135,7 @@ class Worker:
 @contextlib.contextmanager
 def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worker]:
     """The worker of a row, loaded and later stopped. `options`: what the engine is loaded with besides the
-    method and the threads. The log of one that fails stays, since the error names it.
-    """
+    method and the threads. The log of one that fails stays, since the error names it."""
     tell(f"loading {row}", 0)
     handle, log = tempfile.mkstemp(prefix="paceline-bench-", suffix=".log")
     os.close(handle)

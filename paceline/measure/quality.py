@@ -62,8 +62,7 @@ def num_turns(plan: Plan) -> None:
 
 def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int]]:
     """Pieces of at most `size` tokens, each with the model's first token where it has one; a last piece of
-    one token predicts nothing.
-    """
+    one token predicts nothing."""
     start = [] if bos is None else [bos]
     step = size - len(start)
     pieces = [[*start, *ids[at : at + step]] for at in range(0, len(ids), step)]

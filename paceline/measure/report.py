@@ -46,7 +46,7 @@ def report_rows(
         for category in [*categories, OVERALL]:
             found = _record(_of(mine, category), _of(plain, category))
             labels = {"engine": names.get(row, row.engine), "method": row.method, "task": category}
-            records.append({**labels, **found, "peak_mb": peaks[row]})
+            records.append({**labels, **found, "peak_mb": peaks.get(row)})
     return records
 
 
@@ -79,8 +79,7 @@ def _record(mine: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
 
 def decoding(sample: Sample) -> tuple[int, float]:
     """Tokens after the first one, and the seconds they took; of requests in flight together, after the first
-    of any.
-    """
+    of any."""
     num_tokens = sum(answer["num_tokens"] for answer in sample.answers)
     first = min(answer["first_s"] for answer in sample.answers)
     return num_tokens - 1, max(answer["total_s"] for answer in sample.answers) - first
@@ -119,8 +118,7 @@ def _said(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 def acceptance_by_position(answers: Sequence[Answer]) -> list[float] | None:
     """By depth, the share of the tokens drafted there that were accepted; None where the engine does not
-    count by depth.
-    """
+    count by depth."""
     counted = [answer for answer in answers if answer.get("drafted_at")]
     depth = max((len(answer["drafted_at"]) for answer in counted), default=0)
 

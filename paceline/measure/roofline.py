@@ -56,8 +56,7 @@ class Work(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Limits of a machine, each a second. The named ones are their makers' figures, dense and without a boost
-    of the clock; "this" is measured.
-    """
+    of the clock; "this" is measured."""
 
     name: str
     bandwidth: float  # bytes
@@ -116,10 +115,8 @@ def named(name: str) -> Hardware:
 
         return measure()
     if name not in HARDWARE:
-        known = [*HARDWARE, THIS]
-        raise ConfigError(
-            f"--hardware is {name!r}; {nearest(name, known)}, or give --bandwidth, --flops and --memory"
-        )
+        remedy = f"{nearest(name, [*HARDWARE, THIS])}, or give --bandwidth, --flops and --memory"
+        raise ConfigError(f"--hardware is {name!r}; {remedy}")
     return HARDWARE[name]
 
 
@@ -133,10 +130,8 @@ def explicit(
             raise ConfigError(f"{option} is {value}; give a positive number (GB/s, TFLOP/s or GB)")
     missing = [option for option, value in given.items() if value is None]
     if base is None and missing:
-        raise ConfigError(
-            f"{', '.join(missing)} left out; give all of --bandwidth, --flops and --memory, "
-            "or name --hardware as well"
-        )
+        remedy = "give all of --bandwidth, --flops and --memory, or name --hardware as well"
+        raise ConfigError(f"{', '.join(missing)} left out; {remedy}")
     changes: dict[str, Any] = {"name": f"{base.name}, changed" if base else "given"}
     if bandwidth is not None:
         changes["bandwidth"] = bandwidth * GB
@@ -247,8 +242,7 @@ class Deployment:
 
     def most_requests(self, other_bytes: float = 0.0, other_kv: float = 0.0) -> int:
         """How many of this context fit into the memory, beside another model's weights and its K/V for a
-        request.
-        """
+        request."""
         left = self.hardware.memory - self.weight_bytes - other_bytes
         return max(0, int(left / (self.context * self.kv_bytes_per_token + other_kv)))
 

@@ -20,24 +20,11 @@ from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import json_object
-from paceline.measure import beside
+from paceline.measure import beside, load, prompts
 from paceline.measure.endpoint import Endpoint, Refused, endpoint_of
-from paceline.measure.load import (
-    Goals,
-    Job,
-    Level,
-    Load,
-    Record,
-    counters_of,
-    difference,
-    due_times,
-    goals_of,
-    level_report,
-    record_json,
-    run_level,
-)
+from paceline.measure.load import Job, Level, Load, Record, run_level
 from paceline.measure.options import Serve
-from paceline.measure.prompts import Prompt, load
+from paceline.measure.prompts import Prompt
 from paceline.measure.results import Table, Tell, cell, table_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -66,7 +53,7 @@ class Plan(NamedTuple):
     levels: tuple[Level, ...]
     prompts: tuple[Prompt, ...]
     extra: dict[str, Any]  # goes into every body; null takes a field out
-    goals: Goals
+    goals: load.Goals
     percents: tuple[float, ...]
 
 
@@ -78,16 +65,16 @@ def prepare(asked: Serve) -> Plan:
             raise ConfigError(f"{name} is {value:g}; give a number above 0")
     if asked.peers is not None and asked.max_concurrency is None:
         asked = replace(asked, max_concurrency=beside.LEVELS)
-    prompts, levels = load(asked.prompts), _levels(asked)
+    found, levels = prompts.load(asked.prompts), _levels(asked)
     if asked.peers is not None:
-        prompts = beside.check(asked, prompts, levels)
+        found = beside.check(asked, found, levels)
     percents = _numbers("--metric-percentiles", asked.metric_percentiles, "50,90,99")
     if max(percents) > 100:
         remedy = "write numbers up to 100: 50,90,99"
         raise ConfigError(f"--metric-percentiles is {asked.metric_percentiles!r}; {remedy}")
-    server, goals = endpoint_of(asked.base_url, asked.api_key), goals_of(asked.goodput)
+    server, goals = endpoint_of(asked.base_url, asked.api_key), load.goals_of(asked.goodput)
     extra = json_object("--extra-body", asked.extra_body) if asked.extra_body else {}
-    return Plan(asked, server, levels, tuple(prompts), extra, goals, tuple(percents))
+    return Plan(asked, server, levels, tuple(found), extra, goals, tuple(percents))
 
 
 def _levels(asked: Serve) -> tuple[Level, ...]:
@@ -160,18 +147,18 @@ async def _level(
 ) -> dict[str, Any]:
     tell(str(level), 0)
     before = await _counters(plan.server)
-    due = due_times(len(jobs), level.rate, plan.asked.burstiness, plan.asked.seed)
-    load = Load(plan.server, plan.asked.timeout, stop, lambda record: tell(str(level), 1))
-    records = await run_level(load, level, jobs, due)
-    report = level_report(level, records, len(jobs), plan.percents, plan.goals)
-    drafting = difference(before, await _counters(plan.server))
-    requests = [record_json(record) for record in sorted(records, key=lambda record: record.due)]
+    due = load.due_times(len(jobs), level.rate, plan.asked.burstiness, plan.asked.seed)
+    given = Load(plan.server, plan.asked.timeout, stop, lambda record: tell(str(level), 1))
+    records = await run_level(given, level, jobs, due)
+    report = load.level_report(level, records, len(jobs), plan.percents, plan.goals)
+    drafting = load.difference(before, await _counters(plan.server))
+    requests = [load.record_json(record) for record in sorted(records, key=lambda record: record.due)]
     return {**report, "speculative_decoding": drafting, "requests": requests}
 
 
 async def _counters(server: Endpoint) -> dict[str, float]:
     try:
-        return counters_of((await server.get("/metrics")).decode("utf-8", "replace"))
+        return load.counters_of((await server.get("/metrics")).decode("utf-8", "replace"))
     except Refused:
         return {}
 
@@ -186,8 +173,8 @@ async def _warm_up(plan: Plan, jobs: Sequence[Job], stop: asyncio.Event, tell: T
             raise RequestError(f"the server refused a request of the warm-up ({record.error}); {remedy}")
 
     mine = [jobs[-1 - i % len(jobs)] for i in range(plan.asked.num_warmups)]
-    load = Load(plan.server, plan.asked.timeout, stop, check)
-    await run_level(load, Level(math.inf, 1), mine, [0.0] * len(mine))
+    given = Load(plan.server, plan.asked.timeout, stop, check)
+    await run_level(given, Level(math.inf, 1), mine, [0.0] * len(mine))
 
 
 def job_of(asked: Serve, model: str, extra: dict[str, Any], prompt: Prompt) -> Job:

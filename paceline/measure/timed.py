@@ -44,8 +44,7 @@ def take_turns(
 
 def figures(seconds: list[float], work: Work, hardware: Hardware, first_ms: float | None) -> dict[str, Any]:
     """Of one pass or kernel: its median, its spread, its cost relative to one token, and its distance from
-    the floor.
-    """
+    the floor."""
     ms, floor = 1000 * median(seconds), 1000 * hardware.seconds(work)
     is_known = ms > 0  # a difference of two times can come out as nothing
     spread = 1000 * (max(seconds) - min(seconds)) / ms if is_known and len(seconds) > 1 else None

@@ -139,8 +139,7 @@ class Prices(NamedTuple):
 
 def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: Prices) -> dict[str, Any]:
     """What drafts of k tokens would gain. Of longer drafts, `lengths` counts steps by the tokens they
-    drafted, `accepted_at` by the depth they got right.
-    """
+    drafted, `accepted_at` by the depth they got right."""
     steps = sum(lengths.values())
     if k == 0 or not steps:
         return {"k": k, "speedup": 1.0, "tau": 1.0, "num_drafted": 0.0, "draft_cost": 0.0, "verify_cost": 1.0}
@@ -200,8 +199,7 @@ class Session:
 
     def _rows(self) -> dict[str, Engine]:
         """New engines, that know no text yet. A drafter that runs a model knows the text of its request and
-        nothing else, so it may be used again.
-        """
+        nothing else, so it may be used again."""
         rows = {PLAIN: self.plain}
         for subject in self.subjects:
             for k in subject.lengths:
@@ -213,7 +211,7 @@ class Session:
 
     def run(self, prompts: Sequence[list[int]]) -> None:
         own, started = self.llm.engine, perf_counter()
-        answer(self.llm, self.plain, prompts[0], self.params)  # what is compiled or read on first use
+        answer(self.llm, prompts[0], self.params, self.plain)  # what is compiled or read on first use
         for repeat in range(REPEATS):
             rows, limit = self._rows(), self.plan.asked.seconds * (FIRST if repeat == 0 else 1.0)
             for number, ids in enumerate(prompts if repeat == 0 else prompts[: self.num_prompts]):
@@ -222,8 +220,7 @@ class Session:
                 if repeat == 0:
                     self._clock(ids)
                 for row, engine in rotated(rows, number + repeat):
-                    found = answer(self.llm, engine, ids, self.params, UNTIMED)
-                    timing = (found.seconds, found.num_timed)
+                    timing = answer(self.llm, ids, self.params, engine).timed(UNTIMED)
                     self.best[row, number] = min(self.best.get((row, number), timing), timing)
                     self.tell(f"timing {row.partition('/')[0]}", 1)
         self.llm.engine = own
@@ -231,7 +228,7 @@ class Session:
     def _clock(self, ids: list[int]) -> None:
         self.num_prompts += 1
         for subject in self.subjects:
-            found = answer(self.llm, subject.engine, ids, self.params)
+            found = answer(self.llm, ids, self.params, subject.engine)
             self.tell(f"clocking {subject.name}", 1)
         self.num_tokens += len(found.ids)
         self.num_cached += len(found.ids) * (len(ids) + len(found.ids) // 2)

@@ -35,8 +35,7 @@ def load(options: dict[str, Any]) -> dict[str, Any]:
 
 def note() -> str | None:
     """Wheels are built for the oldest processors; figures of one that leaves the integer dot products idle
-    must say so.
-    """
+    must say so."""
     try:
         with open("/proc/cpuinfo") as file:
             has_dot_products = " asimddp" in file.read()
@@ -65,8 +64,7 @@ def parameters(options: dict[str, Any]) -> Any:
 
 def reading_seconds(server: Any, ids: list[int], num_cached: int) -> float:
     """One pass over ids[num_cached:], by llama.cpp's own clock, the rest being in its cache. It computes the
-    last token's logits only.
-    """
+    last token's logits only."""
     last: dict[str, Any] = {}
     wanted = {**GREEDY, "n_predict": 1, "cache_prompt": num_cached > 0}
     for tokens in (ids[:num_cached], ids):

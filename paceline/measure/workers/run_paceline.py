@@ -15,18 +15,10 @@ from typing import Any
 
 from paceline import LLM, RequestError, SamplingParams
 from paceline.drafters.suffix import Suffix
-from paceline.measure.engines import ids_of
+from paceline.measure.engines import answer, ids_of
 from paceline.runtime.timing import Timed
 
 CONTEXT, TIMED = 256, 7  # cached tokens a measured pass sees; passes of each width, whose median counts
-
-COUNTS = (
-    "num_steps",
-    "num_drafted",
-    "num_accepted",
-    "drafted_at",
-    "accepted_at",
-)  # of a request's statistics
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
@@ -62,16 +54,8 @@ class Worker:
         self.answered.update(asked)
 
     def _answer(self, prompt: dict[str, Any]) -> dict[str, Any]:
-        """One request. Times are in seconds from its start."""
         params = SamplingParams(temperature=0, max_tokens=prompt["num_tokens"], ignore_eos=True)
-        times, started = [], time.perf_counter()
-        for chunk in self.llm.stream(prompt["ids"], params):
-            if chunk.tokens:
-                times.append(time.perf_counter() - started)
-        assert chunk.result is not None, "a stream ends with its result"
-        stats = chunk.result.stats
-        timed = {"num_tokens": stats.num_tokens, "first_s": times[0], "total_s": times[-1]}
-        return {"ids": chunk.result.token_ids, **timed, **{name: getattr(stats, name) for name in COUNTS}}
+        return answer(self.llm, prompt["ids"], params).record()
 
     def encode(self, texts: dict[str, str], max_tokens: int, min_tokens: int) -> dict[str, Any]:
         """Each prompt as the model's chat template puts it, and how long its plain greedy answer is."""
@@ -91,8 +75,7 @@ class Worker:
 
     def verify_cost(self, sizes: list[int]) -> dict[str, Any]:
         """Median seconds of one pass over each number of tokens, all logits wanted, after a cached
-        context.
-        """
+        context."""
         passes = Timed(self.llm.engine.executor, CONTEXT + max(sizes))
         context = min(CONTEXT, passes.room - max(sizes))
         times = [[passes.seconds(size, context) for size in sizes] for _ in range(TIMED + 1)]
