@@ -1,6 +1,6 @@
 """Chat templates render as transformers does, and hostile ones end quickly in one line."""
 
-# ruff: noqa: E501 - templates keep their own line breaks
+
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ class CpuBackend:
             raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
         is_integer = bits_of(dtype) < 32
         if asked == "int8" and not is_integer:
-            raise ConfigError("kv_cache_dtype is 'int8' and the weights are float32; on a CPU choose dtype int8 or int4, or leave it out")
+            raise ConfigError(
+                "kv_cache_dtype is 'int8' and the weights are float32; "
+                "on a CPU choose dtype int8 or int4, or leave it out"
+            )
         return KvFormat(torch.int8, torch.int8, has_value_scales=False) if is_integer else FLOATS
 
     def load(self, source: Any, dtype: str, context: int | None = None) -> CpuDecoder:
@@ -48,7 +51,13 @@ class CpuBackend:
         return CpuDecoder.load(source, dtype=dtype, context=context, use_cache=self._use_cache)
 
     def chain_head(
-        self, config: LayeredConfig, tensors: Any, decoder: CpuDecoder, num_blocks: int, norm: torch.Tensor | None, steps: int
+        self,
+        config: LayeredConfig,
+        tensors: Any,
+        decoder: CpuDecoder,
+        num_blocks: int,
+        norm: torch.Tensor | None,
+        steps: int,
     ) -> ChainHead:
         from paceline.cpu.chain_head import ChainHead
 

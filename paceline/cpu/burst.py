@@ -1,7 +1,8 @@
-"""Bursts of one greedy request on the CPU: made in one compiled call (burst_kernel.py), then landed round by round.
+"""Bursts of one greedy request on the CPU: made in one compiled call (burst_kernel.py), then landed round by
+round.
 
-Invariant: whatever the kernel is given the address of lives until it returns, and what it wrote is copied before the
-next burst; slots for the longest drafts of all rounds are reserved.
+Invariant: whatever the kernel is given the address of lives until it returns, and what it wrote is copied
+before the next burst; slots for the longest drafts of all rounds are reserved.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class CpuBurst:
         memory: np.ndarray,
         sources: tuple[str, str],
     ) -> None:
-        """memory: the hidden states of all rounds, one after the other. sources: the names of the drafters that
-        match, and whose head drafts.
+        """memory: the hidden states of all rounds, one after the other. sources: the names of the drafters
+        that match, and whose head drafts.
         """
         self._length, self._layers, self._width = length, backend.layers, backend.width
         self._memory, self._sources = memory, sources
@@ -108,7 +109,9 @@ class CpuBurstBackend:
     def __init__(
         self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache], length: int
     ) -> None:
-        """head: None for a matcher alone, or nothing. length: of the longest draft, LONGEST at most with a head."""
+        """head: None for a matcher alone, or nothing. length: of the longest draft, LONGEST at most with a
+        head.
+        """
         self._head, self._decoder, self._kv = head, decoder, kv
         self.width = decoder.config.hidden_size
         sources = () if head is None else head.config.hidden_layers
@@ -119,11 +122,12 @@ class CpuBurstBackend:
         self._floats = np.zeros((MOST_ROUNDS, FLOATS + 2 * length))
         self._scores = np.zeros(length + 1)
         self._pushed = array("i", [0] * (length + 1))
-        self._drafts = 0 if head is None else entry_of(draft_chains, 2)  # needed, and compiled, for a head alone
+        # needed, and compiled, for a head alone
+        self._drafts = 0 if head is None else entry_of(draft_chains, 2)
         self._forward = entry_of(FORWARD[decoder.bits], 5)
         self._features = Recycled()
-        # Compiled now: no request waits for it. The numbers have a name, since they must live as long as the call,
-        # before which a kernel may be compiled for half a minute.
+        # Compiled now: no request waits for it. The numbers have a name, since they must live as long as the
+        # call, before which a kernel may be compiled for half a minute.
         nothing = array("q", [0] * size_of(BurstCall))
         run_burst(nothing.buffer_info()[0])
 
@@ -131,8 +135,8 @@ class CpuBurstBackend:
         return temperature == 0
 
     def launch(self, batch: Batch, given: BurstInput) -> CpuBurst:
-        """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has not
-        read, few rows.
+        """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has
+        not read, few rows.
         """
         weights, length, columns = given.weights, len(batch.columns.rows) - 1, batch.columns
         assert weights is not None, "drafts are weighed"
@@ -148,7 +152,8 @@ class CpuBurstBackend:
         lists = [array("d", each) for each in (weights.added, weights.head_rates, weights.match_rates)]
         added, head_rates, match_rates = (each.buffer_info()[0] for each in lists)
         weighing = WeightsPart(
-            weights.seconds, weights.promised, weights.head_factor, weights.match_factor, added, head_rates, match_rates,
+            weights.seconds, weights.promised, weights.head_factor, weights.match_factor, added, head_rates,
+            match_rates,
             address(self._scores),
         )  # fmt: skip
         waiting = sum(len(feed.tokens) for feed in given.feeds)
@@ -156,7 +161,8 @@ class CpuBurstBackend:
         stops = array("q", given.stops)
         call = numbers(BurstCall(
             target, self._head_part(given, length), match, weighing, length, given.num_rounds,
-            stops.buffer_info()[0], len(stops), state.buffer_info()[0], address(self._ring), address(self._floats),
+            stops.buffer_info()[0], len(stops), state.buffer_info()[0], address(self._ring),
+            address(self._floats),
         ))  # fmt: skip
         made = run_burst(call.buffer_info()[0])
         assert made, "the matcher has read all that was emitted before"
@@ -171,7 +177,8 @@ class CpuBurstBackend:
         ready = self._decoder.prepare(batch, self._kv, given.num_rounds * (length + 1))
         ids, positions, slots, _, _, _, blocks, prefix, _ = batch.addresses()
         part = TargetPart(
-            self._forward, ready.spec.buffer_info()[0], ready.model, ready.work, ready.logits.data_ptr(), ready.threads,
+            self._forward, ready.spec.buffer_info()[0], ready.model, ready.work, ready.logits.data_ptr(),
+            ready.threads,
             ids, positions, slots, blocks, prefix, ready.picked, ready.taps.buffer_info()[0],
             self._layers_at.buffer_info()[0], len(self.layers), self.width, address(memory),
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""A burst of one greedy request in one compiled call: a match, a head or both draft, the better draft is cut to what pays,
-the target checks it, and all go on from what it picked. With neither it is plain decoding.
+"""A burst of one greedy request in one compiled call: a match, a head or both draft, the better draft is cut
+to what pays, the target checks it, and all go on from what it picked. With neither it is plain decoding.
 
-After a pass the host's caches are cold, and what Python does in a step takes a millisecond: so it does it once for
-several. Drafts are weighed by core/weigh.py with what the policy has written down. Invariant: every round leaves behind
-all that a usual step would have shown, and its pass is the decoder's own.
+After a pass the host's caches are cold, and what Python does in a step takes a millisecond: so it does it
+once for several. Drafts are weighed by core/weigh.py with what the policy has written down. Invariant: every
+round leaves behind all that a usual step would have shown, and its pass is the decoder's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ WIDTH = 5
 # and floats, then the path probabilities of the match's tokens and of the head's.
 HEAD_SECONDS, ROUND_SECONDS = range(2)
 FLOATS = 2
-# State: tokens with K/V, the newest token, rows that wait for the head, tokens still wanted, tokens that the matcher has not read.
+# State: tokens with K/V, the newest token, rows that wait for the head, tokens still wanted, tokens that the
+# matcher has not read.
 CACHED, ROOT, WAITING, WANTED, UNREAD = range(5)
 
 
@@ -131,8 +132,8 @@ def seconds_now(_context: Any) -> Any:
 
 @piece
 def weigh(c, reach, num, rates_at, factor, agreement, spent):  # type: ignore[no-untyped-def]
-    """Of a chain: how many of its nodes to check, and the seconds they should save. spent: on drafting in this round,
-    whatever is checked.
+    """Of a chain: how many of its nodes to check, and the seconds they should save. spent: on drafting in
+    this round, whatever is checked.
     """
     w = c.weights
     rates, added = carray(double_pointer(rates_at), NUM_CELLS), carray(double_pointer(w.added), c.length + 1)
@@ -174,7 +175,9 @@ def draft_by_match(c, tokens, reach):  # type: ignore[no-untyped-def]
 
 @piece
 def draft_by_head(c, tokens, reach):  # type: ignore[no-untyped-def]
-    """The head reads the rows that wait and drafts: how many tokens. Rows lie in its own numbers already (`show`)."""
+    """The head reads the rows that wait and drafts: how many tokens. Rows lie in its own numbers already
+    (`show`).
+    """
     state, call = carray(int_pointer(c.state), 5), carray(int_pointer(c.head.call), ROWS + 1)
     own = 8 * MOST_ROWS + MOST_ROWS * c.head.num_sources
     then, rest = own + c.head.num_sources, own + c.head.num_sources + 7
@@ -275,8 +278,8 @@ def move_on(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
 
 @piece
 def choose(c, ring, floats):  # type: ignore[no-untyped-def]
-    """Which draft, and how many nodes of it are checked: the head is not asked where a match promises more, if it can
-    read what comes of it later. False: the host must enlarge the matcher's tables first.
+    """Which draft, and how many nodes of it are checked: the head is not asked where a match promises more,
+    if it can read what comes of it later. False: the host must enlarge the matcher's tables first.
     """
     w, length, waiting = c.weights, c.length, carray(int_pointer(c.state), 5)[WAITING]
     matched, drafted = ring[WIDTH : WIDTH + length], ring[WIDTH + length : WIDTH + 2 * length]

@@ -63,13 +63,17 @@ def _slot_of(table: tl.tensor, at: tl.tensor, inside: tl.tensor, width: tl.const
 
 @triton.jit
 def _advance(
-    picked_ptr: tl.tensor, ids_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor, starts_ptr: tl.tensor,
+    picked_ptr: tl.tensor, ids_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
     prefixes_ptr: tl.tensor, tables_ptr: tl.tensor, places_ptr: tl.tensor,
-    results_ptr: tl.tensor, head_tokens_ptr: tl.tensor, head_positions_ptr: tl.tensor, head_slots_ptr: tl.tensor,
-    head_stands_ptr: tl.tensor, head_prefixes_ptr: tl.tensor, head_tables_ptr: tl.tensor, speaking_ptr: tl.tensor,
+    results_ptr: tl.tensor, head_tokens_ptr: tl.tensor, head_positions_ptr: tl.tensor,
+    head_slots_ptr: tl.tensor,
+    head_stands_ptr: tl.tensor, head_prefixes_ptr: tl.tensor, head_tables_ptr: tl.tensor,
+    speaking_ptr: tl.tensor,
     head_places_ptr: tl.tensor, next_positions_ptr: tl.tensor, next_slots_ptr: tl.tensor,
     number_ptr: tl.tensor, rounds_ptr: tl.tensor,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr, HEAD_TABLE: tl.constexpr, RESULTS: tl.constexpr, NEXT: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr, HEAD_TABLE: tl.constexpr,
+    RESULTS: tl.constexpr, NEXT: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program a request. TABLE, HEAD_TABLE, RESULTS, NEXT: widths of rows in memory; ROWS: STEPS + 1,
     rounded up.
@@ -139,6 +143,7 @@ def advance(verified: Verified, drafted: Drafted, ring: Ring, num_requests: int)
     assert ring.rounds.shape[1:] == (num_requests, 3 * steps + 1), "a line a request"
     assert len(drafted.next_positions) >= steps - 1, "places of all steps"
     _advance[(num_requests,)](
-        *verified, *drafted, *ring, steps, triton.next_power_of_2(steps + 1), verified.tables.shape[1], drafted.tables.shape[1],
+        *verified, *drafted, *ring, steps, triton.next_power_of_2(steps + 1), verified.tables.shape[1],
+        drafted.tables.shape[1],
         drafted.results.shape[2], drafted.next_positions.shape[1], num_warps=1,
     )  # fmt: skip

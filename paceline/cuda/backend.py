@@ -1,4 +1,6 @@
-"""The backend of an NVIDIA GPU: Triton kernels recorded as CUDA graphs, for the decoder, the heads and bursts."""
+"""The backend of an NVIDIA GPU: Triton kernels recorded as CUDA graphs, for the decoder, the heads and
+bursts.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class CudaBackend:
     default_dtype = "bfloat16"
 
     def __init__(self, device: torch.device, exact: bool = False, capture: Capture | None = None) -> None:
-        """exact: a row has the same bits in every pass, however many rows it has. capture: shared by all that is
-        recorded, since graphs share memory.
+        """exact: a row has the same bits in every pass, however many rows it has. capture: shared by all that
+        is recorded, since graphs share memory.
         """
         self.device, self._exact = device, exact
         self._capture: Capture = capture or CudaCapture()

@@ -56,7 +56,9 @@ class _Room(NamedTuple):
 
 
 class CudaBurst:
-    """What rounds emit, each on its way to the host: reading one waits for it. The next burst overwrites them."""
+    """What rounds emit, each on its way to the host: reading one waits for it. The next burst overwrites
+    them.
+    """
 
     def __init__(
         self, replay: Callable[[], None], room: _Room, layers: Sequence[int], most: int, head_name: str
@@ -116,8 +118,9 @@ class CudaBurstBackend:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, given: BurstInput) -> CudaBurst:
-        """batch: the target's rows of the first round, chains of which only the roots are known; of each request
-        slots are reserved for all rounds, one of which is sent now. feeds: no more rows than a chain has.
+        """batch: the target's rows of the first round, chains of which only the roots are known; of each
+        request slots are reserved for all rounds, one of which is sent now. feeds: no more rows than a chain
+        has.
         """
         feeds, count, columns = given.feeds, given.num_rounds, batch.columns
         rows = len(columns.rows) // len(feeds)
@@ -223,7 +226,8 @@ class CudaBurstBackend:
             room.inputs.places,
         )
         drafted = Drafted(
-            results, at["tokens"], at["positions"], at["slots"], at["stands"], at["prefixes"], at["tables"], at["wanted"], at["places"],
+            results, at["tokens"], at["positions"], at["slots"], at["stands"], at["prefixes"], at["tables"],
+            at["wanted"], at["places"],
             at["next_positions"], at["next_slots"],
         )  # fmt: skip
         advance(verified, drafted, room.ring, requests)

@@ -78,7 +78,8 @@ class HeadDrafter(Drafter):
     def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
         if context.vocab_size is not None:  # a stage's middle model is not the one the head was trained for
             raise ConfigError(
-                f"method {self.name!r} drafts for the target alone; use it beside other drafters, not inside 'staged'"
+                f"method {self.name!r} drafts for the target alone; use it beside other drafters, "
+                f"not inside 'staged'"
             )
         self.config = config
         self.least = self.floor = config.confidence_threshold
@@ -213,6 +214,7 @@ def _with_layers(head: Head, layers: Sequence[int] | None) -> Head:
     config = head.config
     if not isinstance(config, EagleConfig | DflashConfig) or len(layers) != len(config.taps):
         raise ConfigError(
-            f"hidden_layers is {list(layers)}; {head.where} reads layers {config.hidden_layers}, give as many or leave it out"
+            f"hidden_layers is {list(layers)}; {head.where} reads layers {config.hidden_layers}, "
+            f"give as many or leave it out"
         )
     return replace(head, config=replace(config, taps=tuple(layers)))

@@ -43,7 +43,8 @@ def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
     """The drafter's class and its checked config, before any model is loaded."""
     if not isinstance(options, Mapping):
         raise ConfigError(
-            f"speculative_config is {options!r}; give a dict such as {{'method': 'ngram', 'num_speculative_tokens': 3}}, or None"
+            f"speculative_config is {options!r}; "
+            f"give a dict such as {{'method': 'ngram', 'num_speculative_tokens': 3}}, or None"
         )
     method = options.get("method", "draft_model" if "model" in options else None)
     if isinstance(method, (list, tuple)):

@@ -32,7 +32,8 @@ def shipped_head(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | Non
     found = next((kind for kind in kinds if _belongs(FOLDER / kind, target)), None)
     if found is None and wanted is not True:
         raise ConfigError(
-            f"speculative_config head is {wanted!r}, and no such head is shipped for {target.name}; leave it out, or name a folder: "
+            f"speculative_config head is {wanted!r}, and no such head is shipped for {target.name}; "
+            f"leave it out, or name a folder: "
             f"{{'method': ['suffix', {{'method': {wanted!r}, 'model': 'FOLDER'}}]}}"
         )
     return (
@@ -46,7 +47,8 @@ def folder_of(kind: str, target: Checkpoint) -> str:
     """Where the shipped head of this kind lies."""
     if not _belongs(FOLDER / kind, target):
         raise ConfigError(
-            f"no {kind} head is shipped for {target.name}; name the folder of a head as 'model', or train one: paceline train"
+            f"no {kind} head is shipped for {target.name}; name the folder of a head as 'model', "
+            f"or train one: paceline train"
         )
     return str(FOLDER / kind)
 

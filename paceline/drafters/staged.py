@@ -52,7 +52,8 @@ class StagedConfig(DrafterConfig):
         kind, _ = registry.parse(self.middle)
         if not issubclass(kind, ModelDrafter):
             raise ConfigError(
-                f"middle is {dict(self.middle)!r}; choose a method that runs a model: early_exit, draft_model or quantized"
+                f"middle is {dict(self.middle)!r}; choose a method that runs a model: early_exit, "
+                f"draft_model or quantized"
             )
 
 

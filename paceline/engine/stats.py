@@ -195,7 +195,8 @@ class Suspicion:
         if seen == AFTER and right < max(NEVER_RIGHT, TOO_RARE * usual) * AFTER:
             known = f" (where it was trained: {usual * AFTER:.0f})" if usual else ""
             message = (
-                f"the drafter {name} was right {right} times in its first {AFTER} drafts{known}; check that it fits "
+                f"the drafter {name} was right {right} times in its first {AFTER} drafts{known}; "
+                f"check that it fits "
                 "this model and reads the right layers, or leave it out"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -82,7 +82,8 @@ class ReadingBackend(Protocol):
 class ChainHead(ReadingBackend, Protocol):
     """A head that drafts token by token."""
 
-    # [feeds, hidden] after their last rows, for heads that read its layer alone; the next call may overwrite it
+    # [feeds, hidden] after their last rows, for heads that read its layer alone; the next call may overwrite
+    # it
     def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor: ...
     def can_guess(self, temperature: float) -> bool: ...
     def begin(self, feeds: Sequence[Feed]) -> Said: ...  # after the last row of each

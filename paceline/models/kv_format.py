@@ -11,7 +11,9 @@ from paceline.models.config import ModelConfig
 
 
 class KvFormat(NamedTuple):
-    """How keys and values are kept. Integers have scales behind them; how many, their writers and readers agree."""
+    """How keys and values are kept. Integers have scales behind them; how many, their writers and readers
+    agree.
+    """
 
     keys: torch.dtype
     values: torch.dtype

@@ -23,7 +23,8 @@ def resolve(name: str) -> torch.device:
         raise ConfigError(f"device is {name!r} and no CUDA device can be used here; choose cpu")
     if name[5:] and int(name[5:]) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device is {name!r} and there are {torch.cuda.device_count()} CUDA devices; choose cuda:0 or another"
+            f"device is {name!r} and there are {torch.cuda.device_count()} CUDA devices; "
+            f"choose cuda:0 or another"
         )
     return torch.device(name)
 

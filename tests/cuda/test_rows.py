@@ -201,7 +201,9 @@ def test_gate_is_the_decoders(device: torch.device, dtype: torch.dtype, activati
     gate_up = 3 * noise(2, 2 * width, dtype=dtype, device=device)
     out = torch.full((2, width), float("nan"), dtype=dtype, device=device)
     rows.gate(gate_up, activation, out)  # type: ignore[arg-type]
-    torch.testing.assert_close(out, torch_gate(*gate_up.double().chunk(2, -1), activation).to(dtype), **close(dtype))
+    torch.testing.assert_close(
+        out, torch_gate(*gate_up.double().chunk(2, -1), activation).to(dtype), **close(dtype)
+    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -122,7 +122,8 @@ class AutoPolicy:
         return self._factors[request.id][number]
 
     def replan(
-        self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers, is_running: bool = False
+        self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers,
+        is_running: bool = False,
     ) -> Asks:  # fmt: skip
         """For which requests it still pays to ask a model, now that others have answered. A sampled draft
         cannot be joined with others, so nothing is asked after one.
