@@ -1,7 +1,5 @@
 """Chat templates render as transformers does, and hostile ones end quickly in one line."""
 
-
-
 from __future__ import annotations
 
 import time

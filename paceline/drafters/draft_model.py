@@ -58,7 +58,8 @@ class DraftModel(ModelDrafter):
         difference = context.tokenizer.same_as(tokenizer) if context.tokenizer else None
         if difference:
             raise ConfigError(
-                f"draft model {self.config.model!r} has another tokenizer than the target ({difference}); use a draft of the same family"
+                f"draft model {self.config.model!r} has another tokenizer than the target ({difference}); "
+                "use a draft of the same family"
             )
         return executor
 

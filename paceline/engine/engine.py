@@ -369,8 +369,8 @@ class Engine:
         seen = record.seen()
         for drafter in self._learners:
             width = drafter.needs.top_tokens
-            if not record.hidden.keys() >= set(drafter.needs.hidden_layers):
-                continue  # a burst without its head: it reads on without these rows
+            if drafter.needs.hidden_layers and not record.has_features:
+                continue  # a burst without a head: it reads on without these rows
             if not width or record.top is None:
                 drafter.observe([one._replace(top=None) for one in seen] if record.top is not None else seen)
             elif width < record.top.shape[1]:

@@ -165,6 +165,7 @@ class PendingBurst:
             seconds = said.head_seconds if said.seconds is not None else None
             record.drafting = {self.head: (longest(record.answers, self.head), seconds)}
         record.hidden, record.is_plain = self.burst.hidden(number), self.is_plain
+        record.has_features = self.head is not None
         record.has_more = self.num_landed < len(self.burst)
         if said.seconds is not None:
             record.seconds = said.seconds + perf_counter() - started

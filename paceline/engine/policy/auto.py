@@ -87,6 +87,8 @@ class AutoPolicy:
 
     def _asks(self, number: int, limits: Sequence[tuple[int, Request, int]]) -> Asks:
         drafter, known = self.drafters[number], self._known[number]
+        if self._load.speaking > drafter.most_requests:
+            return []
         asks: Asks = []
         limits = [limit for limit in limits if limit[1].params.speculative_method in (None, drafter.name)]
         for index, request, limit in limits:
