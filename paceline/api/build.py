@@ -137,7 +137,8 @@ def _policy(
     usual = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in single if drafter.usual}
     known = usual | {name: (known.seconds, known.acceptance) for name, known in profile.drafters.items()}
     has_trees = executor.decoder.checks_trees
-    return AutoPolicy(single, profile.costs, most_nodes=num_draft, has_trees=has_trees, known=known)
+    limits = {"most_nodes": num_draft, "most_requests": executor.backend.most_drafted}
+    return AutoPolicy(single, profile.costs, **limits, has_trees=has_trees, known=known)
 
 
 def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free: int) -> int:

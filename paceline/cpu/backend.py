@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class CpuBackend:
-    device, default_dtype, is_async, num_recordings = torch.device("cpu"), "int8", False, 0
+    device, default_dtype, is_async = torch.device("cpu"), "int8", False
+    num_recordings, most_drafted = 0, 1 << 30
 
     def __init__(self, use_cache: bool = True) -> None:
         """use_cache: keep packed weights on disk."""

@@ -11,7 +11,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.cuda.block_head import CudaBlockHead
-from paceline.cuda.burst import CudaBurstBackend
+from paceline.cuda.burst import MOST_REQUESTS, CudaBurstBackend
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Capture, CudaCapture
@@ -24,6 +24,7 @@ from paceline.models.kv_format import FLOATS, KvFormat
 
 class CudaBackend:
     default_dtype = "bfloat16"
+    most_drafted = MOST_REQUESTS  # beyond a burst's requests the host drafts, and the device waits for it
 
     def __init__(self, device: torch.device, exact: bool = False, capture: Capture | None = None) -> None:
         """exact: a row has the same bits in every pass, however many rows it has. capture: shared by all that

@@ -46,7 +46,6 @@ class Drafter:
     least = 0.0
     floor = 0.0  # what `least` is at least, as its options say
     usual = 0.0  # how often its first token was right where it was trained; 0: not known
-    most_requests = 1 << 30  # of a batch that it may draft for
     burst_backend: BurstBackend | None = None  # what runs its head and the target without the host
 
     @property

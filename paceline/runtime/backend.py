@@ -58,6 +58,8 @@ class Backend(Protocol):
     @property
     def default_dtype(self) -> str: ...  # of the weights, where none is asked for
     @property
+    def most_drafted(self) -> int: ...  # requests of a batch beyond which drafting costs more than it brings
+    @property
     def num_recordings(
         self,
     ) -> int: ...  # graphs recorded so far: a step that recorded took longer than usual

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TorchBackend:
-    default_dtype, is_async, num_recordings = "float32", False, 0
+    default_dtype, is_async, num_recordings, most_drafted = "float32", False, 0, 1 << 30
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

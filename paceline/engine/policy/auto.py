@@ -52,15 +52,16 @@ class Known:
 
 class AutoPolicy:
     def __init__(
-        self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = 64, has_trees: bool = True,
-        known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
+        self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = 64, most_requests: int = 1 << 30,
+        has_trees: bool = True, known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
     ) -> None:  # fmt: skip
-        """most_nodes: of a draft. has_trees: false where only chains may be checked. known: by drafter,
+        """most_nodes: of a draft. most_requests: of a batch for which anything is drafted. has_trees: false where only chains may be checked. known: by drafter,
         seconds of a draft of one node and acceptance by depth.
         """
         # One that runs a model comes last, and is not asked where the others' drafts are worth more.
         self.drafters = tuple(sorted(drafters, key=lambda drafter: not drafter.is_free))
         self.costs, self.most_nodes, self.has_trees = costs, most_nodes, has_trees
+        self._most_requests = most_requests
         guess = (HEAD_SHARE * costs.pass_seconds(1), ())
         self._known = [Known(*(known or {}).get(drafter.name, guess)) for drafter in self.drafters]
         self._factors: dict[str, list[Factor]] = {}  # by request: one a drafter
@@ -77,6 +78,8 @@ class AutoPolicy:
         switch = self._switches.setdefault(load.speaking, Switch())
         if switch.plain_steps:
             return Plan(plain_steps=switch.plain_steps if load.is_decoding else 0)
+        if load.speaking > self._most_requests:
+            return Plan(plain_steps=FIRST_OFF)
         most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
         cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
         if not cap:  # not even a perfect draft could pay
@@ -87,8 +90,6 @@ class AutoPolicy:
 
     def _asks(self, number: int, limits: Sequence[tuple[int, Request, int]]) -> Asks:
         drafter, known = self.drafters[number], self._known[number]
-        if self._load.speaking > drafter.most_requests:
-            return []
         asks: Asks = []
         limits = [limit for limit in limits if limit[1].params.speculative_method in (None, drafter.name)]
         for index, request, limit in limits:
