@@ -1,6 +1,7 @@
 # make demo     install, fetch the default model, show plain and speculative decoding side by side
-# make test     install with the test tools, fetch the default model, run the whole suite
+# make test     install with the test tools, fetch the default model, run the suite without its slowest tests
 #               (first what may share the machine, one process a core, then what measures time, alone)
+# make test-all the same with the slowest tests, too: what a change must pass
 # make check    ruff and mypy
 # make test-peers  the tests of the benchmark's peers, where they are installed (minutes; not part of make test)
 # make peers    what `paceline bench --peers` compares with, each in an environment of its own (about 20 minutes on two cores:
@@ -15,7 +16,7 @@ PEERS := $(or $(PACELINE_PEERS),.peers)
 QUIETLY := -m pip --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(QUIETLY)
 
-.PHONY: install demo test test-peers check clean clean-peers peers peers/llamacpp peers/transformers peers/vllm
+.PHONY: install demo test test-all test-peers check clean clean-peers peers peers/llamacpp peers/transformers peers/vllm
 .DEFAULT_GOAL := demo
 
 install: $(VENV)/.installed
@@ -23,10 +24,12 @@ install: $(VENV)/.installed
 demo: install
 	@$(BIN)/paceline demo
 
-test: $(VENV)/.installed-dev
+test: SELECTION := not slow
+test-all: SELECTION := not peers
+test test-all: $(VENV)/.installed-dev
 	@$(BIN)/paceline models --fetch default > /dev/null
-	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial and not peers' -n auto --dist worksteal --durations=10
-	@$(BIN)/python -m pytest -m 'serial and not peers' -s
+	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial and not peers and $(SELECTION)' -n auto --dist worksteal --durations=10
+	@$(BIN)/python -m pytest -m 'serial and not peers and $(SELECTION)' -s
 
 test-peers: $(VENV)/.installed-dev
 	@$(BIN)/paceline models --fetch default > /dev/null

@@ -58,10 +58,6 @@ class Eagle(HeadDrafter):
             executor = context.executor
             layers = executor.memory.layers
             self.burst_backend = executor.backend.burst(executor.decoder, layers, self._backend, length)
-        if self.burst_backend is not None and not self.burst_backend.is_weighing:
-            self.most_requests = (
-                self.burst_backend.most_requests
-            )  # the host's way costs a GPU more than it brings
 
     def _load(self, context: DrafterContext) -> ChainHead:
         config, executor = self.head.config, context.executor

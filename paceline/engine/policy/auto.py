@@ -52,11 +52,13 @@ class Known:
 
 class AutoPolicy:
     def __init__(
-        self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = 64, most_requests: int = 1 << 30,
-        has_trees: bool = True, known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
+        self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = 64,
+        most_requests: int = 1 << 30, has_trees: bool = True,
+        known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
     ) -> None:  # fmt: skip
-        """most_nodes: of a draft. most_requests: of a batch for which anything is drafted. has_trees: false where only chains may be checked. known: by drafter,
-        seconds of a draft of one node and acceptance by depth.
+        """most_nodes: of a draft. most_requests: of a batch for which anything is drafted. has_trees: false
+        where only chains may be checked. known: by drafter, seconds of a draft of one node and acceptance by
+        depth.
         """
         # One that runs a model comes last, and is not asked where the others' drafts are worth more.
         self.drafters = tuple(sorted(drafters, key=lambda drafter: not drafter.is_free))
@@ -79,7 +81,7 @@ class AutoPolicy:
         if switch.plain_steps:
             return Plan(plain_steps=switch.plain_steps if load.is_decoding else 0)
         if load.speaking > self._most_requests:
-            return Plan(plain_steps=FIRST_OFF)
+            return Plan(plain_steps=FIRST_OFF if load.is_decoding else 0)
         most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
         cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
         if not cap:  # not even a perfect draft could pay
