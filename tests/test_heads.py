@@ -17,7 +17,7 @@ from paceline.cpu.block_head import BlockHead
 from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.medusa import MedusaHead
 from paceline.drafters import registry
-from paceline.drafters.base import DrafterContext
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.candidates import likeliest
 from paceline.engine.engine import Engine
 from paceline.engine.policy.base import FixedPolicy
@@ -282,7 +282,7 @@ def test_dflash_computes_what_the_oracle_does(
         assert token == ids[word]
 
 
-class Recorder:
+class Recorder(Drafter):
     """Remembers what a drafter proposed for which text, and proposes the truth instead, now and then with a
     wrong end: heads that nobody trained are hardly ever right, and what they read after a draft was accepted
     is to be tested."""
