@@ -22,7 +22,7 @@ VOCAB = 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=99)
 
 
-class Says:
+class Says(Drafter):
     """A drafter that always says the same."""
 
     def __init__(
