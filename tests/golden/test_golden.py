@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 import pytest
+import torch
 
 from paceline import LLM
 from tests.golden.streams import CPU, CUDA, PARAMS, PATH, streams_of
@@ -55,6 +56,7 @@ def test_streams_are_golden(dtype: str, drafter: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", CUDA)
 @pytest.mark.parametrize("drafter", ["plain", "auto", "suffix", "eagle", "medusa", "dflash", "ngram"])
 def test_streams_are_golden_on_a_gpu(dtype: str, drafter: str) -> None:
