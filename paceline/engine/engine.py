@@ -247,11 +247,15 @@ class Engine:
             return None
         request, most = scheduled[0].request, min(count for n in asked for _, count in plan.asks[n])
         head = asked[-1] if drafters[asked[-1]].burst_backend is not None else None
-        backend, length = self._headless, min(most, self._headless_length)
+        backend, others = self._headless, [n for n in asked if n != head]
         if head is not None:
-            backend, length = drafters[head].burst_backend, drafters[head].burst_length([request], most)
-        others = [n for n in asked if n != head]
-        if not length or backend is None or not backend.is_weighing or len(others) > 1:
+            backend = drafters[head].burst_backend
+        if backend is None or not backend.is_weighing or len(others) > 1:
+            return None
+        length = min(most, self._headless_length)
+        if head is not None:
+            length = drafters[head].burst_length([request], most)
+        if not length:
             return None
         if any(
             drafters[n].needs != Needs(verdicts=False) or drafters[n].matcher(request) is None for n in others
