@@ -156,8 +156,7 @@ def test_surprise_is_torchs_cross_entropy_whatever_the_chunks(tiny_folder: Path)
         LocalExecutor.load(backend_for(torch.device("cpu"), kernels, False), checkpoint, 32, dtype="float32")
         for kernels in ("exact", "torch")
     )
-    total, count = surprise(ours, tokens)
-    assert count == 299
+    total = surprise(ours, tokens)
     assert ours.kv.pool.num_used == 0
     cache = Cached()
     assert oracle.kv.reserve(cache, len(tokens))

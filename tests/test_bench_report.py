@@ -11,17 +11,18 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.measure import rows as planning
+from paceline.measure.compare import units_of
 from paceline.measure.report import (
     Sample,
+    Task,
     acceptance_by_position,
-    decoding,
-    end_to_end,
+    decoding_rates,
+    end_to_end_rates,
     num_identical,
-    rates_of,
     report_rows,
 )
 from paceline.measure.results import OVERALL
-from paceline.measure.rows import OURS, PLAIN, Row, Task
+from paceline.measure.rows import OURS, PLAIN, Row
 
 SLOW, FAST, ALONE = (
     Row(OURS, "float32", PLAIN),
@@ -56,8 +57,8 @@ def all_samples() -> list[Sample]:
 
 def test_rates_are_tokens_over_seconds_of_each_repeat() -> None:
     mine = [s for s in all_samples() if s.row == SLOW]
-    assert rates_of(mine, end_to_end) == [8 / 2, 8 / 3, 8 / 5]
-    assert rates_of(mine, decoding) == [6 / 1.5, 6 / 2.25, 6 / 3.75]
+    assert end_to_end_rates(mine) == [8 / 2, 8 / 3, 8 / 5]
+    assert decoding_rates(mine) == [6 / 1.5, 6 / 2.25, 6 / 3.75]
 
 
 def test_reading_the_prompt_counts_end_to_end_alone() -> None:
@@ -133,27 +134,25 @@ def test_acceptance_by_position_adds_up_over_answers() -> None:
     assert acceptance_by_position([answer([1])]) is None
 
 
-def test_every_row_runs_every_unit_once_in_each_repeat() -> None:
-    rows, units = [SLOW, FAST, ALONE], [(CODE,), (CHAT,)]
-    taken = list(planning.turns(rows, units, 4))
-    assert Counter(taken) == Counter({(r, u, row): 1 for r in range(4) for u in range(2) for row in rows})
-    assert taken == list(planning.turns(rows, units, 4))
-    assert (
-        len({tuple(row for _, _, row in taken[i : i + 3]) for i in range(0, len(taken), 3)}) > 1
-    )  # not always the same one begins
+def test_every_row_has_its_turn_and_none_is_always_the_first_or_after_the_same_one() -> None:
+    rows = [SLOW, FAST, ALONE]
+    orders = [planning.in_turn(rows, number) for number in range(6)]
+    assert all(sorted(order) == sorted(rows) for order in orders)
+    assert Counter(order[0] for order in orders) == dict.fromkeys(rows, 2)
+    assert {order[i - 1] for order in orders for i in (1, 2) if order[i] == SLOW} == {FAST, ALONE}
 
 
 def test_with_concurrency_the_prompts_of_a_task_are_one_unit() -> None:
     tasks = [CODE, CHAT, CODE._replace(id="3")]
-    assert planning.units_of(tasks, 1) == [(task,) for task in tasks]
-    assert planning.units_of(tasks, 4) == [(CODE, CODE._replace(id="3")), (CHAT,)]
-    assert sorted(planning.warm_up_of(planning.units_of(tasks, 1))) == sorted([(CODE,), (CHAT,)])
+    assert units_of(tasks, 1) == [(task,) for task in tasks]
+    assert units_of(tasks, 4) == [(CODE, CODE._replace(id="3")), (CHAT,)]
 
 
 def test_rows_of_methods_precisions_and_peers() -> None:
     methods = planning.methods_of("none, ngram", None)
-    assert planning.our_rows("float32", methods) == [SLOW, FAST]
-    assert planning.our_rows("none", methods) == []
+    assert methods == [PLAIN, "ngram"]
+    assert planning.dtypes_of("float32, int8") == ["float32", "int8"]
+    assert planning.dtypes_of("none") == []
     assert planning.peer_rows("none", methods, 1) == []
     names = [str(row) for row in planning.peer_rows("llama.cpp:Q8_0,transformers", methods, 1)]
     assert names == [
@@ -174,7 +173,7 @@ def test_rows_of_methods_precisions_and_peers() -> None:
         (lambda: planning.methods_of("ngrams", None), "did you mean 'ngram'"),
         (lambda: planning.methods_of("none,,ngram", None), "separated by commas"),
         (lambda: planning.methods_of("draft_model", None), "model"),
-        (lambda: planning.our_rows("int9", [PLAIN]), "--dtypes holds 'int9'"),
+        (lambda: planning.dtypes_of("int9"), "--dtypes holds 'int9'"),
         (lambda: planning.peer_rows("lama.cpp", [PLAIN], 1), "did you mean 'llama.cpp'"),
         (lambda: planning.peer_rows("llama.cpp:Q5_9", [PLAIN], 1), "runs as Q8_0"),
         (lambda: planning.peer_rows("vllm", ["quantized"], 1), "the peers have none"),

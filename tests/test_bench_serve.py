@@ -17,22 +17,12 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import ConfigError
-from paceline.measure.load import (
-    Level,
-    Record,
-    difference,
-    due_times,
-    goals_of,
-    level_report,
-    peak_in_flight,
-    percentile,
-)
+from paceline.measure.load import Level, Record, difference, due_times, goals_of, level_report, peak_in_flight
 from tests.make_models import tiny_hf, tiny_tokenizer
 from tests.other_server import FIRST_S, WORD_S, other_server
 from tests.server.harness import CODE, WAIT_S, Server, start_server
@@ -323,13 +313,6 @@ def test_arrivals_are_poisson_and_belong_to_the_seed() -> None:
     assert due_times(3, math.inf, 1.0, seed=0) == [0.0] * 3
 
 
-def test_percentiles_are_those_of_numpy() -> None:
-    values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
-    for percent in (1, 50, 90, 99, 100):
-        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
-    assert percentile([7.0], 99) == 7.0
-
-
 def test_the_report_of_known_records() -> None:
     quick = Record(
         "1", 0.0, 0.0, [0.1, 0.2, 0.3], 0.3, num_tokens=5, num_prompt=10, num_cached=4, finish="stop"
@@ -378,6 +361,6 @@ def test_goals_and_counters() -> None:
     with pytest.raises(ConfigError, match="'ttft:-1'"):
         goals_of("ttft:-1")
     assert difference({}, {}) is None
-    none = difference({"drafts": 2.0}, {"drafts": 2.0})
+    none = difference({"spec_decode_num_drafts": 2.0}, {"spec_decode_num_drafts": 2.0})
     assert none is not None
     assert none["acceptance_length"] is None

@@ -21,7 +21,7 @@ from paceline.cli.main import app
 from paceline.core import formulas as costs
 from paceline.core.errors import ModelNotFound
 from paceline.loaders.dummy import LLAMA_8B, SMOLLM2_135M, describe
-from paceline.measure.roofline import HARDWARE, THIS, Deployment, Gains, training
+from paceline.measure.roofline import HARDWARE, THIS, Deployment, training
 from paceline.models.config import ModelConfig
 from tests.make_models import tiny_gguf, tiny_hf
 
@@ -134,18 +134,21 @@ def test_small_weights_are_read_sooner_and_multiplied_no_faster() -> None:
 
 
 def test_a_draft_costs_what_its_pass_costs() -> None:
-    gains = Gains(on(LLAMA_8B), on(SMOLLM2_135M))
-    assert gains.draft_cost == pytest.approx(on(SMOLLM2_135M).seconds(1) / on(LLAMA_8B).seconds(1))
-    assert Gains(on(LLAMA_8B)).draft_cost == 0
-    assert gains.speedup(0.8, 4) < Gains(on(LLAMA_8B)).speedup(0.8, 4)
-    assert gains.best_k(0.9) > gains.best_k(0.5)
+    options = ("llama-8b", "--hardware", "h200", "--alpha", "0.5", "--alpha", "0.9", "-k", "4")
+    free, drafted = report(*options), report(*options, "--draft", "smollm2-135m")
+    assert drafted["draft_cost"] == pytest.approx(on(SMOLLM2_135M).seconds(1) / on(LLAMA_8B).seconds(1))
+    assert free["draft_cost"] == 0
+    gains = [found["speedups"][1]["by_k"]["4"]["speedup"] for found in (drafted, free)]
+    assert gains[0] < gains[1]
+    assert drafted["speedups"][1]["best_k"] > drafted["speedups"][0]["best_k"]
 
 
 def test_training_spends_the_whole_budget_at_twenty_tokens_a_parameter() -> None:
     found = training(1e18, on(LLAMA_8B))
-    assert 6 * found.parameters * found.tokens == pytest.approx(1e18)
-    assert found.tokens == pytest.approx(20 * found.parameters)
-    assert found.hours == pytest.approx(1e18 / (0.4 * 989e12) / 3600)
+    parameters, tokens = found["parameters"] or 0.0, found["tokens"] or 0.0
+    assert 6 * parameters * tokens == pytest.approx(1e18)
+    assert tokens == pytest.approx(20 * parameters)
+    assert found["hours"] == pytest.approx(1e18 / (0.4 * 989e12) / 3600)
 
 
 def test_no_weights_are_read(tmp_path: Path, tiny_folder: Path) -> None:

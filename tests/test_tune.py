@@ -70,7 +70,8 @@ def test_a_clock_changes_no_text_and_no_draft(tiny: LLM, method: str) -> None:
     alone = engine_with(tiny, drafter_of(tiny, {"method": method, "num_speculative_tokens": 2}), 2)
     timed = engine_with(tiny, clocked, 2)
     texts = [
-        [answer(tiny, list(text.encode()), params, engine).ids for text in TEXTS] for engine in (alone, timed)
+        [answer(tiny, list(text.encode()), params, engine)["ids"] for text in TEXTS]
+        for engine in (alone, timed)
     ]
     tiny.engine = own
     assert texts[0] == texts[1]

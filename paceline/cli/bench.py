@@ -7,6 +7,7 @@ progress bar, the tables and the exit status.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,11 +45,11 @@ def measured(verb: str, asked: Any) -> None:
         plots.check(None if is_file else target)
         parsing.check_target("--plot", target if is_file else None)
     module = results.module_of(verb)
-    plan = module.prepare(asked)
-    with telling(module.num_turns(plan)) as tell:
-        report = results.described(verb, module.run(plan, tell))
+    run = module.Run(asked)
+    with telling(run.num_turns) as tell:
+        report = results.described(verb, run.report(tell))
     if asked.json is not None:
-        results.write(asked.json, report)
+        asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     screen = console.stdout()
     for table in module.tables(report):
         show(screen, table)

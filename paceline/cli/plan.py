@@ -19,8 +19,7 @@ def _plan(asked: Paper) -> None:
         parsing.check_target("--plot", asked.plot)
     planning.check(asked)
     with console.stderr().status("measuring this machine"):
-        machine = planning.machine_of(asked)
-    report = planning.report_of(asked, machine)
+        report = planning.report_of(asked)
     if asked.json:
         console.write_json(console.stdout(), report)
     else:

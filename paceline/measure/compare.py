@@ -6,9 +6,10 @@ how long each answer naturally is, and then every row writes exactly that many t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.drafters.registry import parse
@@ -17,10 +18,10 @@ from paceline.measure import rows as planning
 from paceline.measure.models import gguf_file, hf_folder, main_type
 from paceline.measure.options import Compare
 from paceline.measure.processes import Worker, WorkerError, peer_worker
-from paceline.measure.prompts import Prompt, chosen
-from paceline.measure.report import Sample, report_rows
-from paceline.measure.results import OVERALL, Table, Tell, cell, table_of
-from paceline.measure.rows import AUTO, OURS, PLAIN, RAW, Row, Task, Unit
+from paceline.measure.prompts import chosen
+from paceline.measure.report import Sample, Task, by_task, report_rows
+from paceline.measure.results import OVERALL, Table, Tell, table_of
+from paceline.measure.rows import AUTO, OURS, PLAIN, RAW, Row, in_turn
 
 LEAST_TOKENS = 8  # of an answer
 CURVE_SIZES = list(range(1, 17))
@@ -45,51 +46,103 @@ MB: most memory the process held.
 """
 
 
-class Plan(NamedTuple):
-    asked: Compare
-    rows: list[Row]
-    prompts: list[Prompt]
+class Run:
+    def __init__(self, asked: Compare) -> None:
+        self.asked, self.prompts = asked, chosen(asked.prompts, asked.limit)
+        methods = planning.methods_of(asked.methods, asked.draft_model)
+        dtypes = planning.dtypes_of(asked.dtypes)
+        self.rows = [Row(OURS, dtype, method) for dtype in dtypes for method in methods]
+        self.rows += planning.peer_rows(asked.peers, methods, asked.concurrency)
+        if not self.rows:
+            remedy = "so there is nothing to measure; name an engine"
+            raise ConfigError(f"--dtypes and --peers are both none, {remedy}")
+        for row in self.rows:
+            planning.peer_python(row.peer)
+        is_alone = asked.concurrency == 1
+        num_units = len(self.prompts) if is_alone else len({prompt.category for prompt in self.prompts})
+        self.num_turns = asked.repeats * num_units * len(self.rows)  # of the timed repeats
+
+    def report(self, tell: Tell) -> dict[str, Any]:
+        checkpoint = open_checkpoint(self.asked.model)
+        with ExitStack() as stack:
+
+            def start(row: Row, context: int | None) -> Worker:
+                options = {"in_flight": self.asked.concurrency, "context": context}
+                options |= self._model_options(row, checkpoint, tell)
+                return stack.enter_context(peer_worker(row, options, tell))
+
+            first = next((row for row in self.rows if row.peer == OURS), Row(OURS, "float32", PLAIN))
+            reader = start(first, None)
+            tasks = self._encode(reader, tell)
+            longest = max(len(task.ids) + task.num_tokens for task in tasks) + CONTEXT_SPARE
+            context = min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, checkpoint.config.max_context)
+            workers = {row: reader if row == first else start(row, context) for row in self.rows}
+            samples = list(self._samples(workers, units_of(tasks, self.asked.concurrency), tell))
+            names = {row: _engine_name(row, checkpoint, tell) for row in self.rows}
+            peaks = {row: worker.peak_mb() for row, worker in workers.items()}
+            notes = {names[row]: worker.note for row, worker in workers.items() if worker.note}
+            report = {"rows": report_rows(self.rows, samples, peaks, names), "notes": notes}
+            is_curve = self.asked.plot is not None and reader in workers.values()
+            return {**report, "verify_cost": _curve(reader) if is_curve else None}
+
+    def _encode(self, worker: Worker, tell: Tell) -> list[Task]:
+        """Prompts as token ids, with the length of each answer."""
+        tell("reading the prompts", 0)
+        texts, most = {prompt.id: prompt.text for prompt in self.prompts}, self.asked.max_new_tokens
+        limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
+        found = worker.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
+        kinds = {prompt.id: prompt.category for prompt in self.prompts}
+        return [
+            Task(name, kinds[name], tuple(each["ids"]), each["num_tokens"]) for name, each in found.items()
+        ]
+
+    def _model_options(self, row: Row, checkpoint: Checkpoint, tell: Tell) -> dict[str, Any]:
+        """What a worker loads. A drafter by its name drafts its usual length at every step; only "auto"
+        chooses."""
+        if row.peer != OURS:
+            is_gguf = row.peer == "llama.cpp"
+            return {"model": str(_gguf(row, checkpoint, tell) if is_gguf else hf_folder(checkpoint, tell))}
+        config: dict[str, Any] | str | None = None if row.method == PLAIN else AUTO
+        if row.method not in (PLAIN, AUTO):
+            model = {"model": self.asked.draft_model} if row.method == "draft_model" else {}
+            most = parse({"method": row.method, **model})[1].num_speculative_tokens
+            config = {"method": row.method, **model, "num_speculative_tokens": most}
+        return {"model": self.asked.model, "dtype": row.variant, "speculative_config": config}
+
+    def _samples(
+        self, workers: dict[Row, Worker], units: Sequence[tuple[Task, ...]], tell: Tell
+    ) -> Iterator[Sample]:
+        # The first unit of each category: enough to compile, to page weights in and to reach every kernel.
+        for unit in {unit[0].category: unit for unit in reversed(units)}.values():
+            for row in workers:
+                tell(f"warming up {row}", 0)
+                self._sample(workers[row], 0, row, unit)
+        for number in range(self.asked.repeats * len(units)):
+            for row in in_turn(workers, number):
+                tell(str(row), 0)
+                yield self._sample(workers[row], number // len(units), row, units[number % len(units)])
+                tell(str(row), 1)
+
+    def _sample(self, worker: Worker, repeat: int, row: Row, unit: tuple[Task, ...]) -> Sample:
+        prompts = [{"ids": list(task.ids), "num_tokens": task.num_tokens} for task in unit]
+        # Slower than a token a second is no answer.
+        seconds = 60 + sum(task.num_tokens + 0.2 * len(task.ids) for task in unit)
+        answer = worker.ask("generate", seconds=seconds, prompts=prompts, in_flight=self.asked.concurrency)
+        for task, got in zip(unit, answer["answers"], strict=True):
+            if got["num_tokens"] != task.num_tokens:
+                wrote = f"wrote {got['num_tokens']} tokens for prompt {task.id}"
+                raise WorkerError(f"{row} {wrote} where {task.num_tokens} were asked for")
+        return Sample(row, repeat, unit, answer["wall_s"], answer["answers"])
 
 
-def prepare(asked: Compare) -> Plan:
-    prompts = chosen(asked.prompts, asked.limit)
-    methods = planning.methods_of(asked.methods, asked.draft_model)
-    peers = planning.peer_rows(asked.peers, methods, asked.concurrency)
-    rows = planning.our_rows(asked.dtypes, methods) + peers
-    if not rows:
-        remedy = "so there is nothing to measure; name an engine"
-        raise ConfigError(f"--dtypes and --peers are both none, {remedy}")
-    for row in rows:
-        planning.peer_python(row.peer)
-    return Plan(asked, rows, prompts)
-
-
-def num_turns(plan: Plan) -> int:
-    """Of the timed repeats."""
-    is_alone = plan.asked.concurrency == 1
-    num_units = len(plan.prompts) if is_alone else len({prompt.category for prompt in plan.prompts})
-    return plan.asked.repeats * num_units * len(plan.rows)
-
-
-def run(plan: Plan, tell: Tell) -> dict[str, Any]:
-    checkpoint, asked = open_checkpoint(plan.asked.model), plan.asked
-    with ExitStack() as stack:
-        row = next((row for row in plan.rows if row.peer == OURS), Row(OURS, "float32", PLAIN))
-        reader = stack.enter_context(peer_worker(row, _options(asked, row, None, checkpoint, tell), tell))
-        tasks = _encode(plan, reader, tell)
-        context = _context(tasks, checkpoint)
-        workers: dict[Row, Worker] = {}
-        for row in plan.rows:
-            is_reader = row.peer == OURS and not workers  # the first of ours has read the prompts
-            options = {} if is_reader else _options(asked, row, context, checkpoint, tell)
-            workers[row] = reader if is_reader else stack.enter_context(peer_worker(row, options, tell))
-        samples = _take_turns(asked, workers, planning.units_of(tasks, asked.concurrency), tell)
-        names = {row: _engine_name(row, checkpoint, tell) for row in plan.rows}
-        peaks = {row: worker.peak_mb() for row, worker in workers.items()}
-        records = report_rows(plan.rows, samples, peaks, names)
-        notes = {names[row]: worker.note for row, worker in workers.items() if worker.note}
-        is_curve = asked.plot is not None and reader in workers.values()
-        return {"rows": records, "notes": notes, "verify_cost": _curve(reader) if is_curve else None}
+def units_of(tasks: Sequence[Task], concurrency: int) -> list[tuple[Task, ...]]:
+    """What runs together: each prompt alone, or all of a category."""
+    if concurrency == 1:
+        return [(task,) for task in tasks]
+    by_category: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_category.setdefault(task.category, []).append(task)
+    return [tuple(group) for group in by_category.values()]
 
 
 def _curve(ours: Worker) -> dict[str, Any]:
@@ -98,31 +151,7 @@ def _curve(ours: Worker) -> dict[str, Any]:
     return {"engine": ours.name, "tokens": CURVE_SIZES, "relative": relative}
 
 
-def _encode(plan: Plan, worker: Worker, tell: Tell) -> list[Task]:
-    """Prompts as token ids, with the length of each answer."""
-    tell("reading the prompts", 0)
-    texts, most = {prompt.id: prompt.text for prompt in plan.prompts}, plan.asked.max_new_tokens
-    limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
-    found = worker.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
-    return [
-        Task(p.id, p.category, tuple(found[p.id]["ids"]), found[p.id]["num_tokens"]) for p in plan.prompts
-    ]
-
-
-def _options(
-    asked: Compare, row: Row, context: int | None, checkpoint: Checkpoint, tell: Tell
-) -> dict[str, Any]:
-    """What a worker is loaded with."""
-    shared: dict[str, Any] = {"in_flight": asked.concurrency, "context": context}
-    if row.peer == OURS:
-        config = speculative_config(row.method, asked.draft_model)
-        return {**shared, "model": asked.model, "dtype": row.variant, "speculative_config": config}
-    is_gguf = row.peer == "llama.cpp"
-    path = _gguf(row, checkpoint, tell) if is_gguf else hf_folder(checkpoint, tell)
-    return {**shared, "model": str(path)}
-
-
-def _gguf(row: Row, checkpoint: Checkpoint, tell: Tell) -> Any:
+def _gguf(row: Row, checkpoint: Checkpoint, tell: Tell) -> Path:
     return gguf_file(checkpoint, row.variant.removesuffix(RAW), tell)
 
 
@@ -131,44 +160,6 @@ def _engine_name(row: Row, checkpoint: Checkpoint, tell: Tell) -> str:
     if row.peer != "llama.cpp":
         return row.engine
     return f"llama.cpp {main_type(_gguf(row, checkpoint, tell))}" + RAW * row.is_raw
-
-
-def speculative_config(method: str, draft_model: str | None) -> dict[str, Any] | str | None:
-    """A drafter by its name drafts its usual length at every step; only "auto" chooses."""
-    if method in (PLAIN, AUTO):
-        return None if method == PLAIN else AUTO
-    config = {"method": method, **({"model": draft_model} if method == "draft_model" else {})}
-    return {**config, "num_speculative_tokens": parse(config)[1].num_speculative_tokens}
-
-
-def _context(tasks: list[Task], checkpoint: Checkpoint) -> int:
-    longest = max(len(task.ids) + task.num_tokens for task in tasks) + CONTEXT_SPARE
-    return min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, checkpoint.config.max_context)
-
-
-def _take_turns(asked: Compare, workers: Mapping[Row, Worker], units: list[Unit], tell: Tell) -> list[Sample]:
-    first, rows = planning.warm_up_of(units), list(workers)
-    for _, index, row in planning.turns(rows, first, 1):
-        tell(f"warming up {row}", 0)
-        _run_unit(asked, workers[row], 0, row, first[index])
-    samples = []
-    for repeat, index, row in planning.turns(rows, units, asked.repeats):
-        tell(str(row), 0)
-        samples.append(_run_unit(asked, workers[row], repeat, row, units[index]))
-        tell(str(row), 1)
-    return samples
-
-
-def _run_unit(asked: Compare, worker: Worker, repeat: int, row: Row, unit: Unit) -> Sample:
-    prompts = [{"ids": task.ids, "num_tokens": task.num_tokens} for task in unit]
-    # Slower than a token a second is no answer.
-    seconds = 60 + sum(task.num_tokens + 0.2 * len(task.ids) for task in unit)
-    answer = worker.ask("generate", seconds=seconds, prompts=prompts, in_flight=asked.concurrency)
-    for task, got in zip(unit, answer["answers"], strict=True):
-        if got["num_tokens"] != task.num_tokens:
-            wrote = f"wrote {got['num_tokens']} tokens for prompt {task.id}"
-            raise WorkerError(f"{row} {wrote} where {task.num_tokens} were asked for")
-    return Sample(row, repeat, unit, answer["wall_s"], answer["answers"])
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -180,14 +171,6 @@ def tables(report: dict[str, Any]) -> list[Table]:
     title = f"overall, {overall[0]['prompts']} prompts"
     return [
         table_of(title, ("engine", "method"), FIGURES, overall)._replace(notes=notes),
-        _by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}"),
-        _by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}"),
+        by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}"),
+        by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}"),
     ]
-
-
-def _by_task(rows: list[dict[str, Any]], title: str, name: str, form: str) -> Table:
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    engines = list(dict.fromkeys((row["engine"], row["method"]) for row in rows))
-    cells = {(row["engine"], row["method"], row["task"]): cell(row[name], form) for row in rows}
-    lines = [(*engine, *(cells[*engine, task] for task in tasks)) for engine in engines]
-    return Table(title, ("engine", "method"), tasks, lines)

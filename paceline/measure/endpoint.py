@@ -1,10 +1,7 @@
 """An OpenAI-compatible server as a load generator sees it: a connection for each request, events as they
-arrive.
-
-The standard library's asyncio does it, without an HTTP package: the client shares the machine with what it
-measures, so it should do little for each event, and nothing needs to be installed to measure. Invariant:
-what goes wrong with one request is a `Refused` with a short reason, never an exception of the network's;
-leaving an event loop early closes the connection, which frees the request.
+arrive. asyncio's streams do it: the client shares the machine with what it measures, so it should do little
+for each event. Invariant: what goes wrong with one request is a `Refused` with a short reason, never an
+exception of the network's; leaving an event loop early closes the connection, which frees the request.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import ssl
@@ -25,7 +23,6 @@ MAX_ERROR_BYTES = 65_536
 MAX_BODY_BYTES = 16 * 2**20
 READ_BYTES = 65_536
 GET_TIMEOUT_S = 30.0
-DONE = b"[DONE]"
 
 
 class Refused(Exception):
@@ -34,9 +31,41 @@ class Refused(Exception):
     code = ""  # of the server's own error, such as engine_lost
 
 
-class Head(NamedTuple):
+class Response(NamedTuple):
     status: int
     headers: dict[str, str]  # names in lower case
+    reader: asyncio.StreamReader
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes."""
+        if "chunked" in self.headers.get("transfer-encoding", "").lower():
+            while size := _chunk_size(await self.reader.readuntil(b"\r\n")):
+                yield await self.reader.readexactly(size)
+                await self.reader.readexactly(2)
+            return
+        length = self.headers.get("content-length", "")
+        left = int(length) if length.isdigit() else math.inf
+        while left > 0 and (part := await self.reader.read(READ_BYTES)):
+            left -= len(part)
+            yield part
+
+    async def whole(self, limit: int) -> bytes:
+        body = b""
+        async for part in self.parts():
+            body += part
+            if len(body) > limit:
+                raise Refused(f"an answer of more than {limit} bytes")
+        return body
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        kept = b""
+        async for part in self.parts():
+            *lines, kept = (kept + part).split(b"\n")
+            for line in lines:
+                yield line
+            if len(kept) > MAX_BODY_BYTES:
+                raise Refused("an event that never ends")
+        yield kept
 
 
 class Endpoint(NamedTuple):
@@ -48,38 +77,40 @@ class Endpoint(NamedTuple):
 
     async def get(self, path: str) -> bytes:
         try:
-            async with asyncio.timeout(GET_TIMEOUT_S), self.asked("GET", path, b"") as (head, reader):
-                body = await _whole(body_of(head, reader), MAX_BODY_BYTES)
+            async with asyncio.timeout(GET_TIMEOUT_S), self.asked("GET", path) as response:
+                body = await response.whole(MAX_BODY_BYTES)
         except TimeoutError:
             raise Refused(f"no answer after {GET_TIMEOUT_S:g} s") from None
-        if head.status != 200:
-            raise _refusal(head.status, body)
+        if response.status != 200:
+            raise _refusal(response.status, body)
         return body
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """What follows `data:`, until [DONE] or the end of the answer."""
-        async with self.asked("POST", path, json.dumps(body).encode()) as (head, reader):
-            if head.status != 200:
-                raise _refusal(head.status, await _whole(body_of(head, reader), MAX_ERROR_BYTES))
-            async for line in _lines(body_of(head, reader)):
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == DONE:
-                    return
-                yield _event(data)
+        async with self.asked("POST", path, json.dumps(body).encode()) as response:
+            if response.status != 200:
+                raise _refusal(response.status, await response.whole(MAX_ERROR_BYTES))
+            async for line in response.lines():
+                if line.startswith(b"data:"):
+                    if line[5:].strip() == b"[DONE]":
+                        return
+                    yield _event(line[5:])
 
     @contextlib.asynccontextmanager
-    async def asked(
-        self, method: str, path: str, body: bytes
-    ) -> AsyncIterator[tuple[Head, asyncio.StreamReader]]:
+    async def asked(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
         writer = None
         try:
             context = ssl.create_default_context() if self.is_tls else None
             reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
             writer.write(self._request(method, path, body))
             await writer.drain()
-            yield await _head(reader), reader
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            version, _, rest = first.partition(" ")
+            if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
+                raise Refused("not an HTTP server")
+            pairs = (line.partition(":") for line in lines if line)
+            headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+            yield Response(int(rest[:3]), headers, reader)
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise Refused(_in_words(error)) from None
         finally:
@@ -114,27 +145,6 @@ def endpoint_of(base_url: str, api_key: str | None) -> Endpoint:
     return Endpoint(parts.hostname, port or (443 if is_tls else 80), is_tls, folder, api_key)
 
 
-async def _head(reader: asyncio.StreamReader) -> Head:
-    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    version, _, rest = first.partition(" ")
-    if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-        raise Refused("not an HTTP server")
-    pairs = (line.partition(":") for line in lines if line)
-    return Head(int(rest[:3]), {name.strip().lower(): value.strip() for name, _, value in pairs})
-
-
-async def body_of(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    if "chunked" in head.headers.get("transfer-encoding", "").lower():
-        while size := _chunk_size(await reader.readuntil(b"\r\n")):
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
-        return
-    left = int(length) if (length := head.headers.get("content-length", "")).isdigit() else None
-    while (left is None or left > 0) and (part := await reader.read(READ_BYTES)):
-        left = None if left is None else left - len(part)
-        yield part
-
-
 def _chunk_size(line: bytes) -> int:
     try:
         size = int(line.split(b";")[0], 16)
@@ -145,33 +155,12 @@ def _chunk_size(line: bytes) -> int:
     return size
 
 
-async def _whole(parts: AsyncIterator[bytes], limit: int) -> bytes:
-    body = b""
-    async for part in parts:
-        body += part
-        if len(body) > limit:
-            raise Refused(f"an answer of more than {limit} bytes")
-    return body
-
-
-async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    kept = b""
-    async for part in parts:
-        *lines, kept = (kept + part).split(b"\n")
-        for line in lines:
-            yield line
-        if len(kept) > MAX_BODY_BYTES:
-            raise Refused("an event that never ends")
-    yield kept
-
-
 def _event(data: bytes) -> dict[str, Any]:
-    try:
+    event = None
+    with contextlib.suppress(ValueError):
         event = json.loads(data)
-    except ValueError:
-        raise Refused("an event that is not JSON") from None
     if not isinstance(event, dict):
-        raise Refused("an event that is not an object")
+        raise Refused("an event that is not a JSON object")
     if event.get("error"):
         raise _told("broke off", event)
     return event

@@ -7,9 +7,8 @@ and take turns, so a comparison is of drafting alone; each has drafters of its o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,32 +23,25 @@ from paceline.drafters.shipped import shipped_head
 from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
-from paceline.engine.stats import SpecStats
 from paceline.measure.options import Loaded
 from paceline.measure.rows import AUTO, PLAIN, names_of
 from paceline.runtime.backend import Backend, backend_for
 
-COUNTS = (
-    "num_tokens",
-    "num_steps",
-    "num_drafted",
-    "num_accepted",
-    "drafted_at",
-    "accepted_at",
-)  # of SpecStats
+# of SpecStats
+COUNTS = ("num_tokens", "num_steps", "num_drafted", "num_accepted", "drafted_at", "accepted_at")
 FREE = "auto-free"  # auto without a learned head
 
 
 def rows_of(text: str) -> list[str]:
     """--rows: plain first, always, since all speedups are against it."""
-    for name in names_of("--rows", text):
+    names, known = names_of("--rows", text), [PLAIN, AUTO, FREE, *registry.DRAFTERS]
+    for name in names:
         method, slash, length = name.partition("/")
-        known = [PLAIN, AUTO, FREE, *registry.DRAFTERS]
         if method not in known:
             raise ConfigError(f"--rows holds {name!r}; {nearest(method, known)}")
         if slash and (method not in registry.DRAFTERS or not length.isdecimal() or not int(length)):
             raise ConfigError(f"--rows holds {name!r}; write a drafter and its length, such as suffix/4")
-    return list(dict.fromkeys([PLAIN, *names_of("--rows", text)]))
+    return list(dict.fromkeys([PLAIN, *names]))
 
 
 def load(asked: Loaded, **more: Any) -> LLM:
@@ -66,11 +58,8 @@ def engine_of(llm: LLM, row: str) -> Engine:
         costs: CostTable = llm.engine.policy.costs  # type: ignore[attr-defined]
         return auto_engine(llm, costs, has_head=row == AUTO)
     method, _, length = row.partition("/")
-    options: dict[str, Any] = {"method": method}
-    if length:
-        options["num_speculative_tokens"] = int(length)
-    most = registry.parse(options)[1].num_speculative_tokens
-    return engine_with(llm, drafter_of(llm, options), most)
+    options = {"method": method, **({"num_speculative_tokens": int(length)} if length else {})}
+    return engine_with(llm, drafter_of(llm, options), registry.parse(options)[1].num_speculative_tokens)
 
 
 def drafter_of(llm: LLM, options: dict[str, Any]) -> Drafter:
@@ -108,31 +97,10 @@ def cpu_backend() -> Backend:
     return backend_for(torch.device("cpu"), "exact", False)
 
 
-def rotated(rows: dict[str, Any], number: int) -> Iterator[tuple[str, Any]]:
-    """Rows in an order whose beginning moves with `number`, so that no row is always the first."""
-    pairs, first = list(rows.items()), number % len(rows)
-    yield from pairs[first:] + pairs[:first]
-
-
-class Answer(NamedTuple):
-    ids: list[int]
-    times: list[float]  # seconds from the start, of each step that wrote tokens
-    counts: list[int]  # tokens of each of them
-    stats: SpecStats
-
-    def timed(self, num_untimed: int) -> tuple[float, int]:
-        """Seconds and tokens after the first steps: reading the prompt is no part of decoding."""
-        first = min(num_untimed, len(self.times)) - 1
-        return self.times[-1] - self.times[first], sum(self.counts[num_untimed:])
-
-    def record(self) -> dict[str, Any]:
-        """As measure/report.py counts answers."""
-        times = {"first_s": self.times[0], "total_s": self.times[-1]}
-        return {"ids": self.ids, **times, **{name: getattr(self.stats, name) for name in COUNTS}}
-
-
-def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> Answer:
-    """One request, timed: the loop of `bench`, `bench decode` and `tune`. engine: None for its own."""
+def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> dict[str, Any]:
+    """One request, timed, as measure/report.py counts answers: the loop of `bench`, `bench decode` and
+    `tune`. With the seconds from the start at which a step wrote tokens, and their numbers. engine: None for
+    its own."""
     llm.engine = engine or llm.engine
     tokens, times, counts, started = [], [], [], time.perf_counter()
     for chunk in llm.stream(ids, params):
@@ -141,4 +109,5 @@ def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | No
             counts.append(len(chunk.tokens))
             tokens += [token.id for token in chunk.tokens]
     assert chunk.result is not None, "a stream ends with its result"
-    return Answer(tokens, times, counts, chunk.result.stats)
+    found = {"ids": tokens, "first_s": times[0], "total_s": times[-1], "times": times, "counts": counts}
+    return {**found, **{name: getattr(chunk.result.stats, name) for name in COUNTS}}

@@ -1,9 +1,8 @@
 """`paceline bench kernels`: products, attention and whole passes of ours, and llama.cpp's passes over as many
 tokens, each beside what the machine allows (timed.py).
 
-Invariant: a product runs over all layers of the model, so that weights come from memory and not from a cache,
-with all threads inside one compiled region, each on its share of every matrix, as in cpu/forward.py. Its
-inputs are made up: what they hold changes no time.
+A product runs over all layers of the model, so that weights come from memory and not from a cache, with all
+threads inside one compiled region, each on its share of every matrix, as in cpu/forward.py.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -29,16 +30,14 @@ from paceline.cpu.sync import num_threads
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.packed import LINEARS, Tensors
 from paceline.measure import limits
-from paceline.measure import rows as planning
 from paceline.measure.engines import cpu_backend
 from paceline.measure.models import gguf_file, main_type, matrix_bytes
 from paceline.measure.options import Kernels
 from paceline.measure.processes import Worker, peer_worker
 from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.roofline import Deployment, Hardware, Work
-from paceline.measure.rows import PLAIN, Row
-from paceline.measure.timed import Subject, limits_json, take_turns
-from paceline.models.config import ModelConfig
+from paceline.measure.rows import PLAIN, dtypes_of, is_installed, peer_python, peer_rows
+from paceline.measure.timed import Subject, limits_json, passes_of, take_turns
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.timing import STRIDE, Timed
@@ -63,88 +62,88 @@ time, 100 % is the limit.
 """
 
 
-class Plan(NamedTuple):
-    asked: Kernels
-    dtypes: list[str]
-    peers: list[Row]  # of llama.cpp
+class Run:
+    def __init__(self, asked: Kernels) -> None:
+        self.asked, self.dtypes = asked, dtypes_of(asked.dtypes)
+        if not self.dtypes:
+            raise ConfigError("--dtypes is none, but the kernels are ours; name int8, float32 or int4")
+        usual = "llama.cpp:Q8_0" if is_installed("llama.cpp") else "none"  # the nearest to int8
+        rows = peer_rows(usual if asked.peers == "auto" else asked.peers, [PLAIN], 1)
+        for row in rows:
+            if row.peer != "llama.cpp":
+                remedy = "name llama.cpp, none or auto"
+                raise ConfigError(f"--peers holds {row.peer}, whose passes cannot be timed alone; {remedy}")
+            peer_python(row.peer)
+        self.peers = [row for row in rows if not row.is_raw]
+        # of the prompts, of the passes and of the kernels, the uncounted first ones included
+        self.num_turns = 3 * (asked.repeats + 1)
+
+    def report(self, tell: Tell) -> dict[str, Any]:
+        context, repeats, checkpoint = (
+            self.asked.context,
+            self.asked.repeats,
+            open_checkpoint(self.asked.model),
+        )
+        length, room = min(PREFILL, checkpoint.config.max_context), checkpoint.config.max_context - SIZES[-1]
+        if context > room:
+            raise ConfigError(f"--context is {context}; the model's own leaves room for {room}")
+        tell("measuring the machine", 0)
+        found = limits.measure()
+        tell("loading the models", 0)
+        longest = max(length, context + SIZES[-1])
+        models = [Model.load(checkpoint, dtype, found, longest) for dtype in self.dtypes]
+        with ExitStack() as stack:
+            peers = []
+            for row in self.peers:
+                path = gguf_file(checkpoint, row.variant, tell)
+                options = {"model": str(path), "context": max(context + SIZES[-1], PREFILL) + SPARE}
+                worker = stack.enter_context(peer_worker(row, options, tell))
+                dtype = "float32" if main_type(path) == "F32" else "int8"
+                peers.append(Llamacpp(worker, path, Deployment(checkpoint.config, found, dtype, "float16")))
+            prompts = [*(model.forward(0, 1) for model in models), *(peer.forward(0) for peer in peers)]
+            prompt = take_turns(prompts, [length], repeats, found, tell)
+            passes = [*(m.forward(context) for m in models), *(peer.forward(context) for peer in peers)]
+            forward = take_turns(passes, SIZES, repeats, found, tell)
+        parts = [*(part for model in models for part in model.products()), models[0].attention(context)]
+        kernels = take_turns(parts, SIZES, repeats, found, tell)
+        return {"limits": limits_json(found), "forward": forward + prompt, "kernels": kernels}
 
 
-def prepare(asked: Kernels) -> Plan:
-    names = [row.variant for row in planning.our_rows(asked.dtypes, [PLAIN])]
-    if not names:
-        raise ConfigError("--dtypes is none, but the kernels are Paceline's own; name int8, float32 or int4")
-    usual = "llama.cpp:Q8_0" if planning.is_installed("llama.cpp") else "none"  # the nearest to int8
-    rows = planning.peer_rows(usual if asked.peers == "auto" else asked.peers, [PLAIN], 1)
-    for row in rows:
-        if row.peer != "llama.cpp":
-            remedy = "name llama.cpp, none or auto"
-            raise ConfigError(f"--peers holds {row.peer}, whose passes cannot be timed alone; {remedy}")
-        planning.peer_python(row.peer)
-    return Plan(asked, names, [row for row in rows if not row.is_raw])
-
-
-def num_turns(plan: Plan) -> int:
-    """Repeats of the prompts, of the passes and of the kernels, the uncounted first ones included."""
-    return 3 * (plan.asked.repeats + 1)
-
-
-def run(plan: Plan, tell: Tell) -> dict[str, Any]:
-    context, repeats = plan.asked.context, plan.asked.repeats
-    checkpoint = open_checkpoint(plan.asked.model)
-    length, room = min(PREFILL, checkpoint.config.max_context), checkpoint.config.max_context - SIZES[-1]
-    if context > room:
-        raise ConfigError(f"--context is {context}; the model's own leaves room for {room}")
-    tell("measuring the machine", 0)
-    found = limits.measure()
-    tell("loading the models", 0)
-    models = [Model(checkpoint, dtype, found, max(length, context + SIZES[-1])) for dtype in plan.dtypes]
-    with ExitStack() as stack:
-        peers = [_llamacpp(row, checkpoint, found, context, stack, tell) for row in plan.peers]
-        prompts = [model.forward(0, 1) for model in models] + [peer.forward(0) for peer in peers]
-        prompt = take_turns(prompts, [length], repeats, found, tell)
-        passes = [model.forward(context) for model in models] + [peer.forward(context) for peer in peers]
-        forward = take_turns(passes, SIZES, repeats, found, tell)
-    parts = [*(part for model in models for part in model.products()), models[0].attention(context)]
-    kernels = take_turns(parts, SIZES, repeats, found, tell)
-    return {"limits": limits_json(found), "forward": forward + prompt, "kernels": kernels}
-
-
-class Model:
+class Model(NamedTuple):
     """One precision of ours: its products, and passes with the same weights."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str, found: Hardware, longest: int) -> None:
-        self._on = Deployment(checkpoint.config, found, dtype, found.kv_dtype(dtype))
-        blocks = -(-longest // BLOCK_SIZE)
-        executor = LocalExecutor.load(cpu_backend(), checkpoint, blocks, dtype=dtype)
-        assert isinstance(executor.decoder, CpuDecoder), "the CPU's backend loads it"
-        self._kinds = list(kinds_of(checkpoint.config, executor.decoder.tensors, bits_of(dtype)))
-        self._passes = Timed(executor, longest)
+    on: Deployment
+    tensors: Tensors
+    timed: Timed
 
-    def _seconds(self, tokens: int, context: int, num_logits: int | None = None) -> float:
-        """Right after another pass, as in decoding: the threads are awake and the code is in the caches."""
-        self._passes.seconds(1, context)
-        return self._passes.seconds(tokens, context, num_logits)
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, dtype: str, found: Hardware, longest: int) -> Model:
+        executor = LocalExecutor.load(cpu_backend(), checkpoint, -(-longest // BLOCK_SIZE), dtype=dtype)
+        assert isinstance(executor.decoder, CpuDecoder), "the CPU's backend loads it"
+        on = Deployment(checkpoint.config, found, dtype, found.kv_dtype(dtype))
+        return cls(on, executor.decoder.tensors, Timed(executor, longest))
 
     def products(self) -> Iterator[Subject]:
-        for kind in self._kinds:
-            labels = {"kernel": kind.name, "shape": kind.shape, "dtype": self._on.dtype}
-            yield Subject(labels, Product(kind, SIZES[-1]).seconds, kind.work)
+        config, bits = self.on.config, bits_of(self.on.dtype)
+        kinds = {name: (bits, [f"layers.{i}.{name}" for i in range(config.num_layers)]) for name in LINEARS}
+        kinds["head"] = head_bits(bits), ["embedding" if config.tie_embeddings else "head"]
+        for name, (width, names) in kinds.items():
+            product = Product(width, self.tensors, names)
+            labels = {"kernel": name, "shape": product.shape, "dtype": self.on.dtype}
+            yield Subject(labels, product.seconds, product.work)
 
     def forward(self, context: int, num_logits: int | None = None) -> Subject:
         """Passes with the logits of all rows, or of the last ones."""
-        labels = {"engine": "paceline", "dtype": self._on.dtype, "context": context}
+        labels = {"engine": "paceline", "dtype": self.on.dtype, "context": context}
         labels["logits"] = "last" if num_logits else "all"
-        on = replace(self._on, context=context)
-        return Subject(
-            labels, lambda n: self._seconds(n, context, num_logits), lambda n: on.work(n, num_logits)
-        )
+        return passes_of(self.timed, replace(self.on, context=context), labels, num_logits)
 
     def attention(self, context: int) -> Subject:
         """What a pass takes longer over the context than over none."""
-        config, over, alone = self._on.config, self.forward(context), self.forward(0)
+        config, over, alone = self.on.config, self.forward(context), self.forward(0)
         shape = f"{config.num_heads}/{config.num_kv_heads}x{config.head_dim}"
         return Subject(
-            {"kernel": "attention", "shape": shape, "dtype": self._on.kv_dtype, "context": context},
+            {"kernel": "attention", "shape": shape, "dtype": self.on.kv_dtype, "context": context},
             lambda tokens: over.seconds(tokens) - alone.seconds(tokens),
             lambda tokens: over.work(tokens).plus(alone.work(tokens), times=-1),
         )
@@ -155,13 +154,13 @@ class Llamacpp(NamedTuple):
     token's logits only."""
 
     worker: Worker
-    variant: str
+    path: Path
     on: Deployment
-    num_bytes: int  # of its file that every pass reads
 
     def forward(self, context: int) -> Subject:
         vocab_size, on = self.on.config.vocab_size, replace(self.on, context=context)
-        prefix, turns = [(STRIDE * i) % vocab_size for i in range(context)], iter(range(1, 1 << 30))
+        prefix, turns = [(STRIDE * i) % vocab_size for i in range(context)], count(1)
+        further = Work(num_bytes=matrix_bytes(self.path) - on.bytes_read)
 
         def seconds(tokens: int) -> float:
             turn = next(turns)  # new tokens each time: what it has read already it would not read again
@@ -171,23 +170,8 @@ class Llamacpp(NamedTuple):
             time.sleep(QUIET_S)
             return found
 
-        def work(tokens: int) -> Work:
-            return on.work(tokens, 1).plus(Work(num_bytes=self.num_bytes - on.bytes_read))
-
-        labels = {"engine": "llama.cpp", "dtype": self.variant, "context": context, "logits": "last"}
-        return Subject(labels, seconds, work)
-
-
-def _llamacpp(
-    row: Row, checkpoint: Checkpoint, found: Hardware, context: int, stack: ExitStack, tell: Tell
-) -> Llamacpp:
-    path = gguf_file(checkpoint, row.variant, tell)
-    options = {"model": str(path), "context": max(context + SIZES[-1], PREFILL) + SPARE}
-    worker = stack.enter_context(peer_worker(row, options, tell))
-    variant = main_type(path)
-    dtype = "float32" if variant == "F32" else "int8"
-    on = Deployment(checkpoint.config, found, dtype, "float16")
-    return Llamacpp(worker, variant, on, matrix_bytes(path))
+        labels = {"engine": "llama.cpp", "dtype": main_type(self.path), "context": context, "logits": "last"}
+        return Subject(labels, seconds, lambda tokens: on.work(tokens, 1).plus(further))
 
 
 def _over_all(product: Any) -> Any:
@@ -206,64 +190,33 @@ def _over_all(product: Any) -> Any:
 RUN = {bits: _over_all(product) for bits, product in ((32, product_32), (8, product_8), (4, product_4))}
 
 
-class Kind(NamedTuple):
-    """All layers' matrices of one kind, and what one token's product with them is."""
-
-    name: str  # qkv, out, gate_up, down or head
-    bits: int
-    table: np.ndarray  # [layers, 4] int64: fields of a Matrix each
-    num_bytes: int
-
-    @property
-    def shape(self) -> str:
-        """Outputs x inputs, as they lie in memory."""
-        return f"{self.table[0, 3]}x{self.table[0, 2]}"
-
-    @property
-    def macs(self) -> int:
-        return int((self.table[:, 2] * self.table[:, 3]).sum())
-
-    def work(self, tokens: int) -> Work:
-        flops = 2.0 * self.macs * tokens
-        kind = {"float_flops": flops} if self.bits == 32 else {"int8_flops": flops}
-        return Work(num_bytes=float(self.num_bytes), **kind)
-
-
-def kinds_of(config: ModelConfig, tensors: Tensors, bits: int) -> Iterator[Kind]:
-    """The products of a packed model; `tensors` must outlive them."""
-    for name in LINEARS:
-        yield _kind(name, bits, tensors, [f"layers.{i}.{name}" for i in range(config.num_layers)])
-    yield _kind("head", head_bits(bits), tensors, ["embedding" if config.tie_embeddings else "head"])
-
-
-def _kind(name: str, bits: int, tensors: Tensors, names: list[str]) -> Kind:
-    weights, biases = ([tensors[f"{each}.{part}"] for each in names] for part in ("weight", "bias"))
-    tiles, across, _ = weights[0].shape
-    k, n = (across, tiles * FLOAT_ROWS) if bits == 32 else (across * GROUP[bits], tiles * DOT_ROWS)
-    rows = [[weight.data_ptr(), bias.data_ptr(), k, n] for weight, bias in zip(weights, biases, strict=True)]
-    return Kind(name, bits, np.array(rows, np.int64), sum(w.numel() * w.element_size() for w in weights))
-
-
 class Product:
-    """One kind, ready to be run with up to `widest` tokens."""
+    """All layers' matrices of one kind, ready to be multiplied with up to SIZES[-1] tokens. `tensors` must
+    outlive it."""
 
-    def __init__(self, kind: Kind, widest: int) -> None:
-        self.kind = kind
-        k, n = (int(size) for size in kind.table[0, 2:])
-        generator = torch.Generator().manual_seed(0)
-        if kind.bits == 32:
-            self._values = torch.randn(widest * k, generator=generator)
-        else:
-            self._values = torch.randint(-127, 128, (widest * k,), dtype=torch.int8, generator=generator)
-        groups = k // GROUP.get(kind.bits, k)
+    def __init__(self, bits: int, tensors: Tensors, names: list[str]) -> None:
+        weights, biases = ([tensors[f"{each}.{part}"] for each in names] for part in ("weight", "bias"))
+        (tiles, across, _), widest = weights[0].shape, SIZES[-1]
+        k, n = (across, tiles * FLOAT_ROWS) if bits == 32 else (across * GROUP[bits], tiles * DOT_ROWS)
+        rows = [[w.data_ptr(), b.data_ptr(), k, n] for w, b in zip(weights, biases, strict=True)]
+        self.table = np.array(rows, np.int64)  # [layers, 4]: fields of a Matrix each
+        self.bits, self.shape, self.macs = bits, f"{n}x{k}", len(rows) * k * n  # shape as it lies in memory
+        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+        floats = torch.randn(widest * k, generator=torch.Generator().manual_seed(0))
+        self._values = floats if bits == 32 else (40 * floats).clamp(-127, 127).to(torch.int8)
+        groups = k // GROUP.get(bits, k)
         # Scales of a usual size: tiny results would be slow ones.
         self._scales = torch.full((groups * widest,), 2.0 ** (SCALE_SHIFT - 7))
         self._sums = torch.ones(groups * widest, dtype=torch.int32)
         self._y = torch.empty(widest * n)
 
+    def work(self, tokens: int) -> Work:
+        kind = "float_flops" if self.bits == 32 else "int8_flops"
+        return Work(float(self.num_bytes), **{kind: 2.0 * self.macs * tokens})
+
     def seconds(self, tokens: int) -> float:
         x = Activations(self._values.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr())
-        run, table = RUN[self.kind.bits], self.kind.table
+        run, table = RUN[self.bits], self.table
         started = time.perf_counter()
         run(table.ctypes.data, len(table), x, self._y.data_ptr(), tokens, num_threads())
         return time.perf_counter() - started

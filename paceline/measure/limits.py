@@ -1,9 +1,7 @@
 """What the machine can do at best, measured: reading memory, integer dot products, float multiply-adds, all
-threads at once.
-
-Invariant: each limit is the fastest of several runs of a loop that does nothing else, so no kernel can
-honestly pass it. Reading goes over a buffer far larger than any cache; the arithmetic stays in registers,
-with enough sums to keep every unit busy.
+threads at once. Invariant: each limit is the fastest of several runs of a loop that does nothing else, so no
+kernel can honestly pass it. Reading goes over a buffer far larger than any cache; the arithmetic stays in
+registers, with enough sums to keep every unit busy.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numba
@@ -50,7 +48,11 @@ def _over_threads(body: Callable[[Emitter, Any], tuple[list[Any], Callable[[Any]
             slots, turn_of = body(emit, arguments[0])
             with emit.loop(arguments[1]) as turn:
                 turn_of(turn)
-            return _mixture(builder, [builder.load(slot) for slot in slots])
+            sums = [builder.load(slot) for slot in slots]
+            whole = ir.VectorType(INT32, sums[0].type.count)  # all have lanes of 32 bits
+            mixed = reduce(builder.xor, [builder.bitcast(each, whole) for each in sums])
+            lanes = [builder.extract_element(mixed, ir.Constant(INT32, i)) for i in range(whole.count)]
+            return reduce(builder.xor, lanes)
 
         return types.int32(types.int64, types.int64), generate
 
@@ -61,14 +63,6 @@ def _over_threads(body: Callable[[Emitter, Any], tuple[list[Any], Callable[[Any]
             out[part] = loop(at + part * stride, turns)
 
     return run
-
-
-def _mixture(builder: Any, vectors: list[Any]) -> Any:
-    """One number of all lanes of all vectors, which have lanes of 32 bits."""
-    whole = ir.VectorType(INT32, vectors[0].type.count)
-    mixed = reduce(builder.xor, [builder.bitcast(vector, whole) for vector in vectors])
-    lanes = [builder.extract_element(mixed, ir.Constant(INT32, i)) for i in range(whole.count)]
-    return reduce(builder.xor, lanes)
 
 
 def _reading(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
@@ -103,20 +97,16 @@ def _dots(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
     return [slot for its_sums in sums for slot in its_sums], turn_of
 
 
-def _multiply_adds(count: int) -> Any:
+def _multiply_adds(count: int, emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
     """`count` sums of sixteen lanes, one multiply-add each a turn."""
+    weight, each = (emit.load(emit.offset(at, LINE * i), floats(LANES)) for i in range(2))
+    sums = [emit.variable(emit.constant(float(i), LANES)) for i in range(count)]
 
-    def body(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
-        weight, each = (emit.load(emit.offset(at, LINE * i), floats(LANES)) for i in range(2))
-        sums = [emit.variable(emit.constant(float(i), LANES)) for i in range(count)]
+    def turn_of(_turn: Any) -> None:
+        for slot in sums:
+            emit.accumulate(slot, weight, each)
 
-        def turn_of(_turn: Any) -> None:
-            for slot in sums:
-                emit.accumulate(slot, weight, each)
-
-        return sums, turn_of
-
-    return _over_threads(body)
+    return sums, turn_of
 
 
 def measure() -> Hardware:
@@ -131,34 +121,33 @@ def measure() -> Hardware:
     # A multiply-add is two operations.
     turns = 2.0 * threads * TURNS
     ints = turns * WEIGHTS * INPUTS * 4 * WIDTH / _fastest(lambda: multiply(small, 0, TURNS, out, threads))
-    rates = []
-    for count in FLOAT_SUMS:
-        add = _multiply_adds(count)
-        seconds = _fastest(lambda add=add: add(small, 0, TURNS, out, threads))  # type: ignore[misc]
-        rates.append(turns * LANES * count / seconds)
+    adds = {count: _over_threads(partial(_multiply_adds, count)) for count in FLOAT_SUMS}
+    times = {n: _fastest(partial(add, small, 0, TURNS, out, threads)) for n, add in adds.items()}
+    floating = max(turns * LANES * n / seconds for n, seconds in times.items())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware(THIS, bandwidth, max(rates), max(rates), memory, ints, threads)
+    return Hardware(THIS, bandwidth, floating, floating, memory, ints, threads)
 
 
 def of_device(device: torch.device) -> Hardware:
     """A GPU: bytes that a copy reads and writes, operations of products of large matrices."""
+
+    def rate(amount: float, run: Callable[[], object]) -> float:
+        def waited() -> None:
+            run()
+            torch.accelerator.synchronize()
+
+        return amount / _fastest(waited)
+
     source, target = (torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    bandwidth = 2 * COPIED_BYTES / _fastest(lambda: _waited(lambda: target.copy_(source)))
-    rates: list[float] = []
-    for dtype in (torch.bfloat16, torch.float32):
-        square = torch.randn((SIDE, SIDE), device=device, dtype=dtype)
-        product = _fastest(lambda square=square: _waited(lambda: square @ square))  # type: ignore[misc]
-        rates.append(2 * SIDE**3 / product)
+    half, single = (
+        torch.randn((SIDE, SIDE), device=device, dtype=d) for d in (torch.bfloat16, torch.float32)
+    )
+    flops = [rate(2 * SIDE**3, partial(torch.matmul, each, each)) for each in (half, single)]
     memory = float(torch.get_device_module(device).get_device_properties(device).total_memory)
-    return Hardware(THIS, bandwidth, rates[0], rates[1], memory)
+    return Hardware(THIS, rate(2 * COPIED_BYTES, partial(target.copy_, source)), flops[0], flops[1], memory)
 
 
-def _waited(run: Callable[[], object]) -> None:
-    run()
-    torch.accelerator.synchronize()
-
-
-def _fastest(run: Callable[[], None]) -> float:
+def _fastest(run: Callable[[], object]) -> float:
     """Seconds of the fastest run after a first one, which compiles."""
     times = []
     for _ in range(RUNS + 1):

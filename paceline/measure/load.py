@@ -1,11 +1,8 @@
 """Load on a server: when requests are due, what became of each, and the figures that follow.
 
-Open loop: requests are due at times drawn beforehand (a Poisson process), whether or not earlier ones have
-been answered, and time counts from when a request was due, so that a crowded client or a cap on requests in
-flight cannot hide waiting. At an infinite rate the cap alone paces them (closed loop), and time counts from
-when a request is sent. Latencies are of requests that were answered; goodput counts only those that met every
-goal. Names are those of vLLM's benchmark: ttft, tpot, itl, e2el, in milliseconds. Invariant: the same seed
-gives the same times.
+Open loop: requests are due at times drawn beforehand, whether or not earlier ones have been answered, and
+time counts from then, so a crowded client or a cap cannot hide waiting. At an infinite rate the cap alone
+paces them, and time counts from the sending. Names are those of vLLM's benchmark: ttft, tpot, itl, e2el.
 """
 
 from __future__ import annotations
@@ -15,23 +12,27 @@ import math
 import random
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from paceline.core.errors import ConfigError
 from paceline.measure.endpoint import Endpoint, Refused
+from paceline.measure.options import Serve
+from paceline.measure.prompts import Prompt
 
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
 GOALS = ("ttft", "tpot", "e2el")
 Goals = dict[str, float]  # name -> milliseconds
-COUNTED = "drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos"
-LINE = re.compile(rf"^\w+:spec_decode_num_({COUNTED})(?:_total)?(\{{[^}}]*\}})? ([0-9.e+]+)$", re.M)
-POSITION = re.compile(r'position="(\d+)"')
-Counters = dict[str, float]
+CHAT = "/v1/chat/completions"
+SAMPLE = re.compile(r"^\w+:(\w+)(?:\{([^}]*)\})? (\S+)$", re.M)  # a line of /metrics
+POSITION = re.compile(r'(?:position|le)="([^"]*)"')
+DRAFTING = "spec_decode_num_"
+Figures = dict[str, float]
 
 
 class Level(NamedTuple):
@@ -67,42 +68,44 @@ class Record:
     error: str | None = None
     code: str = ""  # of the server's own error
 
-    @property
-    def first_s(self) -> float:
-        return (self.arrivals[0] if self.arrivals else self.end) - self.due
+    def latencies(self) -> dict[str, list[float]]:
+        """In milliseconds: one value, none where it has no meaning, several for gaps between pieces."""
+        first, total = (self.arrivals[0] if self.arrivals else self.end) - self.due, self.end - self.due
+        further = [(total - first) / (self.num_tokens - 1)] if self.num_tokens > 1 else []
+        gaps = [b - a for a, b in pairwise(self.arrivals)]
+        seconds = {"ttft": [first], "tpot": further, "itl": gaps, "e2el": [total]}
+        return {name: [1000 * value for value in values] for name, values in seconds.items()}
 
-    @property
-    def total_s(self) -> float:
-        return self.end - self.due
 
-    @property
-    def token_s(self) -> float | None:
-        """Seconds for each token after the first one."""
-        return (self.total_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+def job_of(asked: Serve, model: str, extra: dict[str, Any], prompt: Prompt) -> Job:
+    """`extra` goes into the body; null takes a field out."""
+    said = {"messages": [{"role": "user", "content": prompt.text}]}
+    body: dict[str, Any] = {"model": model, **(said if asked.endpoint == CHAT else {"prompt": prompt.text})}
+    body |= {"max_tokens": asked.max_new_tokens, "temperature": asked.temperature, "stream": True}
+    body |= {"stream_options": {"include_usage": True}, "ignore_eos": asked.ignore_eos or None, **extra}
+    kept = {name: value for name, value in body.items() if value is not None}
+    return Job(prompt.id, asked.endpoint, kept)
 
 
 def due_times(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Gaps are gamma-distributed with the rate's mean: burstiness 1 is Poisson, less comes in bursts, more is
     more even."""
-    if math.isinf(rate):
-        return [0.0] * num
-    source, times = random.Random(seed), [0.0]
-    for _ in range(num - 1):
-        times.append(times[-1] + source.gammavariate(burstiness, 1 / (rate * burstiness)))
-    return times[:num]
+    source, is_paced = random.Random(seed), not math.isinf(rate)
+    gaps = [
+        source.gammavariate(burstiness, 1 / (rate * burstiness)) if is_paced else 0.0 for _ in range(num - 1)
+    ]
+    return list(accumulate(gaps, initial=0.0))
 
 
 class Load(NamedTuple):
-    """What a level is run with."""
-
     server: Endpoint
     timeout_s: float
     stop: asyncio.Event  # set: the requests that have not ended are given up and forgotten
     tell: Callable[[Record], None]
 
 
-async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence[float]) -> list[Record]:
-    """The requests that ended, in the order in which they did."""
+async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence[float] = ()) -> list[Record]:
+    """The requests that ended, in the order in which they did. due: left out, all at once."""
     began, records = time.perf_counter(), list[Record]()
     gate = asyncio.Semaphore(level.concurrency if level.concurrency is not None else len(jobs))
 
@@ -115,7 +118,8 @@ async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence
         records.append(record)
         load.tell(record)
 
-    tasks = [asyncio.ensure_future(one(job, at)) for job, at in zip(jobs, due, strict=True)]
+    times = due or [0.0] * len(jobs)
+    tasks = [asyncio.ensure_future(one(job, at)) for job, at in zip(jobs, times, strict=True)]
     everything: asyncio.Future[Any] = asyncio.gather(*tasks)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(load.stop.wait())
     try:
@@ -165,54 +169,33 @@ def _take(event: dict[str, Any], record: Record, now: float) -> None:
 def goals_of(text: str) -> Goals:
     """ "ttft:500,tpot:50" as milliseconds; "none" is no goal."""
     goals: Goals = {}
-    for part in text.split(",") if text != "none" else ():
-        name, _, value = part.strip().partition(":")
-        try:
-            goals[name] = float(value)
-        except ValueError:
-            goals[name] = -1.0
-        if name not in GOALS or not goals[name] > 0:
+    for part in (each.strip() for each in text.split(",") if text != "none"):
+        found = re.fullmatch(rf"({'|'.join(GOALS)}):([0-9.]+)", part)
+        if not found or found[2].count(".") > 1 or not float(found[2]) > 0:
             form = "write ttft:500,tpot:50,e2el:5000 (milliseconds, any of them) or none"
-            raise ConfigError(f"--goodput holds {part.strip()!r}; {form}")
+            raise ConfigError(f"--goodput holds {part!r}; {form}")
+        goals[found[1]] = float(found[2])
     return goals
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two values on either side, in proportion."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def latency_of(record: Record, name: str) -> list[float]:
-    """In milliseconds: one value, none where it has no meaning, several for gaps between pieces of text."""
-    if name == "itl":
-        return [1000 * (b - a) for a, b in pairwise(record.arrivals)]
-    seconds = {"ttft": record.first_s, "e2el": record.total_s, "tpot": record.token_s}[name]
-    return [] if seconds is None else [1000 * seconds]
-
-
-def is_good(record: Record, goals: Goals) -> bool:
-    return record.error is None and all(
-        value <= goals[name] for name in goals for value in latency_of(record, name)
-    )
 
 
 def level_report(
     level: Level, records: Sequence[Record], num_asked: int, percents: Sequence[float], goals: Goals
 ) -> dict[str, Any]:
     answered = [record for record in records if record.error is None]
+    latencies = [record.latencies() for record in answered]
     failures = Counter(record.error for record in records if record.error is not None)
     began = min((record.due for record in records), default=0.0)
     seconds = max((record.end for record in records), default=0.0) - began
-    num_good = sum(is_good(record, goals) for record in answered)
+    num_good = sum(all(v <= goals[name] for name in goals for v in each[name]) for each in latencies)
     prompts, outputs = (sum(getattr(r, name) for r in answered) for name in ("num_prompt", "num_tokens"))
     lag = 1000 * max((record.sent - record.due for record in records), default=0.0)
+
+    def rate(count: int) -> float:
+        return round(count / seconds, 4) if seconds > 0 else 0.0
+
     return {
         "load": str(level),
-        "request_rate": None if level.rate == float("inf") else level.rate,
+        "request_rate": None if math.isinf(level.rate) else level.rate,
         "max_concurrency": level.concurrency,
         "asked": num_asked,
         "completed": len(answered),
@@ -220,26 +203,36 @@ def level_report(
         "given_up": num_asked - len(records),
         "errors": dict(failures.most_common()),
         "duration_s": round(seconds, 4),
-        "request_throughput": _rate(len(answered), seconds),
-        "request_goodput": _rate(num_good, seconds) if goals else None,
+        "request_throughput": rate(len(answered)),
+        "request_goodput": rate(num_good) if goals else None,
         "good_share": round(num_good / len(records), 4) if goals and records else None,
-        "output_throughput": _rate(outputs, seconds),
-        "total_token_throughput": _rate(outputs + prompts, seconds),
+        "output_throughput": rate(outputs),
+        "total_token_throughput": rate(outputs + prompts),
         "output_tokens": outputs,
         "prompt_tokens": prompts,
         "cached_prompt_tokens": sum(record.num_cached for record in answered),
         "tokens_counted_by": "server" if all(record.is_counted for record in answered) else "pieces of text",
         "peak_in_flight": peak_in_flight(records),
         "client_lag_ms": round(lag, 3),
-        **{f"{name}_ms": _spread(answered, name, percents) for name in LATENCIES},
+        **{f"{name}_ms": _spread(latencies, name, percents) for name in (*GOALS, "itl")},
     }
+
+
+def _spread(
+    latencies: Sequence[dict[str, list[float]]], name: str, percents: Sequence[float]
+) -> Figures | None:
+    values = [value for each in latencies for value in each[name]]
+    if not values:
+        return None
+    found = zip(percents, np.percentile(values, percents), strict=True)
+    return {"mean": round(fmean(values), 3), **{f"p{percent:g}": round(float(v), 3) for percent, v in found}}
 
 
 def record_json(record: Record) -> dict[str, Any]:
     """Without the text: it may be a user's own."""
     times: dict[str, float | None] = {"due_s": round(record.due, 6), "sent_s": round(record.sent, 6)}
     for name in GOALS:
-        times[f"{name}_ms"] = next((round(value, 3) for value in latency_of(record, name)), None)
+        times[f"{name}_ms"] = next((round(value, 3) for value in record.latencies()[name]), None)
     counts = {"prompt_tokens": record.num_prompt, "output_tokens": record.num_tokens}
     return {"prompt": record.prompt, **times, **counts, "finish_reason": record.finish, "error": record.error}
 
@@ -247,39 +240,23 @@ def record_json(record: Record) -> dict[str, Any]:
 def peak_in_flight(records: Sequence[Record]) -> int:
     """Most requests sent and not yet ended at one time."""
     changes = sorted([(record.sent, 1) for record in records] + [(record.end, -1) for record in records])
-    peak = now = 0
-    for _, change in changes:
-        now += change
-        peak = max(peak, now)
-    return peak
+    return max(accumulate(change for _, change in changes), default=0)
 
 
-def _rate(count: int, seconds: float) -> float:
-    return round(count / seconds, 4) if seconds > 0 else 0.0
-
-
-def _spread(records: Sequence[Record], name: str, percents: Sequence[float]) -> dict[str, float] | None:
-    values = [value for record in records for value in latency_of(record, name)]
-    if not values:
-        return None
-    found = {f"p{percent:g}": round(percentile(values, percent), 3) for percent in percents}
-    return {"mean": round(fmean(values), 3), **found}
-
-
-def counters_of(metrics: str) -> Counters:
-    """Speculation as a server's own counters tell it; vLLM and Paceline write the same names. Empty where
-    there are none: its speculation is then unknown, not zero."""
-    found: Counters = {}
-    for name, labels, value in LINE.findall(metrics):
+async def metrics(server: Endpoint) -> Figures:
+    """A server's figures by name, without its prefix and _total; those of a position in a draft or of a
+    histogram's bucket as NAME:POSITION. vLLM and Paceline write the same names."""
+    found = defaultdict[str, float](float)
+    for name, labels, value in SAMPLE.findall((await server.get("/metrics")).decode("utf-8", "replace")):
         position = POSITION.search(labels)
-        key = f"{name}:{position[1]}" if position else name
-        found[key] = found.get(key, 0.0) + float(value)
+        found[name.removesuffix("_total") + (f":{position[1]}" if position else "")] += float(value)
     return found
 
 
-def difference(before: Counters, after: Counters) -> dict[str, Any] | None:
-    """What was drafted and accepted in between; None where the server does not count."""
-    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+def difference(before: Figures, after: Figures) -> dict[str, Any] | None:
+    """What was drafted and accepted in between; None where the server does not count: it is not zero then."""
+    names = [name for name in after if name.startswith(DRAFTING)]
+    grown = {name.removeprefix(DRAFTING): after[name] - before.get(name, 0.0) for name in names}
     if "drafts" not in grown:
         return None
     drafts, drafted, accepted = (grown.get(n, 0.0) for n in ("drafts", "draft_tokens", "accepted_tokens"))

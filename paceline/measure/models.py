@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,7 @@ from paceline.loaders.gguf_header import read_header
 from paceline.measure.results import Tell
 from paceline.measure.rows import FILE_AS_IS
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
@@ -35,12 +32,11 @@ def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
         raise ConfigError(f"llama.cpp reads GGUF files only, not folders ({checkpoint.path}); {remedy}")
     if kind in (FILE_AS_IS, main_type(checkpoint.path)):
         return checkpoint.path
-    target = _target(checkpoint, f"{kind}.gguf")
+    target = hub.cache_dir() / "bench" / _name(checkpoint, f"{kind}.gguf")
     if not target.is_file():
         tell(f"writing {target.name}", 0)
-        part = _part_of(target)
-        _requantize(checkpoint.path, part, kind)
-        os.replace(part, target)
+        with _part_of(target) as part:
+            _requantize(checkpoint.path, part, kind)
     return target
 
 
@@ -67,45 +63,42 @@ def matrix_bytes(path: Path) -> int:
     return total
 
 
-def _target(checkpoint: Checkpoint, ending: str, folder: Path | None = None) -> Path:
-    folder = folder or hub.cache_dir() / "bench"
-    return folder / f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-{ending}"
+def _name(checkpoint: Checkpoint, ending: str) -> str:
+    return f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-{ending}"
 
 
-def _part_of(target: Path) -> Path:
-    """A name beside the target for what is not yet whole; each process has its own."""
+@contextmanager
+def _part_of(target: Path) -> Iterator[Path]:
+    """A path for what is not yet whole, which then becomes the target; each process has its own."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    return target.with_name(f"{target.name}.{os.getpid()}.part")
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    yield part
+    os.replace(part, target)
 
 
 def _requantize(source: Path, target: Path, kind_name: str) -> None:
     """Same metadata, same tensors, matrices in another type; vectors stay float32, as llama.cpp wants
     them."""
     import gguf
-    import numpy as np
 
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture, use_temp_file=True)
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             inner = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(field.name, field.contents(), field.types[0], inner)
-    names = [kind_name if len(tensor.shape) > 1 else "F32" for tensor in reader.tensors]
-    kinds = [gguf.GGMLQuantizationType[name] for name in names]
-    for tensor, kind in zip(reader.tensors, kinds, strict=True):
-        shape = [int(size) for size in reversed(tensor.shape)]  # outermost first
-        block, width = gguf.GGML_QUANT_SIZES[kind]
-        if shape[-1] % block:
-            why = f"has rows of {shape[-1]} values, which {kind.name} cannot hold; leave it out"
+    for tensor in reader.tensors:
+        kind = gguf.GGMLQuantizationType[kind_name if len(tensor.shape) > 1 else "F32"]
+        width = int(tensor.shape[0])
+        if width % gguf.GGML_QUANT_SIZES[kind][0]:
+            why = f"has rows of {width} values, which {kind.name} cannot hold; leave it out"
             raise ConfigError(f"{source}: tensor {tensor.name} {why}")
-        num_bytes = int(tensor.n_elements) // block * width
-        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kind)
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor, kind in zip(reader.tensors, kinds, strict=True):
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.write_tensor_data(gguf.quants.quantize(values, kind))
+    writer.write_tensors_to_file()
     writer.close()
 
 
@@ -114,26 +107,24 @@ def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) ->
     file."""
     if checkpoint.path.is_dir():
         return checkpoint.path
-    config = _hf_config(checkpoint)
-    target = _target(checkpoint, "hf", folder)
+    config, target = _hf_config(checkpoint), (folder or hub.cache_dir() / "bench") / _name(checkpoint, "hf")
     if not target.is_dir():
         tell(f"writing {target.name}", 0)
-        part = _part_of(target)
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        _write_folder(checkpoint, part, config)
-        os.replace(part, target)
+        with _part_of(target) as part:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            _write_folder(checkpoint, part, config)
     return target
 
 
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
-    if config.family not in ARCHITECTURES or config.rope.kind != "none" or config.rope.divisors is not None:
+    if config.family not in FAMILIES or config.rope.kind != "none" or config.rope.divisors is not None:
         why = f"cannot be written as a Hugging Face folder ({config.family}, rope {config.rope.kind})"
         remedy = "give --model the model's own folder, or leave transformers and vllm out"
         raise ConfigError(f"{checkpoint.path} {why}; {remedy}")
     return {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [f"{config.family.capitalize()}ForCausalLM"],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -162,15 +153,11 @@ def _write_folder(checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) 
     from paceline.loaders.tokenizer import Tokenizer
 
     names = checkpoint.config.weight_names()
-    weights = {
-        ("" if name == "lm_head.weight" else "model.") + name: checkpoint.tensor(name) for name in names
-    }
+    prefixed = {name: name if name == "lm_head.weight" else f"model.{name}" for name in names}
+    weights = {there: checkpoint.tensor(name) for name, there in prefixed.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for name, text in (
-        ("config.json", json.dumps(config, indent=2)),
-        ("tokenizer.json", tokenizer.json()),
-        ("tokenizer_config.json", json.dumps(settings)),
-    ):
-        (folder / name).write_text(text, encoding="utf-8")
+    texts = {"config": json.dumps(config, indent=2)}
+    texts["tokenizer"] = Tokenizer.from_source(checkpoint.tokenizer_source()).json()
+    texts["tokenizer_config"] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    for name, text in texts.items():
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")

@@ -1,20 +1,18 @@
 """What `paceline tune`, `plan` and each verb of `bench` can be asked: a frozen dataclass each, whose fields
-become the options of the command line (cli/options.py).
-
-Invariant: importing this loads nothing heavy, since `--help` does.
+become the options of the command line (cli/options.py). Importing this loads nothing heavy: `--help` does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from paceline.core.options import option
+from paceline.api.options import EngineOptions
+from paceline.core.options import option, options_of
 
-MODEL_HELP = "The default model, a local folder or .gguf file, or a Hugging Face name."
 PROMPTS_HELP = "Your prompts (.jsonl as Spec-Bench has it, .jsonl.gz or .txt) instead of the shipped ones."
 DRAFT_MODEL_HELP = "The smaller model of --method draft_model, or a head's folder."
-EXACT_HELP = "On a GPU, check drafts with the very arithmetic of plain decoding; CPUs always do."
 ROWS_HELP = (
     "Rows that take turns, separated by commas: plain, auto, auto-free (auto without a learned head), "
     "or a drafter; eagle/5 always drafts five tokens."
@@ -28,6 +26,12 @@ MAIN, LOAD, REQUESTS, REPORT, PEERS = "Options", "Load", "Requests", "Report", "
 HARDWARE, DRAFTS = "Hardware", "Drafts"
 
 
+def same(name: str) -> Any:
+    """The option of this name that LLM and the other verbs have."""
+    ((known, _),) = options_of(EngineOptions, name)
+    return field(default=known.default, metadata=known.metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     json: Path | None = option(None, MAIN, "Also write the report here, with machine, versions and command.")
@@ -37,11 +41,11 @@ class Report:
 class Loaded(Report):
     """Options of the verbs that load a model into their own process."""
 
-    model: str = option("default", MAIN, MODEL_HELP, "-m")
-    device: str = option("auto", MAIN, "Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")
-    dtype: str = option("auto", MAIN, "Of the weights: auto, int8, int4, float32, bfloat16, float16.")
-    exact: bool = option(False, MAIN, EXACT_HELP)
-    load_format: str = option("auto", MAIN, "dummy: random weights of the model's shape ('llama-8b' is one).")
+    model: str = same("model")
+    device: str = same("device")
+    dtype: str = same("dtype")
+    exact: bool = same("exact")
+    load_format: str = same("load_format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +54,14 @@ class Compare(Report):
 
     Every engine is a process of its own and gets the same token ids. An untimed plain run of ours says how
     long each answer is, then every engine writes exactly that many tokens, greedily. Tokens/s is decoding
-    alone, from the first token on; TTFT and e2e tell what reading the prompt adds. Speedup and identity are
-    against the same engine's plain decoding in this run. Peers are installed by `make peers`; llama.cpp has
-    two rows, its server's loop and its raw loop (llama_decode alone, what llama-bench reports).
+    alone, from the first token on. Speedup and identity are against the same engine's plain decoding. Peers
+    are installed by `make peers`; llama.cpp has two rows, its server's loop and its raw loop (llama_decode
+    alone, what llama-bench reports).
 
-    Examples:
-
-      paceline bench --limit 2 --json report.json
-
-      paceline bench --methods none,ngram,quantized --peers llama.cpp:Q8_0,transformers --plot plots
+    Example: paceline bench --methods none,ngram --peers llama.cpp:Q8_0,transformers --json report.json
     """
 
-    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    model: str = same("model")
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     methods: str = option("none,auto,ngram", MAIN, "Drafters, or auto; none is plain decoding.")
     dtypes: str = option("int8,float32", MAIN, "Of our own engine: int8, float32, int4; or none.")
@@ -82,11 +82,7 @@ class Decode(Loaded):
     use. On a GPU a prompt for which a CUDA graph was recorded counts for no row, and texts are compared with
     --exact alone. A text that differs is exit status 1.
 
-    Examples:
-
-      paceline bench decode --rows plain,auto,auto-free,ngram --json docs/results/decode_cpu.json
-
-      paceline bench decode --device cuda --exact --rows plain,auto,eagle/5 --every 3
+    Example: paceline bench decode --rows plain,auto,eagle/5 --every 3 --json docs/results/decode_cpu.json
     """
 
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
@@ -105,11 +101,7 @@ class Batch(Loaded):
     with the same waves; a wave in which a CUDA graph was recorded or a kernel compiled counts for no row.
     Where the model is exact, a text that is not plain decoding's is exit status 1.
 
-    Examples:
-
-      paceline bench batch --concurrency 1,2,4,8,16,32 --plot docs/images
-
-      paceline bench batch --device cuda --concurrency 1,8,64 --max-num-batched-tokens 8192 --waves 6
+    Example: paceline bench batch --concurrency 1,8,64 --max-num-batched-tokens 8192 --plot docs/images
     """
 
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
@@ -129,11 +121,7 @@ class Step(Loaded):
     for each pass, as a step that needs its result does; `queued` is a pass among several in flight, where a
     GPU never waits for the host. Rows are one request's draft, or with --requests that many requests'.
 
-    Examples:
-
-      paceline bench step --dtypes int8,int4 --contexts 128,1024
-
-      paceline bench step --model llama-8b --load-format dummy --dtypes bfloat16,int4 --rows 1,16,64
+    Example: paceline bench step --model llama-8b --load-format dummy --dtypes bfloat16,int4 --rows 1,16,64
     """
 
     dtypes: str | None = option(None, MAIN, "Several for --dtype, separated by commas, which take turns.")
@@ -154,7 +142,7 @@ class Kernels(Report):
     over the context than over none. A prompt of 512 tokens is timed as well.
     """
 
-    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    model: str = same("model")
     dtypes: str = option("int8,float32,int4", MAIN, "Precisions, separated by commas.")
     peers: str = option("auto", MAIN, "llama.cpp, llama.cpp:Q8_0, none, or auto: Q8_0 if installed.")
     context: int = option(128, MAIN, "Cached tokens that every pass sees.", min=1)
@@ -168,7 +156,7 @@ class Quality(Report):
     Weights and activations are rounded as they are when text is generated. The change is against float32.
     """
 
-    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    model: str = same("model")
     dtypes: str = option("float32,int8,int4", MAIN, "Precisions, separated by commas.")
     text: Path | None = option(None, MAIN, "Your text file instead of the shipped one.")
 
@@ -186,8 +174,6 @@ class Serve(Report):
     Examples:
 
       paceline bench serve --request-rate 1,2,4 --json load.json --plot plots
-
-      paceline bench serve --base-url http://127.0.0.1:8080 --max-concurrency 1,4,16 --ignore-eos
 
       paceline bench serve --peers Q8_0,Q4_0,Q4_0+ngram --max-concurrency 1,4,16
     """
@@ -223,15 +209,11 @@ class Soak(Report):
     Starts its own server. Exit status 1 if a request neither ended nor failed clearly, a block is still held
     at the end, memory kept growing, or the event loop was late by 50 ms.
 
-    Examples:
-
-      paceline bench soak load --clients 64 --seconds 600
-
-      paceline bench soak kills --count 20 --clients 16
+    Example: paceline bench soak kills --count 20 --clients 16
     """
 
     what: str = option("load", MAIN, "load, disconnects, kills or sigterm.", is_argument=True)
-    model: str = option("default", MAIN, MODEL_HELP, "-m")
+    model: str = same("model")
     clients: int = option(16, MAIN, "Clients that ask again and again.", min=1)
     seconds: float = option(60.0, MAIN, "Of load.", min=1)
     count: int = option(100, MAIN, "Clients that leave, or engines that are killed.", min=1)
@@ -255,11 +237,10 @@ class Tables:
 class Tune(Loaded):
     """Measure which drafter gains most here, and with which K.
 
-    Each drafter first writes the plain greedy answers with a clock around it: how often is it right, at which
-    depth, and what does asking it cost? With the cost of a pass over 1, 2, ... tokens that predicts the
-    speedup for every K. Then every K is timed, in turn with plain decoding, one request at a time. What was
-    learned is saved for this model, machine and number of threads; `auto` starts from it. Let nothing else
-    run meanwhile. The default model takes about two minutes on two cores.
+    Every K of every drafter is timed in turn with plain decoding, one greedy request at a time. How often a
+    drafter is right at which depth and what asking it costs, with the cost of a pass over 1, 2, ... tokens,
+    predicts the speedup for every K. What was learned is saved for this model, machine and number of threads;
+    `auto` starts from it. Let nothing else run meanwhile: about two minutes with the default model.
 
     Examples:
 
@@ -289,11 +270,9 @@ class Paper:
 
     Examples:
 
-      paceline plan llama-8b --hardware h200 --draft smollm2-135m
+      paceline plan llama-8b --hardware h200 --draft smollm2-135m --budget 1e18 --plot speedup.png
 
-      paceline plan ./config.json --hardware rtx4090 --dtype int4 --batch 8 --context 4096 --alpha 0.7 -k 4
-
-      paceline plan llama-8b --bandwidth 2000 --flops 300 --memory 80 --budget 1e18 --plot speedup.png
+      paceline plan ./config.json --bandwidth 2000 --flops 300 --memory 80 --batch 8 --alpha 0.7 -k 4
     """
 
     model: str = option("default", MAIN, SHAPE_HELP, is_argument=True)

@@ -14,7 +14,7 @@ from paceline.loaders.dummy import describe
 from paceline.measure import roofline
 from paceline.measure.options import Paper
 from paceline.measure.results import Table, cell, table_of
-from paceline.measure.roofline import KV_WIDTHS, MOST_K, WIDTHS, Deployment, Gains, Hardware, training
+from paceline.measure.roofline import HARDWARE, THIS, Deployment, Hardware, training
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 KS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -30,25 +30,8 @@ PASSES = {
 }
 
 
-def check(asked: Paper) -> None:
-    for alpha in asked.alpha:
-        if not 0 <= alpha <= 1:
-            raise ConfigError(f"--alpha is {alpha}; it is a chance, give a number from 0 to 1")
-    for k in asked.k:
-        if not 1 <= k <= MOST_K:
-            raise ConfigError(f"-k is {k}; give a whole number from 1 to {MOST_K}")
-    if asked.budget is not None and not 1e6 <= asked.budget <= 1e30:
-        raise ConfigError(f"--budget is {asked.budget:g}; give FLOPs between 1e6 and 1e30, such as 1e18")
-
-
-def machine_of(asked: Paper) -> Hardware:
-    given = (asked.bandwidth, asked.flops, asked.memory)
-    if all(value is None for value in given):
-        return roofline.named(asked.hardware or roofline.THIS)
-    return roofline.explicit(*given, roofline.named(asked.hardware) if asked.hardware is not None else None)
-
-
-def report_of(asked: Paper, machine: Hardware) -> dict[str, Any]:
+def report_of(asked: Paper) -> dict[str, Any]:
+    machine, ks = _machine(asked), asked.k or KS
     name, config = describe(asked.model)
     drafter = describe(asked.draft) if asked.draft is not None else None
     most = min(config.max_context, drafter.config.max_context if drafter else config.max_context)
@@ -57,7 +40,9 @@ def report_of(asked: Paper, machine: Hardware) -> dict[str, Any]:
         raise ConfigError(f"--context is {context}; the longest context here is {most}, give at most that")
     target = Deployment(config, machine, *_dtypes(asked, machine), asked.batch, context)
     draft = replace(target, config=drafter.config) if drafter else None
-    gains, ks = Gains(target, draft), asked.k or KS
+    # of drafting one token, relative to a pass of the target over one; looking text up costs nothing
+    cost = draft.seconds(1) / target.seconds(1) if draft is not None else 0.0
+    edges = [formulas.break_even_alpha(k, cost, target.relative(k + 1)) for k in ks]
     limits = {"bandwidth": machine.bandwidth, "flops": machine.product_flops(target.dtype)}
     limits |= {"memory": machine.memory, "ridge": machine.ridge(target.dtype)}
     return {
@@ -68,21 +53,67 @@ def report_of(asked: Paper, machine: Hardware) -> dict[str, Any]:
         "context": context,
         "passes": [_pass(target, n) for n in ROWS],
         "free_tokens": max(target.free_rows - 1, 0),
-        "draft_cost": gains.draft_cost,
-        "speedups": [_speedups(gains, alpha, ks) for alpha in asked.alpha or ALPHAS],
-        "break_even_alpha": {k: gains.break_even(k) for k in ks},
+        "draft_cost": cost,
+        "speedups": [_speedups(target, cost, alpha, ks) for alpha in asked.alpha or ALPHAS],
+        "break_even_alpha": dict(zip(ks, edges, strict=True)),
         "memory": _memory(target, draft),
-        "training": training(asked.budget, target)._asdict() if asked.budget is not None else None,
+        "training": training(asked.budget, target) if asked.budget is not None else None,
     }
+
+
+def check(asked: Paper) -> None:
+    for alpha in asked.alpha:
+        if not 0 <= alpha <= 1:
+            raise ConfigError(f"--alpha is {alpha}; it is a chance, give a number from 0 to 1")
+    for k in asked.k:
+        if not 1 <= k <= roofline.MOST_K:
+            raise ConfigError(f"-k is {k}; give a whole number from 1 to {roofline.MOST_K}")
+    if asked.budget is not None and not 1e6 <= asked.budget <= 1e30:
+        raise ConfigError(f"--budget is {asked.budget:g}; give FLOPs between 1e6 and 1e30, such as 1e18")
+
+
+def _machine(asked: Paper) -> Hardware:
+    """The one that is named, or this one; the user's own figures, in GB/s, TFLOP/s and GB, replace its."""
+    given = {"--bandwidth": asked.bandwidth, "--flops": asked.flops, "--memory": asked.memory}
+    for option, value in given.items():
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"{option} is {value}; give a positive number (GB/s, TFLOP/s or GB)")
+    missing = [option for option, value in given.items() if value is None]
+    if asked.hardware is None and 0 < len(missing) < len(given):
+        remedy = "give all of --bandwidth, --flops and --memory, or name --hardware as well"
+        raise ConfigError(f"{', '.join(missing)} left out; {remedy}")
+    name = asked.hardware or THIS
+    if name not in (*HARDWARE, THIS):
+        remedy = f"{nearest(name, [*HARDWARE, THIS])}, or give --bandwidth, --flops and --memory"
+        raise ConfigError(f"--hardware is {name!r}; {remedy}")
+    if not missing:
+        machine = Hardware("given", 0, 0, 0, 0)
+    elif name == THIS:
+        from paceline.measure.limits import measure
+
+        machine = measure()
+    else:
+        machine = HARDWARE[name]
+    if asked.bandwidth is not None:
+        machine = replace(machine, bandwidth=asked.bandwidth * roofline.GB)
+    if asked.flops is not None:
+        flops = asked.flops * roofline.TERA
+        machine = replace(machine, half_flops=flops, float_flops=flops, int8_flops=None)
+    if asked.memory is not None:
+        machine = replace(machine, memory=asked.memory * roofline.GB)
+    is_changed = 0 < len(missing) < len(given)
+    return replace(machine, name=f"{machine.name}, changed") if is_changed else machine
 
 
 def _dtypes(asked: Paper, machine: Hardware) -> tuple[str, str]:
     """Of the weights, and of keys and values."""
     usual = "int8" if machine.int8_flops is not None else "bfloat16"
     dtype = usual if asked.dtype == "auto" else asked.dtype
-    floats = [name for name in KV_WIDTHS if name != "int8"]  # integers come with integer activations alone
-    if dtype not in WIDTHS:
-        raise ConfigError(f"--dtype is {dtype!r}; {nearest(dtype, ['auto', *WIDTHS])}")
+    floats = [
+        name for name in roofline.KV_WIDTHS if name != "int8"
+    ]  # integers come with integer activations alone
+    if dtype not in roofline.WIDTHS:
+        raise ConfigError(f"--dtype is {dtype!r}; {nearest(dtype, ['auto', *roofline.WIDTHS])}")
     if asked.kv_dtype not in ("auto", *floats):
         raise ConfigError(f"--kv-dtype is {asked.kv_dtype!r}; {nearest(asked.kv_dtype, ['auto', *floats])}")
     return dtype, machine.kv_dtype(dtype) if asked.kv_dtype == "auto" else asked.kv_dtype
@@ -99,11 +130,18 @@ def _memory(target: Deployment, draft: Deployment | None) -> dict[str, Any]:
     held = {"target_weights": target.weight_bytes, "target_kv": target.kv_bytes}
     if draft is not None:
         held |= {"draft_weights": draft.weight_bytes, "draft_kv": draft.kv_bytes}
-    total, kv = sum(held.values()), draft.context * draft.kv_bytes_per_token if draft else 0
-    most = target.most_requests(draft.weight_bytes if draft else 0, kv) if target.context else None
-    available = target.hardware.memory
-    fits = {"available": available, "fits": total <= available, "most_sequences": most}
-    return {**held, "total": total, **fits}
+    models = [target, draft] if draft is not None else [target]
+    left = target.hardware.memory - sum(each.weight_bytes for each in models)
+    each_kv = target.context * sum(each.kv_bytes_per_token for each in models)
+    most = max(0, int(left / each_kv)) if target.context else None
+    total, available = sum(held.values()), target.hardware.memory
+    return {
+        **held,
+        "total": total,
+        "available": available,
+        "fits": total <= available,
+        "most_sequences": most,
+    }
 
 
 def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
@@ -114,10 +152,11 @@ def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
     return {"tokens": num_rows, **counted, "bound": bound, **times}
 
 
-def _speedups(gains: Gains, alpha: float, ks: tuple[int, ...]) -> dict[str, Any]:
-    best = gains.best_k(alpha)
-    by_k = {k: {"tokens": formulas.expected_tokens(alpha, k), "speedup": gains.speedup(alpha, k)} for k in ks}
-    return {"alpha": alpha, "by_k": by_k, "best_k": best, "best_speedup": gains.speedup(alpha, best)}
+def _speedups(target: Deployment, cost: float, alpha: float, ks: tuple[int, ...]) -> dict[str, Any]:
+    best = formulas.best_k(alpha, cost, target.relative, roofline.MOST_K)
+    gains = {k: formulas.speedup(alpha, k, cost, target.relative(k + 1)) for k in {*ks, best}}
+    by_k = {k: {"tokens": formulas.expected_tokens(alpha, k), "speedup": gains[k]} for k in ks}
+    return {"alpha": alpha, "by_k": by_k, "best_k": best, "best_speedup": gains[best]}
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -134,9 +173,8 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def _heading(report: dict[str, Any]) -> list[str]:
     lines = []
     for model in filter(None, (report["model"], report["draft"])):
-        held = (
-            f"{_amount(model['parameters'])} parameters, {model['dtype']} {_amount(model['weight_bytes'])}B"
-        )
+        weights = f"{model['dtype']} {_amount(model['weight_bytes'])}B"
+        held = f"{_amount(model['parameters'])} parameters, {weights}"
         kept = f"K/V {_amount(model['kv_bytes_per_token'])}B a token ({model['kv_dtype']})"
         batch = f"{_amount(model['kv_bytes'])}B for {report['batch']} x {report['context']}"
         lines.append(f"{model['name']}: {held}, {kept}, {batch}")

@@ -5,6 +5,7 @@ picture is drawn from the report alone, and one with nothing to show is not draw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +21,26 @@ SIZE, DPI = (8.0, 4.5), 120
 LEGEND_COLUMNS = 4
 CROWDED = 7  # more names than this overlap unless they are turned
 LATENCIES = {"ttft": "time to first token", "tpot": "time for each further token", "e2el": "end to end"}
+THROUGHPUTS = {
+    "a second": {"output_throughput": "tokens written"},
+    "requests a second": {
+        "request_rate": "asked",
+        "request_throughput": "answered",
+        "request_goodput": "good",
+    },
+}
+NAN = float("nan")
 K_LABELS = ("K, tokens drafted a step", "speedup over plain decoding")
 Report = dict[str, Any]
-Picture = Callable[
-    ["Figure", Report], object
-]  # leaves the figure without axes where there is nothing to show
+Picture = Callable[["Figure", Report], object]  # draws no axes where there is nothing to show
 Points = tuple[Sequence[float], Sequence[float]]  # x and y
 
 
 def check(folder: Path | None = None) -> None:
     """Refuse what could not be drawn or written, before the work whose result it is for."""
-    from importlib.util import find_spec
-
     if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed; run pip install 'paceline[bench]'"
-        )
+        remedy = "run pip install 'paceline[bench]'"
+        raise ConfigError(f"--plot needs matplotlib, which is not installed; {remedy}")
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -46,27 +51,24 @@ def check(folder: Path | None = None) -> None:
 
 def draw(verb: str, report: Report, target: Path) -> list[Path]:
     """The pictures of a verb that were written: into the folder, or of `tune` and `plan` that file."""
-    device = {"cpu": "cpu", "cuda": "gpu"}.get(report.get("device", ""), "")
-    named = {target / name.format(device=device): picture for name, picture in PICTURES[verb].items()}
-    return [path for path, picture in named.items() if _save(path, picture, report)]
-
-
-def _save(path: Path, picture: Picture, report: Report) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    picture(figure, report)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_ylim(bottom=0)
-    if len(figure.axes) == 1 and figure.axes[0].get_legend_handles_labels()[0]:
-        # above, where it covers nothing
-        figure.legend(loc="outside upper center", ncols=LEGEND_COLUMNS, frameon=False, fontsize="small")
-    if figure.axes:
-        figure.savefig(path)
-    return bool(figure.axes)
+    device, written = {"cpu": "cpu", "cuda": "gpu"}.get(report.get("device", ""), ""), []
+    for name, picture in PICTURES[verb].items():
+        figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        picture(figure, report)
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_ylim(bottom=0)
+        if len(figure.axes) == 1 and figure.axes[0].get_legend_handles_labels()[0]:
+            # above, where it covers nothing
+            figure.legend(loc="outside upper center", ncols=LEGEND_COLUMNS, frameon=False, fontsize="small")
+        if figure.axes:
+            written.append(target / name.format(device=device))
+            figure.savefig(written[-1])
+    return written
 
 
 def _lines(axes: Axes, lines: Mapping[str, Points], labels: tuple[str, str], **style: Any) -> None:
@@ -125,10 +127,6 @@ def _batch(figure: Figure, report: Report) -> None:
     axes.grid(alpha=0.3)
 
 
-def _answered(report: Report) -> list[Report]:
-    return [level for level in report["levels"] if level.get("completed")]
-
-
 def _over_loads(axes: Axes, levels: list[Report], title: str, lines: Mapping[str, Sequence[float]]) -> None:
     places, turned = range(len(levels)), 20 if len(levels) > 2 else 0
     _lines(axes, {name: (places, values) for name, values in lines.items()}, ("", ""))
@@ -140,32 +138,27 @@ def _over_loads(axes: Axes, levels: list[Report], title: str, lines: Mapping[str
 
 def _latency(figure: Figure, report: Report) -> None:
     """A panel for each latency, a line for each percentile, over the loads."""
-    levels = _answered(report)
+    levels = [level for level in report["levels"] if level.get("completed")]
     for i, (name, title) in enumerate(LATENCIES.items() if levels else ()):
         found = [level[f"{name}_ms"] or {} for level in levels]
-        keys = [key for key in found[0] if key != "mean"]
-        lines = {key: [each.get(key, float("nan")) for each in found] for key in keys}
+        lines = {key: [each.get(key, NAN) for each in found] for key in found[0] if key != "mean"}
         _over_loads(figure.add_subplot(1, len(LATENCIES), i + 1), levels, f"{title}, ms", lines)
 
 
 def _throughput(figure: Figure, report: Report) -> None:
-    levels, names = _answered(report), {"request_throughput": "answered", "request_goodput": "good"}
-    if not levels:
-        return
-    left, right = figure.subplots(1, 2)
-    tokens = [level["output_throughput"] for level in levels]
-    _over_loads(left, levels, "a second", {"tokens written": tokens})
-    asked = {"request_rate": "asked", **names}
-    lines = {said: [level[key] or float("nan") for level in levels] for key, said in asked.items()}
-    _over_loads(right, levels, "requests a second", lines)
+    levels = [level for level in report["levels"] if level.get("completed")]
+    for i, (title, names) in enumerate(THROUGHPUTS.items() if levels else ()):
+        lines = {said: [level[key] or NAN for level in levels] for key, said in names.items()}
+        _over_loads(figure.add_subplot(1, 2, i + 1), levels, title, lines)
 
 
 def _first_tokens(figure: Figure, report: Report) -> None:
     """Of each load, the share of requests whose first token had come by then."""
     lines: dict[str, Points] = {}
-    for level in _answered(report):
-        values = sorted(request["ttft_ms"] for request in level["requests"] if request["error"] is None)
-        lines[level["load"]] = values, [(i + 1) / len(values) for i in range(len(values))]
+    for level in report["levels"]:
+        requests = level.get("requests", ())
+        if values := sorted(request["ttft_ms"] for request in requests if request["error"] is None):
+            lines[level["load"]] = values, [(i + 1) / len(values) for i in range(len(values))]
     if lines:
         labels = "milliseconds to the first token", "share of requests"
         _lines(figure.add_subplot(), lines, labels, marker="", drawstyle="steps-post")

@@ -1,7 +1,5 @@
-"""Prompts: the ones shipped with the package, and a user's own files.
-
-The shipped file has the Spec-Bench shape, one JSON object a line: question_id, category, turns. A user's file
-may also hold {"prompt": "..."} objects, be compressed (.jsonl.gz), or be a .txt with one prompt a line.
+"""Prompts: those shipped with the package, and a user's own files: one JSON object a line as Spec-Bench has
+it (question_id, category, turns) or with "prompt", compressed or not, or a .txt with one prompt a line.
 Invariant: what comes back has text and an id of its own, or the line is named.
 """
 
@@ -37,9 +35,12 @@ def load(path: str | Path | None = None) -> list[Prompt]:
     if not name.endswith(".jsonl") and path.suffix != ".txt":
         form = ".jsonl or .jsonl.gz (question_id, category, turns; or prompt) or .txt (one a line)"
         raise ConfigError(f"{path}: prompts come as {form}")
-    stem, read_line = Path(name).stem, _from_text if path.suffix == ".txt" else _from_json
-    lines = enumerate(_text(path).split("\n"), start=1)
-    prompts = [read_line(f"{path}:{number}", stem, number, line) for number, line in lines if line.strip()]
+    stem, prompts = Path(name).stem, []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip() and path.suffix == ".txt":
+            prompts.append(Prompt(str(number), stem, (line.strip(),)))
+        elif line.strip():
+            prompts.append(_from_json(f"{path}:{number}", stem, number, line))
     if not prompts:
         raise ConfigError(f"{path}: holds no prompt; write one a line")
     repeated = [each for each, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
@@ -73,10 +74,6 @@ def _text(path: Path) -> str:
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read ({why}); give a .jsonl or .txt file") from None
-
-
-def _from_text(where: str, stem: str, number: int, line: str) -> Prompt:
-    return Prompt(str(number), stem, (line.strip(),))
 
 
 def _from_json(where: str, stem: str, number: int, line: str) -> Prompt:

@@ -1,9 +1,6 @@
-"""`paceline bench quality`: perplexity of the precisions on a text, which is how surprised the model is by
-each next token, on average. Lower is better.
-
-The text is cut into contexts of CONTEXT tokens; within one, every token after the first is predicted from all
-before it. Invariant: every precision reads the same tokens in the same contexts, so that only the weights
-differ.
+"""`paceline bench quality`: perplexity of precisions on a text. It is cut into contexts of CONTEXT tokens;
+within one, every token after the first is predicted from all before it. Invariant: every precision reads the
+same tokens in the same contexts, so that only the weights differ.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +19,7 @@ from paceline.loaders.tokenizer import Tokenizer
 from paceline.measure.engines import cpu_backend
 from paceline.measure.options import Quality
 from paceline.measure.results import Table, Tell, table_of
-from paceline.measure.rows import PLAIN, our_rows
+from paceline.measure.rows import dtypes_of
 from paceline.runtime.executor import LocalExecutor
 
 CONTEXT = 512
@@ -37,27 +34,42 @@ FIGURES = {
 LEGEND = "change: against float32 of the same file, which is itself quantized where the file is.\n"
 
 
-class Plan(NamedTuple):
-    model: str
-    dtypes: list[str]
-    text: str
+class Run:
+    num_turns = None  # not known before the text is read
 
+    def __init__(self, asked: Quality) -> None:
+        self.model, self.dtypes = asked.model, dtypes_of(asked.dtypes)
+        if not self.dtypes:
+            raise ConfigError("--dtypes is none, so there is nothing to measure; name float32, int8 or int4")
+        path = SHIPPED if asked.text is None else asked.text
+        try:
+            self.text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--text {path}: cannot be read ({error.strerror}); give a text file") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"--text {path}: is not UTF-8 text; save it as UTF-8") from None
 
-def prepare(asked: Quality) -> Plan:
-    names = [row.variant for row in our_rows(asked.dtypes, [PLAIN])]
-    if not names:
-        raise ConfigError("--dtypes is none, so there is nothing to measure; name float32, int8 or int4")
-    path = SHIPPED if asked.text is None else asked.text
-    try:
-        return Plan(asked.model, names, path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--text {path}: cannot be read ({error.strerror}); give a text file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--text {path}: is not UTF-8 text; save it as UTF-8") from None
-
-
-def num_turns(plan: Plan) -> None:
-    """Not known before the text is read."""
+    def report(self, tell: Tell) -> dict[str, Any]:
+        """A record for each precision, with its change against float32 where that is among them."""
+        checkpoint = open_checkpoint(self.model)
+        tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
+        bos = checkpoint.bos_id if tokenizer.encode("a")[:1] == [checkpoint.bos_id] else None
+        size = min(CONTEXT, checkpoint.config.max_context)
+        pieces = contexts_of(tokenizer.encode(self.text, add_special=False), bos, size)
+        if not pieces:
+            raise ConfigError("--text holds fewer than two tokens, which predict nothing; give a longer text")
+        records, blocks = [], -(-size // BLOCK_SIZE)
+        for dtype in self.dtypes:
+            tell(f"loading {dtype}", 0)
+            executor = LocalExecutor.load(cpu_backend(), checkpoint, blocks, dtype=dtype, context=size)
+            total = 0.0
+            for piece in pieces:
+                tell(f"reading with {dtype}", 0)
+                total += surprise(executor, piece)
+                tell(f"reading with {dtype}", 1)
+            count = sum(len(piece) - 1 for piece in pieces)
+            records.append({"dtype": dtype, "perplexity": round(math.exp(total / count), 5), "tokens": count})
+        return {"context": size, "rows": compared(records)}
 
 
 def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int]]:
@@ -69,8 +81,8 @@ def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def surprise(executor: LocalExecutor, tokens: Sequence[int]) -> tuple[float, int]:
-    """The sum of -log p over the tokens after the first, and how many they are."""
+def surprise(executor: LocalExecutor, tokens: Sequence[int]) -> float:
+    """The sum of -log p over the tokens after the first."""
     cache, total = Cached(), 0.0
     assert executor.kv.reserve(cache, len(tokens)), "the caller made room for a context"
     for at in range(0, len(tokens) - 1, CHUNK):
@@ -80,32 +92,7 @@ def surprise(executor: LocalExecutor, tokens: Sequence[int]) -> tuple[float, int
         total += float(torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum"))
         cache.num_cached += len(seen)
     executor.kv.free(cache)
-    return total, len(tokens) - 1
-
-
-def run(plan: Plan, tell: Tell) -> dict[str, Any]:
-    """A record for each precision, with its change against float32 where that is among them."""
-    checkpoint = open_checkpoint(plan.model)
-    tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    bos = checkpoint.bos_id if tokenizer.encode("a")[:1] == [checkpoint.bos_id] else None
-    size = min(CONTEXT, checkpoint.config.max_context)
-    pieces = contexts_of(tokenizer.encode(plan.text, add_special=False), bos, size)
-    if not pieces:
-        raise ConfigError("--text holds fewer than two tokens, which predict nothing; give a longer text")
-    records = []
-    for dtype in plan.dtypes:
-        tell(f"loading {dtype}", 0)
-        blocks = -(-size // BLOCK_SIZE)
-        executor = LocalExecutor.load(cpu_backend(), checkpoint, blocks, dtype=dtype, context=size)
-        losses = []
-        for piece in pieces:
-            tell(f"reading with {dtype}", 0)
-            losses.append(surprise(executor, piece))
-            tell(f"reading with {dtype}", 1)
-        total, count = (sum(column) for column in zip(*losses, strict=True))
-        perplexity = round(math.exp(total / count), 5)
-        records.append({"dtype": dtype, "perplexity": perplexity, "tokens": int(count)})
-    return {"context": size, "rows": compared(records)}
+    return total
 
 
 def compared(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,23 +1,32 @@
 """From samples to the report: pure arithmetic, no process and no clock.
 
-A rate is taken for each repeat over all its requests, and the median of the repeats is reported with their
-spread, (largest - smallest) / median. Tokens a second are those of decoding, from the first token on: reading
-the prompt is what the time to the first token tells, and `end_to_end_tokens_per_second` counts both. Speedup
-and identity are against the plain row of the same engine in the same run.
+A rate is taken for each repeat over all its requests; the median is reported with their spread, (largest -
+smallest) / median. Tokens a second are of decoding, from the first token on. Speedup and identity are against
+the plain row of the same engine in the same run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from paceline.measure.results import OVERALL
-from paceline.measure.rows import PLAIN, Row, Unit
+from paceline.measure.results import OVERALL, Table, cell
+from paceline.measure.rows import PLAIN, Row
 
 NO_NAMES: Mapping[Row, str] = {}
 # ids or text, num_tokens, first_s, total_s, num_steps, num_drafted, num_accepted; drafted_at, accepted_at
 Answer = dict[str, Any]
+Records = list[dict[str, Any]]  # of a report, one for each row and task
+
+
+class Task(NamedTuple):
+    """A prompt as every engine gets it: the same token ids, and the same number of tokens to write."""
+
+    id: str
+    category: str
+    ids: tuple[int, ...]
+    num_tokens: int
 
 
 class Sample(NamedTuple):
@@ -25,42 +34,47 @@ class Sample(NamedTuple):
 
     row: Row
     repeat: int
-    unit: Unit
+    unit: tuple[Task, ...]  # run together: one prompt, or with concurrency all of a category
     wall_s: float
     answers: Sequence[Answer]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer["num_tokens"] for answer in self.answers)
+
+    @property
+    def decoding_s(self) -> float:
+        """From the first token on; of requests in flight together, from the first of any."""
+        first = min(answer["first_s"] for answer in self.answers)
+        return float(max(answer["total_s"] for answer in self.answers) - first)
 
 
 def report_rows(
     rows: Sequence[Row],
     samples: Sequence[Sample],
-    peaks: Mapping[Row, float | None],
+    peaks: Mapping[Row, Any],
     names: Mapping[Row, str] = NO_NAMES,
-) -> list[dict[str, Any]]:
+) -> Records:
     """One record for each row and category, and one for each row over all. `peaks`: megabytes of memory;
     `names`: better ones for engines."""
     categories = list(dict.fromkeys(sample.unit[0].category for sample in samples))
     records = []
     for row in rows:
-        mine = [sample for sample in samples if sample.row == row]
-        plain = [sample for sample in samples if sample.row == row._replace(method=PLAIN)]
         for category in [*categories, OVERALL]:
-            found = _record(_of(mine, category), _of(plain, category))
+            found = [each for each in samples if category in (OVERALL, each.unit[0].category)]
+            mine = [sample for sample in found if sample.row == row]
+            plain = [sample for sample in found if sample.row == row._replace(method=PLAIN)]
             labels = {"engine": names.get(row, row.engine), "method": row.method, "task": category}
-            records.append({**labels, **found, "peak_mb": peaks.get(row)})
+            records.append({**labels, **_record(mine, plain), "peak_mb": peaks.get(row)})
     return records
 
 
-def _of(samples: Sequence[Sample], category: str) -> list[Sample]:
-    return [sample for sample in samples if category in (OVERALL, sample.unit[0].category)]
-
-
 def _record(mine: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
-    rates, answers = rates_of(mine, decoding), [answer for sample in mine for answer in sample.answers]
-    base = median(rates_of(plain, decoding)) if plain else None
+    rates, answers = decoding_rates(mine), [answer for sample in mine for answer in sample.answers]
+    base, middle = median(decoding_rates(plain)) if plain else None, median(rates)
     names = ("num_tokens", "num_steps", "num_drafted", "num_accepted")
     num_tokens, num_steps, num_drafted, num_accepted = (sum(a[name] for a in answers) for name in names)
-    middle = median(rates)
-    longer = [answer for answer in answers if answer["num_tokens"] > 1]
+    gaps = [(a["total_s"] - a["first_s"]) / (a["num_tokens"] - 1) for a in answers if a["num_tokens"] > 1]
     return {
         "prompts": len({task.id for sample in mine for task in sample.unit}),
         "tokens_per_second": round(middle, 2),
@@ -68,43 +82,38 @@ def _record(mine: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
         "tau": round(num_tokens / num_steps, 4) if num_steps else None,
         "alpha": round(num_accepted / num_drafted, 4) if num_drafted else None,
         "identical": num_identical(mine, plain) if plain else None,
-        "ttft_ms": _median_ms(answers, lambda answer: answer["first_s"]),
-        "tpot_ms": _median_ms(longer, lambda a: (a["total_s"] - a["first_s"]) / (a["num_tokens"] - 1)),
-        "end_to_end_tokens_per_second": round(median(rates_of(mine, end_to_end)), 2),
+        "ttft_ms": round(1000 * median(answer["first_s"] for answer in answers), 3),
+        "tpot_ms": round(1000 * median(gaps), 3) if gaps else None,
+        "end_to_end_tokens_per_second": round(median(end_to_end_rates(mine)), 2),
         "spread": round((max(rates) - min(rates)) / middle, 4) if len(rates) > 1 and middle else None,
         "repeats": len(rates),
         "acceptance_by_position": acceptance_by_position(answers),
     }
 
 
-def decoding(sample: Sample) -> tuple[int, float]:
-    """Tokens after the first one, and the seconds they took; of requests in flight together, after the first
-    of any."""
-    num_tokens = sum(answer["num_tokens"] for answer in sample.answers)
-    first = min(answer["first_s"] for answer in sample.answers)
-    return num_tokens - 1, max(answer["total_s"] for answer in sample.answers) - first
+def decoding_rates(samples: Sequence[Sample]) -> list[float]:
+    """Tokens a second after the first one, for each repeat."""
+    return _rates([(sample.repeat, sample.num_tokens - 1, sample.decoding_s) for sample in samples])
 
 
-def end_to_end(sample: Sample) -> tuple[int, float]:
-    return sum(answer["num_tokens"] for answer in sample.answers), sample.wall_s
+def end_to_end_rates(samples: Sequence[Sample]) -> list[float]:
+    return _rates([(sample.repeat, sample.num_tokens, sample.wall_s) for sample in samples])
 
 
-def rates_of(samples: Sequence[Sample], counted: Callable[[Sample], tuple[int, float]]) -> list[float]:
-    """Tokens a second, for each repeat."""
+def _rates(counts: Sequence[tuple[int, int, float]]) -> list[float]:
     rates = []
-    for repeat in sorted({sample.repeat for sample in samples}):
-        counts = [counted(sample) for sample in samples if sample.repeat == repeat]
-        tokens, seconds = (sum(column) for column in zip(*counts, strict=True))
+    for repeat in sorted({number for number, _, _ in counts}):
+        tokens, seconds = (sum(each[i] for each in counts if each[0] == repeat) for i in (1, 2))
         rates.append(tokens / seconds if seconds > 0 else 0.0)
     return rates
 
 
 def num_identical(mine: Sequence[Sample], plain: Sequence[Sample]) -> int | None:
     """Prompts whose every answer is the plain row's first one; None where answers have no words."""
-    if any(text is None for said in _said(mine).values() for text in said):
+    own, base = _said(mine), _said(plain)
+    if any(text is None for said in own.values() for text in said):
         return None
-    first = {key: said[0] for key, said in _said(plain).items()}
-    return sum(all(text == first[prompt] for text in said) for prompt, said in _said(mine).items())
+    return sum(all(text == base[prompt][0] for text in said) for prompt, said in own.items())
 
 
 def _said(samples: Sequence[Sample]) -> dict[str, list[Any]]:
@@ -128,5 +137,11 @@ def acceptance_by_position(answers: Sequence[Answer]) -> list[float] | None:
     return [round(total("accepted_at", i) / total("drafted_at", i), 4) for i in range(depth)] or None
 
 
-def _median_ms(answers: Sequence[Answer], seconds: Callable[[Answer], float]) -> float | None:
-    return round(1000 * median(map(seconds, answers)), 3) if answers else None
+def by_task(rows: Records, title: str, name: str, form: str) -> Table:
+    """One figure: a line for each row, a column for all tasks and for each of them."""
+    tasks = sorted(dict.fromkeys(row["task"] for row in rows), key=lambda task: task != OVERALL)
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        lines.setdefault((row["engine"], row["method"]), {})[row["task"]] = cell(row[name], form)
+    made = [(*labels, *(cells[task] for task in tasks)) for labels, cells in lines.items()]
+    return Table(title, ("engine", "method"), tasks, made)

@@ -29,7 +29,8 @@ OVERALL = "overall"  # the task that stands for all of them
 ORIGIN = ("verb", "command", "date", "machine", "versions")  # fields of every report
 Tell = Callable[[str, int], None]  # what is being done, and how many turns have just been finished
 PACKAGES = ("torch", "numba", "numpy", "triton")
-# verbs whose reports are tables: each is a module of paceline.measure with prepare, num_turns, run and tables
+# Verbs whose reports are tables, each a module: Run(options) refuses what a user can mend, its num_turns is
+# for a progress bar (None: not known), report(tell) measures; tables(report) and LEGEND are what is shown.
 VERBS = ("compare", "decode", "batch", "step", "kernels", "quality", "serve", "soak", "tune")
 MARKED = re.compile(r"(<!-- table:([\w.-]+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.S)
 
@@ -37,12 +38,6 @@ MARKED = re.compile(r"(<!-- table:([\w.-]+)(?: (\d+))? -->\n).*?(<!-- end -->)",
 def num_threads() -> int:
     is_known = sys.platform == "linux"
     return len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    described = {"cpu": _cpu_name(), "cores": num_threads(), "system": platform.system()}
-    return {**described, "architecture": platform.machine(), "gpu": _gpu_name()}
 
 
 def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
@@ -55,12 +50,10 @@ def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
             continue
     command = shlex.join(["paceline", *sys.argv[1:]])
     date = datetime.now(UTC).date().isoformat()
-    origin = {"verb": verb, "command": command, "date": date, "machine": machine(), "versions": versions}
+    machine = {"cpu": _cpu_name(), "cores": num_threads(), "system": platform.system()}
+    machine |= {"architecture": platform.machine(), "gpu": _gpu_name()}
+    origin = {"verb": verb, "command": command, "date": date, "machine": machine, "versions": versions}
     return {**origin, **report}
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _cpu_name() -> str:
@@ -121,12 +114,13 @@ def rewritten(text: str, folder: Path) -> str:
     """The document with its tables made anew from the results in `folder`."""
 
     def table(found: re.Match[str]) -> str:
-        report = _result(folder / f"{found[2]}.json")
-        tables = module_of(report["verb"]).tables(report)
-        number = int(found[3] or 1)
+        report, number = _result(folder / f"{found[2]}.json"), int(found[3] or 1)
+        tables, machine = module_of(report["verb"]).tables(report), report["machine"]
         if not 1 <= number <= len(tables):
             raise ConfigError(f"table:{found[2]} {number}: the result has {len(tables)} tables")
-        return f"{found[1]}\n{markdown(tables[number - 1])}\n{_origin(report)}\n{found[4]}"
+        where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+        origin = f"`{report['command']}` ({where}, {report['date']})\n"
+        return f"{found[1]}\n{markdown(tables[number - 1])}\n{origin}\n{found[4]}"
 
     return MARKED.sub(table, text)
 
@@ -140,12 +134,6 @@ def _result(path: Path) -> dict[str, Any]:
         remedy = "write it with `paceline bench ... --json`"
         raise ConfigError(f"{path}: is no result ({error}); {remedy}") from None
     return report
-
-
-def _origin(report: dict[str, Any]) -> str:
-    machine = report["machine"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    return f"`{report['command']}` ({where}, {report['date']})\n"
 
 
 def run(options: Tables) -> list[Path]:

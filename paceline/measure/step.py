@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.loaders.dummy import describe
@@ -17,7 +17,7 @@ from paceline.measure.options import Step
 from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.roofline import Deployment
 from paceline.measure.rows import names_of, sizes_of
-from paceline.measure.timed import Subject, limits_json, take_turns
+from paceline.measure.timed import Subject, limits_json, passes_of, take_turns
 from paceline.runtime.timing import Timed
 
 QUEUED = 8  # passes in flight together
@@ -35,65 +35,43 @@ multiplying at the measured rate; reached: its share of ms.
 """
 
 
-class Plan(NamedTuple):
-    asked: Step
-    dtypes: list[str]
-    rows: list[int]
-    contexts: list[int]
+class Run:
+    def __init__(self, asked: Step) -> None:
+        self.asked, self.dtypes = asked, names_of("--dtypes", asked.dtypes or asked.dtype)
+        self.rows, self.contexts = sizes_of("--rows", asked.rows), sizes_of("--contexts", asked.contexts)
+        self.num_turns = asked.repeats + 1
 
-
-def prepare(asked: Step) -> Plan:
-    rows, contexts = sizes_of("--rows", asked.rows), sizes_of("--contexts", asked.contexts)
-    return Plan(asked, names_of("--dtypes", asked.dtypes or asked.dtype), rows, contexts)
-
-
-def num_turns(plan: Plan) -> int:
-    return plan.asked.repeats + 1
-
-
-def run(plan: Plan, tell: Tell) -> dict[str, Any]:
-    asked, longest = plan.asked, max(plan.contexts) + max(plan.rows)
-    most = describe(asked.model).config.max_context
-    if longest > most:
-        raise ConfigError(f"--contexts and --rows need {longest} tokens; the model's context is {most}")
-    room = {"max_model_len": min(longest + SPARE, most), "max_num_seqs": asked.requests}
-    subjects = list[Subject]()
-    with ExitStack() as stack:
-        executors = {}
-        for dtype in plan.dtypes:
-            tell(f"loading {dtype}", 0)
-            llm = load(replace(asked, dtype=dtype), **room, speculative_config=None, progress=False)
-            executors[dtype] = stack.enter_context(llm).engine.executor
-        device = next(iter(executors.values())).device
-        tell("measuring the machine", 0)
-        found = limits.measure() if device.type == "cpu" else limits.of_device(device)
-        for dtype, executor in executors.items():
-            name = executor.backend.default_dtype if dtype == "auto" else dtype
-            on = Deployment(executor.config, found, name, found.kv_dtype(name), asked.requests)
-            passes = Timed(executor, longest, asked.requests)
-            for context in plan.contexts:
-                for count in (1, QUEUED):
-                    subjects.append(_subject(passes, replace(on, context=context), count))
-        records = take_turns(subjects, plan.rows, asked.repeats, found, tell)
-    queued = {_shape(record): record["ms"] for record in records if record["num_passes"] == QUEUED}
-    alone = [record for record in records if record["num_passes"] == 1]
-    added = {"exact": asked.exact}
-    rows = [{**r, **added, "rows": r["tokens"], "queued_ms": queued[_shape(r)]} for r in alone]
-    return {"model": asked.model, "device": device.type, "limits": limits_json(found), "rows": rows}
-
-
-def _shape(record: dict[str, Any]) -> tuple[str, int, int]:
-    return record["dtype"], record["context"], record["tokens"]
-
-
-def _subject(passes: Timed, on: Deployment, num_passes: int) -> Subject:
-    labels = {"dtype": on.dtype, "requests": on.batch, "context": on.context, "num_passes": num_passes}
-
-    def seconds(rows: int) -> float:
-        passes.seconds(rows, on.context)  # what ran before matters, so each shape runs once by itself
-        return passes.seconds(rows, on.context, num_passes=num_passes)
-
-    return Subject(labels, seconds, on.work)
+    def report(self, tell: Tell) -> dict[str, Any]:
+        asked, longest = self.asked, max(self.contexts) + max(self.rows)
+        most = describe(asked.model).config.max_context
+        if longest > most:
+            raise ConfigError(f"--contexts and --rows need {longest} tokens; the model's context is {most}")
+        room = {"max_model_len": min(longest + SPARE, most), "max_num_seqs": asked.requests}
+        alone, queued = list[Subject](), list[Subject]()
+        with ExitStack() as stack:
+            executors = {}
+            for dtype in self.dtypes:
+                tell(f"loading {dtype}", 0)
+                llm = load(replace(asked, dtype=dtype), **room, speculative_config=None, progress=False)
+                executors[dtype] = stack.enter_context(llm).engine.executor
+            device = next(iter(executors.values())).device
+            tell("measuring the machine", 0)
+            found = limits.measure() if device.type == "cpu" else limits.of_device(device)
+            for dtype, executor in executors.items():
+                name = executor.backend.default_dtype if dtype == "auto" else dtype
+                timed = Timed(executor, longest, asked.requests)
+                for context in self.contexts:
+                    on = Deployment(
+                        executor.config, found, name, found.kv_dtype(name), asked.requests, context
+                    )
+                    labels = {"dtype": name, "requests": asked.requests, "context": context}
+                    alone.append(passes_of(timed, on, {**labels, "exact": asked.exact}))
+                    queued.append(passes_of(timed, on, labels, num_passes=QUEUED))
+            records = take_turns([*alone, *queued], self.rows, asked.repeats, found, tell)
+        half = len(records) // 2
+        pairs = zip(records[:half], records[half:], strict=True)
+        rows = [{**r, "rows": r["tokens"], "queued_ms": other["ms"]} for r, other in pairs]
+        return {"model": asked.model, "device": device.type, "limits": limits_json(found), "rows": rows}
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

@@ -1,8 +1,7 @@
 """What `bench step` and `bench kernels` time: subjects that take turns, each beside what the machine allows.
 
-Invariant: limits and times come from the same run, medians are reported, and the first repeat, which compiles
-and fills caches, does not count. Subjects take turns at every number of tokens, so noise hits all alike and
-what one left in the caches is gone when its turn comes again.
+Invariant: medians are reported, without the first repeat, which compiles. Subjects take turns at every number
+of tokens, so noise hits all alike and what one left in the caches is gone when its turn comes again.
 """
 
 from __future__ import annotations
@@ -12,13 +11,26 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.measure.results import Tell
-from paceline.measure.roofline import Hardware, Work
+from paceline.measure.roofline import Deployment, Hardware, Work
+from paceline.runtime.timing import Timed
 
 
 class Subject(NamedTuple):
     labels: dict[str, Any]  # of its records
     seconds: Callable[[int], float]  # of one run with that many tokens
     work: Callable[[int], Work]  # what any implementation must do
+
+
+def passes_of(
+    timed: Timed, on: Deployment, labels: dict[str, Any], num_logits: int | None = None, num_passes: int = 1
+) -> Subject:
+    """Passes over the deployment's context, each right after another one of its shape, as in decoding."""
+
+    def seconds(rows: int) -> float:
+        timed.seconds(rows, on.context, num_logits)
+        return timed.seconds(rows, on.context, num_logits, num_passes)
+
+    return Subject(labels, seconds, lambda rows: on.work(rows, num_logits))
 
 
 def take_turns(
@@ -47,10 +59,10 @@ def figures(seconds: list[float], work: Work, hardware: Hardware, first_ms: floa
     the floor."""
     ms, floor = 1000 * median(seconds), 1000 * hardware.seconds(work)
     is_known = ms > 0  # a difference of two times can come out as nothing
-    spread = 1000 * (max(seconds) - min(seconds)) / ms if is_known and len(seconds) > 1 else None
+    spread = round(1000 * (max(seconds) - min(seconds)) / ms, 4) if is_known and len(seconds) > 1 else None
     return {
         "ms": round(ms, 4),
-        "spread": None if spread is None else round(spread, 4),
+        "spread": spread,
         "ratio": round(ms / first_ms, 4) if first_ms else None,
         "gb_s": round(work.num_bytes / ms / 1e6, 2) if is_known else None,
         "gmac_s": round(work.flops / 2 / ms / 1e6, 2) if is_known else None,

@@ -1,10 +1,9 @@
 """`paceline tune`: what drafters cost, what they get right and what they gain on a loaded model, one greedy
 request at a time.
 
-For each prompt every drafter first writes the answer once with a clock around it, drafting its longest: that
-says how often it is right at each depth and what asking it costs, from which the formulas of core/formulas.py
-predict the speedup of every K. Then plain decoding, the policy and every K take turns, so that what else the
-machine does hits all alike, and of repeats the quickest counts. Times are those after a request's first
+Plain decoding, the policy and every K of every drafter take turns, and of repeats the quickest counts. The
+longest K has a clock around its drafter: how often it is right at each depth and what asking it costs, from
+which the formulas of core/formulas.py predict the speedup of every K. Times are those after a request's first
 draft. Invariant: a drafter that remembers texts never meets one that it was shown before.
 """
 
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -21,19 +19,18 @@ from typing import Any, NamedTuple
 from paceline.api.llm import LLM
 from paceline.core import formulas
 from paceline.core.errors import ConfigError, RequestError
-from paceline.core.options import nearest
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
 from paceline.drafters import registry
 from paceline.engine.engine import Engine
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
-from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of, engine_with, ids_of, rotated
+from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of, engine_with, ids_of
 from paceline.measure.engines import load as load_model
 from paceline.measure.options import Tune
-from paceline.measure.prompts import Prompt, first_of_each, load
+from paceline.measure.prompts import first_of_each, load
 from paceline.measure.results import Table, Tell, cell
-from paceline.measure.rows import AUTO, PLAIN
+from paceline.measure.rows import AUTO, PLAIN, in_turn, names_of
 from paceline.runtime.timing import measure as time_passes
 
 LENGTHS, LENGTHS_OF_MODELS = (1, 2, 3, 4, 6), (1, 2, 3, 4)  # K of drafters that run no model, and that do
@@ -50,54 +47,6 @@ LEGEND = """α by depth: how often a token was right where one was drafted after
 tokens drafted and written a step; predicted: from acceptance and what passes and drafting cost; measured: in
 turn with plain decoding.
 """
-
-
-class Plan(NamedTuple):
-    asked: Tune
-    methods: list[str]
-    prompts: list[Prompt]
-
-    def options(self, name: str, k: int) -> dict[str, Any]:
-        made: dict[str, Any] = {"method": name, "num_speculative_tokens": k}
-        if self.asked.draft_model and name in ("draft_model", *registry.HEADS):
-            made["model"] = self.asked.draft_model
-        return made
-
-    def is_free(self, name: str) -> bool:
-        return bool(registry.parse(self.options(name, 1))[0].is_free)
-
-    def lengths_of(self, name: str) -> list[int]:
-        ks = set(self.asked.k or (LENGTHS if self.is_free(name) else LENGTHS_OF_MODELS))
-        if name == "lookahead":  # its window and its n-grams have that many nodes and no more
-            most = registry.parse({"method": name})[1].num_speculative_tokens
-            ks = {min(k, most) for k in ks}
-        return sorted(ks)
-
-
-def prepare(asked: Tune) -> Plan:
-    methods = list(dict.fromkeys(name.strip() for name in asked.methods.split(",")))
-    known = [name for name in registry.DRAFTERS if name != "hybrid"]
-    for name in methods:
-        if name == "hybrid":
-            raise ConfigError(
-                "--methods holds 'hybrid'; name its drafters one by one, each is measured alone"
-            )
-        if name not in known:
-            raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
-        if name == "draft_model" and asked.draft_model is None:
-            raise ConfigError(f"--methods holds {name!r}; name the smaller model with --draft-model")
-    for k in asked.k:
-        if not 1 <= k <= MOST_K:
-            raise ConfigError(f"-k is {k}; give a whole number from 1 to {MOST_K}")
-    prompts = load(asked.prompts)
-    usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in prompts}))
-    return Plan(asked, methods, first_of_each(prompts, asked.limit or usual))
-
-
-def num_turns(plan: Plan) -> int:
-    """Of a prompt: each drafter by the clock, then each of its lengths, the policy and plain decoding."""
-    timed = 2 + sum(len(plan.lengths_of(name)) for name in plan.methods)
-    return (len(plan.methods) + REPEATS * timed) * len(plan.prompts)
 
 
 class Clocked:
@@ -159,151 +108,160 @@ def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: P
     }
 
 
-@dataclass(slots=True)
-class Subject:
-    """A drafter, and what is known of it."""
+class Run:
+    llm: LLM
+    costs: CostTable
+    first: dict[str, Engine]  # the engines of the first repeat, by row
 
-    name: str
-    lengths: list[int]
-    is_free: bool
-    clocked: Clocked
-    engine: Engine  # with the clocked drafter, at its longest
-    asking: float = 0.0  # seconds of a draft; of one that runs a model, for each token
-
-    @property
-    def acceptance(self) -> list[float]:
-        """By depth from 1 on: how often a token was right where one was drafted after tokens that were."""
-        stats = self.engine.totals
-        parents = [*stats.drafted_at[:1], *stats.accepted_at]
-        reached = [min(d, p) for d, p in zip(stats.drafted_at, parents, strict=False)]
-        return [a / n if n else 0.0 for a, n in zip(stats.accepted_at, reached, strict=True)]
-
-
-class Session:
-    def __init__(self, llm: LLM, plan: Plan, tell: Tell) -> None:
-        self.llm, self.plan, self.tell = llm, plan, tell
-        least = min(LEAST_TOKENS, plan.asked.max_tokens)
-        self.params = SamplingParams(temperature=0, max_tokens=plan.asked.max_tokens, min_tokens=least)
-        tell("timing passes", 0)
-        self.costs = CostTable(*time_passes(llm.engine.executor, PASS_SECONDS))
-        self.plain, self.subjects = engine_of(llm, PLAIN), [self._subject(name) for name in plan.methods]
+    def __init__(self, asked: Tune) -> None:
+        if "hybrid" in asked.methods:
+            raise ConfigError(
+                "--methods holds 'hybrid'; name its drafters one by one, each is measured alone"
+            )
+        methods = names_of(
+            "--methods", asked.methods, [name for name in registry.DRAFTERS if name != "hybrid"]
+        )
+        if "draft_model" in methods and asked.draft_model is None:
+            raise ConfigError("--methods holds 'draft_model'; name the smaller model with --draft-model")
+        for k in asked.k:
+            if not 1 <= k <= MOST_K:
+                raise ConfigError(f"-k is {k}; give a whole number from 1 to {MOST_K}")
+        prompts = load(asked.prompts)
+        usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in prompts}))
+        self.asked, self.prompts = asked, first_of_each(prompts, asked.limit or usual)
+        self.lengths = {name: self._lengths(name) for name in methods}
+        # of a prompt: each drafter's lengths, the policy and plain decoding
+        self.num_turns = REPEATS * len(self.prompts) * (2 + sum(map(len, self.lengths.values())))
+        least = min(LEAST_TOKENS, asked.max_tokens)
+        self.params = SamplingParams(temperature=0, max_tokens=asked.max_tokens, min_tokens=least)
+        self.clocked: dict[str, Clocked] = {}  # each drafter at its longest, in the first repeat
         self.best: dict[tuple[str, int], tuple[float, int]] = {}  # seconds and tokens, by row and prompt
         self.num_prompts = self.num_tokens = self.num_cached = 0
 
-    def _subject(self, name: str) -> Subject:
-        self.tell(f"loading {name}", 0)
-        lengths = self.plan.lengths_of(name)
-        clocked = Clocked(drafter_of(self.llm, self.plan.options(name, lengths[-1])))
-        engine = engine_with(self.llm, clocked, lengths[-1])
-        return Subject(name, lengths, self.plan.is_free(name), clocked, engine)
+    def _options(self, name: str, k: int) -> dict[str, Any]:
+        has_model = self.asked.draft_model and name in ("draft_model", *registry.HEADS)
+        model = {"model": self.asked.draft_model} if has_model else {}
+        return {"method": name, "num_speculative_tokens": k, **model}
 
-    def _rows(self) -> dict[str, Engine]:
-        """New engines, that know no text yet. A drafter that runs a model knows the text of its request and
-        nothing else, so it may be used again."""
-        rows = {PLAIN: self.plain}
-        for subject in self.subjects:
-            for k in subject.lengths:
-                is_new = subject.is_free
-                options = self.plan.options(subject.name, k)
-                drafter = drafter_of(self.llm, options) if is_new else subject.clocked.drafter
-                rows[f"{subject.name}/{k}"] = engine_with(self.llm, drafter, k)
-        return {**rows, AUTO: auto_engine(self.llm, self.costs)}
+    def _lengths(self, name: str) -> list[int]:
+        is_free = registry.parse(self._options(name, 1))[0].is_free
+        ks = set(self.asked.k or (LENGTHS if is_free else LENGTHS_OF_MODELS))
+        if name == "lookahead":  # its window and its n-grams have that many nodes and no more
+            most = registry.parse({"method": name})[1].num_speculative_tokens
+            ks = {min(k, most) for k in ks}
+        return sorted(ks)
 
-    def run(self, prompts: Sequence[list[int]]) -> None:
-        own, started = self.llm.engine, perf_counter()
-        answer(self.llm, prompts[0], self.params, self.plain)  # what is compiled or read on first use
+    def report(self, tell: Tell) -> dict[str, Any]:
+        """What was learned is saved for `auto` when everything has been measured, or not at all."""
+        tell("loading the model", 0)
+        with load_model(self.asked, speculative_config=None, max_num_seqs=1) as self.llm:
+            tell("timing passes", 0)
+            self.costs = CostTable(*time_passes(self.llm.engine.executor, PASS_SECONDS))
+            self._measure([ids_of(self.llm, prompt.text) for prompt in self.prompts], tell)
+            report = self._figures()
+            return {**report, "recommended": recommended(report), "profile": self._save(report)}
+
+    def _measure(self, prompts: Sequence[list[int]], tell: Tell) -> None:
+        started, plain = perf_counter(), engine_of(self.llm, PLAIN)
+        answer(self.llm, prompts[0], self.params, plain)  # what is compiled or read on first use
         for repeat in range(REPEATS):
-            rows, limit = self._rows(), self.plan.asked.seconds * (FIRST if repeat == 0 else 1.0)
+            engines = {PLAIN: plain, **self._engines(tell), AUTO: auto_engine(self.llm, self.costs)}
+            self.first = engines if repeat == 0 else self.first
+            limit = self.asked.seconds * (FIRST if repeat == 0 else 1.0)
             for number, ids in enumerate(prompts if repeat == 0 else prompts[: self.num_prompts]):
                 if number and perf_counter() - started > limit:
                     break
-                if repeat == 0:
-                    self._clock(ids)
-                for row, engine in rotated(rows, number + repeat):
-                    timing = answer(self.llm, ids, self.params, engine).timed(UNTIMED)
+                for row, engine in in_turn(engines.items(), number + repeat):
+                    found = answer(self.llm, ids, self.params, engine)
+                    first = found["times"][min(UNTIMED, len(found["times"])) - 1]
+                    timing = found["total_s"] - first, sum(found["counts"][UNTIMED:])
                     self.best[row, number] = min(self.best.get((row, number), timing), timing)
-                    self.tell(f"timing {row.partition('/')[0]}", 1)
-        self.llm.engine = own
+                    tell(f"timing {row.partition('/')[0]}", 1)
+                if repeat == 0:
+                    written = found["num_tokens"]
+                    self.num_prompts, self.num_tokens = number + 1, self.num_tokens + written
+                    self.num_cached += written * (len(ids) + written // 2)
 
-    def _clock(self, ids: list[int]) -> None:
-        self.num_prompts += 1
-        for subject in self.subjects:
-            found = answer(self.llm, ids, self.params, subject.engine)
-            self.tell(f"clocking {subject.name}", 1)
-        self.num_tokens += len(found.ids)
-        self.num_cached += len(found.ids) * (len(ids) + len(found.ids) // 2)
+    def _engines(self, tell: Tell) -> dict[str, Engine]:
+        """New ones, that know no text yet, for every length. A drafter that runs a model knows the text of
+        its request and nothing else, so it is used again. In the first repeat the longest has the clock."""
+        made = {}
+        for name, lengths in self.lengths.items():
+            tell(f"loading {name}", 0)
+            for k in reversed(lengths):
+                known = self.clocked.get(name)
+                if known is None or known.is_free:
+                    drafter = drafter_of(self.llm, self._options(name, k))
+                else:
+                    drafter = known.drafter
+                if known is None:
+                    drafter = self.clocked[name] = Clocked(drafter)
+                made[f"{name}/{k}"] = engine_with(self.llm, drafter, k)
+        return made
 
-    def seconds(self, row: str) -> float | None:
+    def _seconds(self, row: str) -> float | None:
         """For a token, over all prompts."""
         found = [timing for (name, _), timing in self.best.items() if name == row]
         total, num_tokens = (sum(column) for column in zip(*found, strict=True))
         return total / num_tokens if num_tokens else None
 
-    def speedup(self, row: str) -> float | None:
-        plain, own = self.seconds(PLAIN), self.seconds(row)
+    def _speedup(self, row: str) -> float | None:
+        plain, own = self._seconds(PLAIN), self._seconds(row)
         return plain / own if plain and own else None
 
-    def report(self) -> dict[str, Any]:
-        plain, cached = self.seconds(PLAIN), self.num_cached // max(self.num_tokens, 1)
+    def _figures(self) -> dict[str, Any]:
+        plain = self._seconds(PLAIN)
         if plain is None:
             remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
             raise RequestError(f"no answer was long enough to be timed; {remedy}")
         return {
             "model": self.llm.checkpoint.name,
             "prompts": self.num_prompts,
-            "prompts_left_out": len(self.plan.prompts) - self.num_prompts,
+            "prompts_left_out": len(self.prompts) - self.num_prompts,
             "tokens": self.num_tokens,
             "plain_tokens_per_second": 1 / plain,
             "passes": self.costs.to_json(),
-            "drafters": {each.name: self._drafter(each, plain, cached) for each in self.subjects},
-            "auto": self.speedup(AUTO),
+            "drafters": {name: self._drafter(name, plain) for name in self.lengths},
+            "auto": self._speedup(AUTO),
         }
 
-    def _in_bursts(self, subject: Subject, prices: Prices) -> float:
-        """Seconds of a drafted token where a burst drafts: what its steps take longer than a check."""
-        stats, token = subject.engine.totals, self.seconds(f"{subject.name}/{subject.lengths[-1]}")
-        if subject.is_free or token is None or not stats.num_drafted:
-            return 0.0
-        drafted = stats.num_drafted / stats.num_steps
-        return max(token * stats.tau - prices.plain - prices.more(round(drafted)), 0.0) / drafted
-
-    def _drafter(self, subject: Subject, plain: float, cached: int) -> dict[str, Any]:
-        stats, prices = subject.engine.totals, Prices(self.costs, cached, plain, 0.0, subject.is_free)
-        subject.asking = median(subject.clocked.asking or [self._in_bursts(subject, prices)])
-        prices, lengths = prices._replace(asking=subject.asking), Counter(stats.lengths)
-        line = [predict(lengths, stats.accepted_at, k, prices) for k in range(subject.lengths[-1] + 1)]
-        rows = [{**line[k], "measured": self.speedup(f"{subject.name}/{k}")} for k in subject.lengths]
+    def _drafter(self, name: str, plain: float) -> dict[str, Any]:
+        lengths, is_free, asking = self.lengths[name], self.clocked[name].is_free, self.clocked[name].asking
+        stats = self.first[f"{name}/{lengths[-1]}"].totals
+        prices = Prices(self.costs, self.num_cached // max(self.num_tokens, 1), plain, 0.0, is_free)
+        token = self._seconds(f"{name}/{lengths[-1]}")
+        if not asking and not is_free and token is not None and stats.num_drafted:
+            # A burst drafted: a token costs its share of what a step takes longer than a check.
+            drafted = stats.num_drafted / stats.num_steps
+            asking = [max(token * stats.tau - plain - prices.more(round(drafted)), 0.0) / drafted]
+        prices = prices._replace(asking=median(asking or [0.0]))
+        line = [predict(Counter(stats.lengths), stats.accepted_at, k, prices) for k in range(lengths[-1] + 1)]
+        rows = [{**line[k], "measured": self._speedup(f"{name}/{k}")} for k in lengths]
+        parents = [*stats.drafted_at[:1], *stats.accepted_at]
+        reached = [min(d, p) for d, p in zip(stats.drafted_at, parents, strict=False)]
         return {
-            "acceptance_by_depth": subject.acceptance,
-            ("ask_seconds" if subject.is_free else "token_seconds"): subject.asking,
+            # by depth from 1 on: how often a token was right where one was drafted after tokens that were
+            "acceptance_by_depth": [
+                a / n if n else 0.0 for a, n in zip(stats.accepted_at, reached, strict=True)
+            ],
+            ("ask_seconds" if is_free else "token_seconds"): prices.asking,
             "lengths": rows,
             "best_k": max(rows, key=lambda row: row["measured"] or 0.0)["k"],
             "predicted": [each["speedup"] for each in line],
         }
 
-
-def run(plan: Plan, tell: Tell) -> dict[str, Any]:
-    """The report; what was learned is saved for `auto` when everything has been measured, or not at all."""
-    tell("loading the model", 0)
-    with load_model(plan.asked, speculative_config=None, max_num_seqs=1) as llm:
-        session = Session(llm, plan, tell)
-        session.run([ids_of(llm, prompt.text) for prompt in plan.prompts])
-        report = session.report()
-        profile = _save(llm, plan.asked.dtype, session)
-        return {**report, "recommended": recommended(report), "profile": profile}
-
-
-def _save(llm: LLM, dtype: str, session: Session) -> str | None:
-    """Where the profile is now; None if it cannot be written. What is known of other drafters stays."""
-    executor = llm.engine.executor
-    dtype = executor.backend.default_dtype if dtype == "auto" else dtype
-    path = profile_path(llm.checkpoint.fingerprint, dtype, executor)
-    before = load_profile(path)
-    drafters = dict(before.drafters) if before is not None else {}
-    for subject in session.subjects:
-        if subject.name != "draft_model":  # another draft model would be another drafter of the same name
-            drafters[subject.name] = DrafterProfile(subject.asking, tuple(subject.acceptance))
-    return str(path) if save_profile(path, Profile(session.costs, drafters)) else None
+    def _save(self, report: dict[str, Any]) -> str | None:
+        """Where the profile is now; None if it cannot be written. What is known of other drafters stays."""
+        executor, dtype = self.llm.engine.executor, self.asked.dtype
+        dtype = executor.backend.default_dtype if dtype == "auto" else dtype
+        path = profile_path(self.llm.checkpoint.fingerprint, dtype, executor)
+        before = load_profile(path)
+        drafters = dict(before.drafters) if before is not None else {}
+        for name, found in report["drafters"].items():
+            if name != "draft_model":  # another draft model would be another drafter of the same name
+                asking = found.get("ask_seconds", found.get("token_seconds"))
+                drafters[name] = DrafterProfile(asking, tuple(found["acceptance_by_depth"]))
+        return str(path) if save_profile(path, Profile(self.costs, drafters)) else None
 
 
 def _best(drafter: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,17 @@
-"""llama.cpp as a worker, through the xllamacpp wheel. Runs in the peer's environment: no import of Paceline.
+"""llama.cpp as a worker, through the xllamacpp wheel: its server's loop, and its raw loop. Runs in the peer's
+environment: no import of Paceline.
 
-Answers carry text instead of token ids: the streaming interface names no ids. The end token is never chosen
-(its logit is minus infinity), which is llama.cpp's way of ignoring it. Steps follow from the counts: every
-step yields one token of the model's own.
+The server's answers carry text instead of token ids, which the streaming interface does not name; the raw
+loop's have no words. The end token is never chosen (its logit is minus infinity), which is llama.cpp's way of
+ignoring it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import xllamacpp
@@ -16,12 +20,12 @@ import xllamacpp
 # defaults, a match of 12 and 48 drafted, were slower on all three.
 MATCH, DRAFTED = 3, 3
 GREEDY = {"temperature": 0, "ignore_eos": True, "stream": True}
+STRIDE = 7  # between the tokens the raw loop is fed: what they say does not change what a pass takes
+CHUNK = 512  # tokens of a prompt in one call of the raw loop
 
 
 def load(options: dict[str, Any]) -> dict[str, Any]:
     if options["is_raw"]:
-        from raw_llamacpp import RawLoop  # type: ignore[import-not-found]  # beside this file, where it runs
-
         loop = RawLoop(options["model"], options["context"], options["threads"])
         return {"answer": loop.answer, "note": note()}
     server = xllamacpp.Server(parameters(options))
@@ -36,11 +40,8 @@ def load(options: dict[str, Any]) -> dict[str, Any]:
 def note() -> str | None:
     """Wheels are built for the oldest processors; figures of one that leaves the integer dot products idle
     must say so."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            has_dot_products = " asimddp" in file.read()
-    except OSError:
-        has_dot_products = False
+    about = Path("/proc/cpuinfo")
+    has_dot_products = about.exists() and " asimddp" in about.read_text()
     if has_dot_products and "DOTPROD" not in xllamacpp.get_system_info():
         return "this build does not use the processor's dot products; `make peers` builds one that does"
     return None
@@ -76,11 +77,8 @@ def reading_seconds(server: Any, ids: list[int], num_cached: int) -> float:
 
 
 def answer(server: Any, prompt: dict[str, Any]) -> dict[str, Any]:
-    """One request. Times are in seconds from its start."""
-    times: list[float] = []
-    pieces: list[str] = []
-    last: dict[str, Any] = {}
-    started = time.perf_counter()
+    """One request. Times are in seconds from its start. Every step yields one token of the model's own."""
+    times, pieces, last, started = list[float](), list[str](), dict[str, Any](), time.perf_counter()
 
     def hear(chunk: dict[str, Any]) -> None:
         times.append(time.perf_counter() - started)
@@ -96,3 +94,57 @@ def answer(server: Any, prompt: dict[str, Any]) -> dict[str, Any]:
     counts = {"num_steps": num_tokens - accepted, "num_drafted": drafted, "num_accepted": accepted}
     said = {"text": "".join(pieces), "num_tokens": num_tokens}
     return {**said, "first_s": times[0], "total_s": times[-1], **counts}
+
+
+class Struct(ctypes.Structure):
+    """Declared larger than any is, which a callee that gets one as its last argument does not notice, so
+    their layout need not be known."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 64)]
+
+
+STRUCTS = ("llama_model_default_params", "llama_context_default_params", "llama_batch_get_one")
+POINTERS = ("llama_model_load_from_file", "llama_init_from_model", "llama_get_memory")
+
+
+class RawLoop:
+    """One token after another through llama_decode, as llama-bench times it: nothing is sampled and no text
+    is made. The functions are those of the library inside the wheel. Parameter structs are taken as llama.cpp
+    fills them in; only the first field of the context's, its size, is changed."""
+
+    def __init__(self, model: str, context: int, threads: int) -> None:
+        spec = find_spec("xllamacpp.xllamacpp")
+        self._library = ctypes.CDLL(spec.origin if spec is not None else None)
+        for name in (*STRUCTS, *POINTERS):  # what the others return is an int, as ctypes takes it to be
+            getattr(self._library, name).restype = Struct if name in STRUCTS else ctypes.c_void_p
+        self._library.llama_backend_init()
+        params = self._library.llama_model_default_params()
+        self._model = ctypes.c_void_p(self._library.llama_model_load_from_file(model.encode(), params))
+        params = self._library.llama_context_default_params()
+        ctypes.c_uint32.from_buffer(params).value = context
+        self._context = ctypes.c_void_p(self._library.llama_init_from_model(self._model, params))
+        if not self._model or not self._context:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        self._library.llama_set_n_threads(self._context, threads, threads)
+
+    def answer(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        """One request. Times are in seconds from its start."""
+        memory = ctypes.c_void_p(self._library.llama_get_memory(self._context))
+        self._library.llama_memory_clear(memory, True)
+        ids, count = prompt["ids"], prompt["num_tokens"]
+        started = time.perf_counter()
+        for at in range(0, len(ids), CHUNK):
+            self._decode(ids[at : at + CHUNK])
+        first = time.perf_counter() - started
+        for i in range(count - 1):
+            self._decode([ids[STRIDE * i % len(ids)]])
+        total = time.perf_counter() - started
+        counts = {"num_steps": count, "num_drafted": 0, "num_accepted": 0}
+        return {"num_tokens": count, "first_s": first, "total_s": total, **counts}
+
+    def _decode(self, tokens: list[int]) -> None:
+        array = (ctypes.c_int32 * len(tokens))(*tokens)
+        batch = self._library.llama_batch_get_one(array, len(tokens))
+        if self._library.llama_decode(self._context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        self._library.llama_synchronize(self._context)

@@ -55,7 +55,7 @@ class Worker:
 
     def _answer(self, prompt: dict[str, Any]) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=prompt["num_tokens"], ignore_eos=True)
-        return answer(self.llm, prompt["ids"], params).record()
+        return answer(self.llm, prompt["ids"], params)
 
     def encode(self, texts: dict[str, str], max_tokens: int, min_tokens: int) -> dict[str, Any]:
         """Each prompt as the model's chat template puts it, and how long its plain greedy answer is."""

@@ -1,17 +1,15 @@
-"""The worker's side of the pipe: `python serve.py MODULE` loads an engine once and then answers JSON lines,
-one for each that comes.
+"""The worker's side of the pipe: `python serve.py MODULE` loads an engine once and then answers messages.
 
-Runs in the peer's own environment, so it imports nothing of Paceline. The first line in holds the options of
+Runs in the peer's own environment, so it imports nothing of Paceline. The first message holds the options of
 `MODULE.load`, which returns the operations by name, and under "note" perhaps a remark for the report; every
-later line is {"op": NAME, ...}. A module that names "answer", one request's, gets "generate" made from it.
-Invariant: the pipe carries answers alone; what a library prints goes to stderr. A closed stdin ends the
-worker, so none outlives the process that started it; while it waits it sleeps.
+later one is {"op": NAME, ...}. A module that names "answer", one request's, gets "generate" made from it.
+Invariant: descriptor 0 is the pipe, and what a library prints goes to the log. A closed pipe ends the worker,
+so none outlives the process that started it; while it waits it sleeps.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import time
@@ -19,7 +17,8 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 
 def generate(answer: Callable[..., Any], prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
@@ -30,27 +29,28 @@ def generate(answer: Callable[..., Any], prompts: list[dict[str, Any]], in_fligh
     return {"wall_s": time.perf_counter() - started, "answers": answers}
 
 
-def send(pipe: IO[str], answer: dict[str, Any]) -> None:
-    pipe.write(json.dumps(answer) + "\n")
-    pipe.flush()
-
-
 def main(module: str) -> None:
-    pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # descriptor 1 becomes stderr for all else, C++ included
+    pipe: Any = Connection(os.dup(0))
     try:
-        operations = importlib.import_module(module).load(json.loads(sys.stdin.readline()))
+        operations = importlib.import_module(module).load(pipe.recv())
         if "answer" in operations:
             operations["generate"] = partial(generate, operations["answer"])
-        send(pipe, {"ready": True, "note": operations.get("note")})
-        for line in sys.stdin:
-            message = json.loads(line)
-            send(pipe, operations[message.pop("op")](**message))
-    # whatever a peer raises: the process that asked hears of it in one line, the log has the rest
+        pipe.send({"note": operations.get("note")})
+        while message := received(pipe):
+            pipe.send(operations[message.pop("op")](**message))
+    # whatever a peer raises: the process that asked hears of it in one message, the log has the rest
     except Exception as error:
         traceback.print_exc()
-        send(pipe, {"error": str(error) or type(error).__name__, "kind": type(error).__name__})
+        pipe.send({"error": str(error) or type(error).__name__, "kind": type(error).__name__})
         sys.exit(1)
+
+
+def received(pipe: Any) -> dict[str, Any] | None:
+    try:
+        message: dict[str, Any] = pipe.recv()
+    except (OSError, EOFError):
+        return None  # the process that asked has closed it
+    return message
 
 
 if __name__ == "__main__":
