@@ -96,9 +96,7 @@ def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) ->
         assert row["tau"] >= 1
         base = next(r for r in rows if r["task"] == row["task"] and r["method"] == "plain")
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / base["tokens_per_second"], rel=0.01)
-    assert report["verify_cost"]["tokens"] == list(range(1, 17))
-    assert report["verify_cost"]["relative"][0] == 1
-    for name in ("speedup.png", "verify_cost.png", "acceptance.png"):
+    for name in ("speedup.png", "acceptance.png"):
         assert (pictures / name).read_bytes().startswith(PNG)
 
 

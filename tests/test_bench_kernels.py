@@ -20,7 +20,7 @@ from paceline.loaders.checkpoint import open_checkpoint
 from paceline.measure.quality import BASELINE, SHIPPED, compared, contexts_of, surprise
 from paceline.measure.roofline import Hardware, Work
 from paceline.measure.rows import FOLDERS
-from paceline.measure.timed import figures
+from paceline.measure.step import figures
 from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import LocalExecutor
 

@@ -4,7 +4,9 @@ here.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from paceline.measure.report import (
     num_identical,
     report_rows,
 )
-from paceline.measure.results import OVERALL
+from paceline.measure.results import OVERALL, rewritten
 from paceline.measure.rows import OURS, PLAIN, Row
 
 SLOW, FAST, ALONE = (
@@ -122,6 +124,20 @@ def test_texts_are_compared_where_there_are_no_ids() -> None:
 def test_answers_without_words_are_not_called_the_same() -> None:
     silent = {name: value for name, value in answer([1]).items() if name != "ids"}
     assert num_identical([Sample(SLOW, 0, (CODE,), 1.0, [silent])], []) is None
+
+
+def test_a_table_of_llamacpp_has_its_server_and_its_raw_loop(tmp_path: Path) -> None:
+    server, raw = planning.peer_rows("llama.cpp:Q8_0", [PLAIN], 1)
+    silent = {name: value for name, value in answer([1] * 4).items() if name != "ids"}
+    samples = [sample(server, 0, CODE, 1.0, [1] * 4), Sample(raw, 0, (CODE,), 1.0, [silent])]
+    origin = {"verb": "compare", "command": "paceline bench", "date": "2026-01-01"}
+    machine = {"cpu": "a processor", "cores": 2, "gpu": None}
+    report = {**origin, "machine": machine, "rows": report_rows([server, raw], samples, {}), "notes": {}}
+    (tmp_path / "cpu.json").write_text(json.dumps(report))
+    text = rewritten("<!-- table:cpu -->\n<!-- end -->", tmp_path)
+    assert "| llama.cpp Q8_0 | plain | 4.0 |" in text
+    assert "| llama.cpp Q8_0 raw | plain | 10.0 |" in text
+    assert "`paceline bench` (a processor, 2 cores, 2026-01-01)" in text
 
 
 def test_acceptance_by_position_adds_up_over_answers() -> None:

@@ -63,12 +63,19 @@ def test_decode_compares_every_text_with_plain_decoding(
         assert row["different"] == 0
         assert row["tau"] >= 1
         assert row["method"] != "plain" or row["speedup"] == 1
-    document = "before\n<!-- table:decode -->\nold\n<!-- end -->\nafter\n"
-    text = rewritten(document, tmp_path)
+    document = tmp_path / "README.md"
+    second = "<!-- table:decode 2 -->\n<!-- end -->\n"
+    document.write_text(f"before\n<!-- table:decode -->\nold\n<!-- end -->\n{second}")
+    tables = ["bench", "tables", "--results", str(tmp_path), "--files", str(document)]
+    done = CliRunner().invoke(app, tables)
+    assert (done.exit_code, done.stderr.split()) == (0, ["wrote", str(document)])
+    text = document.read_text()
     assert text.startswith("before\n<!-- table:decode -->\n\n| row | overall |")
     assert "| plain | 1.00 |" in text
     assert "old" not in text
-    assert rewritten(text, tmp_path) == text
+    assert f"({report['machine']['cpu']}, {report['machine']['cores']} cores, {report['date']})" in text
+    assert CliRunner().invoke(app, tables).stderr == ""  # nothing has changed
+    assert document.read_text() == text
 
 
 def test_batch_counts_waves_in_which_all_decode(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
@@ -96,11 +103,14 @@ def test_step_is_beside_its_floor(tiny_folder: Path, tmp_path: Path) -> None:
         "--contexts",
         "32,64",
     )
-    report, out = report_of("step", tmp_path, *options, "--repeats", "2", "--requests", "2")
+    more = ("--repeats", "2", "--requests", "2", "--plot", str(tmp_path))
+    report, out = report_of("step", tmp_path, *options, *more)
     assert "floor" in out
     shapes = [(row["dtype"], row["context"], row["rows"]) for row in report["rows"]]
     assert sorted(shapes) == sorted((d, c, n) for d in ("float32", "int8") for c in (32, 64) for n in (1, 4))
     assert all(row["ms"] > 0 and row["queued_ms"] > 0 and row["floor_ms"] > 0 for row in report["rows"])
+    assert all(row["ratio"] == 1 for row in report["rows"] if row["rows"] == 1)
+    assert (tmp_path / "verify_cost.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import asyncio
 import math
 import random
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
@@ -31,6 +30,8 @@ LEVELS = "1,4,16"
 QUIET_S = 0.3  # between servers: the last one's threads may still be spinning
 FEWEST, TURNS = 4, 2  # prompts of a level are at least FEWEST, and that many for each client, times TURNS
 CONTEXT = 4096  # tokens of a place of llama.cpp's
+
+Round = tuple[int, float, int]  # tokens, the seconds in which they were written, and requests that failed
 
 
 class Turns:
@@ -73,9 +74,9 @@ class Turns:
         is_ok = all(level["ratio"] >= 1 and not level["failed"] for level in summaries)
         return {"servers": list(self.servers), "levels": summaries, "is_ok": is_ok}
 
-    async def _rounds(self, tell: Tell) -> dict[Level, dict[str, list[list[Record]]]]:
-        """By level and server, the records of each round."""
-        found: dict[Level, dict[str, list[list[Record]]]] = defaultdict(lambda: defaultdict(list))
+    async def _rounds(self, tell: Tell) -> dict[Level, dict[str, list[Round]]]:
+        """By level and server."""
+        found: dict[Level, dict[str, list[Round]]] = defaultdict(lambda: defaultdict(list))
         warm_up = list(islice(self.unused, FEWEST))
         for name in self.servers:
             tell(f"warming up {name}", 0)
@@ -88,32 +89,28 @@ class Turns:
                     tell(f"{name}, {level}", 1)
         return found
 
-    async def _measure(self, name: str, level: Level, prompts: list[Prompt]) -> list[Record]:
-        endpoint, extra = self.servers[name]
-        load = Load(endpoint, self.asked.timeout, asyncio.Event(), lambda record: None)
-        records = await run_level(load, level, [job_of(self.asked, name, extra, each) for each in prompts])
+    async def _measure(self, name: str, level: Level, prompts: list[Prompt]) -> Round:
+        (endpoint, extra), records = self.servers[name], list[Record]()
+        jobs = [job_of(self.asked, name, extra, prompt) for prompt in prompts]
+        await run_level(Load(endpoint, self.asked.timeout, records.append), level, jobs)
         await asyncio.sleep(QUIET_S)
-        return records
+        seconds = max(record.end for record in records) - min(record.sent for record in records)
+        num_failed = sum(record.error is not None for record in records)
+        return sum(record.num_tokens for record in records), seconds, num_failed
 
 
-def _counted(records: Sequence[Record]) -> tuple[int, float]:
-    """Tokens, and the seconds in which they were written."""
-    seconds = max(record.end for record in records) - min(record.sent for record in records)
-    return sum(record.num_tokens for record in records), seconds
-
-
-def _summary(clients: int, found: dict[str, list[list[Record]]]) -> dict[str, Any]:
-    counts = {name: [_counted(records) for records in rounds] for name, rounds in found.items()}
-    speeds = {name: sum(t for t, _ in each) / sum(s for _, s in each) for name, each in counts.items()}
+def _summary(clients: int, found: dict[str, list[Round]]) -> dict[str, Any]:
+    sums = {name: [sum(column) for column in zip(*rounds, strict=True)] for name, rounds in found.items()}
+    speeds = {name: tokens / seconds for name, (tokens, seconds, _) in sums.items()}
     fastest = max((name for name in speeds if name != OURS), key=lambda name: speeds[name])
-    pairs = zip(counts[OURS], counts[fastest], strict=True)
+    pairs = zip(found[OURS], found[fastest], strict=True)
     return {
         "clients": clients,
         "tokens_per_s": {name: round(speed, 1) for name, speed in speeds.items()},
         "fastest_peer": fastest,
         "ratio": round(speeds[OURS] / speeds[fastest], 3),
         "ratios_by_round": [round(a[0] / a[1] / (b[0] / b[1]), 3) for a, b in pairs],
-        "failed": sum(r.error is not None for rounds in found.values() for each in rounds for r in each),
+        "failed": sum(failed for _, _, failed in sums.values()),
     }
 
 

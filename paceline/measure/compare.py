@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
@@ -19,12 +18,11 @@ from paceline.measure.models import gguf_file, hf_folder, main_type
 from paceline.measure.options import Compare
 from paceline.measure.processes import Worker, WorkerError, peer_worker
 from paceline.measure.prompts import chosen
-from paceline.measure.report import Sample, Task, by_task, report_rows
+from paceline.measure.report import Sample, Task, Unit, by_task, report_rows
 from paceline.measure.results import OVERALL, Table, Tell, table_of
-from paceline.measure.rows import AUTO, OURS, PLAIN, RAW, Row, in_turn
+from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Row, in_turn
 
 LEAST_TOKENS = 8  # of an answer
-CURVE_SIZES = list(range(1, 17))
 # Peers get a context that just holds the longest request, rounded up; drafts need a little more.
 CONTEXT_STEP, CONTEXT_SPARE = 256, 32
 FIGURES = {  # of the table over all tasks
@@ -76,14 +74,15 @@ class Run:
             tasks = self._encode(reader, tell)
             longest = max(len(task.ids) + task.num_tokens for task in tasks) + CONTEXT_SPARE
             context = min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, checkpoint.config.max_context)
-            workers = {row: reader if row == first else start(row, context) for row in self.rows}
+            workers = {}
+            for row in self.rows:  # with the quantization that a GGUF file really has
+                kind = main_type(checkpoint.path) if FILE_AS_IS in row.variant else FILE_AS_IS
+                named = row._replace(variant=row.variant.replace(FILE_AS_IS, kind))
+                workers[named] = reader if row == first else start(row, context)
             samples = list(self._samples(workers, units_of(tasks, self.asked.concurrency), tell))
-            names = {row: _engine_name(row, checkpoint, tell) for row in self.rows}
             peaks = {row: worker.peak_mb() for row, worker in workers.items()}
-            notes = {names[row]: worker.note for row, worker in workers.items() if worker.note}
-            report = {"rows": report_rows(self.rows, samples, peaks, names), "notes": notes}
-            is_curve = self.asked.plot is not None and reader in workers.values()
-            return {**report, "verify_cost": _curve(reader) if is_curve else None}
+            notes = {row.engine: worker.note for row, worker in workers.items() if worker.note}
+            return {"rows": report_rows(list(workers), samples, peaks), "notes": notes}
 
     def _encode(self, worker: Worker, tell: Tell) -> list[Task]:
         """Prompts as token ids, with the length of each answer."""
@@ -91,17 +90,16 @@ class Run:
         texts, most = {prompt.id: prompt.text for prompt in self.prompts}, self.asked.max_new_tokens
         limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
         found = worker.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
-        kinds = {prompt.id: prompt.category for prompt in self.prompts}
-        return [
-            Task(name, kinds[name], tuple(each["ids"]), each["num_tokens"]) for name, each in found.items()
-        ]
+        pairs = [(prompt, found[prompt.id]) for prompt in self.prompts]
+        return [Task(p.id, p.category, tuple(each["ids"]), each["num_tokens"]) for p, each in pairs]
 
     def _model_options(self, row: Row, checkpoint: Checkpoint, tell: Tell) -> dict[str, Any]:
         """What a worker loads. A drafter by its name drafts its usual length at every step; only "auto"
         chooses."""
+        if row.peer == "llama.cpp":
+            return {"model": str(gguf_file(checkpoint, row.variant.removesuffix(RAW), tell))}
         if row.peer != OURS:
-            is_gguf = row.peer == "llama.cpp"
-            return {"model": str(_gguf(row, checkpoint, tell) if is_gguf else hf_folder(checkpoint, tell))}
+            return {"model": str(hf_folder(checkpoint, tell))}
         config: dict[str, Any] | str | None = None if row.method == PLAIN else AUTO
         if row.method not in (PLAIN, AUTO):
             model = {"model": self.asked.draft_model} if row.method == "draft_model" else {}
@@ -109,9 +107,7 @@ class Run:
             config = {"method": row.method, **model, "num_speculative_tokens": most}
         return {"model": self.asked.model, "dtype": row.variant, "speculative_config": config}
 
-    def _samples(
-        self, workers: dict[Row, Worker], units: Sequence[tuple[Task, ...]], tell: Tell
-    ) -> Iterator[Sample]:
+    def _samples(self, workers: dict[Row, Worker], units: list[Unit], tell: Tell) -> Iterator[Sample]:
         # The first unit of each category: enough to compile, to page weights in and to reach every kernel.
         for unit in {unit[0].category: unit for unit in reversed(units)}.values():
             for row in workers:
@@ -123,7 +119,7 @@ class Run:
                 yield self._sample(workers[row], number // len(units), row, units[number % len(units)])
                 tell(str(row), 1)
 
-    def _sample(self, worker: Worker, repeat: int, row: Row, unit: tuple[Task, ...]) -> Sample:
+    def _sample(self, worker: Worker, repeat: int, row: Row, unit: Unit) -> Sample:
         prompts = [{"ids": list(task.ids), "num_tokens": task.num_tokens} for task in unit]
         # Slower than a token a second is no answer.
         seconds = 60 + sum(task.num_tokens + 0.2 * len(task.ids) for task in unit)
@@ -135,7 +131,7 @@ class Run:
         return Sample(row, repeat, unit, answer["wall_s"], answer["answers"])
 
 
-def units_of(tasks: Sequence[Task], concurrency: int) -> list[tuple[Task, ...]]:
+def units_of(tasks: Sequence[Task], concurrency: int) -> list[Unit]:
     """What runs together: each prompt alone, or all of a category."""
     if concurrency == 1:
         return [(task,) for task in tasks]
@@ -143,23 +139,6 @@ def units_of(tasks: Sequence[Task], concurrency: int) -> list[tuple[Task, ...]]:
     for task in tasks:
         by_category.setdefault(task.category, []).append(task)
     return [tuple(group) for group in by_category.values()]
-
-
-def _curve(ours: Worker) -> dict[str, Any]:
-    seconds = ours.ask("verify_cost", sizes=CURVE_SIZES)["seconds"]
-    relative = [round(s / seconds[0], 4) for s in seconds]
-    return {"engine": ours.name, "tokens": CURVE_SIZES, "relative": relative}
-
-
-def _gguf(row: Row, checkpoint: Checkpoint, tell: Tell) -> Path:
-    return gguf_file(checkpoint, row.variant.removesuffix(RAW), tell)
-
-
-def _engine_name(row: Row, checkpoint: Checkpoint, tell: Tell) -> str:
-    """With the quantization that a GGUF file really has."""
-    if row.peer != "llama.cpp":
-        return row.engine
-    return f"llama.cpp {main_type(_gguf(row, checkpoint, tell))}" + RAW * row.is_raw
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

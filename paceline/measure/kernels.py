@@ -1,5 +1,5 @@
 """`paceline bench kernels`: products, attention and whole passes of ours, and llama.cpp's passes over as many
-tokens, each beside what the machine allows (timed.py).
+tokens, each beside what the machine allows (step.py).
 
 A product runs over all layers of the model, so that weights come from memory and not from a cache, with all
 threads inside one compiled region, each on its share of every matrix, as in cpu/forward.py.
@@ -37,7 +37,7 @@ from paceline.measure.processes import Worker, peer_worker
 from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.roofline import Deployment, Hardware, Work
 from paceline.measure.rows import PLAIN, dtypes_of, is_installed, peer_python, peer_rows
-from paceline.measure.timed import Subject, limits_json, passes_of, take_turns
+from paceline.measure.step import Subject, limits_json, passes_of, take_turns
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.timing import STRIDE, Timed

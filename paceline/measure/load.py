@@ -100,13 +100,12 @@ def due_times(num: int, rate: float, burstiness: float, seed: int) -> list[float
 class Load(NamedTuple):
     server: Endpoint
     timeout_s: float
-    stop: asyncio.Event  # set: the requests that have not ended are given up and forgotten
-    tell: Callable[[Record], None]
+    ended: Callable[[Record], object]  # called with each request's record, in the order in which they end
 
 
-async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence[float] = ()) -> list[Record]:
-    """The requests that ended, in the order in which they did. due: left out, all at once."""
-    began, records = time.perf_counter(), list[Record]()
+async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence[float] = ()) -> None:
+    """due: left out, all at once. Cancelled, it gives up the requests that have not ended."""
+    began = time.perf_counter()
     gate = asyncio.Semaphore(level.concurrency if level.concurrency is not None else len(jobs))
 
     async def one(job: Job, at: float) -> None:
@@ -115,22 +114,11 @@ async def run_level(load: Load, level: Level, jobs: Sequence[Job], due: Sequence
             sent = time.perf_counter() - began
             record = Record(job.prompt, sent if math.isinf(level.rate) else at, sent)
             await ask(load.server, load.timeout_s, job, record, began)
-        records.append(record)
-        load.tell(record)
+        load.ended(record)
 
-    times = due or [0.0] * len(jobs)
-    tasks = [asyncio.ensure_future(one(job, at)) for job, at in zip(jobs, times, strict=True)]
-    everything: asyncio.Future[Any] = asyncio.gather(*tasks)
-    stopped: asyncio.Future[Any] = asyncio.ensure_future(load.stop.wait())
-    try:
-        await asyncio.wait({everything, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if everything.done():
-            everything.result()
-    finally:
-        for task in (*tasks, stopped):
-            task.cancel()
-        await asyncio.gather(everything, stopped, return_exceptions=True)
-    return records
+    async with asyncio.TaskGroup() as group:
+        for job, at in zip(jobs, due or [0.0] * len(jobs), strict=True):
+            group.create_task(one(job, at))
 
 
 async def ask(server: Endpoint, timeout_s: float, job: Job, record: Record, began: float) -> None:
@@ -183,6 +171,7 @@ def level_report(
 ) -> dict[str, Any]:
     answered = [record for record in records if record.error is None]
     latencies = [record.latencies() for record in answered]
+    together = {name: [value for each in latencies for value in each[name]] for name in (*GOALS, "itl")}
     failures = Counter(record.error for record in records if record.error is not None)
     began = min((record.due for record in records), default=0.0)
     seconds = max((record.end for record in records), default=0.0) - began
@@ -214,14 +203,11 @@ def level_report(
         "tokens_counted_by": "server" if all(record.is_counted for record in answered) else "pieces of text",
         "peak_in_flight": peak_in_flight(records),
         "client_lag_ms": round(lag, 3),
-        **{f"{name}_ms": _spread(latencies, name, percents) for name in (*GOALS, "itl")},
+        **{f"{name}_ms": _spread(values, percents) for name, values in together.items()},
     }
 
 
-def _spread(
-    latencies: Sequence[dict[str, list[float]]], name: str, percents: Sequence[float]
-) -> Figures | None:
-    values = [value for each in latencies for value in each[name]]
+def _spread(values: list[float], percents: Sequence[float]) -> Figures | None:
     if not values:
         return None
     found = zip(percents, np.percentile(values, percents), strict=True)

@@ -23,6 +23,7 @@ from paceline.measure.results import Tell
 from paceline.measure.rows import FILE_AS_IS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SAME_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "sliding_window")
 
 
 def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
@@ -126,19 +127,15 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "architectures": [f"{config.family.capitalize()}ForCausalLM"],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **{name: getattr(config, name) for name in SAME_NAMES},
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "max_position_embeddings": config.max_context,
         "rms_norm_eps": config.rms_eps,
         "rope_theta": config.rope.theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
         "tie_word_embeddings": config.tie_embeddings,
-        "sliding_window": config.sliding_window,
         "use_sliding_window": False,
         "hidden_act": "silu",
         "bos_token_id": checkpoint.bos_id,

@@ -71,7 +71,7 @@ class Compare(Report):
     max_new_tokens: int = option(128, MAIN, TOKENS_HELP, min=1)
     repeats: int = option(3, MAIN, "Timed runs of every prompt; medians are reported.", min=1)
     concurrency: int = option(1, MAIN, "Above 1, that many prompts of a task run together.", min=1)
-    plot: Path | None = option(None, MAIN, "Draw speedups, verify cost and acceptance into this folder.")
+    plot: Path | None = option(None, MAIN, "Draw speedups and acceptance into this folder.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,17 +129,17 @@ class Step(Loaded):
     requests: int = option(1, MAIN, "Requests in the pass.", min=1)
     contexts: str = option("512", MAIN, "Cached tokens that each row sees, separated by commas.")
     repeats: int = option(15, MAIN, "Timed passes of each shape; medians are reported.", min=1)
+    plot: Path | None = option(None, MAIN, "Also draw what checking more tokens costs into this folder.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Report):
     """Time passes and kernels with 1 to 32 tokens, and say how far they are from the machine's limits.
 
-    Limits are measured in the same run: reading memory, int8 dot products, float32 multiply-adds. A pass
-    computes the logits of all its tokens, as checking a draft does; llama.cpp's are timed by its own clock
-    while it reads prompts whose beginning it has cached, and compute the last token's only. A product runs
-    over all layers of the model, so that its weights come from memory. Attention is what a pass takes longer
-    over the context than over none. A prompt of 512 tokens is timed as well.
+    Limits are measured in the same run. A pass computes the logits of all its tokens; llama.cpp's are timed
+    by its own clock while it reads prompts whose beginning it has cached, and compute the last token's only.
+    A product runs over all layers, so that its weights come from memory. Attention is what a pass takes
+    longer over the context than over none. A prompt of 512 tokens is timed as well.
     """
 
     model: str = same("model")
@@ -166,10 +166,10 @@ class Serve(Report):
     """Put load on a running server and tell its latencies, throughput and goodput.
 
     Requests are sent when they are due (Poisson arrivals at each rate in turn), whether or not earlier ones
-    have been answered. With --max-concurrency alone, that many are always in flight. Any server with OpenAI's
-    protocol can be measured; where it lets /metrics be read, speculation is reported as well. Ctrl-C ends the
-    load and reports what was measured. With --peers `paceline serve` and llama.cpp's server are started and
-    take turns under the same load; exit status 1 if ours is behind at any level or a request fails.
+    have been answered; with --max-concurrency alone, that many are always in flight. Any server with OpenAI's
+    protocol can be measured. Ctrl-C ends the load and reports what was measured. With --peers `paceline
+    serve` and llama.cpp's server are started and take turns under the same load; exit status 1 if ours is
+    behind at any level or a request fails.
 
     Examples:
 
@@ -263,10 +263,9 @@ class Tune(Loaded):
 class Paper:
     """Work out on paper what drafting could gain.
 
-    A pass reads all weights once, however many tokens it checks, and multiplies for each of them. While
+    A pass reads all weights once, however many tokens it checks, and multiplies for each of them: while
     reading takes longer, tokens are checked for free. From that follow the price of a draft, the best K for
-    each chance α of a drafted token, and the α from which it pays. --alpha and -k may be repeated: they are
-    the rows and columns of the table.
+    each chance α of a drafted token, and the α from which it pays. --alpha and -k may be repeated.
 
     Examples:
 

@@ -86,14 +86,12 @@ def _machine(asked: Paper) -> Hardware:
     if name not in (*HARDWARE, THIS):
         remedy = f"{nearest(name, [*HARDWARE, THIS])}, or give --bandwidth, --flops and --memory"
         raise ConfigError(f"--hardware is {name!r}; {remedy}")
-    if not missing:
-        machine = Hardware("given", 0, 0, 0, 0)
-    elif name == THIS:
+    if name == THIS and missing:
         from paceline.measure.limits import measure
 
         machine = measure()
     else:
-        machine = HARDWARE[name]
+        machine = HARDWARE.get(name, Hardware("given", 0, 0, 0, 0))
     if asked.bandwidth is not None:
         machine = replace(machine, bandwidth=asked.bandwidth * roofline.GB)
     if asked.flops is not None:
@@ -101,7 +99,7 @@ def _machine(asked: Paper) -> Hardware:
         machine = replace(machine, half_flops=flops, float_flops=flops, int8_flops=None)
     if asked.memory is not None:
         machine = replace(machine, memory=asked.memory * roofline.GB)
-    is_changed = 0 < len(missing) < len(given)
+    is_changed = asked.hardware is not None and len(missing) < len(given)
     return replace(machine, name=f"{machine.name}, changed") if is_changed else machine
 
 

@@ -97,14 +97,13 @@ def _speedup(figure: Figure, report: Report) -> None:
 
 
 def _verify_cost(figure: Figure, report: Report) -> None:
-    curve = report["verify_cost"]
-    if curve is None:
-        return
-    axes, tokens, relative = figure.add_subplot(), curve["tokens"], curve["relative"]
-    labels = "tokens checked in one pass", "time relative to one token"
-    _lines(axes, {curve["engine"]: (tokens, relative)}, labels)
-    axes.plot(tokens, tokens, color="gray", linestyle=":", label="one pass a token")
-    axes.set_ylim(0, 1.2 * max(relative))  # one pass a token would be far above
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for row in (row for row in report["rows"] if row["ratio"] is not None):
+        rows, ratios = lines.setdefault(f"{row['dtype']}, {row['context']} tokens cached", ([], []))
+        rows.append(row["rows"])
+        ratios.append(row["ratio"])
+    if lines:
+        _lines(figure.add_subplot(), lines, ("tokens checked in one pass", "time relative to the first"))
 
 
 def _acceptance(figure: Figure, report: Report) -> None:
@@ -189,7 +188,8 @@ def _tuned(figure: Figure, report: Report) -> None:
 
 
 PICTURES: dict[str, dict[str, Picture]] = {
-    "compare": {"speedup.png": _speedup, "verify_cost.png": _verify_cost, "acceptance.png": _acceptance},
+    "compare": {"speedup.png": _speedup, "acceptance.png": _acceptance},
+    "step": {"verify_cost.png": _verify_cost},
     "batch": {"concurrency_{device}.png": _batch},
     "serve": {"latency.png": _latency, "throughput.png": _throughput, "ttft.png": _first_tokens},
     "plan": {"": _planned},

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from paceline.measure.results import OVERALL, Table, cell
 from paceline.measure.rows import PLAIN, Row
 
-NO_NAMES: Mapping[Row, str] = {}
 # ids or text, num_tokens, first_s, total_s, num_steps, num_drafted, num_accepted; drafted_at, accepted_at
 Answer = dict[str, Any]
 Records = list[dict[str, Any]]  # of a report, one for each row and task
@@ -29,12 +28,15 @@ class Task(NamedTuple):
     num_tokens: int
 
 
+Unit = tuple[Task, ...]  # run together: one prompt, or with concurrency all of a category
+
+
 class Sample(NamedTuple):
     """One unit, run once by one row."""
 
     row: Row
     repeat: int
-    unit: tuple[Task, ...]  # run together: one prompt, or with concurrency all of a category
+    unit: Unit
     wall_s: float
     answers: Sequence[Answer]
 
@@ -49,14 +51,8 @@ class Sample(NamedTuple):
         return float(max(answer["total_s"] for answer in self.answers) - first)
 
 
-def report_rows(
-    rows: Sequence[Row],
-    samples: Sequence[Sample],
-    peaks: Mapping[Row, Any],
-    names: Mapping[Row, str] = NO_NAMES,
-) -> Records:
-    """One record for each row and category, and one for each row over all. `peaks`: megabytes of memory;
-    `names`: better ones for engines."""
+def report_rows(rows: Sequence[Row], samples: Sequence[Sample], peaks: Mapping[Row, Any]) -> Records:
+    """One record for each row and category, and one for each row over all. `peaks`: megabytes of memory."""
     categories = list(dict.fromkeys(sample.unit[0].category for sample in samples))
     records = []
     for row in rows:
@@ -64,7 +60,7 @@ def report_rows(
             found = [each for each in samples if category in (OVERALL, each.unit[0].category)]
             mine = [sample for sample in found if sample.row == row]
             plain = [sample for sample in found if sample.row == row._replace(method=PLAIN)]
-            labels = {"engine": names.get(row, row.engine), "method": row.method, "task": category}
+            labels = {"engine": row.engine, "method": row.method, "task": category}
             records.append({**labels, **_record(mine, plain), "peak_mb": peaks.get(row)})
     return records
 

@@ -6,13 +6,11 @@ interrupted level is marked, and its unfinished requests are not in it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +43,8 @@ had read before; τ, α: tokens a draft led to and share of drafted tokens accep
 
 
 class Run:
+    is_interrupted = False
+
     def __init__(self, asked: Serve) -> None:
         if asked.endpoint not in (CHAT, COMPLETIONS):
             raise ConfigError(f"--endpoint is {asked.endpoint!r}; use {CHAT} or {COMPLETIONS}")
@@ -71,29 +71,38 @@ class Run:
         return self.turns.report(tell) if self.asked.peers is not None else asyncio.run(self._report(tell))
 
     async def _report(self, tell: Tell) -> dict[str, Any]:
-        asked, stop = self.asked, asyncio.Event()
-        with _on_interrupt(stop):
-            model = asked.model or await _first_model(self.server)
-            chosen = random.Random(asked.seed).sample(self.prompts, len(self.prompts))
-            jobs = [load.job_of(asked, model, self.extra, prompt) for prompt in chosen]
-            await self._warm_up(jobs, stop, tell)
-            levels = []
-            for number, level in enumerate(self.levels):
-                if stop.is_set():
-                    break
-                taken = number * asked.num_prompts  # a longer run begins again at the first
-                mine = [jobs[(taken + i) % len(jobs)] for i in range(asked.num_prompts)]
-                levels.append(await self._level(level, mine, stop, tell))
+        asked, task = self.asked, asyncio.current_task()
+        if threading.current_thread() is threading.main_thread() and task is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+        model = asked.model or await _first_model(self.server)
+        chosen = random.Random(asked.seed).sample(self.prompts, len(self.prompts))
+        jobs = [load.job_of(asked, model, self.extra, prompt) for prompt in chosen]
+        await self._warm_up(jobs, tell)
+        levels = []
+        for number, level in enumerate(self.levels):
+            taken = number * asked.num_prompts  # a longer run begins again at the first
+            mine = [jobs[(taken + i) % len(jobs)] for i in range(asked.num_prompts)]
+            levels.append(await self._level(level, mine, tell))
+            if self.is_interrupted:
+                break
         report = {name: getattr(asked, name) for name in ("endpoint", "seed", "max_new_tokens")}
         report |= {"model": model, "prompts": len(jobs), "goals_ms": self.goals}
-        return {**report, "is_interrupted": stop.is_set(), "levels": levels}
+        return {**report, "is_interrupted": self.is_interrupted, "levels": levels}
 
-    async def _level(self, level: Level, jobs: list[Job], stop: asyncio.Event, tell: Tell) -> dict[str, Any]:
+    async def _level(self, level: Level, jobs: list[Job], tell: Tell) -> dict[str, Any]:
+        records = list[Record]()
+
+        def ended(record: Record) -> None:
+            records.append(record)
+            tell(str(level), 1)
+
         tell(str(level), 0)
         before = await self._metrics()
         due = load.due_times(len(jobs), level.rate, self.asked.burstiness, self.asked.seed)
-        given = Load(self.server, self.asked.timeout, stop, lambda record: tell(str(level), 1))
-        records = await run_level(given, level, jobs, due)
+        try:
+            await run_level(Load(self.server, self.asked.timeout, ended), level, jobs, due)
+        except asyncio.CancelledError:
+            self.is_interrupted = True
         report = load.level_report(level, records, len(jobs), self.percents, self.goals)
         drafting = load.difference(before, await self._metrics())
         requests = [load.record_json(record) for record in sorted(records, key=lambda record: record.due)]
@@ -105,17 +114,16 @@ class Run:
         except (Refused, ValueError):
             return {}
 
-    async def _warm_up(self, jobs: list[Job], stop: asyncio.Event, tell: Tell) -> None:
+    async def _warm_up(self, jobs: list[Job], tell: Tell) -> None:
         """Untimed. A server that refuses these would refuse all, so the reason is told at once."""
-
-        def check(record: Record) -> None:
+        records = list[Record]()
+        given = Load(self.server, self.asked.timeout, records.append)
+        for i in range(self.asked.num_warmups):
+            await run_level(given, Level(math.inf, 1), [jobs[-1 - i % len(jobs)]])
             tell("warming up", 1)
-            if record.error is not None:
+            if (why := records[-1].error) is not None:
                 remedy = "mend that, or give --num-warmups 0"
-                raise RequestError(f"the server refused a request of the warm-up ({record.error}); {remedy}")
-
-        mine = [jobs[-1 - i % len(jobs)] for i in range(self.asked.num_warmups)]
-        await run_level(Load(self.server, self.asked.timeout, stop, check), Level(math.inf, 1), mine)
+                raise RequestError(f"the server refused a request of the warm-up ({why}); {remedy}")
 
 
 def _levels(asked: Serve) -> list[Level]:
@@ -153,21 +161,6 @@ async def _first_model(server: Endpoint) -> str:
         raise ConfigError(f"{where} does not answer ({error}); {remedy}") from None
     except (ValueError, KeyError, IndexError, TypeError):
         raise ConfigError("the server's /v1/models names no model; give --model") from None
-
-
-@contextlib.contextmanager
-def _on_interrupt(stop: asyncio.Event) -> Iterator[None]:
-    """Ctrl-C sets `stop`. A second one comes too late to matter: what is left is closing connections."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGINT, stop.set)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, before)
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

@@ -115,12 +115,8 @@ class Run:
 
     def __init__(self, asked: Tune) -> None:
         if "hybrid" in asked.methods:
-            raise ConfigError(
-                "--methods holds 'hybrid'; name its drafters one by one, each is measured alone"
-            )
-        methods = names_of(
-            "--methods", asked.methods, [name for name in registry.DRAFTERS if name != "hybrid"]
-        )
+            raise ConfigError("--methods holds 'hybrid'; name its drafters one by one, to be measured alone")
+        methods = names_of("--methods", asked.methods, [*registry.DRAFTERS])
         if "draft_model" in methods and asked.draft_model is None:
             raise ConfigError("--methods holds 'draft_model'; name the smaller model with --draft-model")
         for k in asked.k:
@@ -190,10 +186,9 @@ class Run:
             tell(f"loading {name}", 0)
             for k in reversed(lengths):
                 known = self.clocked.get(name)
-                if known is None or known.is_free:
+                drafter: Any = known.drafter if known is not None else None
+                if drafter is None or drafter.is_free:
                     drafter = drafter_of(self.llm, self._options(name, k))
-                else:
-                    drafter = known.drafter
                 if known is None:
                     drafter = self.clocked[name] = Clocked(drafter)
                 made[f"{name}/{k}"] = engine_with(self.llm, drafter, k)
@@ -237,13 +232,11 @@ class Run:
         prices = prices._replace(asking=median(asking or [0.0]))
         line = [predict(Counter(stats.lengths), stats.accepted_at, k, prices) for k in range(lengths[-1] + 1)]
         rows = [{**line[k], "measured": self._speedup(f"{name}/{k}")} for k in lengths]
-        parents = [*stats.drafted_at[:1], *stats.accepted_at]
-        reached = [min(d, p) for d, p in zip(stats.drafted_at, parents, strict=False)]
+        # by depth from 1 on: how often a token was right where one was drafted after tokens that were
+        drafted_at, right_at = stats.drafted_at, stats.accepted_at
+        reached = [min(d, p) for d, p in zip(drafted_at, [*drafted_at[:1], *right_at], strict=False)]
         return {
-            # by depth from 1 on: how often a token was right where one was drafted after tokens that were
-            "acceptance_by_depth": [
-                a / n if n else 0.0 for a, n in zip(stats.accepted_at, reached, strict=True)
-            ],
+            "acceptance_by_depth": [a / n if n else 0.0 for a, n in zip(right_at, reached, strict=True)],
             ("ask_seconds" if is_free else "token_seconds"): prices.asking,
             "lengths": rows,
             "best_k": max(rows, key=lambda row: row["measured"] or 0.0)["k"],

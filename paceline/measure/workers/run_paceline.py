@@ -1,7 +1,6 @@
 """Paceline itself as a worker, loaded and timed like every peer.
 
-Besides `generate` it reads the prompts for all (`encode`: token ids, and each answer's natural length) and
-measures what a pass over several tokens costs (`verify_cost`).
+Besides `generate` it reads the prompts for all (`encode`: token ids, and each answer's natural length).
 """
 
 from __future__ import annotations
@@ -10,15 +9,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from paceline import LLM, RequestError, SamplingParams
 from paceline.drafters.suffix import Suffix
 from paceline.measure.engines import answer, ids_of
-from paceline.runtime.timing import Timed
-
-CONTEXT, TIMED = 256, 7  # cached tokens a measured pass sees; passes of each width, whose median counts
 
 
 def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
@@ -26,7 +21,7 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
     # no prefix caching: every repeat reads its prompt anew
     limits = {"max_num_seqs": options["in_flight"], "enable_prefix_caching": False, "progress": False}
     worker = Worker(LLM(options["model"], **chosen, **limits))
-    return {"generate": worker.generate, "encode": worker.encode, "verify_cost": worker.verify_cost}
+    return {"generate": worker.generate, "encode": worker.encode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +67,3 @@ class Worker:
             length = min(max(len(result.token_ids), min_tokens), max_tokens, room)
             found[name] = {"ids": ids, "num_tokens": length}
         return {"prompts": found}
-
-    def verify_cost(self, sizes: list[int]) -> dict[str, Any]:
-        """Median seconds of one pass over each number of tokens, all logits wanted, after a cached
-        context."""
-        passes = Timed(self.llm.engine.executor, CONTEXT + max(sizes))
-        context = min(CONTEXT, passes.room - max(sizes))
-        times = [[passes.seconds(size, context) for size in sizes] for _ in range(TIMED + 1)]
-        passes.free()
-        return {"seconds": [median(column) for column in zip(*times[1:], strict=True)]}
