@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import prange, types
-from numba.extending import intrinsic
 
 from paceline.cpu.dots import WIDTH, dot
 from paceline.cpu.features import VARIANT
-from paceline.cpu.lanes import INT32, LANES, Emitter, bytes_, floats
+from paceline.cpu.lanes import INT32, LANES, Emitter, bytes_, floats, instruction
 from paceline.cpu.sync import num_threads
 from paceline.measure.roofline import THIS, Hardware
 
@@ -35,78 +34,70 @@ RUNS = 15
 COPIED_BYTES, SIDE = 2**31, 8192  # on a GPU
 
 
-def _over_threads(body: Callable[[Emitter, Any], tuple[list[Any], Callable[[Any], None]]]) -> Any:
-    """A kernel (at, stride, turns, out, threads): in each thread a loop over its share of the memory at `at`.
-
-    body: with an address, makes the loop's sums and returns them with what one turn does to them. A mixture
-    of all sums is the result, so that no turn can be left out."""
-
-    @intrinsic
-    def loop(_context: Any, at: Any, turns: Any) -> Any:
-        def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            emit = Emitter(builder)
-            slots, turn_of = body(emit, arguments[0])
-            with emit.loop(arguments[1]) as turn:
-                turn_of(turn)
-            sums = [builder.load(slot) for slot in slots]
-            whole = ir.VectorType(INT32, sums[0].type.count)  # all have lanes of 32 bits
-            mixed = reduce(builder.xor, [builder.bitcast(each, whole) for each in sums])
-            lanes = [builder.extract_element(mixed, ir.Constant(INT32, i)) for i in range(whole.count)]
-            return reduce(builder.xor, lanes)
-
-        return types.int32(types.int64, types.int64), generate
+def _over_threads(loop: Any) -> Any:
+    """A kernel that runs the loop in each thread, over its share of the memory at `at`."""
 
     # Not kept on disk as the kernels of cpu/ are: they compile in a second or two and are run once.
     @numba.njit(nogil=True, error_model="numpy", parallel=True)
     def run(at, stride, turns, out, threads):  # type: ignore[no-untyped-def]
         for part in prange(threads):
-            out[part] = loop(at + part * stride, turns)
+            out[part] = loop(at + np.int64(part) * stride, turns)
 
     return run
 
 
-def _reading(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
-    """LINES_A_TURN lines a turn, in order."""
-    kind = ir.VectorType(INT32, LINE // 4)
-    mixed = [emit.variable(kind([0] * kind.count)) for _ in range(LINES_A_TURN)]
+def _mixture(builder: Any, slots: list[Any]) -> Any:
+    """One number of all sums, which have lanes of 32 bits: a loop returns it, so that no turn is left out."""
+    sums = [builder.load(slot) for slot in slots]
+    whole = ir.VectorType(INT32, sums[0].type.count)
+    mixed = reduce(builder.xor, [builder.bitcast(each, whole) for each in sums])
+    lanes = [builder.extract_element(mixed, ir.Constant(INT32, i)) for i in range(whole.count)]
+    return reduce(builder.xor, lanes)
 
-    def turn_of(turn: Any) -> None:
+
+@instruction(types.int32)
+def _reading(emit: Emitter, at: Any, turns: Any) -> Any:
+    """LINES_A_TURN lines a turn, in order."""
+    builder, kind = emit.builder, ir.VectorType(INT32, LINE // 4)
+    mixed = [emit.variable(kind([0] * kind.count)) for _ in range(LINES_A_TURN)]
+    with emit.loop(turns) as turn:
         here = emit.offset(at, emit.times(turn, LINE * LINES_A_TURN))
         for i, slot in enumerate(mixed):
             line = emit.load(emit.offset(here, LINE * i), kind)
-            emit.builder.store(emit.builder.xor(emit.builder.load(slot), line), slot)
+            builder.store(builder.xor(builder.load(slot), line), slot)
+    return _mixture(builder, mixed)
 
-    return mixed, turn_of
 
-
-def _dots(emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
+@instruction(types.int32)
+def _dots(emit: Emitter, at: Any, turns: Any) -> Any:
     """WEIGHTS * INPUTS integer dot products a turn."""
     builder, kind, ints = emit.builder, bytes_(4 * WIDTH), ir.VectorType(INT32, WIDTH)
     operands = [emit.load(emit.offset(at, LINE * i), kind) for i in range(WEIGHTS + INPUTS)]
     weights, inputs = [emit.variable(each) for each in operands[:WEIGHTS]], operands[WEIGHTS:]
     sums = [[emit.variable(ints([0] * WIDTH)) for _ in inputs] for _ in weights]
-
-    def turn_of(_turn: Any) -> None:
+    with emit.loop(turns):
         for weight, its_sums in zip(weights, sums, strict=True):
             now = builder.load(weight)
             for slot, each in zip(its_sums, inputs, strict=True):
                 builder.store(dot(emit, builder.load(slot), now, each), slot)
             if VARIANT == "plain":  # products of what does not change would be moved out of the loop
                 builder.store(builder.add(now, kind([1] * kind.count)), weight)
+    return _mixture(builder, [slot for its_sums in sums for slot in its_sums])
 
-    return [slot for its_sums in sums for slot in its_sums], turn_of
 
-
-def _multiply_adds(count: int, emit: Emitter, at: Any) -> tuple[list[Any], Callable[[Any], None]]:
+def _multiply_adds(count: int) -> Any:
     """`count` sums of sixteen lanes, one multiply-add each a turn."""
-    weight, each = (emit.load(emit.offset(at, LINE * i), floats(LANES)) for i in range(2))
-    sums = [emit.variable(emit.constant(float(i), LANES)) for i in range(count)]
 
-    def turn_of(_turn: Any) -> None:
-        for slot in sums:
-            emit.accumulate(slot, weight, each)
+    @instruction(types.int32)
+    def loop(emit: Emitter, at: Any, turns: Any) -> Any:
+        weight, each = (emit.load(emit.offset(at, LINE * i), floats(LANES)) for i in range(2))
+        sums = [emit.variable(emit.constant(float(i), LANES)) for i in range(count)]
+        with emit.loop(turns):
+            for slot in sums:
+                emit.accumulate(slot, weight, each)
+        return _mixture(emit.builder, sums)
 
-    return sums, turn_of
+    return loop
 
 
 def measure() -> Hardware:
@@ -121,7 +112,7 @@ def measure() -> Hardware:
     # A multiply-add is two operations.
     turns = 2.0 * threads * TURNS
     ints = turns * WEIGHTS * INPUTS * 4 * WIDTH / _fastest(lambda: multiply(small, 0, TURNS, out, threads))
-    adds = {count: _over_threads(partial(_multiply_adds, count)) for count in FLOAT_SUMS}
+    adds = {count: _over_threads(_multiply_adds(count)) for count in FLOAT_SUMS}
     times = {n: _fastest(partial(add, small, 0, TURNS, out, threads)) for n, add in adds.items()}
     floating = max(turns * LANES * n / seconds for n, seconds in times.items())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -130,28 +121,22 @@ def measure() -> Hardware:
 
 def of_device(device: torch.device) -> Hardware:
     """A GPU: bytes that a copy reads and writes, operations of products of large matrices."""
-
-    def rate(amount: float, run: Callable[[], object]) -> float:
-        def waited() -> None:
-            run()
-            torch.accelerator.synchronize()
-
-        return amount / _fastest(waited)
-
+    wait, rates = torch.accelerator.synchronize, []
+    for dtype in (torch.bfloat16, torch.float32):
+        square = torch.randn((SIDE, SIDE), device=device, dtype=dtype)
+        rates.append(2 * SIDE**3 / _fastest(partial(torch.matmul, square, square), wait))
     source, target = (torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    half, single = (
-        torch.randn((SIDE, SIDE), device=device, dtype=d) for d in (torch.bfloat16, torch.float32)
-    )
-    flops = [rate(2 * SIDE**3, partial(torch.matmul, each, each)) for each in (half, single)]
+    bandwidth = 2 * COPIED_BYTES / _fastest(partial(target.copy_, source), wait)
     memory = float(torch.get_device_module(device).get_device_properties(device).total_memory)
-    return Hardware(THIS, rate(2 * COPIED_BYTES, partial(target.copy_, source)), flops[0], flops[1], memory)
+    return Hardware(THIS, bandwidth, rates[0], rates[1], memory)
 
 
-def _fastest(run: Callable[[], object]) -> float:
+def _fastest(run: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
     """Seconds of the fastest run after a first one, which compiles."""
     times = []
     for _ in range(RUNS + 1):
         started = time.perf_counter()
         run()
+        wait()
         times.append(time.perf_counter() - started)
     return min(times[1:])
