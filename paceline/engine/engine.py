@@ -192,7 +192,7 @@ class Engine:
         for number, asks in enumerate(plan.asks):
             asks = [(i, min(count, scheduled[i].num_lookahead_tokens)) for i, count in asks]
             asks = [(i, count) for i, count in asks if count]
-            asks = self.policy.replan(number, asks, scheduled, answers) if asks and answers else asks
+            asks = self.policy.replan(number, asks, scheduled, answers, False) if asks and answers else asks
             burst = self._launch_head_burst(scheduled, number, asks) if asks else None
             if burst is not None:
                 return burst
@@ -343,7 +343,7 @@ class Engine:
         for number, drafter in enumerate(self.policy.drafters):
             if number != pending.head and drafter.is_free:
                 self._ask(number, asks, pending.scheduled, answers, 0.0)
-        wanted = self.policy.replan(pending.head, asks, pending.scheduled, answers, is_running=True)
+        wanted = self.policy.replan(pending.head, asks, pending.scheduled, answers, True)
         return len(wanted) == len(asks)
 
     def _land(self, record: StepRecord) -> list[Emission]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from paceline.engine.policy.cost import Median
 
-CREDIT, MOST_CREDIT = 2.0, 8.0  # plain steps that may be lost: at first, and at most
+CREDIT, MOST_CREDIT = 1.0, 8.0  # plain steps that may be lost: at first, and at most
 FIRST_OFF, MOST_OFF = 16, 1024  # plain steps until the next trial
 NUM_PLAIN = 2  # plain steps before the first trial: without them there is nothing to compare with
 
