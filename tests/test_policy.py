@@ -69,10 +69,11 @@ def test_what_is_between_is_never_slower_and_near_the_best_fixed_length(
     fixed = []
     for k in (0, 1, 2, 3, 4, 8):
         one = World(FixedPolicy(Skilled(sometimes(share), None, cost, is_free=is_free), k), TABLES[table])
-        one.run(1, 400)
+        for _ in range(5):
+            one.run(1, 200)
         fixed.append(one.speed())
     assert world.speed() >= 0.98
-    assert world.speed() >= 0.95 * max(fixed)
+    assert world.speed() >= 0.98 * max(fixed)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 4, 8, 16, 32])

@@ -1,28 +1,25 @@
-"""Chooses each step which drafters to ask, for how much, and which drafted nodes the target checks. No
-tensors, no clock.
+"""Chooses which drafters to ask, for how much, and which drafted nodes the target checks. No tensors, no clock.
 
 With measured t(rows, context), calibrated acceptance and drafting time counted, it checks the nodes that
 maximise expected tokens over expected time; per batch size, a switch compares what was measured with plain
-decoding and backs off while it loses. Invariant: a sampled token never decides whether it is itself checked:
-a draft with q is as long as was asked for and checked whole. Else a policy could change the text.
+decoding and backs off while it loses. Invariant: a sampled token never decides whether it is itself checked,
+which could change the text: a draft with q is as long as was asked for and checked whole.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from paceline.core.types import Answers, Draft, Request
 from paceline.core.weigh import NUM_CELLS, SURE, best_count
 from paceline.drafters.base import Drafter
 from paceline.engine.policy.base import Asks, Plan, Policy, Step
-from paceline.engine.policy.calibration import Answer, Calibration, Factor, JoinedTree
+from paceline.engine.policy.calibration import Answer, Calibration, Factor, joined
 from paceline.engine.policy.cost import CostTable, Load
 from paceline.engine.policy.switch import FIRST_OFF, Switch
 from paceline.heads.rows import BurstWeights
-
-if TYPE_CHECKING:
-    from paceline.runtime.record import StepRecord
+from paceline.runtime.record import StepRecord
 
 HEAD_SHARE = 1 / 8  # of a pass: what a draft of one node takes until it is measured
 MOST_PROMPT_ROWS = 1024  # beside more, a pass is bound by arithmetic and nothing is drafted
@@ -62,7 +59,8 @@ class AutoPolicy(Policy):
         self._most_requests = most_requests
         guess = (HEAD_SHARE * costs.pass_seconds(1), ())
         self._known = [Known(*(known or {}).get(drafter.name, guess)) for drafter in self.drafters]
-        self._factors: dict[str, list[Factor]] = {}  # by request: one a drafter
+        # by request: one a drafter
+        self._factors: dict[str, list[Factor]] = defaultdict(lambda: [Factor() for _ in self.drafters])
         self._switches: dict[int, Switch] = {}  # by requests that speak
         self._load = Load.of((), costs, most_nodes)
         self._weighed: dict[int, list[Answer]] = {}  # of this step, by scheduled request
@@ -98,14 +96,13 @@ class AutoPolicy(Policy):
 
     def _expected(self, number: int, request: Request, limit: int) -> tuple[int, float]:
         """Of a draft by a model, before it is made: how many nodes pay, and the seconds they should save."""
-        known, load = self._known[number], self._load
-        added = load.added(limit, known.seconds(load.speaking).base(limit))
-        survival = known.calibration.survival(self._factor(number, request).value, limit)
-        return self._best(survival, added)
+        known = self._known[number]
+        survival = known.calibration.survival(self._factors[request.id][number].value, limit)
+        return self._best(survival, known.seconds(self._load.speaking).base(limit))
 
-    def _best(self, scores: Sequence[float], added: Sequence[float]) -> tuple[int, float]:
+    def _best(self, scores: Sequence[float], drafting: Sequence[float] = ()) -> tuple[int, float]:
         """How many nodes pay, best first, and the seconds that checking them should save."""
-        load = self._load
+        load, added = self._load, self._load.added(len(scores), drafting)
         count, gained = best_count(scores, len(scores), load.speaking, load.seconds, added)
         return count, gained * load.token_seconds - added[count]
 
@@ -114,11 +111,6 @@ class AutoPolicy(Policy):
         models = [known for d, known in zip(self.drafters, self._known, strict=True) if not d.is_free]
         two = [load.added(2, known.seconds(load.speaking).base(2)) for known in models] or [load.added(2)]
         return min(STOP_GAIN * min(added[2] - added[1] for added in two) / load.token_seconds, SURE)
-
-    def _factor(self, number: int, request: Request) -> Factor:
-        if request.id not in self._factors:
-            self._factors[request.id] = [Factor() for _ in self.drafters]
-        return self._factors[request.id][number]
 
     def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_running: bool) -> Asks:
         """For which requests it still pays to ask a model, now that others have answered. A sampled draft
@@ -131,7 +123,8 @@ class AutoPolicy(Policy):
             request = scheduled[index].request
             others = [a for a in self._weigh(index, request, answers.get(index, ())) if a.number != number]
             promised = self._expected(number, request, count)[1] + restart if others else 0.0
-            if not any(a.draft.q is not None or self._worth(a) > promised for a in others):
+            worth = (self._best(sorted(a.scores[1:], reverse=True))[1] for a in others)
+            if not any(a.draft.q is not None for a in others) and promised >= max(worth, default=0.0):
                 kept.append((index, count))
         return kept
 
@@ -139,30 +132,23 @@ class AutoPolicy(Policy):
         """The drafts of one request with their scores; each is weighed once a step."""
         weighed = self._weighed.setdefault(index, [])
         for number, draft in drafts[len(weighed) :]:
-            calibration, factor = self._known[number].calibration, self._factor(number, request)
+            calibration, factor = self._known[number].calibration, self._factors[request.id][number]
             weighed.append(Answer(number, draft, calibration, factor))
         return weighed
 
-    def _worth(self, answer: Answer) -> float:
-        """Seconds that checking the best of a draft should save."""
-        scores = sorted(answer.scores[1:], reverse=True)
-        return self._best(scores, self._load.added(len(scores)))[1]
-
     def choose(self, scheduled: Step, answers: Answers) -> dict[int, Draft]:
-        """Of all drafted nodes of all requests, those with which the batch is expected to emit most tokens a
-        second. Sampled drafts are checked whole.
-        """
+        """Of all drafted nodes, those with which the batch should emit most tokens a second."""
         trees, chosen = {}, {}
         for index, drafts in answers.items():
             sampled = next((draft for _, draft in drafts if draft.q is not None), None)
-            if sampled is not None:  # it stands alone
+            if sampled is not None:  # it stands alone and is checked whole
                 chosen[index] = sampled
             else:
-                trees[index] = JoinedTree(self._weigh(index, scheduled[index].request, drafts))
+                trees[index] = joined(self._weigh(index, scheduled[index].request, drafts))
         pool = sorted(
-            (-tree.scores[node], index, node)
-            for index, tree in trees.items()
-            for node in (range(1, len(tree.scores)) if self.has_trees else tree.best_chain())
+            (-scores[node], index, node)
+            for index, (draft, scores) in trees.items()
+            for node in (range(1, len(scores)) if self.has_trees else draft.tree.best_path(scores)[1:])
         )
         room, nodes = {index: scheduled[index].num_lookahead_tokens for index in trees}, []
         for score, index, node in pool:
@@ -176,12 +162,12 @@ class AutoPolicy(Policy):
         kept: dict[int, list[int]] = {}
         for _, index, node in nodes[:count]:
             kept.setdefault(index, []).append(node)
-        return chosen | {index: trees[index].cut(sorted(some)) for index, some in kept.items()}
+        return chosen | {index: trees[index][0].cut([0, *sorted(some)]) for index, some in kept.items()}
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
         unknown = ([-1.0] * NUM_CELLS, 1.0)
         own, other = (
-            unknown if n is None else (self._known[n].calibration.rates, self._factor(n, request).value)
+            unknown if n is None else (self._known[n].calibration.rates, self._factors[request.id][n].value)
             for n in (head, matcher)
         )
         promised = 0.0 if head is None else self._expected(head, request, length)[1]

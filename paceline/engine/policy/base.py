@@ -7,15 +7,13 @@ Invariant: a policy decides time, never text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from paceline.core.types import Answers, Draft, Request, ScheduledRequest
 from paceline.core.weigh import NUM_CELLS
 from paceline.drafters.base import Drafter
 from paceline.heads.rows import BurstWeights
-
-if TYPE_CHECKING:
-    from paceline.runtime.record import StepRecord
+from paceline.runtime.record import StepRecord
 
 Step = Sequence[ScheduledRequest]
 Asks = list[tuple[int, int]]  # (index of the scheduled request, most nodes)
@@ -38,19 +36,17 @@ class Plan(NamedTuple):
         return found
 
 
-class Policy:
+class Policy(Protocol):
     drafters: tuple[Drafter, ...]  # in the order in which they are asked
 
     def plan(self, scheduled: Step) -> Plan:
         """Which drafters to ask in this step, for how much."""
-        raise NotImplementedError
 
     def choose(self, scheduled: Step, answers: Answers) -> Mapping[int, Draft]:
         """By scheduled request: what the target checks of all that was drafted."""
-        raise NotImplementedError
 
     def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_running: bool) -> Asks:
-        """What still pays to ask a drafter now that others have answered; is_running: it drafts in a burst."""
+        """What still pays to ask a drafter now that others have answered; is_running: in a burst."""
         return asks
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from paceline.core import weigh
 from paceline.core.tree import Tree, join
 from paceline.core.types import Draft, Verdict
+from paceline.core.weigh import AGREED, ALONE, CONTRADICTED
 
 TRUST = 2.0  # observations that a claim is worth, or a rate that was measured elsewhere
 MEMORY = 0.99  # of a count, from one observation in its cell to the next
@@ -77,33 +78,25 @@ class Factor:
 class Answer:
     """One drafter's draft for one request, weighed. By node: claim given its parent, cell, score."""
 
-    __slots__ = ("calibration", "cells", "claims", "draft", "factor", "number", "scores")
+    __slots__ = ("_depths", "calibration", "cells", "claims", "draft", "factor", "number", "scores")
 
     def __init__(self, number: int, draft: Draft, calibration: Calibration, factor: Factor) -> None:
         """number: of the drafter."""
         self.number, self.draft, self.calibration, self.factor = number, draft, calibration, factor
-        parents, chances, depths = draft.tree.parents, draft.chances, [0]
-        self.claims, self.cells, self.scores = [1.0], [0], [1.0]
+        parents, chances, self._depths = draft.tree.parents, draft.chances, draft.tree.depths()
+        self.claims, self.scores = [1.0], [1.0]
+        self.cells = [0] * len(parents)
         for node in range(1, len(parents)):
             parent, claim = parents[node], UNSAID
             if chances is not None:
                 claim = chances[node] / chances[parent] if chances[node] < chances[parent] else 1.0
-            depths.append(depths[parent] + 1)
             self.claims.append(claim)
-            self.cells.append(weigh.cell_of(depths[-1], claim, weigh.ALONE))
-            self.scores.append(self.scores[parent] * self._acceptance(node))
+            self.scores.append(self.scores[parent] * self.acceptance(node, ALONE))
 
-    def _acceptance(self, node: int) -> float:
-        return weigh.acceptance(
-            self.claims[node], self.calibration.rates[self.cells[node]], self.factor.value
-        )
-
-    def set_agreement(self, node: int, agreement: int) -> float:
-        """What another drafter says at this place: the node's acceptance, given its parent's."""
-        self.cells[node] = (
-            self.cells[node] % (weigh.BINS * weigh.DEPTHS) + weigh.BINS * weigh.DEPTHS * agreement
-        )
-        return self._acceptance(node)
+    def acceptance(self, node: int, agreement: int) -> float:
+        """Of a node, given its parent's. agreement: what another drafter says at this place."""
+        cell = self.cells[node] = weigh.cell_of(self._depths[node], self.claims[node], agreement)
+        return weigh.acceptance(self.claims[node], self.calibration.rates[cell], self.factor.value)
 
     def learn(self, checked: Draft | None, verdict: Verdict) -> None:
         """Which claims came true. A node that was not checked is judged too: had it been there, it would have
@@ -124,53 +117,24 @@ class Answer:
                 return
 
 
-class JoinedTree:
-    """The drafts of one request as one tree. A node's score is never above its parent's, so the best nodes of
-    a tree are a tree with the same root.
+def joined(answers: Sequence[Answer]) -> tuple[Draft, list[float]]:
+    """The drafts of one request as one tree, and its scores. None is above its parent's: the best nodes are a
+    tree. A token that another drafter contradicts is right far less often than one it agrees with.
     """
-
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        self.tokens, self.parents, places = join([answer.draft.tree for answer in answers])
-        # By node: the answers that hold it, and its number there.
-        self.holders: list[list[tuple[Answer, int]]] = [[] for _ in self.tokens]
-        for answer, where in zip(answers, places, strict=True):
-            for node, place in enumerate(where):
-                self.holders[place].append((answer, node))
-        self.scores = answers[0].scores if len(answers) == 1 else self._joint_scores()
-
-    def _joint_scores(self) -> list[float]:
-        """A token that another drafter contradicts is right far less often than one it agrees with."""
-        drafting: dict[int, set[int]] = {}  # node -> the drafters with something after it
-        for node, parent in enumerate(self.parents):
-            drafting.setdefault(parent, set()).update(answer.number for answer, _ in self.holders[node])
-        scores = [1.0]
-        for held, parent in zip(self.holders[1:], self.parents[1:], strict=True):
-            agreement = (
-                weigh.AGREED
-                if len(held) > 1
-                else weigh.CONTRADICTED
-                if len(drafting[parent]) > 1
-                else weigh.ALONE
-            )
-            scores.append(scores[parent] * max(answer.set_agreement(own, agreement) for answer, own in held))
-        return scores
-
-    def best_chain(self) -> list[int]:
-        """The best child of the root, its best child, and so on."""
-        path, node = [], 0
-        while following := [n for n, parent in enumerate(self.parents) if parent == node]:
-            node = max(following, key=lambda n: self.scores[n])
-            path.append(node)
-        return path
-
-    def cut(self, nodes: Sequence[int]) -> Draft:
-        """The draft of the root and these nodes, which are in order."""
-        kept = (0, *nodes)
-        first = [self.holders[node][0] for node in kept]
-        if len(kept) == len(self.tokens) and all(answer is first[0][0] for answer, _ in first):
-            return first[0][0].draft
-        place = {node: i for i, node in enumerate(kept)}
-        tree = Tree(tuple(self.tokens[n] for n in kept), tuple(place.get(self.parents[n], -1) for n in kept))
-        sources = tuple(answer.draft.source_of(own) for answer, own in first)
-        chances = tuple((answer.draft.chances or answer.scores)[own] for answer, own in first)
-        return Draft(tree, sources[-1], None, chances, sources)
+    if len(answers) == 1:
+        return answers[0].draft, answers[0].scores
+    tokens, parents, places = join([answer.draft.tree for answer in answers])
+    holders: list[list[tuple[Answer, int]]] = [[] for _ in tokens]  # and a node's number there
+    for answer, where in zip(answers, places, strict=True):
+        for own, node in enumerate(where):
+            holders[node].append((answer, own))
+    drafting: dict[int, set[int]] = {}  # node -> the drafters with something after it
+    for parent, held in zip(parents, holders, strict=True):
+        drafting.setdefault(parent, set()).update(answer.number for answer, _ in held)
+    scores = [1.0]
+    for parent, held in zip(parents[1:], holders[1:], strict=True):
+        agreement = AGREED if len(held) > 1 else CONTRADICTED if len(drafting[parent]) > 1 else ALONE
+        scores.append(scores[parent] * max(answer.acceptance(own, agreement) for answer, own in held))
+    sources = tuple(answer.draft.source_of(own) for (answer, own), *_ in holders)
+    chances = tuple((answer.draft.chances or answer.scores)[own] for (answer, own), *_ in holders)
+    return Draft(Tree(tuple(tokens), tuple(parents)), sources[-1], None, chances, sources), scores

@@ -5,33 +5,17 @@ Invariant: a pass never gets cheaper as rows are added.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import ScheduledRequest
+from paceline.engine.stats import Median
 
-WINDOW = 15  # timings of which the median counts
-OUTLIER = 8.0  # times the median: no timing counts as more
+FORGET = 1024  # timings after which a row count that was not among them follows the others
 CORRECT_EVERY = 32  # timings between two corrections of a table, after the first few
-
-
-class Median:
-    """Of the last few numbers, each capped: one that waited for a compiler must not be believed for long."""
-
-    def __init__(self, first: float) -> None:
-        self._recent: deque[float] = deque(maxlen=WINDOW)
-        self.value = first  # until something is seen
-
-    def __len__(self) -> int:
-        return len(self._recent)
-
-    def add(self, number: float) -> None:
-        self._recent.append(min(number, OUTLIER * self.value) if self.value > 0 else number)
-        self.value = sorted(self._recent)[(len(self._recent) - 1) // 2]
 
 
 class CostTable:
@@ -43,14 +27,16 @@ class CostTable:
     """
 
     def __init__(
-        self, seconds: Mapping[int, float], per_request_token: float = 0.0, per_row_token: float = 0.0
+        self, seconds: Mapping[Any, float], per_request_token: float = 0.0, per_row_token: float = 0.0
     ) -> None:
         """seconds: by rows, of passes with (nearly) nothing cached."""
+        seconds = {int(rows): float(each) for rows, each in seconds.items()}
         if not seconds or any(rows < 1 or not 0 < s < 1e6 for rows, s in seconds.items()):
             raise ConfigError(f"a cost profile holds {dict(seconds)!r:.60}; measure it with `paceline tune`")
         self.seconds = dict(sorted(seconds.items()))
-        self.per_request_token, self.per_row_token = per_request_token, per_row_token
+        self.per_request_token, self.per_row_token = float(per_request_token), float(per_row_token)
         self._ratios: dict[int, Median] = {}  # by rows: measured over expected
+        self._last: dict[int, int] = {}  # by rows: which timing was its last
         self._num_timed = 0
         self._first: list[float] = []  # the base as measured at the start
         self._base: list[float] = []
@@ -80,12 +66,16 @@ class CostTable:
         expected = self._first[rows] + self._cached(request_tokens, row_tokens)
         self._ratios.setdefault(rows, Median(1.0)).add(seconds / expected)
         self._num_timed += 1
+        self._last[rows] = self._num_timed
         if self._num_timed in (1, 2, 4, 8, 16) or self._num_timed % CORRECT_EVERY == 0:
             self._base = []
+            for old in [n for n, last in self._last.items() if self._num_timed - last > FORGET]:
+                del self._ratios[old], self._last[old]
 
-    def fresh(self) -> CostTable:
-        """The table without what was learned since."""
-        return CostTable(self.seconds, self.per_request_token, self.per_row_token)
+    def to_json(self) -> dict[str, Any]:
+        """As measured at the start; CostTable(**it) is that table again."""
+        slopes = {"per_request_token": self.per_request_token, "per_row_token": self.per_row_token}
+        return {"seconds": {str(rows): s for rows, s in self.seconds.items()}, **slopes}
 
 
 class Load(NamedTuple):
@@ -123,9 +113,7 @@ class Load(NamedTuple):
         return self.rows + nodes, self.cached, seen
 
     def added(self, count: int, drafting: Sequence[float] = ()) -> list[float]:
-        """[count + 1]: seconds that 0, 1, ... nodes add to the pass, and to drafting by a model that takes
-        drafting[n] for n nodes of every speaking request: each bears its share.
-        """
+        """[count + 1]: seconds that 0, 1, ... nodes add to the pass, and each request's share of drafting."""
         start, rows = self.base[self.rows], self.rows
         added = [self.base[rows + n] - start + n * self.by_row for n in range(count + 1)]
         return [a + d / self.speaking for a, d in zip(added, drafting, strict=False)] if drafting else added
