@@ -74,9 +74,8 @@ class Run:
                 found[name] = wave(engine, [intake.requests(ids, params)[0] for ids in texts])
                 tell(f"{level} requests", 1)
             plain = found[PLAIN].texts
-            different += sum(
-                a != b for each in found.values() for a, b in zip(each.texts, plain, strict=True)
-            )
+            pairs = [pair for each in found.values() for pair in zip(each.texts, plain, strict=True)]
+            different += sum(a != b for a, b in pairs)
             number += 1
             if number > WARM_UPS and all(each.is_clean for each in found.values()):
                 counted.append({name: found[name].speed for name in self.rows})

@@ -43,9 +43,7 @@ class Turns:
                 known = f"llama.cpp runs as {', '.join(VARIANTS['llama.cpp'])}, each with +ngram or without"
                 raise ConfigError(f"--peers holds {name!r}; {known}")
         if any(not math.isinf(level.rate) for level in levels):
-            raise ConfigError(
-                "--peers and --request-rate exclude each other; --max-concurrency sets the load"
-            )
+            raise ConfigError("--peers and --request-rate exclude each other; --max-concurrency is the load")
         self.counts = {level: max(level.concurrency or 1, FEWEST) * TURNS for level in levels}
         needed = FEWEST + sum(self.counts.values()) * asked.rounds
         if needed > len(prompts):
@@ -65,9 +63,8 @@ class Turns:
                 kind, _, method = name.partition("+")
                 path = gguf_file(open_checkpoint(model), kind, tell)
                 given = {"model": str(path), "in_flight": clients, "context": CONTEXT}
-                worker = stack.enter_context(
-                    peer_worker(Row("llama.cpp", kind, method or PLAIN), given, tell)
-                )
+                row = Row("llama.cpp", kind, method or PLAIN)
+                worker = stack.enter_context(peer_worker(row, given, tell))
                 self.servers[name] = endpoint_of(worker.ask("address")["url"], None), {"cache_prompt": True}
             found = asyncio.run(self._rounds(tell))
         summaries = [_summary(level.concurrency or 1, found[level]) for level in self.levels]

@@ -94,8 +94,7 @@ class Run:
         return [Task(p.id, p.category, tuple(each["ids"]), each["num_tokens"]) for p, each in pairs]
 
     def _model_options(self, row: Row, checkpoint: Checkpoint, tell: Tell) -> dict[str, Any]:
-        """What a worker loads. A drafter by its name drafts its usual length at every step; only "auto"
-        chooses."""
+        """What a worker loads. A drafter by its name always drafts its usual length; only "auto" chooses."""
         if row.peer == "llama.cpp":
             return {"model": str(gguf_file(checkpoint, row.variant.removesuffix(RAW), tell))}
         if row.peer != OURS:

@@ -99,9 +99,8 @@ def cpu_backend() -> Backend:
 
 
 def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> dict[str, Any]:
-    """One request, timed, as measure/report.py counts answers: the loop of `bench`, `bench decode` and
-    `tune`. With the seconds from the start at which a step wrote tokens, and their numbers. engine: None for
-    its own."""
+    """One request, timed, as report.py counts answers: the loop of `bench`, `bench decode` and `tune`. With
+    the seconds from the start at which each step wrote tokens, and their numbers."""
     llm.engine = engine or llm.engine
     tokens, times, counts, started = [], [], [], time.perf_counter()
     for chunk in llm.stream(ids, params):

@@ -79,11 +79,8 @@ class Run:
         self.num_turns = 3 * (asked.repeats + 1)
 
     def report(self, tell: Tell) -> dict[str, Any]:
-        context, repeats, checkpoint = (
-            self.asked.context,
-            self.asked.repeats,
-            open_checkpoint(self.asked.model),
-        )
+        context, repeats = self.asked.context, self.asked.repeats
+        checkpoint = open_checkpoint(self.asked.model)
         length, room = min(PREFILL, checkpoint.config.max_context), checkpoint.config.max_context - SIZES[-1]
         if context > room:
             raise ConfigError(f"--context is {context}; the model's own leaves room for {room}")
@@ -150,8 +147,7 @@ class Model(NamedTuple):
 
 
 class Llamacpp(NamedTuple):
-    """llama.cpp's passes, through its reading of prompts whose beginning is cached. It computes the last
-    token's logits only."""
+    """llama.cpp's passes: it reads prompts whose beginning is cached, and computes the last logits only."""
 
     worker: Worker
     path: Path
@@ -191,8 +187,7 @@ RUN = {bits: _over_all(product) for bits, product in ((32, product_32), (8, prod
 
 
 class Product:
-    """All layers' matrices of one kind, ready to be multiplied with up to SIZES[-1] tokens. `tensors` must
-    outlive it."""
+    """All layers' matrices of one kind, and made-up tokens to multiply with. `tensors` must outlive it."""
 
     def __init__(self, bits: int, tensors: Tensors, names: list[str]) -> None:
         weights, biases = ([tensors[f"{each}.{part}"] for each in names] for part in ("weight", "bias"))

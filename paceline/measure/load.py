@@ -88,12 +88,11 @@ def job_of(asked: Serve, model: str, extra: dict[str, Any], prompt: Prompt) -> J
 
 
 def due_times(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Gaps are gamma-distributed with the rate's mean: burstiness 1 is Poisson, less comes in bursts, more is
-    more even."""
-    source, is_paced = random.Random(seed), not math.isinf(rate)
-    gaps = [
-        source.gammavariate(burstiness, 1 / (rate * burstiness)) if is_paced else 0.0 for _ in range(num - 1)
-    ]
+    """Gaps are gamma-distributed: burstiness 1 is Poisson, less comes in bursts, more is more even."""
+    if math.isinf(rate):
+        return [0.0] * num
+    source, scale = random.Random(seed), 1 / (rate * burstiness)
+    gaps = [source.gammavariate(burstiness, scale) for _ in range(num - 1)]
     return list(accumulate(gaps, initial=0.0))
 
 

@@ -50,8 +50,7 @@ def main_type(path: Path) -> str:
 
 
 def matrix_bytes(path: Path) -> int:
-    """Bytes of a GGUF file that every pass reads: all matrices, without an embedding that is not the head as
-    well."""
+    """Bytes of a GGUF file that every pass reads: all matrices but an embedding that is not the head too."""
     import gguf
 
     tensors = {name: tensor for name, tensor in read_header(path).tensors.items() if len(tensor.shape) > 1}
@@ -78,8 +77,7 @@ def _part_of(target: Path) -> Iterator[Path]:
 
 
 def _requantize(source: Path, target: Path, kind_name: str) -> None:
-    """Same metadata, same tensors, matrices in another type; vectors stay float32, as llama.cpp wants
-    them."""
+    """The same with matrices in another type; vectors stay float32, as llama.cpp wants them."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -104,8 +102,7 @@ def _requantize(source: Path, target: Path, kind_name: str) -> None:
 
 
 def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) -> Path:
-    """The model as a Hugging Face folder in float32: itself where it is one, else written from the GGUF
-    file."""
+    """The model as a Hugging Face folder in float32: itself where it is one, else written from GGUF."""
     if checkpoint.path.is_dir():
         return checkpoint.path
     config, target = _hf_config(checkpoint), (folder or hub.cache_dir() / "bench") / _name(checkpoint, "hf")

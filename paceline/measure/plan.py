@@ -107,9 +107,8 @@ def _dtypes(asked: Paper, machine: Hardware) -> tuple[str, str]:
     """Of the weights, and of keys and values."""
     usual = "int8" if machine.int8_flops is not None else "bfloat16"
     dtype = usual if asked.dtype == "auto" else asked.dtype
-    floats = [
-        name for name in roofline.KV_WIDTHS if name != "int8"
-    ]  # integers come with integer activations alone
+    # integers come with integer activations alone
+    floats = [name for name in roofline.KV_WIDTHS if name != "int8"]
     if dtype not in roofline.WIDTHS:
         raise ConfigError(f"--dtype is {dtype!r}; {nearest(dtype, ['auto', *roofline.WIDTHS])}")
     if asked.kv_dtype not in ("auto", *floats):
@@ -133,20 +132,15 @@ def _memory(target: Deployment, draft: Deployment | None) -> dict[str, Any]:
     each_kv = target.context * sum(each.kv_bytes_per_token for each in models)
     most = max(0, int(left / each_kv)) if target.context else None
     total, available = sum(held.values()), target.hardware.memory
-    return {
-        **held,
-        "total": total,
-        "available": available,
-        "fits": total <= available,
-        "most_sequences": most,
-    }
+    fits = {"total": total, "available": available, "fits": total <= available}
+    return {**held, **fits, "most_sequences": most}
 
 
 def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
     work = on.work(num_rows)
     bound = "memory" if on.is_memory_bound(num_rows) else "arithmetic"
     times = {"ms": 1000 * on.seconds(num_rows), "relative": on.relative(num_rows)}
-    counted = {"flops": work.flops, "bytes": work.num_bytes, "intensity": work.intensity}
+    counted = {"flops": work.flops, "bytes": work.num_bytes, "intensity": work.flops / work.num_bytes}
     return {"tokens": num_rows, **counted, "bound": bound, **times}
 
 

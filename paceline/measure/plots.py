@@ -21,14 +21,8 @@ SIZE, DPI = (8.0, 4.5), 120
 LEGEND_COLUMNS = 4
 CROWDED = 7  # more names than this overlap unless they are turned
 LATENCIES = {"ttft": "time to first token", "tpot": "time for each further token", "e2el": "end to end"}
-THROUGHPUTS = {
-    "a second": {"output_throughput": "tokens written"},
-    "requests a second": {
-        "request_rate": "asked",
-        "request_throughput": "answered",
-        "request_goodput": "good",
-    },
-}
+RATES = {"request_rate": "asked", "request_throughput": "answered", "request_goodput": "good"}
+THROUGHPUTS = {"a second": {"output_throughput": "tokens written"}, "requests a second": RATES}
 NAN = float("nan")
 K_LABELS = ("K, tokens drafted a step", "speedup over plain decoding")
 Report = dict[str, Any]
@@ -175,8 +169,7 @@ def _planned(figure: Figure, report: Report) -> None:
 
 
 def _tuned(figure: Figure, report: Report) -> None:
-    """For each drafter a line as predicted and a dot for each length that was timed; the policy's speed is a
-    level."""
+    """For each drafter a line as predicted and a dot for each length timed; the policy's speed is a level."""
     axes = figure.add_subplot()
     axes.axhline(report["auto"] or 1, color="gray", linestyle="--", label="auto, measured")
     for i, (name, drafter) in enumerate(report["drafters"].items()):

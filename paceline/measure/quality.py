@@ -26,11 +26,8 @@ CONTEXT = 512
 CHUNK = 128  # tokens of a pass: logits of a whole context would take much memory
 SHIPPED = Path(__file__).parent.parent / "data" / "perplexity.txt"
 BASELINE = "float32"
-FIGURES = {
-    "perplexity": ("perplexity", "{:.3f}"),
-    "change": ("change", "{:+.2%}"),
-    "tokens": ("tokens", "{}"),
-}
+FIGURES = {"perplexity": ("perplexity", "{:.3f}"), "change": ("change", "{:+.2%}")}
+FIGURES["tokens"] = ("tokens", "{}")
 LEGEND = "change: against float32 of the same file, which is itself quantized where the file is.\n"
 
 
@@ -73,12 +70,11 @@ class Run:
 
 
 def contexts_of(ids: Sequence[int], bos: int | None, size: int) -> list[list[int]]:
-    """Pieces of at most `size` tokens, each with the model's first token where it has one; a last piece of
-    one token predicts nothing."""
+    """Pieces of at most `size` tokens, each with the model's first token, where it has one."""
     start = [] if bos is None else [bos]
     step = size - len(start)
     pieces = [[*start, *ids[at : at + step]] for at in range(0, len(ids), step)]
-    return [piece for piece in pieces if len(piece) > 1]
+    return [piece for piece in pieces if len(piece) > 1]  # one token predicts nothing
 
 
 def surprise(executor: LocalExecutor, tokens: Sequence[int]) -> float:

@@ -122,8 +122,7 @@ def _said(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 def acceptance_by_position(answers: Sequence[Answer]) -> list[float] | None:
-    """By depth, the share of the tokens drafted there that were accepted; None where the engine does not
-    count by depth."""
+    """By depth, the share of the tokens drafted there that were accepted; None where that is not counted."""
     counted = [answer for answer in answers if answer.get("drafted_at")]
     depth = max((len(answer["drafted_at"]) for answer in counted), default=0)
 

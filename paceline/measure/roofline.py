@@ -8,6 +8,7 @@ on. Arithmetic of several precisions shares the units, so its times add up. All 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -43,16 +44,10 @@ class Work(NamedTuple):
     def flops(self) -> float:
         return self.int8_flops + self.half_flops + self.float_flops
 
-    @property
-    def intensity(self) -> float:
-        """Operations for each byte read."""
-        return self.flops / self.num_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Limits of a machine, each a second. The named ones are their makers' figures, dense and without a boost
-    of the clock; "this" is measured."""
+    """Limits of a machine, each a second: its maker's figures, dense and without a boost, or measured."""
 
     name: str
     bandwidth: float  # bytes
@@ -167,28 +162,16 @@ class Deployment:
     @cached_property
     def free_rows(self) -> int:
         """The most rows a request may have while the pass is bound by memory; 0 where one is too many."""
-        low, high = 0, MOST_ROWS
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.is_memory_bound(middle) else (low, middle - 1)
-        return low
+        return bisect_left(range(1, MOST_ROWS), True, key=lambda rows: not self.is_memory_bound(rows))
 
 
 def training(budget: float, target: Deployment) -> dict[str, float | None]:
-    """How to spend a training budget of FLOPs: C = 6 N D with D = 20 N, and what the drafter would cost
-    relative to the target."""
+    """How to spend a budget of FLOPs: C = 6 N D with D = 20 N; draft_cost is relative to the target."""
     parameters, hardware = math.sqrt(budget / (FLOPS_A_TOKEN * TOKENS_A_PARAMETER)), target.hardware
+    tokens, hours = TOKENS_A_PARAMETER * parameters, budget / (TRAINED_AT * hardware.half_flops) / 3600
     products = {hardware.kind(target.dtype): 2 * target.batch * parameters}
     work = Work(num_bytes=parameters * WIDTHS[target.dtype], **products)
-    hours, cost = (
-        budget / (TRAINED_AT * hardware.half_flops) / 3600,
-        hardware.seconds(work) / target.seconds(1),
-    )
-    spent = {
-        "flops": budget,
-        "parameters": parameters,
-        "tokens": TOKENS_A_PARAMETER * parameters,
-        "hours": hours,
-    }
-    # from this α on drafts of four tokens pay
-    return {**spent, "draft_cost": cost, "pays_from": formulas.break_even_alpha(4, cost, target.relative(5))}
+    cost = hardware.seconds(work) / target.seconds(1)
+    edge = formulas.break_even_alpha(4, cost, target.relative(5))  # from which drafts of four tokens pay
+    spent = {"flops": budget, "parameters": parameters, "tokens": tokens, "hours": hours}
+    return {**spent, "draft_cost": cost, "pays_from": edge}

@@ -82,8 +82,7 @@ def methods_of(text: str, draft_model: str | None) -> list[str]:
 
 
 def peer_rows(peers: str, methods: Sequence[str], concurrency: int) -> list[Row]:
-    """--peers: none, all, or names such as llama.cpp (its usual files) and llama.cpp:Q8_0 (one of them).
-    llama.cpp's raw loop is a row beside its server's, which samples and makes text."""
+    """--peers: none, all, or names such as llama.cpp (its usual files) and llama.cpp:Q8_0 (one of them)."""
     every = {"none": [], "all": list(VARIANTS)}
     chosen: list[tuple[str, str]] = []
     for name in every[peers] if peers in every else names_of("--peers", peers):
@@ -103,14 +102,13 @@ def peer_rows(peers: str, methods: Sequence[str], concurrency: int) -> list[Row]
     rows = []
     for peer, variant in dict.fromkeys(chosen):
         rows += [Row(peer, variant, method) for method in known]
-        if peer == "llama.cpp" and PLAIN in known and concurrency == 1:
+        if peer == "llama.cpp" and PLAIN in known and concurrency == 1:  # beside its server's loop
             rows.append(Row(peer, variant + RAW, PLAIN))
     return rows
 
 
 def in_turn(rows: Iterable[T], number: int) -> list[T]:
-    """The rows in the order of a turn: it begins one row later each time, and backwards in every other
-    round."""
+    """The order of a turn: it begins one row later each time, and is backwards in every other round."""
     order = list(rows)
     first = number % len(order)
     order = order[first:] + order[:first]

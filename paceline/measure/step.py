@@ -77,8 +77,7 @@ def take_turns(
 
 
 def figures(seconds: list[float], work: Work, hardware: Hardware, first_ms: float | None) -> dict[str, Any]:
-    """Of one pass or kernel: its median, its spread, its cost relative to one token, and its distance from
-    the floor."""
+    """Of one pass or kernel: median, spread, cost relative to one token, distance from the floor."""
     ms, floor = 1000 * median(seconds), 1000 * hardware.seconds(work)
     is_known = ms > 0  # a difference of two times can come out as nothing
     spread = round(1000 * (max(seconds) - min(seconds)) / ms, 4) if is_known and len(seconds) > 1 else None
@@ -125,9 +124,8 @@ class Run:
                 name = executor.backend.default_dtype if dtype == "auto" else dtype
                 timed = Timed(executor, longest, asked.requests)
                 for context in self.contexts:
-                    on = Deployment(
-                        executor.config, found, name, found.kv_dtype(name), asked.requests, context
-                    )
+                    kept = found.kv_dtype(name)
+                    on = Deployment(executor.config, found, name, kept, asked.requests, context)
                     labels = {"dtype": name, "requests": asked.requests, "context": context}
                     alone.append(passes_of(timed, on, {**labels, "exact": asked.exact}))
                     queued.append(passes_of(timed, on, labels, num_passes=QUEUED))

@@ -38,8 +38,7 @@ def load(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def note() -> str | None:
-    """Wheels are built for the oldest processors; figures of one that leaves the integer dot products idle
-    must say so."""
+    """Wheels are built for the oldest processors; one that leaves the dot products idle must say so."""
     about = Path("/proc/cpuinfo")
     has_dot_products = about.exists() and " asimddp" in about.read_text()
     if has_dot_products and "DOTPROD" not in xllamacpp.get_system_info():
@@ -64,8 +63,7 @@ def parameters(options: dict[str, Any]) -> Any:
 
 
 def reading_seconds(server: Any, ids: list[int], num_cached: int) -> float:
-    """One pass over ids[num_cached:], by llama.cpp's own clock, the rest being in its cache. It computes the
-    last token's logits only."""
+    """One pass over ids[num_cached:], by llama.cpp's own clock, the rest being in its cache."""
     last: dict[str, Any] = {}
     wanted = {**GREEDY, "n_predict": 1, "cache_prompt": num_cached > 0}
     for tokens in (ids[:num_cached], ids):
@@ -97,8 +95,7 @@ def answer(server: Any, prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 class Struct(ctypes.Structure):
-    """Declared larger than any is, which a callee that gets one as its last argument does not notice, so
-    their layout need not be known."""
+    """Larger than any is, so that its layout need not be known: a callee's last argument may be longer."""
 
     _fields_ = [("words", ctypes.c_uint64 * 64)]
 
