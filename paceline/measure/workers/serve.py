@@ -2,7 +2,8 @@
 
 Runs in the peer's own environment, so it imports nothing of Paceline. The first message holds the options of
 `MODULE.load`, which returns the operations by name, and under "note" perhaps a remark for the report; every
-later one is {"op": NAME, ...}. A module that names "answer", one request's, gets "generate" made from it.
+later one is {"op": NAME, ...}. A module that names "answer", one request's, gets "generate" made from it;
+"begin" is called with the prompts before.
 Invariant: descriptor 0 is the pipe, and what a library prints goes to the log. A closed pipe ends the worker,
 so none outlives the process that started it; while it waits it sleeps.
 """
@@ -14,18 +15,23 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 
-def generate(answer: Callable[..., Any], prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
-    """All prompts, `in_flight` of them at any time."""
+def generate(operations: dict[str, Any], prompts: list[dict[str, Any]], in_flight: int) -> dict[str, Any]:
+    """All prompts, `in_flight` of them at any time; one alone runs in this thread, with its OpenMP team."""
+    answer = operations["answer"]
+    if "begin" in operations:
+        operations["begin"](prompts)
     started = time.perf_counter()
-    with ThreadPoolExecutor(in_flight) as pool:
-        answers = list(pool.map(answer, prompts))
+    if in_flight == 1:
+        answers = [answer(prompt) for prompt in prompts]
+    else:
+        with ThreadPoolExecutor(in_flight) as pool:
+            answers = list(pool.map(answer, prompts))
     return {"wall_s": time.perf_counter() - started, "answers": answers}
 
 
@@ -34,7 +40,7 @@ def main(module: str) -> None:
     try:
         operations = importlib.import_module(module).load(pipe.recv())
         if "answer" in operations:
-            operations["generate"] = partial(generate, operations["answer"])
+            operations["generate"] = partial(generate, operations)
         pipe.send({"note": operations.get("note")})
         while message := received(pipe):
             pipe.send(operations[message.pop("op")](**message))
