@@ -70,11 +70,10 @@ class AutoPolicy(Policy):
     def plan(self, scheduled: Step) -> Plan:
         load = self._load = Load.of(scheduled, self.costs, self.most_nodes)
         self._weighed = {}
-        if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
-            # No plain step: heads read what a prompt's pass shows, also while drafting is off.
-            return Plan(plain_steps=int(len(scheduled) > self._most_requests))
-        if len(scheduled) > self._most_requests:  # not even shown to heads, who would read in vain
+        if len(scheduled) > self._most_requests:
             return Plan(plain_steps=WHILE_OFF if load.is_decoding else 1)
+        if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
+            return Plan()  # no plain step: heads read what a prompt's pass shows, also while drafting is off
         most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
         off, cap = self._switches.setdefault(load.speaking, Switch()).plain_steps, 0
         if not off:
