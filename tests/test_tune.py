@@ -150,7 +150,7 @@ def test_auto_starts_from_the_profile_and_other_drafters_stay_in_it(folder: Path
     assert both is not None
     assert set(both.drafters) == {"suffix", "early_exit"}
     with LLM(str(tiny_folder), progress=False) as llm:
-        assert llm.engine.policy._known[0].cost(1).of(1) == 7e-4  # type: ignore[attr-defined]
+        assert llm.engine.policy._known[0].seconds(1).pass_seconds(1) == 7e-4  # type: ignore[attr-defined]
 
 
 def test_the_time_given_is_kept_to(folder: Path, tiny_folder: Path) -> None:
