@@ -18,21 +18,21 @@ KINDS = {
 }
 CODES = {"GrammarError": "invalid_grammar", "TooLong": "context_length_exceeded"}
 ENGINE_LOST = "the engine stopped while it was answering and is being started again; send the request again"
+# By the engine's state, "lost" for what ran when it ended: the message, the code, and when to try again.
+UNAVAILABLE = {
+    "draining": ("the server is shutting down; send the request to another", "draining", 5),
+    "lost": (ENGINE_LOST, "engine_lost", 2),
+}
 
 
 class ApiError(Exception):
     def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        retry_after: int = 0,
+        self, status: int, message: str, code: str | None = None, param: str | None = None, retry: int = 0
     ) -> None:
-        """retry_after: seconds, 0 where trying again is of no use."""
+        """retry: seconds after which to try again, 0 where that is of no use."""
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = {"retry-after": str(retry_after)} if retry_after else {}
+        self.headers = {"retry-after": str(retry)} if retry else {}
         if status == 401:
             self.headers["www-authenticate"] = "Bearer"
 
@@ -45,18 +45,10 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, code, param)
 
 
-def engine_lost() -> ApiError:
-    return ApiError(503, ENGINE_LOST, "engine_lost", retry_after=2)
-
-
-def draining() -> ApiError:
-    message = "the server is shutting down; send the request to another"
-    return ApiError(503, message, "draining", retry_after=5)
-
-
 def unavailable(state: str) -> ApiError:
-    message = f"the engine is {state}; try again in a moment"
-    return ApiError(503, message, "engine_unavailable", retry_after=2)
+    usual = (f"the engine is {state}; try again in a moment", "engine_unavailable", 2)
+    message, code, seconds = UNAVAILABLE.get(state, usual)
+    return ApiError(503, message, code, retry=seconds)
 
 
 def from_engine(error: dict[str, Any]) -> ApiError:

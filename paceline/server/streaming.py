@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from paceline.server.errors import ApiError
 
@@ -31,26 +30,22 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-def dumps(value: Any) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode("utf-8", "replace")
-
-
 class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return dumps(content)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return text.encode("utf-8", "replace")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of the work; it is cancelled when the client leaves first."""
-    worker, watcher = asyncio.create_task(work), asyncio.create_task(_until_gone(receive))
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    worker, watcher = asyncio.create_task(work), asyncio.create_task(watch())
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
@@ -62,13 +57,13 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-class EventStream(Response):
+class EventStream(JsonResponse):
     """A stream of events. `stack` holds the engine's call and is closed with the response."""
 
     def __init__(
         self, chunks: AsyncIterator[dict[str, Any]], stack: AsyncExitStack, on_gone: Callable[[], None]
     ) -> None:
-        super().__init__(status_code=200, headers=HEADERS)
+        super().__init__(None, headers=HEADERS)
         del self.headers["content-length"]
         self._chunks, self._stack, self._on_gone = chunks, stack, on_gone
 
@@ -81,18 +76,14 @@ class EventStream(Response):
                 scope["state"]["status"] = STATUS_OF_THE_GONE
 
     async def _send(self, send: Send) -> None:
+        async def event(data: bytes, has_more: bool = True) -> None:
+            body = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": has_more})
+
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
-                await send(_event(dumps(chunk)))
+                await event(self.render(chunk))
         except ApiError as error:
-            await send(_event(dumps(error.body())))
-        await send(_event(b"[DONE]", is_last=True))
-
-
-def _event(data: bytes, is_last: bool = False) -> Message:
-    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": not is_last}
-
-
-async def json_unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-    return JsonResponse(await unless_gone(request.receive, work))
+            await event(self.render(error.body()))
+        await event(b"[DONE]", has_more=False)

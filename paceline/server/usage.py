@@ -1,8 +1,6 @@
 """How an answer went, in numbers: OpenAI's usage, vLLM's per-request speculation metrics, and Paceline's own
-statistics.
-
-Invariant: everything is worked out from counts that add up over choices, so that n > 1 and several prompts
-need no other rule.
+statistics. Invariant: everything is worked out from counts that add up over choices, so that n > 1 and
+several prompts need no other rule.
 """
 
 from __future__ import annotations
@@ -11,84 +9,55 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise, zip_longest
 from typing import Any
 
-Counts = dict[str, Any]
+from pydantic import TypeAdapter
+
+from paceline.engine.stats import SpecStats
+
+_STATS = TypeAdapter(SpecStats)
 
 
-def added(parts: Iterable[Mapping[str, Any]]) -> Counts:
-    """The sum of counts of the same shape: numbers add, lists add place by place, dicts key by key."""
-    total: Counts = {}
+def added(parts: Iterable[Mapping[str, Any]]) -> SpecStats:
+    """The sum of statistics that were sent as JSON."""
+    total: dict[str, Any] = {}
     for part in parts:
-        for name, value in part.items():
-            total[name] = _plus(total.get(name), value)
-    return total
+        total = _plus(total, part)
+    return _STATS.validate_python(total)
 
 
-def _plus(before: Any, value: Any) -> Any:
+def _plus(one: Any, other: Any) -> Any:
+    """Numbers add, lists place by place, dicts key by key."""
+    if isinstance(other, Mapping):
+        return {**one, **{name: _plus(one.get(name, type(value)()), value) for name, value in other.items()}}
+    if isinstance(other, list):
+        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+    return one + other
+
+
+def rounded(value: Any) -> Any:
+    """With all fractions inside to four digits."""
+    if isinstance(value, float):
+        return round(value, 4)
     if isinstance(value, Mapping):
-        return added((before or {}, value))
-    if isinstance(value, list):
-        return [a + b for a, b in zip_longest(before or [], value, fillvalue=0)]
-    return (before or 0) + value
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value
 
 
-def _shares(accepted: list[int], drafted: list[int]) -> list[float]:
-    return [round(a / d, 4) if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
+def num_drafts(stats: SpecStats) -> int:
+    """Steps that checked a draft."""
+    return stats.num_steps - stats.lengths.get(0, 0)
 
 
-def _ratio(a: float, b: float) -> float:
-    return round(a / b, 4) if b else 0.0
-
-
-def speculative(stats: Counts) -> Counts:
-    """Paceline's own: τ, α, acceptance by position and by drafter."""
-    sources = {
-        name: {
-            "num_drafted": each["num_drafted"],
-            "num_accepted": each["num_accepted"],
-            "acceptance_per_position": _shares(each["accepted_at"], each["drafted_at"]),
-        }
-        for name, each in stats.get("by_source", {}).items()
-    }
-    counts = {name: stats.get(name, 0) for name in ("num_steps", "num_tokens", "num_drafted", "num_accepted")}
-    return {
-        "tau": _ratio(counts["num_tokens"], counts["num_steps"]),
-        "alpha": _ratio(counts["num_accepted"], counts["num_drafted"]),
-        "acceptance_per_position": _shares(stats.get("accepted_at", []), stats.get("drafted_at", [])),
-        **counts,
-        "drafts": stats.get("lengths", {}),
-        "by_source": sources,
-    }
-
-
-def spec_decode(stats: Counts, num_spec_tokens: int) -> Counts:
+def spec_decode(stats: SpecStats, num_spec_tokens: int) -> dict[str, Any]:
     """The shape of vLLM's per-request metrics. A histogram's place j: steps with a draft that accepted j
     tokens."""
-    num_accepted, num_drafted = stats.get("num_accepted", 0), stats.get("num_drafted", 0)
-    num_steps = sum(count for length, count in stats.get("lengths", {}).items() if length != "0")
-    edges = [num_steps, *stats.get("accepted_at", []), 0]
-    return {
-        "mean_acceptance_length": 1 + _ratio(num_accepted, num_steps),
-        "draft_acceptance_rate": _ratio(num_accepted, num_drafted),
-        "acceptance_histogram": [a - b for a, b in pairwise(edges)],
+    num_steps = num_drafts(stats)
+    figures = {
+        "mean_acceptance_length": 1 + (stats.num_accepted / num_steps if num_steps else 0.0),
+        "draft_acceptance_rate": stats.alpha,
+        "acceptance_histogram": [a - b for a, b in pairwise([num_steps, *stats.accepted_at, 0])],
         "num_spec_steps": num_steps,
-        "num_accepted_draft_tokens": num_accepted,
-        "num_draft_tokens": num_drafted,
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_draft_tokens": stats.num_drafted,
         "num_spec_tokens": num_spec_tokens,
     }
-
-
-def usage_json(num_prompt: int, num_cached: int, num_output: int, stats: Counts, timings: Counts) -> Counts:
-    """num_prompt, num_cached: tokens of each prompt once, however many choices it has."""
-    num_accepted, num_drafted = stats.get("num_accepted", 0), stats.get("num_drafted", 0)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": num_drafted - num_accepted,
-        },
-        "speculative": speculative(stats),
-        "timings": timings,
-    }
+    return dict(rounded(figures))
