@@ -1,7 +1,5 @@
 """Answers in OpenAI's shapes: whole ones, and the chunks of a stream. Chats and completions differ in names
-only.
-
-Invariant: the texts of a stream's chunks, joined, are the text of the whole answer.
+only. Invariant: the texts of a stream's chunks, joined, are the text of the whole answer.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.server import usage
 from paceline.server.calls import Call, Delta
 from paceline.server.tools import ToolReader
 from paceline.server.translate import Job
@@ -52,13 +49,10 @@ class Writer:
         is_first = self.is_chat or self.job.echo
         while news := await self.call.news(is_whole=False):
             for index in range(self.call.total_choices if is_first else 0):
-                first: dict[str, Any] = {"text": self._echo(index)}
-                if self.is_chat:
-                    first = {"delta": {"role": "assistant", "content": ""}}
-                yield {
-                    **head,
-                    "choices": [{"index": index, **first, "logprobs": None, "finish_reason": None}],
-                }
+                opening: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+                empty = {"delta": {"role": "assistant", "content": ""}}
+                opening |= empty if self.is_chat else {"text": self._echo(index)}
+                yield {**head, "choices": [opening]}
             is_first = False
             for delta in news:
                 if (written := self._choice_json(delta, "delta")) is not None:
@@ -71,8 +65,8 @@ class Writer:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
     def _figures(self) -> dict[str, Any]:
-        metrics = {"speculative_decoding": usage.spec_decode(self.call.stats(), self.num_spec_tokens)}
-        return {"usage": self.call.usage(), "metrics": metrics}
+        speculation = self.call.speculation() | {"num_spec_tokens": self.num_spec_tokens}
+        return {"usage": self.call.usage(), "metrics": {"speculative_decoding": speculation}}
 
     def _echo(self, index: int) -> str:
         return self.call.echoes[index // self.call.num_choices] if self.job.echo else ""

@@ -1,8 +1,7 @@
 """The routes. Each turns a body into a job, opens a call, and hands it to a writer; nothing here waits for
-anything but the engine's news.
-
-Invariant: no route runs model code, reads a tokenizer or touches a file after the start: of the playground,
-only files that were in its folder at the start are served, by name, under a strict content security policy.
+anything but the engine's news. Invariant: no route runs model code, reads a tokenizer or touches a file after
+the start: of the playground, only files that were in its folder at the start are served, by name, under a
+strict content security policy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from paceline.server.config import ServerConfig, read_keys
 from paceline.server.errors import ApiError, bad_request, unavailable
 from paceline.server.metrics import Metrics
 from paceline.server.middleware import Guarded, Keys, Logged, response_of
-from paceline.server.streaming import ClientGone, EventStream, JsonResponse, unless_gone
+from paceline.server.streaming import EventStream, JsonResponse, unless_gone
 from paceline.server.translate import Job, Translator
 
 # "4XX": FastAPI then adds no 422 of its own, which is a 400 here.
@@ -127,16 +126,9 @@ class Service:
             writer = Writer(job, call, self.model_name, is_chat, num_spec)
             stack.callback(_describe, request, writer)
             if job.is_stream:
-                return EventStream(writer.chunks(), stack.pop_all(), self._gone)
-            try:
-                return JsonResponse(await unless_gone(request.receive, writer.whole()))
-            except ClientGone:
-                self._gone()
-                raise
+                return EventStream(writer.chunks(), stack.pop_all())
+            return JsonResponse(await unless_gone(request.receive, writer.whole()))
         raise AssertionError("the block above returns or raises")
-
-    def _gone(self) -> None:
-        self.metrics.count("client_disconnects")
 
     async def refused(self, request: Request, error: Exception) -> Response:
         """The answer where a route raised."""

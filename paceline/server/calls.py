@@ -1,21 +1,29 @@
 """One client's request while it is being answered: what has been said and not yet been read, and how it
-ended.
-
-Invariant: a reader that is slow holds nothing up. What is said meanwhile is joined into one `Delta` a
+ended. Invariant: a reader that is slow holds nothing up. What is said meanwhile is joined into one `Delta` a
 choice, so what is held is at most the answer itself, whose length is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from paceline.engine.stats import SpecStats
 from paceline.server.errors import ApiError, from_engine
-from paceline.server.usage import added, rounded
+
+_STATS = TypeAdapter(SpecStats)
+
+
+def _four_digits(number: str) -> float:
+    return round(float(number), 4)
 
 
 @dataclass(slots=True)
@@ -112,9 +120,6 @@ class Call:
         self._signal.clear()
         await self._signal.wait()
 
-    def stats(self) -> SpecStats:
-        return added(end["stats"] for end in self.ends.values())
-
     def timings(self) -> dict[str, float]:
         now = time.monotonic()
         decoding, num = self.last_at - (self.first_at or now), self.num_tokens - self.num_first
@@ -128,7 +133,7 @@ class Call:
     def usage(self) -> dict[str, Any]:
         """OpenAI's, and ours. Tokens of a prompt count once, however many choices it has."""
         firsts = [self.ends.get(part * self.num_choices, {}) for part in range(self.num_parts)]
-        num_prompt, stats = sum(self.prompts.values()), self.stats()
+        num_prompt, stats = sum(self.prompts.values()), added(end["stats"] for end in self.ends.values())
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_tokens,
@@ -138,6 +143,41 @@ class Call:
                 "accepted_prediction_tokens": stats.num_accepted,
                 "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
             },
-            "speculative": rounded(stats.to_dict()),
+            "speculative": json.loads(json.dumps(stats.to_dict()), parse_float=_four_digits),
             "timings": self.timings(),
         }
+
+    def speculation(self) -> dict[str, Any]:
+        """The shape of vLLM's per-request metrics. A histogram's place j: steps with a draft that accepted j
+        tokens."""
+        stats = added(end["stats"] for end in self.ends.values())
+        num_steps = num_drafts(stats)
+        mean = 1 + (stats.num_accepted / num_steps if num_steps else 0.0)
+        return {
+            "mean_acceptance_length": round(mean, 4),
+            "draft_acceptance_rate": round(stats.alpha, 4),
+            "acceptance_histogram": [a - b for a, b in pairwise([num_steps, *stats.accepted_at, 0])],
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": stats.num_accepted,
+            "num_draft_tokens": stats.num_drafted,
+        }
+
+
+def num_drafts(stats: SpecStats) -> int:
+    """Steps that checked a draft."""
+    return stats.num_steps - stats.lengths.get(0, 0)
+
+
+def added(parts: Iterable[Mapping[str, Any]]) -> SpecStats:
+    """The sum of statistics that came as JSON: of choices, so that n > 1 and several prompts need no other
+    rule."""
+    return _STATS.validate_python(functools.reduce(_plus, parts, {}))
+
+
+def _plus(one: Any, other: Any) -> Any:
+    """Numbers add, lists place by place, dicts key by key."""
+    if isinstance(other, Mapping):
+        return {**one, **{name: _plus(one.get(name, type(value)()), value) for name, value in other.items()}}
+    if isinstance(other, list):
+        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+    return one + other

@@ -1,5 +1,4 @@
 """The engine as the HTTP side sees it: a table of calls, a process that is kept alive, and the queue's bound.
-
 Invariant: every call ends: by its own end, an abort, an error of the engine, or the engine's death. A call
 that is left early is aborted, which frees its blocks before the next step. When `run` is left the engine's
 process is gone, by itself or killed.
@@ -68,7 +67,7 @@ class EngineClient:
             raise bad_request(what, "n", "too_many_choices")
         if now + num_new > room:
             what = f"{now} answers are running or waiting, and {room} may; try again later"
-            raise ApiError(429, what, "queue_full", retry=1)
+            raise ApiError(429, what, "queue_full")
         call = Call(secrets.token_hex(8), len(parts), num_choices)
         for index, part in enumerate(parts):
             self._calls[f"{call.name}.{index}"] = (call, index)

@@ -1,9 +1,7 @@
 """All settings of the server, once: flags, PACELINE_* variables and a TOML file are three spellings of the
-same fields.
-
-A flag wins over a variable, a variable over the file, the file over the default. Invariant: what comes out of
-`resolve` was checked; a name that no setting has and a value of the wrong kind are errors that say where they
-stood.
+same fields. A flag wins over a variable, a variable over the file, the file over the default. Invariant: what
+comes out of `resolve` was checked; a name that no setting has and a value of the wrong kind are errors that
+say where they stood.
 """
 
 from __future__ import annotations
@@ -98,12 +96,8 @@ def resolve(flags: Mapping[str, Any], variables: Mapping[str, str], file: str | 
     """The settings from all three places. `flags` holds what was written on the command line, None for what
     was not."""
     file = file or variables.get(PREFIX + "CONFIG")
-    settings, kinds = (
-        (_from_file(file) if file else {}),
-        {f.name: kind for f, kind in options_of(ServerConfig)},
-    )
-    chosen: dict[str, Any] = {}
-    for name, value in settings.items():
+    kinds, chosen = {setting.name: kind for setting, kind in options_of(ServerConfig)}, dict[str, Any]()
+    for name, value in (_from_file(file) if file else {}).items():
         if name not in kinds:
             raise ConfigError(f"{file}: has no setting {name!r}; {nearest(name, list(kinds))}")
         chosen[name] = parsed(f"{file}: {name}", value, kinds[name])

@@ -1,8 +1,7 @@
 """Grammars come from strangers, and no bound on their size bounds the time that compiling them takes. So a
 process apart compiles each first, under a limit of time and memory; what it could not do in time is refused,
-and the process is replaced.
-
-Invariant: the engine's process compiles only what was compiled within the limits before.
+and the process is replaced. Invariant: the engine's process compiles only what was compiled within the limits
+before.
 """
 
 from __future__ import annotations
@@ -46,31 +45,28 @@ class GrammarChecker:
         self._compile_once(json.dumps(spec, sort_keys=True))
 
     def _compile(self, spec: str) -> None:
+        problem = None
         if self._channel is None:
             self._process, self._channel = wire.start("paceline.server.grammar_check")
-            tokenizer = self._tokenizer
-            known = {"text": tokenizer.json(), "eos_ids": sorted(tokenizer.eos_ids)}
-            sizes = {"vocab_size": tokenizer.vocab_size, "model_vocab_size": self._vocab_size}
-            try:
-                self._ask({**known, **sizes}, START_S, "grammars cannot be used with this model")
-            except GrammarError:
+            known = {"text": self._tokenizer.json(), "eos_ids": sorted(self._tokenizer.eos_ids)}
+            sizes = {"vocab_size": self._tokenizer.vocab_size, "model_vocab_size": self._vocab_size}
+            if problem := self._ask({**known, **sizes}, START_S, "grammars cannot be used with this model"):
                 self._stop()
-                raise
-        self._ask(json.loads(spec), LIMIT_S, TOO_HARD)
+        if problem := problem or self._ask(json.loads(spec), LIMIT_S, TOO_HARD):
+            raise GrammarError(problem)
 
-    def _ask(self, message: wire.Message, seconds: float, too_late: str) -> None:
+    def _ask(self, message: wire.Message, seconds: float, too_late: str) -> str | None:
+        """What is wrong, None if nothing is. A process that does not answer in time is ended."""
         assert self._channel is not None
         self._channel.settimeout(seconds)
         try:
             self._channel.sendall(wire.pack(message))
-            answer = wire.read(self._channel.makefile("rb"))
+            if (answer := wire.read(self._channel.makefile("rb"))) is not None:
+                return str(answer["error"]) if answer["error"] else None
         except OSError:  # the end of the time, too
-            answer = None
-        if answer is None:
-            self._stop()
-            raise GrammarError(too_late)
-        if answer["error"] is not None:
-            raise GrammarError(answer["error"])
+            pass
+        self._stop()
+        return too_late
 
     def _stop(self) -> None:
         if self._channel is not None and self._process is not None:

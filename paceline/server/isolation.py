@@ -1,6 +1,5 @@
 """Keeps the exception of one request from ending the engine: after a step that failed, the requests that ran
 in it are tried one by one. One that fails alone ends with an error; the others go on where they were.
-
 Invariant: a request that goes on has emitted exactly its tokens and holds no block of the failed step. What
 this raises means that the engine cannot answer the simplest request any more.
 """
@@ -9,17 +8,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from paceline.api.intake import Intake
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request, Status
 from paceline.engine.commit import Emission
+from paceline.engine.engine import Engine
 from paceline.server import logs
-
-if TYPE_CHECKING:
-    from paceline.api.intake import Intake
-    from paceline.engine.engine import Engine
 
 MOST_FAILURES = 3  # of steps in a row that no single request is to blame for, before the engine is given up
 

@@ -1,7 +1,6 @@
 """Structured logs: one JSON object a line on stderr. Invariant: no prompt, no answer and no key is ever
-handed to a log call.
-
-Error messages may quote what a client sent, so only an error's kind and place are logged, never its words.
+handed to a log call. Error messages may quote what a client sent, so only an error's kind and place are
+logged, never its words.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 """/metrics: vLLM's names under the prefix `paceline:`, and what an operator needs of the server itself.
-
 Invariant: counters only grow, also over restarts of the engine: what an engine reports is counted as the
 difference to its last report.
 """
@@ -12,8 +11,7 @@ from typing import Any
 
 import prometheus_client as prometheus
 
-from paceline.server.calls import Call
-from paceline.server.usage import added, num_drafts
+from paceline.server.calls import Call, added, num_drafts
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

@@ -1,5 +1,4 @@
 """What every request passes: a name, a key, a bound on its body; and a line in the log when it is over.
-
 Invariant: whatever happens inside, the client gets an answer in OpenAI's shape, and exactly one line is
 logged, without any of the client's words. How long a key's comparison takes says nothing about the keys:
 every key is compared in full, by digest.
@@ -23,9 +22,10 @@ from paceline.server.config import ServerConfig
 from paceline.server.errors import ApiError
 from paceline.server.logs import log, log_error
 from paceline.server.metrics import Metrics
-from paceline.server.streaming import STATUS_OF_THE_GONE, ClientGone, JsonResponse
+from paceline.server.streaming import ClientGone, JsonResponse
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+STATUS_OF_THE_GONE = 499  # for the log alone
 QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 OPEN = ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/")
 OPEN_FOLDERS = ("/playground/",)
@@ -80,6 +80,7 @@ class Logged:
         try:
             await self.app(scope, receive, send_named)
         except ClientGone:
+            self.metrics.count("client_disconnects")
             state["status"] = STATUS_OF_THE_GONE
         except Exception as error:  # a mistake of ours: the client is told so, the log where
             log_error("request failed", error, request_id=name)

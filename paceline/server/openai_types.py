@@ -1,8 +1,6 @@
 """The bodies that clients send: OpenAI's, with vLLM's further fields. Their shapes and sizes only: values are
-checked by SamplingParams.
-
-Invariant: a field that is not listed is refused by name; one that is listed is obeyed, or it is among the few
-that change no answer.
+checked by SamplingParams. Invariant: a field that is not listed is refused by name; one that is listed is
+obeyed, or it is among the few that change no answer.
 """
 
 from __future__ import annotations
@@ -16,15 +14,14 @@ MOST_STOPS, MOST_STOP_CHARACTERS = 32, 1000  # characters of all stop strings to
 TEMPLATE_NAMES = frozenset(
     ("messages", "tools", "add_generation_prompt", "documents", "bos_token", "eos_token", "template")
 )
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Prompt = str | list[int] | list[str] | list[list[int]]
 
 
 def _few_stops(stop: str | list[str] | None) -> str | list[str] | None:
     num_characters = sum(map(len, stop or ()))
     if num_characters > MOST_STOP_CHARACTERS or (isinstance(stop, list) and len(stop) > MOST_STOPS):
-        raise ValueError(
-            f"has more than {MOST_STOPS} strings or {MOST_STOP_CHARACTERS} characters; shorten it"
-        )
+        raise ValueError(f"has over {MOST_STOPS} strings or {MOST_STOP_CHARACTERS} characters; shorten it")
     return stop
 
 
@@ -148,10 +145,7 @@ class Message(BaseModel):
     """As templates know messages: content is text, arguments are objects. Clients send back what they were
     given, with fields of no meaning here: those are left out."""
 
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool", "function"],
-        AfterValidator(lambda role: "system" if role == "developer" else role),
-    ]
+    role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
     content: Annotated[str | list[ContentPart] | None, AfterValidator(_text)] = ""
     name: str | None = None
     tool_call_id: str | None = None

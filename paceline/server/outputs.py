@@ -1,5 +1,4 @@
 """What the engine process says of each step: text, log-probabilities, the end, and figures for /metrics.
-
 Invariant: the texts said for a choice, joined, are what `LLM.generate` returns for it.
 """
 
@@ -7,18 +6,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.cli.explain_steps import Recorder
 from paceline.core.errors import PacelineError
+from paceline.core.types import Request
+from paceline.engine.commit import Emission
+from paceline.engine.engine import Engine
+from paceline.engine.stats import SpecStats
 from paceline.loaders.detokenize import Detokenizer
-
-if TYPE_CHECKING:
-    from paceline.cli.explain_steps import Recorder
-    from paceline.core.types import Request
-    from paceline.engine.commit import Emission
-    from paceline.engine.engine import Engine
-    from paceline.engine.stats import SpecStats
-    from paceline.loaders.tokenizer import Tokenizer
+from paceline.loaders.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 TARGET = "target"  # the source of a token that no drafter proposed
@@ -49,13 +46,9 @@ class Choice:
         if new := text.take():
             said["t"] = new
         if request.params.logprobs is not None and emission.logprobs:
-            said["lp"] = [
-                {
-                    **self._token_json(each.token, each.logprob),
-                    "top_logprobs": [self._token_json(*e) for e in each.top],
-                }
-                for each in emission.logprobs
-            ]
+            said["lp"] = [self._token_json(each.token, each.logprob) for each in emission.logprobs]
+            for written, each in zip(said["lp"], emission.logprobs, strict=True):
+                written["top_logprobs"] = [self._token_json(*top) for top in each.top]
         if self.recorder is not None:
             self.num_steps += 1
             said["d"] = details_json(self.recorder, emission, self.num_steps)
@@ -95,20 +88,12 @@ def details_json(recorder: Recorder, emission: Emission, number: int) -> dict[st
     for index, token in enumerate(emission.tokens):
         node = step.nodes[step.path[index + 1] - 1] if index < num_accepted else None
         judged = node or step.own
-        tokens.append(
-            {
-                "id": token,
-                "text": recorder.tokenizer.token_text(token),
-                "source": TARGET if node is None else emission.sources[index],
-                "p": judged.p if judged else None,
-                "q": None if node is None else node.q,
-                "step": number,
-                "accepted": num_accepted,
-            }
-        )
-    nodes = [
-        {"node": n.index, "id": n.token, **{name: getattr(n, name) for name in OF_NODES}} for n in step.nodes
-    ]
+        shown = {"id": token, "text": recorder.tokenizer.token_text(token), "p": judged.p if judged else None}
+        shown |= {"source": emission.sources[index], "q": node.q} if node else {"source": TARGET, "q": None}
+        tokens.append({**shown, "step": number, "accepted": num_accepted})
+    nodes = [{name: getattr(node, name) for name in OF_NODES} for node in step.nodes]
+    for written, node in zip(nodes, step.nodes, strict=True):
+        written |= {"node": node.index, "id": node.token}
     counts = {"accepted": num_accepted, "emitted": len(tokens)}
     return {"tokens": tokens, "steps": [{"step": number, "rule": step.rule, **counts, "draft": nodes}]}
 

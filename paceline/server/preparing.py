@@ -1,25 +1,21 @@
 """From what a client wrote to engine requests: chat templates, tokens, limits and grammars. Runs in the
-engine process, beside the steps.
-
-Invariant: what it refuses is refused before anything is queued, by a PacelineError; it changes nothing that
-the engine reads.
+engine process, beside the steps. Invariant: what it refuses is refused before anything is queued, by a
+PacelineError; it changes nothing that the engine reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
+from paceline.api.build import Built
+from paceline.api.intake import Intake
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
+from paceline.core.types import Request
+from paceline.engine.engine import Engine
 from paceline.server.grammar_check import GrammarChecker
-
-if TYPE_CHECKING:
-    from paceline.api.build import Built
-    from paceline.api.intake import Intake
-    from paceline.core.types import Request
-    from paceline.engine.engine import Engine
 
 
 class TooLong(RequestError):
@@ -30,12 +26,9 @@ class TooLong(RequestError):
 class Preparer:
     engine: Engine
     intake: Intake
-    max_prompt_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    checker: GrammarChecker = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.checker = GrammarChecker(self.intake.tokenizer, self.intake.vocab_size)
+    checker: GrammarChecker
+    max_prompt_tokens: int | None
+    max_completion_tokens: int | None
 
     def prepare(self, message: Mapping[str, Any]) -> Any:
         """For an `add` its requests, else the answer itself."""

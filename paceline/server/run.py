@@ -1,5 +1,4 @@
 """Puts the server together and runs it: the HTTP loop, the engine's process, signals, and the way out.
-
 SIGTERM or SIGINT: new requests are turned away, running ones finish, then the process ends with status 0. A
 second signal, or the end of `drain_timeout`, cuts off what is still running: status 1.
 """
@@ -33,14 +32,6 @@ LAST_WORDS_S = 2  # for connections to close after their answers
 BACKLOG = 2048
 
 
-class _Http(uvicorn.Server):
-    """Signals are ours."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield
-
-
 def serve(config: ServerConfig) -> int:
     """Until a signal; the exit status. What cannot work is found before anything is started."""
     logs.set_up(config.log_level, "server")
@@ -50,23 +41,24 @@ def serve(config: ServerConfig) -> int:
         name = path.name.removesuffix(".gguf") if path.exists() else config.model
     metrics = Metrics(name)
     engine = EngineClient(config, metrics)
-    http = _Http(
-        uvicorn.Config(
-            make_app(Service(config, engine, metrics, name)),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=30,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=LAST_WORDS_S,
-            ssl_certfile=config.ssl_certfile,
-            ssl_keyfile=config.ssl_keyfile,
-        )
+    settings = uvicorn.Config(
+        make_app(Service(config, engine, metrics, name)),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
     )
+    http = uvicorn.Server(settings)
+    http.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # signals are ours
     try:
-        http.config.load()
+        settings.load()
     except (OSError, ssl.SSLError) as error:
         files = f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile}"
         raise ConfigError(f"{files} cannot be used ({error}); give PEM files") from None
@@ -94,7 +86,9 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _main(config: ServerConfig, engine: EngineClient, http: _Http, listener: socket.socket) -> int:
+async def _main(
+    config: ServerConfig, engine: EngineClient, http: uvicorn.Server, listener: socket.socket
+) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)

@@ -1,14 +1,13 @@
-"""Sending an answer, whole or as server-sent events, to a client that may leave at any moment.
-
-Invariant: when the client is gone the engine's call is left at once, so its blocks are free before the next
-step; an error after the first byte is an event of its own, and the stream still ends with [DONE].
+"""Sending an answer, whole or as server-sent events, to a client that may leave at any moment. Invariant:
+when the client is gone the engine's call is left at once, so its blocks are free before the next step; an
+error after the first byte is an event of its own, and the stream still ends with [DONE].
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-STATUS_OF_THE_GONE = 499  # for the log alone
 
 
 class ClientGone(Exception):
@@ -60,20 +58,14 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(JsonResponse):
     """A stream of events. `stack` holds the engine's call and is closed with the response."""
 
-    def __init__(
-        self, chunks: AsyncIterator[dict[str, Any]], stack: AsyncExitStack, on_gone: Callable[[], None]
-    ) -> None:
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], stack: AsyncExitStack) -> None:
         super().__init__(None, headers=HEADERS)
         del self.headers["content-length"]
-        self._chunks, self._stack, self._on_gone = chunks, stack, on_gone
+        self._chunks, self._stack = chunks, stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
-            try:
-                await unless_gone(receive, self._send(send))
-            except ClientGone:
-                self._on_gone()
-                scope["state"]["status"] = STATUS_OF_THE_GONE
+            await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         async def event(data: bytes, has_more: bool = True) -> None:

@@ -1,8 +1,6 @@
 """From a client's body to what the engine is asked: the parts of a call, checked as far as that can be done
-without the model.
-
-Invariant: what passes here can only be refused by the engine for what needs the model's tokenizer: lengths,
-ids, grammars, templates.
+without the model. Invariant: what passes here can only be refused by the engine for what needs the model's
+tokenizer: lengths, ids, grammars, templates.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ from paceline.server.errors import bad_request
 
 # Fields of a body that are those of SamplingParams.
 SAME_NAMES = {*types.Sampling.model_fields} & {*SamplingParams.__slots__} - {"structured_outputs"}
+Fields = dict[str, Any]  # of a JSON object
+Chat = types.ChatRequest | types.TokenizeRequest
 DEFAULT_COMPLETION = 16  # tokens, as OpenAI has it
 
 
@@ -29,7 +29,7 @@ DEFAULT_COMPLETION = 16  # tokens, as OpenAI has it
 class Job:
     """One HTTP request for the engine."""
 
-    parts: list[dict[str, Any]]
+    parts: list[Fields]
     num_choices: int
     is_stream: bool
     has_usage: bool
@@ -53,9 +53,7 @@ class Translator:
     def completion(self, body: types.CompletionRequest) -> Job:
         is_ranked = body.best_of not in (None, body.n or 1)
         _refuse_if(is_ranked, "best_of", "asks for ranked answers, which are not made here; leave it out")
-        _refuse_if(
-            bool(body.suffix), "suffix", "is not supported: the model writes forward only; leave it out"
-        )
+        _refuse_if(bool(body.suffix), "suffix", "is not supported: models write forward only; leave it out")
         what = "with logprobs would need those of the prompt, which are not kept; leave one of them out"
         _refuse_if(bool(body.echo) and body.logprobs is not None, "echo", what)
         most = self.config.max_completion_tokens or DEFAULT_COMPLETION
@@ -66,7 +64,7 @@ class Translator:
         return self._job(body, prompts, extra, echo=bool(body.echo))
 
     def chat(self, body: types.ChatRequest) -> Job:
-        extra: dict[str, Any] = {}
+        extra: Fields = {}
         if body.max_completion_tokens is not None:
             extra["max_tokens"] = body.max_completion_tokens
         is_alone = body.top_logprobs is not None and not body.logprobs
@@ -86,16 +84,14 @@ class Translator:
             extra["structured_outputs"] = {"json": tooling.forced_schema(tools, wanted)}
         return self._job(body, [self._chat_prompt(body, tools)], extra, tool_names=names)
 
-    def tokenize(self, body: types.TokenizeRequest) -> dict[str, Any]:
+    def tokenize(self, body: types.TokenizeRequest) -> Fields:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if body.messages is None:
             return {"text": body.prompt, "add_special": body.add_special_tokens}
         return self._chat_prompt(body, [tool.model_dump(exclude_none=True) for tool in body.tools or ()])
 
-    def _chat_prompt(
-        self, body: types.ChatRequest | types.TokenizeRequest, tools: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _chat_prompt(self, body: Chat, tools: list[Fields]) -> Fields:
         if not self.info["has_template"]:
             raise bad_request("the model has no chat template; use /v1/completions")
         messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
@@ -107,9 +103,7 @@ class Translator:
             "template_options": body.chat_template_kwargs or {},
         }
 
-    def _job(
-        self, body: types.Sampling, prompts: list[dict[str, Any]], extra: dict[str, Any], **more: Any
-    ) -> Job:
+    def _job(self, body: types.Sampling, prompts: list[Fields], extra: Fields, **more: Any) -> Job:
         options = body.model_dump(include=SAME_NAMES, exclude_none=True) | extra
         structured = _structured(body)
         if "structured_outputs" in extra:
@@ -147,7 +141,7 @@ class Translator:
         what = f"times prompts makes {num_choices} answers, more than {config.max_choices}; ask for fewer"
         _refuse_if(num_choices > config.max_choices, "n", what)
 
-    def _speculation(self, asked: bool | str | types.Speculative | None, options: dict[str, Any]) -> bool:
+    def _speculation(self, asked: bool | str | types.Speculative | None, options: Fields) -> bool:
         """Put into the options what was asked for; whether the details of each step are wanted."""
         if asked is None or asked is True:
             return False
@@ -168,9 +162,9 @@ class Translator:
         return asked.details
 
 
-def _structured(body: types.Sampling) -> dict[str, dict[str, Any]]:
+def _structured(body: types.Sampling) -> dict[str, Fields]:
     """By the field that asks for it: what the answer must look like."""
-    found: dict[str, dict[str, Any]] = {
+    found: dict[str, Fields] = {
         name: {name.removeprefix("guided_"): getattr(body, name)}
         for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
         if getattr(body, name) is not None

@@ -3,10 +3,9 @@ message a step.
 
 Four threads: one reads commands, one turns prompts into requests (preparing.py), one does so for those with a
 grammar to compile, and the main one owns the engine. So neither a long prompt nor a hard grammar holds up a
-step for longer than Python switches threads.
-
-Invariant: every id that is added is answered: refused, or admitted and then answered to its end. No exception
-of one request ends the process (isolation.py); when the other side is gone it ends, whatever it is doing.
+step for longer than Python switches threads. Invariant: every id that is added is answered: refused, or
+admitted and then answered to its end. No exception of one request ends the process (isolation.py); when the
+other side is gone it ends, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.types import Request, Status, Verdict
 from paceline.engine.engine import Engine
 from paceline.server import logs, wire
+from paceline.server.grammar_check import GrammarChecker
 from paceline.server.isolation import InternalError, Isolation
 from paceline.server.outputs import Choice, error_json, figures
 from paceline.server.preparing import Preparer, description
@@ -59,7 +59,8 @@ def main() -> None:
         return
     engine, vocab_size = built.engine, built.checkpoint.config.vocab_size
     intake = Intake(built.tokenizer, vocab_size, engine.config.max_model_len)
-    worker = Worker(channel, engine, Preparer(engine, intake, **setup["limits"]), Isolation(engine, intake))
+    preparer = Preparer(engine, intake, GrammarChecker(built.tokenizer, vocab_size), **setup["limits"])
+    worker = Worker(channel, engine, preparer, Isolation(engine, intake))
     gc.freeze()  # the model and the libraries are here to stay: collections need not look at them
     ready = description(built, options.speculative_config, time.monotonic() - started)
     worker.send({"is": "ready", **ready})
@@ -83,7 +84,6 @@ class Worker:
         default_factory=dict
     )  # between the reading thread and the main one
     _choices: dict[str, Choice] = field(default_factory=dict)  # by the engine's request id
-    _unstarted: dict[str, Choice] = field(default_factory=dict)  # of them, those waiting for their first step
     _requests: dict[str, list[Request]] = field(default_factory=dict)  # by the client's id
     _recorder: Recorder | None = None  # of the request being judged
     _reported_at: float = 0.0
@@ -165,7 +165,7 @@ class Worker:
             choice = Choice(name, index, request, self.engine.stats[request.id], tokenizer)
             if message.get("details"):
                 choice.recorder, self.engine.watch = Recorder(tokenizer), self._watch
-            self._choices[request.id] = self._unstarted[request.id] = choice
+            self._choices[request.id] = choice
         self._is_stale = True
         first = requests[0]
         echo = tokenizer.decode(first.tokens[: first.num_prompt]) if message.get("echo") else ""
@@ -188,7 +188,6 @@ class Worker:
 
     def _forget(self, request: Request) -> None:
         self._choices.pop(request.id, None)
-        self._unstarted.pop(request.id, None)
         self.engine.stats.pop(request.id, None)
         if all(choice.recorder is None for choice in self._choices.values()):
             self.engine.watch = None
@@ -197,14 +196,15 @@ class Worker:
         """What clients are told of a step: one message an emission, none where its request was aborted."""
         started, told = time.monotonic(), []
         emissions = self.isolation.step()
-        for name, waiting in list(self._unstarted.items()):
-            if waiting.request.status is not Status.WAITING:
-                self._unstarted.pop(name).started_at = started
+        for choice in self._choices.values():
+            if choice.started_at is None and choice.request.status is not Status.WAITING:
+                choice.started_at = started
         self._is_stale = True
         for emission in emissions:
             request = emission.request
-            if (choice := self._choices.get(request.id)) is None:
+            if request.id not in self._choices:
                 continue
+            choice = self._choices[request.id]
             try:
                 told.append(choice.message(emission))
             except Exception as error:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from paceline.server.calls import Call, added
 from paceline.server.metrics import Metrics
-from paceline.server.usage import added, spec_decode
 from tests.server.harness import Server
 
 ROOT = Path(__file__).parent.parent.parent
@@ -97,13 +97,14 @@ def test_counts_of_choices_add_up() -> None:
     one.record(Draft(Tree.chain(0, [1, 2, 3]), "ngram"), [1, 2], 3)
     two.record(Draft(Tree.chain(0, [1])), [], 1)
     two.record(Draft(Tree.chain(0, [1, 2]), "suffix"), [1, 2], 3)
-    total = added(json.loads(json.dumps(asdict(stats))) for stats in (one, two))
+    sent = [json.loads(json.dumps(asdict(stats))) for stats in (one, two)]
+    total = added(sent)
     assert total.num_tokens == 7
     assert total.accepted_at == [2, 2, 0]
     assert total.tau == pytest.approx(7 / 3)
     assert total.accepted_by_source["ngram"] == 2
     assert total.lengths == {3: 1, 1: 1, 2: 1}
-    theirs = spec_decode(total, 4)
+    theirs = Call("c", 1, 2, ends={index: {"stats": stats} for index, stats in enumerate(sent)}).speculation()
     assert theirs["acceptance_histogram"] == [1, 0, 2, 0]
     assert theirs["num_spec_steps"] == 3
     assert theirs["mean_acceptance_length"] == pytest.approx(1 + 4 / 3, abs=1e-4)
