@@ -22,10 +22,6 @@ from paceline.server.errors import ApiError, from_engine
 _STATS = TypeAdapter(SpecStats)
 
 
-def _four_digits(number: str) -> float:
-    return round(float(number), 4)
-
-
 @dataclass(slots=True)
 class Delta:
     """What one choice has said since it was last read."""
@@ -143,7 +139,9 @@ class Call:
                 "accepted_prediction_tokens": stats.num_accepted,
                 "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
             },
-            "speculative": json.loads(json.dumps(stats.to_dict()), parse_float=_four_digits),
+            "speculative": json.loads(
+                json.dumps(stats.to_dict()), parse_float=lambda text: round(float(text), 4)
+            ),
             "timings": self.timings(),
         }
 

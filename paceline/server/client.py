@@ -69,9 +69,10 @@ class EngineClient:
             what = f"{now} answers are running or waiting, and {room} may; try again later"
             raise ApiError(429, what, "queue_full")
         call = Call(secrets.token_hex(8), len(parts), num_choices)
-        for index, part in enumerate(parts):
-            self._calls[f"{call.name}.{index}"] = (call, index)
-            self._send({"do": "add", "id": f"{call.name}.{index}", **part})
+        names = [f"{call.name}.{index}" for index in range(len(parts))]
+        for index, name in enumerate(names):
+            self._calls[name] = (call, index)
+            self._send({"do": "add", "id": name, **parts[index]})
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.config.request_timeout, call.fail, self._too_slow())
         try:
@@ -79,7 +80,10 @@ class EngineClient:
             yield call
         finally:
             timer.cancel()
-            self._leave(call)
+            for name in names:
+                del self._calls[name]
+                if len(call.ends) < call.total_choices:  # something may still be running
+                    self._send({"do": "abort", "id": name})
 
     async def ask(self, message: dict[str, Any]) -> Any:
         """A question that needs no engine step, such as what the tokens of a text are."""
@@ -101,15 +105,6 @@ class EngineClient:
     def _check_open(self) -> None:
         if self.state != "ok":
             raise unavailable(self.state)
-
-    def _leave(self, call: Call) -> None:
-        """Forget a call; what of it is still running is stopped."""
-        for index in range(call.num_parts):
-            name, first = f"{call.name}.{index}", index * call.num_choices
-            is_done = all(choice in call.ends for choice in range(first, first + call.num_choices))
-            was_known = self._calls.pop(name, None) is not None
-            if was_known and not is_done and self._is_ready:
-                self._send({"do": "abort", "id": name})
 
     def _send(self, message: wire.Message) -> None:
         """Never waits: what a dead engine cannot take is lost, and its calls are failed by `run`."""

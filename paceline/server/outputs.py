@@ -52,26 +52,22 @@ class Choice:
         if self.recorder is not None:
             self.num_steps += 1
             said["d"] = details_json(self.recorder, emission, self.num_steps)
-        self.first_at = self.first_at or time.monotonic()
-        if request.is_finished:
-            said |= self._end(self.first_at)
-        return said
-
-    def _end(self, first_at: float) -> dict[str, Any]:
-        request, started_at = self.request, self.started_at or first_at
-        assert request.finish_reason is not None
+        self.first_at = first_at = self.first_at or time.monotonic()
         if request.error is not None:
-            return {"error": error_json(request.error)}
-        usage = {
-            "prompt_tokens": request.num_prompt,
-            "completion_tokens": request.num_output,
-            "cached_tokens": request.num_prefix_hits,
-            "queue_s": started_at - self.added_at,
-            "prefill_s": first_at - started_at,
-            "decode_s": time.monotonic() - first_at,
-            "stats": asdict(self.stats),
-        }
-        return {"end": request.finish_reason.value, "usage": usage}
+            return said | {"error": error_json(request.error)}
+        if request.finish_reason is not None:
+            started_at = self.started_at or first_at
+            usage = {
+                "prompt_tokens": request.num_prompt,
+                "completion_tokens": request.num_output,
+                "cached_tokens": request.num_prefix_hits,
+                "queue_s": started_at - self.added_at,
+                "prefill_s": first_at - started_at,
+                "decode_s": time.monotonic() - first_at,
+                "stats": asdict(self.stats),
+            }
+            said |= {"end": request.finish_reason.value, "usage": usage}
+        return said
 
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         data, logprob = self.tokenizer.token_bytes(token), max(logprob, LEAST_LOGPROB)

@@ -70,7 +70,7 @@ class Preparer:
         return requests
 
 
-def description(built: Built, config: Mapping[str, Any] | str | None, seconds: float) -> dict[str, Any]:
+def description(built: Built, config: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """What the HTTP side must know of the model and the drafters. config: the speculative_config."""
     engine, selectable = built.engine, built.engine.policy.drafters
     template = built.checkpoint.tokenizer_source().chat_template
@@ -88,5 +88,4 @@ def description(built: Built, config: Mapping[str, Any] | str | None, seconds: f
             "num_speculative_tokens": engine.config.num_speculative_tokens,
             "is_pinned": isinstance(config, Mapping) and "num_speculative_tokens" in config,
         },
-        "start_seconds": seconds,
     }

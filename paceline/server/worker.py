@@ -50,7 +50,6 @@ def main() -> None:
     logs.set_up(setup["log_level"], "engine")
     if sys.platform != "win32":
         os.nice(5)  # where the HTTP loop needs a core that the engine computes on, it gets it at once
-    started = time.monotonic()
     try:
         options = EngineOptions(**setup["engine"], progress=sys.stderr.isatty())
         built = build(options)
@@ -62,8 +61,7 @@ def main() -> None:
     preparer = Preparer(engine, intake, GrammarChecker(built.tokenizer, vocab_size), **setup["limits"])
     worker = Worker(channel, engine, preparer, Isolation(engine, intake))
     gc.freeze()  # the model and the libraries are here to stay: collections need not look at them
-    ready = description(built, options.speculative_config, time.monotonic() - started)
-    worker.send({"is": "ready", **ready})
+    worker.send({"is": "ready", **description(built, options.speculative_config)})
     try:
         worker.run(commands)
     except Exception as error:  # the engine's state may be wrong now: a new process starts with a clean one
