@@ -52,10 +52,10 @@ class Intake:
         """One request for each of the n completions; the later ones share the first one's prompt blocks."""
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
-        self.check_ids("prompt", tokens)
-        self.check_ids("logit_bias", params.logit_bias or ())
-        self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self.check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("prompt", tokens)
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         params = self._bounded(params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         name = f"r{next(self._ids)}"
@@ -112,7 +112,7 @@ class Intake:
         encoded = (tuple(self.tokenizer.encode(text, add_special=False)) for text in spellings)
         return tuple(dict.fromkeys(tokens for tokens in encoded if tokens))
 
-    def check_ids(self, name: str, ids: Iterable[int]) -> None:
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self.vocab_size), None)
         if bad is not None:
             known = f"the model's ids go from 0 to {self.vocab_size - 1}"

@@ -13,7 +13,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,12 +80,9 @@ class GrammarChecker:
 class _Tokenizer:
     """As much of the tokenizer as a grammar needs."""
 
-    text: str
+    json: Callable[[], str]
     eos_ids: frozenset[int]
     vocab_size: int
-
-    def json(self) -> str:
-        return self.text
 
 
 def main() -> None:
@@ -98,7 +95,8 @@ def main() -> None:
         problem = None
         try:
             if compiler is None:
-                known = _Tokenizer(message["text"], frozenset(message["eos_ids"]), message["vocab_size"])
+                text, ends = functools.partial(str, message["text"]), frozenset(message["eos_ids"])
+                known = _Tokenizer(text, ends, message["vocab_size"])
                 compiler = GrammarCompiler(known, message["model_vocab_size"])
             else:
                 compiler.matcher(StructuredOutputs(**message))

@@ -102,11 +102,10 @@ class Metrics:
     def gauge(self, name: str, value: float) -> None:
         self._families[name].labels(self._model).set(value)
 
-    def engine_up(self, is_up: bool, seconds: float = 0.0) -> None:
-        """seconds: what its start took."""
+    def engine_up(self, is_up: bool, start_seconds: float = 0.0) -> None:
         self.gauge("engine_up", is_up)
         if is_up:
-            self.gauge("engine_start_seconds", seconds)
+            self.gauge("engine_start_seconds", start_seconds)
             return
         self._last.clear()  # the next one counts from zero, and holds nothing
         for name in IN_USE:

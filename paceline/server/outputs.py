@@ -19,7 +19,7 @@ from paceline.loaders.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 TARGET = "target"  # the source of a token that no drafter proposed
-OF_NODES = ("parent", "text", "source", "p", "q", "fate")  # what is shown of a drafted token
+SHOWN = ("parent", "text", "source", "p", "q", "fate")  # what is shown of a drafted token
 
 
 @dataclass(slots=True)
@@ -87,11 +87,9 @@ def details_json(recorder: Recorder, emission: Emission, number: int) -> dict[st
         shown = {"id": token, "text": recorder.tokenizer.token_text(token), "p": judged.p if judged else None}
         shown |= {"source": emission.sources[index], "q": node.q} if node else {"source": TARGET, "q": None}
         tokens.append({**shown, "step": number, "accepted": num_accepted})
-    nodes = [{name: getattr(node, name) for name in OF_NODES} for node in step.nodes]
-    for written, node in zip(nodes, step.nodes, strict=True):
-        written |= {"node": node.index, "id": node.token}
-    counts = {"accepted": num_accepted, "emitted": len(tokens)}
-    return {"tokens": tokens, "steps": [{"step": number, "rule": step.rule, **counts, "draft": nodes}]}
+    counts, nodes = {"accepted": num_accepted, "emitted": len(tokens)}, step.nodes
+    draft = [{"node": n.index, "id": n.token, **{name: getattr(n, name) for name in SHOWN}} for n in nodes]
+    return {"tokens": tokens, "steps": [{"step": number, "rule": step.rule, **counts, "draft": draft}]}
 
 
 def error_json(error: PacelineError) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.api.build import Built
 from paceline.api.intake import Intake
 from paceline.core.errors import RequestError
+from paceline.core.options import brief
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
@@ -33,8 +34,13 @@ class Preparer:
     def prepare(self, message: Mapping[str, Any]) -> Any:
         """For an `add` its requests, else the answer itself."""
         if message["do"] == "detokenize":
-            self.intake.check_ids("tokens", message["tokens"])
-            return {"prompt": self.intake.tokenizer.decode(message["tokens"], skip_special=False)}
+            tokens, known = message["tokens"], self.intake.vocab_size
+            for token in tokens:
+                if not 0 <= token < known:
+                    raise RequestError(
+                        f"tokens holds {brief(token)}; the model's ids go from 0 to {known - 1}"
+                    )
+            return {"prompt": self.intake.tokenizer.decode(tokens, skip_special=False)}
         try:
             tokens = self._tokens(message["prompt"])
         except RecursionError:

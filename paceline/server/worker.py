@@ -48,8 +48,7 @@ def main() -> None:
     if (setup := wire.read(commands)) is None:
         return
     logs.set_up(setup["log_level"], "engine")
-    if sys.platform != "win32":
-        os.nice(5)  # where the HTTP loop needs a core that the engine computes on, it gets it at once
+    os.nice(5)  # where the HTTP loop needs a core that the engine computes on, it gets it at once
     try:
         options = EngineOptions(**setup["engine"], progress=sys.stderr.isatty())
         built = build(options)
