@@ -77,9 +77,7 @@ class Worker:
     _commands: Queue = field(default_factory=Queue)  # for the main thread
     _prompts: Queue = field(default_factory=Queue)  # for the preparing thread
     _grammars: Queue = field(default_factory=Queue)  # likewise, with a grammar to compile
-    _preparing: dict[str, wire.Message] = field(
-        default_factory=dict
-    )  # between the reading thread and the main one
+    _preparing: dict[str, wire.Message] = field(default_factory=dict)  # by id: read and not yet handled
     _choices: dict[str, Choice] = field(default_factory=dict)  # by the engine's request id
     _requests: dict[str, list[Request]] = field(default_factory=dict)  # by the client's id
     _recorder: Recorder | None = None  # of the request being judged
