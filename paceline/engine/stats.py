@@ -8,9 +8,11 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from paceline.core.types import Draft, Verdict
-from paceline.drafters.base import Drafter
+if TYPE_CHECKING:  # the server's HTTP process reads counts with this module, and needs no torch
+    from paceline.core.types import Draft, Verdict
+    from paceline.drafters.base import Drafter
 
 # a drafter is reported whose first token was right less often than this in so many drafts
 NEVER_RIGHT, AFTER = (0.01, 200)

@@ -1,20 +1,25 @@
 """One client's request while it is being answered: what has been said and not yet been read, and how it
-ended.
-
-Invariant: a reader that is slow holds nothing up. What is said meanwhile is joined into one `Delta` a
+ended. Invariant: a reader that is slow holds nothing up. What is said meanwhile is joined into one `Delta` a
 choice, so what is held is at most the answer itself, whose length is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 from typing import Any
 
-from paceline.server import usage
+from pydantic import TypeAdapter
+
+from paceline.engine.stats import SpecStats
 from paceline.server.errors import ApiError, from_engine
+
+_STATS = TypeAdapter(SpecStats)
 
 
 @dataclass(slots=True)
@@ -23,14 +28,12 @@ class Delta:
 
     index: int
     text: str = ""
-    num_tokens: int = 0
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, list[Any]] | None = None
     end: str | None = None
 
     def add(self, said: Mapping[str, Any]) -> None:
         self.text += said.get("t", "")
-        self.num_tokens += said["n"]
         self.logprobs += said.get("lp", ())
         if "d" in said:
             self.details = self.details or {"tokens": [], "steps": []}
@@ -44,7 +47,7 @@ class Call:
     """Several prompts of one request are several parts, each with n choices."""
 
     name: str
-    parts: list[dict[str, Any]]  # the `add` messages
+    num_parts: int
     num_choices: int  # of each part
     arrived: float = field(default_factory=time.monotonic)
     prompts: dict[int, int] = field(default_factory=dict)  # by part: its number of tokens, once admitted
@@ -61,19 +64,14 @@ class Call:
 
     @property
     def total_choices(self) -> int:
-        return len(self.parts) * self.num_choices
+        return self.num_parts * self.num_choices
 
     @property
     def is_over(self) -> bool:
         return self.error is not None or len(self.ends) == self.total_choices
 
-    @property
-    def is_admitted(self) -> bool:
-        return len(self.prompts) == len(self.parts)
-
     def admit(self, part: int, message: Mapping[str, Any]) -> None:
-        self.prompts[part] = message["num_prompt"]
-        self.echoes[part] = message["echo"]
+        self.prompts[part], self.echoes[part] = message["num_prompt"], message["echo"]
         self._signal.set()
 
     def fail(self, error: ApiError) -> None:
@@ -99,36 +97,24 @@ class Call:
 
     async def admitted(self) -> None:
         """Until all prompts were taken; raises if one was not."""
-        while not self.is_admitted and self.error is None:
+        while len(self.prompts) < self.num_parts and self.error is None:
             await self._wait()
         if self.error is not None:
             raise self.error
 
-    async def news(self) -> list[Delta]:
-        """What is new, as soon as there is something; nothing at the end. Raises what went wrong."""
-        while not self._news and not self.is_over:
+    async def news(self, is_whole: bool) -> list[Delta]:
+        """What is new by choice, as soon as there is something, or when all has been said; nothing at the
+        end. Raises what went wrong."""
+        while not self.is_over and (is_whole or not self._news):
             await self._wait()
-        if self._news:
-            news, self._news = self._news, {}
-            return [news[index] for index in sorted(news)]
-        if self.error is not None:
+        if self.error is not None and (is_whole or not self._news):
             raise self.error
-        return []
-
-    async def everything(self) -> list[Delta]:
-        """The whole answer, one Delta a choice. Raises what went wrong."""
-        while not self.is_over:
-            await self._wait()
-        if self.error is not None:
-            raise self.error
-        return [self._news.get(index, Delta(index, end="stop")) for index in range(self.total_choices)]
+        news, self._news = self._news, {}
+        return [news[index] for index in sorted(news)]
 
     async def _wait(self) -> None:
         self._signal.clear()
         await self._signal.wait()
-
-    def stats(self) -> usage.Counts:
-        return usage.added(end["stats"] for end in self.ends.values())
 
     def timings(self) -> dict[str, float]:
         now = time.monotonic()
@@ -140,7 +126,56 @@ class Call:
             "tokens_per_second": round(num / decoding, 2) if decoding > 0 else 0.0,
         }
 
-    def usage(self) -> usage.Counts:
-        firsts = [self.ends.get(part * self.num_choices, {}) for part in range(len(self.parts))]
-        prompts, cached = sum(self.prompts.values()), sum(first.get("cached_tokens", 0) for first in firsts)
-        return usage.usage_json(prompts, cached, self.num_tokens, self.stats(), self.timings())
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's, and ours. Tokens of a prompt count once, however many choices it has."""
+        firsts = [self.ends.get(part * self.num_choices, {}) for part in range(self.num_parts)]
+        num_prompt, stats = sum(self.prompts.values()), added(end["stats"] for end in self.ends.values())
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": num_prompt + self.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(end.get("cached_tokens", 0) for end in firsts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": stats.num_accepted,
+                "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
+            },
+            "speculative": json.loads(
+                json.dumps(stats.to_dict()), parse_float=lambda text: round(float(text), 4)
+            ),
+            "timings": self.timings(),
+        }
+
+    def speculation(self) -> dict[str, Any]:
+        """The shape of vLLM's per-request metrics. A histogram's place j: steps with a draft that accepted j
+        tokens."""
+        stats = added(end["stats"] for end in self.ends.values())
+        num_steps = num_drafts(stats)
+        mean = 1 + (stats.num_accepted / num_steps if num_steps else 0.0)
+        return {
+            "mean_acceptance_length": round(mean, 4),
+            "draft_acceptance_rate": round(stats.alpha, 4),
+            "acceptance_histogram": [a - b for a, b in pairwise([num_steps, *stats.accepted_at, 0])],
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": stats.num_accepted,
+            "num_draft_tokens": stats.num_drafted,
+        }
+
+
+def num_drafts(stats: SpecStats) -> int:
+    """Steps that checked a draft."""
+    return stats.num_steps - stats.lengths.get(0, 0)
+
+
+def added(parts: Iterable[Mapping[str, Any]]) -> SpecStats:
+    """The sum of statistics that came as JSON: of choices, so that n > 1 and several prompts need no other
+    rule."""
+    return _STATS.validate_python(functools.reduce(_plus, parts, {}))
+
+
+def _plus(one: Any, other: Any) -> Any:
+    """Numbers add, lists place by place, dicts key by key."""
+    if isinstance(other, Mapping):
+        return {**one, **{name: _plus(one.get(name, type(value)()), value) for name, value in other.items()}}
+    if isinstance(other, list):
+        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+    return one + other

@@ -1,31 +1,30 @@
 """The engine as the HTTP side sees it: a table of calls, a process that is kept alive, and the queue's bound.
-
 Invariant: every call ends: by its own end, an abort, an error of the engine, or the engine's death. A call
-that is left early is aborted, which frees its blocks before the next step.
+that is left early is aborted, which frees its blocks before the next step. When `run` is left the engine's
+process is gone, by itself or killed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
+import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from paceline.core.errors import ModelError
 from paceline.server import wire
 from paceline.server.calls import Call
 from paceline.server.config import ServerConfig
-from paceline.server.errors import ApiError, bad_request, draining, engine_lost, from_engine, unavailable
+from paceline.server.errors import ApiError, bad_request, from_engine, unavailable
 from paceline.server.logs import log
 from paceline.server.metrics import Metrics
-from paceline.server.process import EngineProcess
 
 State = Literal["starting", "ok", "restarting", "draining"]
 PING_EVERY_S = 1.0
+PATIENCE_S = 3.0  # for a process whose socket is closed to end
 BACKOFF_S, MOST_BACKOFF_S = 0.2, 30.0  # doubled for each engine in a row that could not even start
 
 
@@ -37,7 +36,7 @@ class EngineClient:
         self.is_draining = False
         self.started = asyncio.Event()  # the engine is there, or never will be
         self.fatal: str | None = None  # why the engine could not be started at all
-        self._process: EngineProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._is_ready = False
         self._calls: dict[str, tuple[Call, int]] = {}  # by the id of a part
         self._answers: dict[str, asyncio.Future[Any]] = {}
@@ -55,24 +54,25 @@ class EngineClient:
     def num_calls(self) -> int:
         return len({call.name for call, _ in self._calls.values()})
 
-    @property
-    def num_sequences(self) -> int:
-        return sum(call.num_choices for call, _ in self._calls.values())
-
     # Asking
 
     @asynccontextmanager
     async def call(self, parts: Sequence[dict[str, Any]], num_choices: int) -> AsyncIterator[Call]:
         """A request to the engine, admitted. When the block is left it is over, or it is aborted."""
         self._check_open()
-        self._check_room(len(parts) * num_choices)
-        name = secrets.token_hex(8)
-        call = Call(name, list(parts), num_choices)
-        process = self._process
-        assert process is not None, "open means that there is a process"
-        for index, part in enumerate(parts):
-            self._calls[f"{name}.{index}"] = (call, index)
-            process.send({"do": "add", "id": f"{name}.{index}", **part})
+        num_new, room = len(parts) * num_choices, self.info["max_num_seqs"] + self.config.max_queue
+        now = sum(call.num_choices for call, _ in self._calls.values())
+        if num_new > room:
+            what = f"the request asks for {num_new} answers, and {room} may run or wait; ask for fewer"
+            raise bad_request(what, "n", "too_many_choices")
+        if now + num_new > room:
+            what = f"{now} answers are running or waiting, and {room} may; try again later"
+            raise ApiError(429, what, "queue_full")
+        call = Call(secrets.token_hex(8), len(parts), num_choices)
+        names = [f"{call.name}.{index}" for index in range(len(parts))]
+        for index, name in enumerate(names):
+            self._calls[name] = (call, index)
+            self._send({"do": "add", "id": name, **parts[index]})
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.config.request_timeout, call.fail, self._too_slow())
         try:
@@ -80,16 +80,18 @@ class EngineClient:
             yield call
         finally:
             timer.cancel()
-            self._leave(call)
+            for name in names:
+                del self._calls[name]
+                if len(call.ends) < call.total_choices:  # something may still be running
+                    self._send({"do": "abort", "id": name})
 
     async def ask(self, message: dict[str, Any]) -> Any:
         """A question that needs no engine step, such as what the tokens of a text are."""
         self._check_open()
-        assert self._process is not None
         name = secrets.token_hex(8)
         answer = self._answers[name] = asyncio.get_running_loop().create_future()
         try:
-            self._process.send({**message, "id": name})
+            self._send({**message, "id": name})
             return await asyncio.wait_for(answer, self.config.request_timeout)
         except TimeoutError:
             raise self._too_slow() from None
@@ -101,28 +103,13 @@ class EngineClient:
         return ApiError(504, what, "request_timeout")
 
     def _check_open(self) -> None:
-        if self.is_draining:
-            raise draining()
-        if not self._is_ready:
+        if self.state != "ok":
             raise unavailable(self.state)
 
-    def _check_room(self, num_new: int) -> None:
-        room, now = self.info["max_num_seqs"] + self.config.max_queue, self.num_sequences
-        if num_new > room:
-            what = f"the request asks for {num_new} answers, and {room} may run or wait; ask for fewer"
-            raise bad_request(what, "n", "too_many_choices")
-        if now + num_new > room:
-            what = f"{now} answers are running or waiting, and {room} may; try again later"
-            raise ApiError(429, what, "queue_full", retry_after=1)
-
-    def _leave(self, call: Call) -> None:
-        """Forget a call; what of it is still running is stopped."""
-        for index in range(len(call.parts)):
-            name, first = f"{call.name}.{index}", index * call.num_choices
-            is_done = all(choice in call.ends for choice in range(first, first + call.num_choices))
-            was_known = self._calls.pop(name, None) is not None
-            if was_known and not is_done and self._process is not None and self._is_ready:
-                self._process.send({"do": "abort", "id": name})
+    def _send(self, message: wire.Message) -> None:
+        """Never waits: what a dead engine cannot take is lost, and its calls are failed by `run`."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(wire.pack(message))
 
     # Listening
 
@@ -130,12 +117,12 @@ class EngineClient:
         """Keep an engine alive until cancelled."""
         backoff = BACKOFF_S
         while True:
-            was_ready = False
             try:
                 await self._serve_one()
-                was_ready = self._is_ready
-            finally:
-                self._lose()
+            finally:  # the engine is gone, and with it everything it was doing
+                was_ready, self._is_ready, self._writer = self._is_ready, False, None
+                self.metrics.engine_up(False)
+                self.fail_all("lost")
             if self.fatal is not None:
                 return
             backoff = BACKOFF_S if was_ready else min(backoff * 2, MOST_BACKOFF_S)
@@ -146,33 +133,35 @@ class EngineClient:
 
     async def _serve_one(self) -> None:
         """One engine process from its birth to its death."""
-        started = time.monotonic()
-        config = self.config
-        setup = {"engine": config.engine_options(), "limits": config.limits(), "log_level": config.log_level}
-        async with EngineProcess.start(setup) as process:
-            self._process, self._heard_at = process, time.monotonic()
-            self.metrics.gauge("engine_pid", process.pid)
-            guard = asyncio.create_task(self._guard(process))
+        started = self._heard_at = time.monotonic()
+        process, channel = wire.start("paceline.server.worker")
+        reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=wire.LONGEST)
+        self.metrics.gauge("engine_pid", process.pid)
+        self._send(self.config.engine_setup())
+        guard = asyncio.create_task(self._guard(process))
+        try:
+            while (message := await wire.read_async(reader)) is not None:
+                self._heard_at = time.monotonic()
+                self._take(message, started)
+        finally:
+            guard.cancel()
+            self._writer.close()  # the process ends when it reads the end
             try:
-                while (message := await wire.read(process.reader)) is not None:
-                    self._heard_at = time.monotonic()
-                    self._take(message, started)
-            finally:
-                guard.cancel()
-            status = await process.wait()
-            if not self._is_ready and not self.started.is_set() and self.fatal is None:
-                self._give_up(
-                    f"the engine ended with status {status} while it was starting; see the lines above"
-                )
-            log("engine ended", logging.WARNING, status=status, calls=self.num_calls)
+                status = await asyncio.to_thread(process.wait, PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = await asyncio.to_thread(process.wait)
+        if not self.started.is_set():
+            self._give_up(f"the engine ended with status {status} while it was starting; see the lines above")
+        log("engine ended", logging.WARNING, status=status, calls=self.num_calls)
 
-    async def _guard(self, process: EngineProcess) -> None:
+    async def _guard(self, process: subprocess.Popen[bytes]) -> None:
         """An engine that gives no sign of life for too long is killed; `run` starts another."""
         while True:
             await asyncio.sleep(PING_EVERY_S)
             if not self._is_ready:
                 continue  # reading a model may take its time
-            process.send({"do": "ping"})
+            self._send({"do": "ping"})
             if time.monotonic() - self._heard_at > self.config.engine_timeout:
                 log("engine does not answer", logging.ERROR, seconds=self.config.engine_timeout)
                 process.kill()
@@ -182,20 +171,23 @@ class EngineClient:
         self.started.set()
 
     def _take(self, message: wire.Message, started: float) -> None:
-        kind = message["is"]
+        kind, name = message["is"], message.get("id", "")
         if kind == "step":
             for said in message.get("said", ()):
-                self._deliver(said)
+                if said["id"] in self._calls:  # else it was left meanwhile, and an abort is on its way
+                    call, part = self._calls[said["id"]]
+                    self.metrics.heard(call, said)
+                    call.hear(part, said)
             self.metrics.step(message)
         elif kind == "admitted":
-            if message["id"] in self._calls:
-                call, part = self._calls[message["id"]]
+            if name in self._calls:
+                call, part = self._calls[name]
                 call.admit(part, message)
         elif kind == "refused":
-            self._refuse(message["id"], from_engine(message["error"]))
+            self._refuse(name, from_engine(message["error"]))
         elif kind == "answer":
-            if message["id"] in self._answers and not self._answers[message["id"]].done():
-                self._answers[message["id"]].set_result(message["value"])
+            if name in self._answers and not self._answers[name].done():
+                self._answers[name].set_result(message["value"])
         elif kind == "ready":
             self.info, self._is_ready, seconds = message, True, time.monotonic() - started
             self.metrics.engine_up(True, seconds)
@@ -207,39 +199,20 @@ class EngineClient:
                 self._give_up(message["message"])
             log("engine cannot start", logging.ERROR)
 
-    def _deliver(self, said: dict[str, Any]) -> None:
-        entry = self._calls.get(said["id"])
-        if entry is not None:  # else it was left meanwhile, and an abort is on its way
-            call, part = entry
-            self.metrics.heard(call, said)
-            call.hear(part, said)
-
     def _refuse(self, name: str, error: ApiError) -> None:
         if name in self._calls:
             self._calls[name][0].fail(error)
         elif name in self._answers and not self._answers[name].done():
             self._answers[name].set_exception(error)
 
-    def _lose(self) -> None:
-        """The engine is gone, and with it everything it was doing."""
-        self._is_ready, self._process = False, None
-        self.metrics.engine_up(False)
+    def fail_all(self, state: str) -> None:
+        """End what is still running."""
         for name in [*self._calls, *self._answers]:
-            self._refuse(name, engine_lost())
-
-    def cut_off(self) -> None:
-        """End what is still running: the time to finish is up."""
-        for name in list(self._calls):
-            self._refuse(name, draining())
+            self._refuse(name, unavailable(state))
 
     async def drained(self, seconds: float) -> bool:
         """Wait until no call is left; False if that took too long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._calls:
-                    await asyncio.sleep(0.02)
+        end = time.monotonic() + seconds
+        while self._calls and time.monotonic() < end:
+            await asyncio.sleep(0.02)
         return not self._calls
-
-    def raise_if_fatal(self) -> None:
-        if self.fatal is not None:
-            raise ModelError(self.fatal)

@@ -1,9 +1,7 @@
 """All settings of the server, once: flags, PACELINE_* variables and a TOML file are three spellings of the
-same fields.
-
-A flag wins over a variable, a variable over the file, the file over the default. Invariant: what comes out of
-`resolve` was checked; a name that no setting has and a value of the wrong kind are errors that say where they
-stood.
+same fields. A flag wins over a variable, a variable over the file, the file over the default. Invariant: what
+comes out of `resolve` was checked; a name that no setting has and a value of the wrong kind are errors that
+say where they stood.
 """
 
 from __future__ import annotations
@@ -19,8 +17,17 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, option, options_of, parsed, require
 
 PREFIX = "PACELINE_"
-MIB = 2**20
 HTTP, ACCESS, LIMITS = "HTTP", "Access", "Limits"
+# The least and the most that settings may be; timeouts in seconds.
+BOUNDS: tuple[tuple[float, float | None, tuple[str, ...]], ...] = (
+    (0, None, ("max_queue", "drain_timeout")),
+    (1, None, ("max_prompt_tokens", "max_completion_tokens", "engine_timeout")),
+    (0.1, None, ("request_timeout", "body_timeout")),
+    (0, 65_535, ("port",)),
+    (1, 1024, ("max_choices",)),
+    (16, 500_000, ("max_grammar_bytes",)),
+    (1024, 2**30, ("max_request_bytes",)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +49,7 @@ class ServerConfig(EngineOptions):
     ssl_certfile: str | None = option(None, ACCESS, "The certificate, for https.")
     ssl_keyfile: str | None = option(None, ACCESS, "Its private key.")
     max_queue: int = option(256, LIMITS, "Answers that may wait for their turn; beyond that clients get 429.")
-    max_request_bytes: int = option(MIB, LIMITS, "Largest request body.")
+    max_request_bytes: int = option(2**20, LIMITS, "Largest request body.")
     max_prompt_tokens: int | None = option(None, LIMITS, "Longest prompt; left out: what the context holds.")
     max_completion_tokens: int | None = option(
         None, LIMITS, "Longest answer a client may ask for; left out: what the context holds."
@@ -60,92 +67,70 @@ class ServerConfig(EngineOptions):
 
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
-        for name, low, high, remedy in (
-            ("port", 0, 65_535, "use 0 to 65535"),
-            ("max_queue", 0, None, "use 0 or more"),
-            ("max_request_bytes", 1024, 1024 * MIB, "use 1024 bytes to 1 GiB"),
-            ("max_choices", 1, 1024, "use 1 to 1024"),
-            ("max_grammar_bytes", 16, 500_000, "use 16 to 500000"),
-            ("max_prompt_tokens", 1, None, "use 1 or more"),
-            ("max_completion_tokens", 1, None, "use 1 or more"),
-            ("request_timeout", 0.1, None, "use 0.1 seconds or more"),
-            ("body_timeout", 0.1, None, "use 0.1 seconds or more"),
-            ("drain_timeout", 0.0, None, "use 0 seconds or more"),
-            ("engine_timeout", 1.0, None, "use 1 second or more"),
-        ):
-            value = getattr(self, name)
-            require(value is None or (low <= value and (high is None or value <= high)), name, value, remedy)
+        for least, most, names in BOUNDS:
+            remedy = f"use {least} or more" if most is None else f"use {least} to {most}"
+            for name in names:
+                value = getattr(self, name)
+                is_within = value is None or (least <= value and (most is None or value <= most))
+                require(is_within, name, value, remedy)
         levels = ("debug", "info", "warning", "error")
         require(self.log_level in levels, "log_level", self.log_level, f"use one of {', '.join(levels)}")
         has_both = (self.ssl_certfile is None) == (self.ssl_keyfile is None)
         require(has_both, "ssl_keyfile", self.ssl_keyfile, "give --ssl-certfile and --ssl-keyfile")
         if any(not key.strip() or not key.isascii() for key in self.api_key):  # the key itself is not shown
-            raise ConfigError(
-                "api_key holds an empty key or one that is not ASCII; give one or more characters"
-            )
+            what = "api_key holds an empty key or one that is not ASCII"
+            raise ConfigError(f"{what}; give one or more characters")
 
-    def engine_options(self) -> dict[str, Any]:
-        """What the engine process is given; the rest is the business of the HTTP side."""
-        return {f.name: getattr(self, f.name) for f in fields(EngineOptions) if f.metadata}
-
-    def limits(self) -> dict[str, Any]:
-        """What the engine process checks where it knows the tokens."""
-        names = ("max_prompt_tokens", "max_completion_tokens")
-        return {name: getattr(self, name) for name in names}
+    def engine_setup(self) -> dict[str, Any]:
+        """What the engine process is given: its options, and limits that it checks in tokens."""
+        options = {f.name: getattr(self, f.name) for f in fields(EngineOptions) if f.metadata}
+        limits = {name: getattr(self, name) for name in ("max_prompt_tokens", "max_completion_tokens")}
+        return {"engine": options, "limits": limits, "log_level": self.log_level}
 
     def to_log(self) -> dict[str, Any]:
         """All settings but the keys."""
         return {**asdict(self), "api_key": len(self.api_key)}
 
 
-def resolve(
-    flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None
-) -> ServerConfig:
+def resolve(flags: Mapping[str, Any], variables: Mapping[str, str], file: str | None = None) -> ServerConfig:
     """The settings from all three places. `flags` holds what was written on the command line, None for what
     was not."""
-    file = file or environment.get(PREFIX + "CONFIG")
-    chosen: dict[str, Any] = _from_file(file) if file else {}
-    for setting, kind in options_of(ServerConfig):
-        name = PREFIX + setting.name.upper()
-        if environment.get(name):
-            chosen[setting.name] = parsed(name, environment[name], kind)
-        value = flags.get(setting.name)
-        if isinstance(value, list | tuple) and value:
-            chosen[setting.name] = tuple(value)
-        elif value not in (None, (), []):
-            chosen[setting.name] = parsed("--" + setting.name.replace("_", "-"), value, kind)
+    file = file or variables.get(PREFIX + "CONFIG")
+    kinds, chosen = {setting.name: kind for setting, kind in options_of(ServerConfig)}, dict[str, Any]()
+    for name, value in (_from_file(file) if file else {}).items():
+        if name not in kinds:
+            raise ConfigError(f"{file}: has no setting {name!r}; {nearest(name, list(kinds))}")
+        chosen[name] = parsed(f"{file}: {name}", value, kinds[name])
+    for name, kind in kinds.items():
+        variable, value = PREFIX + name.upper(), flags.get(name)
+        if variables.get(variable):
+            chosen[name] = parsed(variable, variables[variable], kind)
+        if value not in (None, (), []):
+            is_many = isinstance(value, list | tuple)
+            chosen[name] = tuple(value) if is_many else parsed("--" + name.replace("_", "-"), value, kind)
     return ServerConfig(**chosen)
 
 
 def _from_file(path: str) -> dict[str, Any]:
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise ConfigError(f"{path}: {why}; give a TOML file you can read") from None
+        why = f"cannot be read ({error.strerror}); give a TOML file you can read"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML ({error}); write lines such as port = 8000") from None
-    kinds = {setting.name: kind for setting, kind in options_of(ServerConfig)}
-    chosen = {}
-    for name, value in table.items():
-        if name not in kinds:
-            raise ConfigError(f"{path}: has no setting {name!r}; {nearest(name, list(kinds))}")
-        chosen[name] = parsed(f"{path}: {name}", value, kinds[name])
-    return chosen
+        why = f"is not TOML ({error}); write lines such as port = 8000"
+    raise ConfigError(f"{path}: {why}")
 
 
 def read_keys(config: ServerConfig) -> tuple[str, ...]:
     """Those given one by one and those in the file."""
-    file = config.api_key_file
-    if file is None:
+    if config.api_key_file is None:
         return config.api_key
     try:
-        lines = Path(file).read_text(encoding="ascii").split()
+        if lines := Path(config.api_key_file).read_text(encoding="ascii").split():
+            return (*config.api_key, *lines)
+        why = "holds no key; write one a line"
     except OSError as error:
         why = f"cannot be read ({error.strerror}); give a file you can read"
-        raise ConfigError(f"api_key_file {file}: {why}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"api_key_file {file}: is not ASCII; write one key a line") from None
-    if not lines:
-        raise ConfigError(f"api_key_file {file}: holds no key; write one a line")
-    return (*config.api_key, *lines)
+        why = "is not ASCII; write one key a line"
+    raise ConfigError(f"api_key_file {config.api_key_file}: {why}")

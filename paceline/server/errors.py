@@ -1,5 +1,4 @@
 """What a client is told when a request cannot be answered, in OpenAI's shape with the status that fits.
-
 Invariant: every failure of a request becomes one `ApiError`; its message names the value and the remedy and
 holds no secret.
 """
@@ -18,21 +17,19 @@ KINDS = {
 }
 CODES = {"GrammarError": "invalid_grammar", "TooLong": "context_length_exceeded"}
 ENGINE_LOST = "the engine stopped while it was answering and is being started again; send the request again"
+# By the engine's state, "lost" for what ran when it ended: the message and the code.
+UNAVAILABLE = {
+    "draining": ("the server is shutting down; send the request to another", "draining"),
+    "lost": (ENGINE_LOST, "engine_lost"),
+}
+RETRY_AFTER_S = {"queue_full": 1, "engine_lost": 2, "engine_unavailable": 2, "draining": 5}  # by code
 
 
 class ApiError(Exception):
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        retry_after: int = 0,
-    ) -> None:
-        """retry_after: seconds, 0 where trying again is of no use."""
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = {"retry-after": str(retry_after)} if retry_after else {}
+        self.headers = {"retry-after": str(RETRY_AFTER_S[code])} if code in RETRY_AFTER_S else {}
         if status == 401:
             self.headers["www-authenticate"] = "Bearer"
 
@@ -45,18 +42,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, code, param)
 
 
-def engine_lost() -> ApiError:
-    return ApiError(503, ENGINE_LOST, "engine_lost", retry_after=2)
-
-
-def draining() -> ApiError:
-    message = "the server is shutting down; send the request to another"
-    return ApiError(503, message, "draining", retry_after=5)
-
-
 def unavailable(state: str) -> ApiError:
-    message = f"the engine is {state}; try again in a moment"
-    return ApiError(503, message, "engine_unavailable", retry_after=2)
+    usual = (f"the engine is {state}; try again in a moment", "engine_unavailable")
+    return ApiError(503, *UNAVAILABLE.get(state, usual))
 
 
 def from_engine(error: dict[str, Any]) -> ApiError:

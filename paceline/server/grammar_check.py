@@ -1,21 +1,19 @@
 """Grammars come from strangers, and no bound on their size bounds the time that compiling them takes. So a
 process apart compiles each first, under a limit of time and memory; what it could not do in time is refused,
-and the process is replaced.
-
-Invariant: the engine's process compiles only what was compiled within the limits before.
+and the process is replaced. Invariant: the engine's process compiles only what was compiled within the limits
+before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import json
 import resource
 import socket
 import subprocess
 import sys
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,62 +26,47 @@ LIMIT_S = 2.0
 START_S = 60.0  # for the process to read the tokenizer, on a busy machine
 MAX_BYTES = 4 * 2**30
 KNOWN = 256  # grammars remembered as good
+TOO_HARD = (
+    f"the grammar or schema needs more than {LIMIT_S:g} seconds or too much memory to compile; simplify it"
+)
 
 
 class GrammarChecker:
     """Used by one thread. The process is started when the first grammar comes."""
 
     def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int) -> None:
-        self._setup = (tokenizer, vocab_size)
-        self._good: OrderedDict[bytes, None] = OrderedDict()
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._compile_once = functools.lru_cache(KNOWN)(self._compile)
 
     def check(self, spec: Mapping[str, Any]) -> None:
         """Raises a GrammarError for what does not compile, or not in time."""
-        name = hashlib.blake2b(json.dumps(spec, sort_keys=True).encode(), digest_size=16).digest()
-        if name not in self._good:
-            self._ask(spec)
-            self._good[name] = None
-        self._good.move_to_end(name)
-        while len(self._good) > KNOWN:
-            self._good.popitem(last=False)
+        self._compile_once(json.dumps(spec, sort_keys=True))
 
-    def _ask(self, spec: Mapping[str, Any]) -> None:
-        channel = self._channel or self._start()
-        channel.settimeout(LIMIT_S)
+    def _compile(self, spec: str) -> None:
+        problem = None
+        if self._channel is None:
+            self._process, self._channel = wire.start("paceline.server.grammar_check")
+            known = {"text": self._tokenizer.json(), "eos_ids": sorted(self._tokenizer.eos_ids)}
+            sizes = {"vocab_size": self._tokenizer.vocab_size, "model_vocab_size": self._vocab_size}
+            if problem := self._ask({**known, **sizes}, START_S, "grammars cannot be used with this model"):
+                self._stop()
+        if problem := problem or self._ask(json.loads(spec), LIMIT_S, TOO_HARD):
+            raise GrammarError(problem)
+
+    def _ask(self, message: wire.Message, seconds: float, too_late: str) -> str | None:
+        """What is wrong, None if nothing is. A process that does not answer in time is ended."""
+        assert self._channel is not None
+        self._channel.settimeout(seconds)
         try:
-            channel.sendall(wire.pack(dict(spec)))
-            answer = wire.read_blocking(channel)  # None at the end of the time, too
-        except OSError:
-            answer = None
-        if answer is None:
-            self._stop()
-            what = f"the grammar or schema takes more than {LIMIT_S:g} seconds or too much memory to compile"
-            raise GrammarError(f"{what}; simplify it")
-        if answer["error"] is not None:
-            raise GrammarError(answer["error"])
-
-    def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        tokenizer, vocab_size = self._setup
-        with theirs:
-            command = [sys.executable, "-P", "-m", "paceline.server.grammar_check", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        self._channel = ours
-        ours.settimeout(START_S)
-        setup = {
-            "json": tokenizer.json(),
-            "eos_ids": sorted(tokenizer.eos_ids),
-            "size": tokenizer.vocab_size,
-            "vocab_size": vocab_size,
-        }
-        ours.sendall(wire.pack(setup))
-        answer = wire.read_blocking(ours)
-        if answer is None or answer["error"] is not None:
-            self._stop()
-            raise GrammarError(answer["error"] if answer else "grammars cannot be used with this model")
-        return ours
+            self._channel.sendall(wire.pack(message))
+            if (answer := wire.read(self._channel.makefile("rb"))) is not None:
+                return str(answer["error"]) if answer["error"] else None
+        except OSError:  # the end of the time, too
+            pass
+        self._stop()
+        return too_late
 
     def _stop(self) -> None:
         if self._channel is not None and self._process is not None:
@@ -97,38 +80,29 @@ class GrammarChecker:
 class _Tokenizer:
     """As much of the tokenizer as a grammar needs."""
 
-    text: str
+    json: Callable[[], str]
     eos_ids: frozenset[int]
     vocab_size: int
-
-    def json(self) -> str:
-        return self.text
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(ValueError, OSError):  # a system may have a lower limit already
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    setup = wire.read_blocking(channel)
-    if setup is None:
-        return
     compiler: GrammarCompiler | None = None
-    try:
-        tokenizer = _Tokenizer(setup["json"], frozenset(setup["eos_ids"]), setup["size"])
-        compiler = GrammarCompiler(tokenizer, setup["vocab_size"])
-        channel.sendall(wire.pack({"error": None}))
-    except PacelineError as error:
-        channel.sendall(wire.pack({"error": str(error)}))
-    while compiler is not None and (spec := wire.read_blocking(channel)) is not None:
-        channel.sendall(wire.pack({"error": _problem(compiler, spec)}))
-
-
-def _problem(compiler: GrammarCompiler, spec: Mapping[str, Any]) -> str | None:
-    try:
-        compiler.matcher(StructuredOutputs(**spec))
-    except (PacelineError, RecursionError, MemoryError) as error:
-        return str(error) or "the grammar or schema is too large; simplify it"
-    return None
+    file = channel.makefile("rb")
+    while (message := wire.read(file)) is not None:
+        problem = None
+        try:
+            if compiler is None:
+                text, ends = functools.partial(str, message["text"]), frozenset(message["eos_ids"])
+                known = _Tokenizer(text, ends, message["vocab_size"])
+                compiler = GrammarCompiler(known, message["model_vocab_size"])
+            else:
+                compiler.matcher(StructuredOutputs(**message))
+        except (PacelineError, RecursionError, MemoryError) as error:
+            problem = str(error) or "the grammar or schema is too large; simplify it"
+        channel.sendall(wire.pack({"error": problem}))
 
 
 if __name__ == "__main__":

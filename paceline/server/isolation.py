@@ -1,6 +1,5 @@
 """Keeps the exception of one request from ending the engine: after a step that failed, the requests that ran
 in it are tried one by one. One that fails alone ends with an error; the others go on where they were.
-
 Invariant: a request that goes on has emitted exactly its tokens and holds no block of the failed step. What
 this raises means that the engine cannot answer the simplest request any more.
 """
@@ -9,18 +8,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from paceline.api.intake import Intake
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request, Status
 from paceline.engine.commit import Emission
+from paceline.engine.engine import Engine
 from paceline.server import logs
-
-if TYPE_CHECKING:
-    from paceline.api.intake import Intake
-    from paceline.core.grammar import GrammarConstraint
-    from paceline.engine.engine import Engine
 
 MOST_FAILURES = 3  # of steps in a row that no single request is to blame for, before the engine is given up
 
@@ -33,18 +28,17 @@ class InternalError(RequestError):
 class Isolation:
     engine: Engine
     intake: Intake
-    _requests: dict[str, Request] = field(default_factory=dict)  # whose end has not been returned
-    _num_emitted: dict[str, int] = field(default_factory=dict)  # tokens of each of them
+    _num_emitted: dict[Request, int] = field(default_factory=dict)  # tokens of those that have not ended
     _num_failures: int = 0
     _probe_ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def add(self, request: Request) -> None:
         self.engine.add(request)
-        self._requests[request.id], self._num_emitted[request.id] = request, 0
+        self._num_emitted[request] = 0
 
     def abort(self, request: Request) -> None:
         self.engine.abort(request)
-        self._forget(request)
+        self._num_emitted.pop(request, None)
 
     def step(self) -> list[Emission]:
         """A step of the engine; where that fails, what the trials of its requests emitted."""
@@ -58,23 +52,25 @@ class Isolation:
                 raise
             emissions = self._try_all()
         for emission in emissions:
-            self._num_emitted[emission.request.id] += len(emission.tokens)
+            self._num_emitted[emission.request] += len(emission.tokens)
             if emission.request.is_finished:
-                self._forget(emission.request)
+                del self._num_emitted[emission.request]
         return emissions
-
-    def _forget(self, request: Request) -> None:
-        self._requests.pop(request.id, None)
-        self._num_emitted.pop(request.id, None)
 
     def _try_all(self) -> list[Emission]:
         num_running = len(self.engine.scheduler.running)
-        requests, emissions = self.engine.set_aside(), []
-        for request in set(self._requests.values()) - set(requests):  # ended by the failed step
-            emissions.append(_failed(request))
+        requests = self.engine.set_aside()
+        ended = self._num_emitted.keys() - set(requests)  # by the failed step
+        emissions = [_failed(request) for request in ended]
         for request in requests[:num_running]:
             emissions += self._try(request)
-        self._probe()
+        # One token of the simplest request: what it raises is no request's fault.
+        params = SamplingParams(temperature=0, max_tokens=1)
+        probe = Request(f"probe{next(self._probe_ids)}", params, [0, 0], 2, 0)
+        self.engine.add(probe)
+        while not probe.is_finished:
+            self.engine.step()
+        self.engine.stats.pop(probe.id)
         for request in requests:
             if not request.is_finished:
                 self.engine.resume(request)
@@ -84,37 +80,22 @@ class Isolation:
 
     def _try(self, request: Request) -> list[Emission]:
         """Alone, up to its next token; set aside again afterwards."""
-        if request.num_output != self._num_emitted[request.id]:  # changed by the failed step
+        if request.num_output != self._num_emitted[request]:  # changed by the failed step
             return [_failed(request)]
         emissions: list[Emission] = []
         try:
-            request.constraint = self._constraint(request)
+            # Its grammar is made anew: the failed step may have left the one it had anywhere.
+            constraint = request.constraint = self.intake.constraint(request.params)
+            if constraint is not None:
+                for token in request.output:
+                    constraint.advance(token)
             self.engine.resume(request)
             while not emissions:
                 emissions += self.engine.step()
         except Exception as error:
             logs.log_error("a request failed", error)
-            self.engine.set_aside()
-            return [_failed(request)]
         self.engine.set_aside()
-        return emissions
-
-    def _constraint(self, request: Request) -> GrammarConstraint | None:
-        """Its grammar after its tokens: the failed step may have left the one it had anywhere."""
-        constraint = self.intake.constraint(request.params)
-        if constraint is not None:
-            for token in request.output:
-                constraint.advance(token)
-        return constraint
-
-    def _probe(self) -> None:
-        """One token of the simplest request. What it raises is no request's fault."""
-        params = SamplingParams(temperature=0, max_tokens=1)
-        request = Request(f"probe{next(self._probe_ids)}", params, [0, 0], 2, 0)
-        self.engine.add(request)
-        while not request.is_finished:
-            self.engine.step()
-        self.engine.stats.pop(request.id)
+        return emissions or [_failed(request)]
 
 
 def _failed(request: Request) -> Emission:

@@ -1,7 +1,6 @@
 """Structured logs: one JSON object a line on stderr. Invariant: no prompt, no answer and no key is ever
-handed to a log call.
-
-Error messages may quote what a client sent, so only an error's kind and place are logged, never its words.
+handed to a log call. Error messages may quote what a client sent, so only an error's kind and place are
+logged, never its words.
 """
 
 from __future__ import annotations
@@ -23,25 +22,13 @@ class _Json(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        fields: dict[str, Any] = getattr(record, "fields", {})
-        line = {
-            "time": stamp,
-            "level": record.levelname.lower(),
-            "process": self._process,
-            "event": record.getMessage(),
-            **fields,
-        }
-        if record.exc_info and record.exc_info[1] is not None:
-            line |= describe(record.exc_info[1])
+        line: dict[str, Any] = {"time": stamp, "level": record.levelname.lower(), "process": self._process}
+        line |= {"event": record.getMessage(), **getattr(record, "fields", {})}
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            frames = traceback.extract_tb(error.__traceback__)[-12:]
+            line["error"] = type(error).__name__
+            line["trace"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
         return json.dumps(line, default=str)
-
-
-def describe(error: BaseException) -> dict[str, Any]:
-    """An error's kind and where it arose, without its words."""
-    frames = [
-        f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    return {"error": type(error).__name__, "trace": frames[-12:]}
 
 
 def set_up(level: str, process: str) -> None:

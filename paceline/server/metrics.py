@@ -1,5 +1,4 @@
 """/metrics: vLLM's names under the prefix `paceline:`, and what an operator needs of the server itself.
-
 Invariant: counters only grow, also over restarts of the engine: what an engine reports is counted as the
 difference to its last report.
 """
@@ -10,17 +9,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.process_collector import ProcessCollector
+import prometheus_client as prometheus
 
-from paceline.server.calls import Call
+from paceline.server.calls import Call, added, num_drafts
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -75,54 +66,50 @@ GAUGES = {
     "engine_start_seconds": "What the last start of the engine took.",
     "engine_pid": "The engine's process.",
 }
+IN_USE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_cache_blocks_used")
 
 
 class Metrics:
     def __init__(self, model_name: str) -> None:
-        disable_created_metrics()
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+        prometheus.disable_created_metrics()
+        self.registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self.registry)
         self._model = model_name
-        self._histograms = {
-            n: Histogram(f"paceline:{n}", h, ["model_name"], buckets=b, registry=self.registry)
-            for n, (h, b) in HISTOGRAMS.items()
-        }
-        self._counters = {
-            n: Counter(f"paceline:{n}", h, ["model_name", *ls], registry=self.registry)
-            for n, (h, ls) in COUNTERS.items()
-        }
-        self._gauges = {
-            n: Gauge(f"paceline:{n}", h, ["model_name"], registry=self.registry) for n, h in GAUGES.items()
-        }
         self._last: dict[tuple[str, ...], float] = {}  # what the engine last reported
-        self._bound: dict[str, Any] = {}
-        for name in (*HISTOGRAMS, *GAUGES, *(n for n, (_, labels) in COUNTERS.items() if not labels)):
-            family: Any = self._histograms.get(name) or self._gauges.get(name) or self._counters.get(name)
-            self._bound[name] = family.labels(model_name)
+        self._families: dict[str, Any] = {}
+        for name, (text, buckets) in HISTOGRAMS.items():
+            self._add(name, prometheus.Histogram, text, buckets=buckets)
+        for name, (text, labels) in COUNTERS.items():
+            self._add(name, prometheus.Counter, text, labels)
+        for name, text in GAUGES.items():
+            self._add(name, prometheus.Gauge, text)
+
+    def _add(self, name: str, kind: Any, text: str, labels: tuple[str, ...] = (), **options: Any) -> None:
+        names = ("model_name", *labels)
+        made = self._families[name] = kind(f"paceline:{name}", text, names, registry=self.registry, **options)
+        if not labels:
+            made.labels(self._model)  # there from the start, with zero
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return prometheus.generate_latest(self.registry)
 
-    def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        bound = self._counters[name].labels(model_name=self._model, **labels) if labels else self._bound[name]
-        bound.inc(amount)
+    def count(self, name: str, amount: float = 1, *labels: str) -> None:
+        self._families[name].labels(self._model, *labels).inc(amount)
 
     def observe(self, name: str, value: float) -> None:
-        self._bound[name].observe(value)
+        self._families[name].labels(self._model).observe(value)
 
     def gauge(self, name: str, value: float) -> None:
-        self._bound[name].set(value)
+        self._families[name].labels(self._model).set(value)
 
-    def engine_up(self, is_up: bool, seconds: float | None = None) -> None:
+    def engine_up(self, is_up: bool, start_seconds: float = 0.0) -> None:
         self.gauge("engine_up", is_up)
-        if seconds is not None:
-            self.gauge("engine_start_seconds", seconds)
-        if not is_up:  # the next one counts from zero, and holds nothing
-            self._last.clear()
-            for name in ("requests_running", "requests_waiting"):
-                self.gauge(f"num_{name}", 0)
-            for name in ("usage_perc", "blocks_used"):
-                self.gauge(f"kv_cache_{name}", 0)
+        if is_up:
+            self.gauge("engine_start_seconds", start_seconds)
+            return
+        self._last.clear()  # the next one counts from zero, and holds nothing
+        for name in IN_USE:
+            self.gauge(name, 0)
 
     def heard(self, call: Call, said: Mapping[str, Any]) -> None:
         """A choice said something; called before the call itself hears it."""
@@ -132,13 +119,11 @@ class Metrics:
         elif count:
             self.observe("inter_token_latency_seconds", (now - call.last_at) / count)
         self.count("generation_tokens", count)
-        if "end" in said:
-            self._ended(call, said, now)
-
-    def _ended(self, call: Call, said: Mapping[str, Any], now: float) -> None:
+        if "end" not in said:
+            return
         usage = said["usage"]
         num_tokens, prefill, decode = usage["completion_tokens"], usage["prefill_s"], usage["decode_s"]
-        self.count("request_success", finished_reason=said["end"])
+        self.count("request_success", 1, said["end"])
         if said["i"] == 0:
             self.count("prompt_tokens", usage["prompt_tokens"])
             self.observe("request_prompt_tokens", usage["prompt_tokens"])
@@ -152,36 +137,28 @@ class Metrics:
             self.observe("request_time_per_output_token_seconds", decode / (num_tokens - 1))
 
     def step(self, message: Mapping[str, Any]) -> None:
+        """A message of a step: what it said, and now and then figures of the engine."""
         if message.get("said"):
             self.observe("iteration_tokens_total", sum(said["n"] for said in message["said"]))
-        if "figures" in message:
-            self._report(message["figures"])
+        if "figures" not in message:
+            return
+        for name, value in message["figures"]["gauges"].items():
+            self.gauge(name, value)
+        for name, value in message["figures"]["counters"].items():
+            self._grow(name, value)
+        stats, prefix = added([message["figures"]["stats"]]), "spec_decode_num"
+        self._grow(f"{prefix}_drafts", num_drafts(stats))
+        self._grow(f"{prefix}_draft_tokens", stats.num_drafted)
+        self._grow(f"{prefix}_accepted_tokens", stats.num_accepted)
+        for place, count in enumerate(stats.accepted_at):
+            self._grow(f"{prefix}_accepted_tokens_per_pos", count, str(place))
+        for drafter, positions in stats.by_source.items():
+            self._grow(f"{prefix}_draft_tokens_by_drafter", stats.drafted_by_source[drafter], drafter)
+            self._grow(f"{prefix}_accepted_tokens_by_drafter", stats.accepted_by_source[drafter], drafter)
+            for place, count in enumerate(positions.accepted_at):
+                self._grow(f"{prefix}_accepted_tokens_per_pos_by_drafter", count, drafter, str(place))
 
-    def _report(self, figures: Mapping[str, Any]) -> None:
-        self.gauge("num_requests_running", figures["num_running"])
-        self.gauge("num_requests_waiting", figures["num_waiting"])
-        self.gauge("kv_cache_usage_perc", figures["blocks_used"] / figures["blocks_total"])
-        self.gauge("kv_cache_blocks_used", figures["blocks_used"])
-        self.gauge("kv_cache_blocks_total", figures["blocks_total"])
-        self._grow("num_preemptions", figures["num_preemptions"])
-        self._grow("prefix_cache_queries", figures["prefix_queries"])
-        self._grow("prefix_cache_hits", figures["prefix_hits"])
-        stats, prefix = figures["stats"], "spec_decode_num"
-        self._grow(f"{prefix}_drafts", sum(n for length, n in stats["lengths"].items() if length != "0"))
-        self._grow(f"{prefix}_draft_tokens", stats["num_drafted"])
-        self._grow(f"{prefix}_accepted_tokens", stats["num_accepted"])
-        for place, count in enumerate(stats["accepted_at"]):
-            self._grow(f"{prefix}_accepted_tokens_per_pos", count, position=str(place))
-        for name, each in stats["by_source"].items():
-            self._grow(f"{prefix}_draft_tokens_by_drafter", each["num_drafted"], drafter=name)
-            self._grow(f"{prefix}_accepted_tokens_by_drafter", each["num_accepted"], drafter=name)
-            for place, count in enumerate(each["accepted_at"]):
-                labels = {"drafter": name, "position": str(place)}
-                self._grow(f"{prefix}_accepted_tokens_per_pos_by_drafter", count, **labels)
-
-    def _grow(self, name: str, total: float, **labels: str) -> None:
-        key = (name, *labels.values())
-        new = total - self._last.get(key, 0)
-        if new or key not in self._last:
-            self.count(name, new, **labels)
+    def _grow(self, name: str, total: float, *labels: str) -> None:
+        key = (name, *labels)
+        self.count(name, total - self._last.get(key, 0), *labels)
         self._last[key] = total

@@ -1,15 +1,18 @@
 """What every request passes: a name, a key, a bound on its body; and a line in the log when it is over.
-
 Invariant: whatever happens inside, the client gets an answer in OpenAI's shape, and exactly one line is
-logged, without any of the client's words.
+logged, without any of the client's words. How long a key's comparison takes says nothing about the keys:
+every key is compared in full, by digest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,13 +20,39 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.config import ServerConfig
 from paceline.server.errors import ApiError
-from paceline.server.keys import Keys, needs_key
 from paceline.server.logs import log, log_error
 from paceline.server.metrics import Metrics
-from paceline.server.streaming import STATUS_OF_THE_GONE, ClientGone, JsonResponse
+from paceline.server.streaming import ClientGone, JsonResponse
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+STATUS_OF_THE_GONE = 499  # for the log alone
 QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
+OPEN = ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/")
+OPEN_FOLDERS = ("/playground/",)
+NO_KEY = "there is no valid API key in the request; send the header Authorization: Bearer KEY"
+
+
+class Keys:
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key) for key in keys]  # the keys themselves are not kept
+
+    def allow(self, authorization: str | None) -> bool:
+        """Does the value of an Authorization header show one of the keys?"""
+        if not self._digests:
+            return True
+        scheme, _, shown = (authorization or "").partition(" ")
+        digest = _digest(shown.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, found or not
+        return any(matches) and scheme.lower() == "bearer"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def needs_key(path: str) -> bool:
+    """Everything but what tells nothing of prompts and runs nothing."""
+    return path not in OPEN and not path.startswith(OPEN_FOLDERS)
 
 
 def response_of(error: ApiError) -> JsonResponse:
@@ -37,12 +66,10 @@ class Logged:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        given = Headers(scope=scope).get("x-request-id", "")
+        started, given = time.monotonic(), Headers(scope=scope).get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
         state: dict[str, Any] = scope.setdefault("state", {})
-        state |= {"request_id": name, "started": time.monotonic(), "status": 0, "fields": {}}
+        state |= {"status": 0, "fields": {}}
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -53,24 +80,20 @@ class Logged:
         try:
             await self.app(scope, receive, send_named)
         except ClientGone:
+            self.metrics.count("client_disconnects")
             state["status"] = STATUS_OF_THE_GONE
         except Exception as error:  # a mistake of ours: the client is told so, the log where
             log_error("request failed", error, request_id=name)
             if not state["status"]:
                 what = "the server made a mistake; its log has the request id"
-                failed = response_of(ApiError(500, what, "internal_error"))
-                await failed(scope, receive, send_named)
+                await response_of(ApiError(500, what, "internal_error"))(scope, receive, send_named)
         finally:
-            self._note(scope, state)
-
-    def _note(self, scope: Scope, state: dict[str, Any]) -> None:
-        route = scope.get("route")
-        path = getattr(route, "path", "unknown")  # the route, not what the client typed
-        self.metrics.count("http_requests", route=path, status=str(state["status"]))
-        if path not in QUIET:
-            fields = {"request_id": state["request_id"], "method": scope["method"], "route": path}
-            seconds = round(time.monotonic() - state["started"], 4)
-            log("request", **fields, status=state["status"], seconds=seconds, **state["fields"])
+            route = getattr(scope.get("route"), "path", "unknown")  # the route, not what the client typed
+            self.metrics.count("http_requests", 1, route, str(state["status"]))
+            if route not in QUIET:
+                place = {"request_id": name, "method": scope["method"], "route": route}
+                seconds = round(time.monotonic() - started, 4)
+                log("request", **place, status=state["status"], seconds=seconds, **state["fields"])
 
 
 class Guarded:
@@ -80,25 +103,23 @@ class Guarded:
         self.app, self.keys, self.config = app, keys, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+        headers, unread = Headers(scope=scope), list[Message]()
+
+        async def replay() -> Message:
+            return unread.pop() if unread else await receive()
+
         try:
-            self._check(scope)
+            is_guarded = needs_key(scope["path"]) and scope["method"] != "OPTIONS"
+            if is_guarded and not self.keys.allow(headers.get("authorization")):
+                raise ApiError(401, NO_KEY, "invalid_api_key")
+            length = headers.get("content-length", "0")
+            if length.isascii() and length.isdigit():
+                self._check_size(int(length[:20]))
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                receive = _replay(await self._body(receive), receive)
+                unread.append({"type": "http.request", "body": await self._body(receive), "more_body": False})
         except ApiError as error:
             return await response_of(error)(scope, receive, send)
-        return await self.app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        is_guarded = needs_key(scope["path"]) and scope["method"] != "OPTIONS"
-        if is_guarded and not self.keys.allow(headers.get("authorization")):
-            what = "there is no valid API key in the request; send the header Authorization: Bearer KEY"
-            raise ApiError(401, what, "invalid_api_key")
-        length = headers.get("content-length", "0")
-        if length.isascii() and length.isdigit():
-            self._check_size(int(length[:20]))
+        return await self.app(scope, replay, send)
 
     def _check_size(self, num_bytes: int) -> None:
         most = self.config.max_request_bytes
@@ -121,13 +142,3 @@ class Guarded:
         except TimeoutError:
             what = f"the body did not come within {seconds:g} seconds; send it at once"
             raise ApiError(408, what, "body_timeout") from None
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receive that first gives the body that was read already."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replayed

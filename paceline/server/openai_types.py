@@ -1,17 +1,52 @@
-"""The bodies that clients send: OpenAI's, with vLLM's further fields. Their shapes only: values are checked
-by SamplingParams.
-
-Invariant: a field that is not listed is refused by name; one that is listed is obeyed, or it is among the few
-that change no answer.
+"""The bodies that clients send: OpenAI's, with vLLM's further fields. Their shapes and sizes only: values are
+checked by SamplingParams. Invariant: a field that is not listed is refused by name; one that is listed is
+obeyed, or it is among the few that change no answer.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Json
 
-MOST_MESSAGES = 2048
+MOST_MESSAGES, MOST_TOOLS, MOST_LOGPROBS = 2048, 128, 20
+MOST_STOPS, MOST_STOP_CHARACTERS = 32, 1000  # characters of all stop strings together
+TEMPLATE_NAMES = frozenset(
+    ("messages", "tools", "add_generation_prompt", "documents", "bos_token", "eos_token", "template")
+)
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Prompt = str | list[int] | list[str] | list[list[int]]
+
+
+def _few_stops(stop: str | list[str] | None) -> str | list[str] | None:
+    num_characters = sum(map(len, stop or ()))
+    if num_characters > MOST_STOP_CHARACTERS or (isinstance(stop, list) and len(stop) > MOST_STOPS):
+        raise ValueError(f"has over {MOST_STOPS} strings or {MOST_STOP_CHARACTERS} characters; shorten it")
+    return stop
+
+
+def _several(prompt: Prompt) -> list[str] | list[list[int]]:
+    """One prompt or several, as a list of prompts."""
+    is_one = isinstance(prompt, str) or isinstance(next(iter(prompt), None), int)
+    many: Any = [prompt] if is_one else prompt
+    if not many or not all(many):
+        raise ValueError("is empty; give a text or token ids with at least one token, or a list of them")
+    return list(many)
+
+
+def _text(content: str | list[ContentPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "refusal") or part.text is None:
+            raise ValueError(f"has a part of type {part.type!r:.40}; this model reads text only")
+    return "".join(part.text or "" for part in content)
+
+
+def _free_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
+    if taken := TEMPLATE_NAMES & set(options or ()):
+        raise ValueError(f"holds {min(taken)!r}, which has a field of its own")
+    return options
 
 
 class Body(BaseModel):
@@ -54,16 +89,17 @@ class Sampling(Body):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    # Each of these collections is gone through at every token, between steps that others wait for.
+    stop: Annotated[str | list[str] | None, AfterValidator(_few_stops)] = None
+    stop_token_ids: list[int] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
+    bad_words: list[str] | None = Field(None, max_length=128)
+    allowed_token_ids: list[int] | None = Field(None, max_length=16_384)
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -82,9 +118,9 @@ class Sampling(Body):
 
 
 class CompletionRequest(Sampling):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[Prompt, AfterValidator(_several)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = None
     suffix: str | None = None
 
@@ -96,7 +132,7 @@ class ContentPart(BaseModel):
 
 class FunctionCall(BaseModel):
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[Json[Any], BeforeValidator(lambda text: text or "{}")] = Field(default_factory=dict)
 
 
 class ToolCall(BaseModel):
@@ -106,13 +142,14 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """Clients send back what they were given, with fields of no meaning here: those are left out."""
+    """As templates know messages: content is text, arguments are objects. Clients send back what they were
+    given, with fields of no meaning here: those are left out."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
+    content: Annotated[str | list[ContentPart] | None, AfterValidator(_text)] = ""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
 
 
 class Function(BaseModel):
@@ -127,35 +164,28 @@ class Tool(BaseModel):
     function: Function
 
 
-class NamedFunction(BaseModel):
-    name: str
+class Templated(Body):
+    """What is said of a chat template."""
 
-
-class NamedTool(BaseModel):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class ChatRequest(Sampling):
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_free_names)] = None
     add_generation_prompt: bool | None = None
 
 
-class TokenizeRequest(Body):
+class ChatRequest(Sampling, Templated):
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    tool_choice: Literal["none", "auto", "required"] | ToolCall | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeRequest(Templated):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
-    tools: list[Tool] | None = Field(None, max_length=128)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Body):

@@ -1,28 +1,22 @@
 """From what a client wrote to engine requests: chat templates, tokens, limits and grammars. Runs in the
-engine process, beside the steps.
-
-Invariant: what it refuses is refused before anything is queued, by a PacelineError; it changes nothing that
-the engine reads.
+engine process, beside the steps. Invariant: what it refuses is refused before anything is queued, by a
+PacelineError; it changes nothing that the engine reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from paceline.api.build import Built
+from paceline.api.intake import Intake
 from paceline.core.errors import RequestError
 from paceline.core.options import brief
 from paceline.core.params import SamplingParams
-from paceline.server.details import Watcher
+from paceline.core.types import Request
+from paceline.engine.engine import Engine
 from paceline.server.grammar_check import GrammarChecker
-
-if TYPE_CHECKING:
-    from paceline.api.build import Built
-    from paceline.api.intake import Intake
-    from paceline.core.types import Request
-    from paceline.engine.engine import Engine
-    from paceline.loaders.tokenizer import Tokenizer
 
 
 class TooLong(RequestError):
@@ -31,53 +25,47 @@ class TooLong(RequestError):
 
 @dataclass(slots=True)
 class Preparer:
-    tokenizer: Tokenizer
     engine: Engine
     intake: Intake
-    max_prompt_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    watcher: Watcher = field(init=False)
-    checker: GrammarChecker = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.watcher = Watcher(self.tokenizer)
-        self.checker = GrammarChecker(self.tokenizer, self.intake.vocab_size)
+    checker: GrammarChecker
+    max_prompt_tokens: int | None
+    max_completion_tokens: int | None
 
     def prepare(self, message: Mapping[str, Any]) -> Any:
         """For an `add` its requests, else the answer itself."""
         if message["do"] == "detokenize":
-            return {"prompt": self._decode(message["tokens"])}
+            tokens, known = message["tokens"], self.intake.vocab_size
+            for token in tokens:
+                if not 0 <= token < known:
+                    raise RequestError(
+                        f"tokens holds {brief(token)}; the model's ids go from 0 to {known - 1}"
+                    )
+            return {"prompt": self.intake.tokenizer.decode(tokens, skip_special=False)}
         try:
             tokens = self._tokens(message["prompt"])
         except RecursionError:
             raise RequestError("the messages are nested too deeply; flatten them") from None
         if message["do"] == "tokenize":
-            return {"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.config.max_model_len}
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": self.intake.max_model_len}
         return self._requests(tokens, message)
-
-    def echo(self, request: Request) -> str:
-        """The prompt as text, where it came as token ids and is wanted back."""
-        return self.tokenizer.decode(request.tokens[: request.num_prompt])
 
     def _tokens(self, prompt: Mapping[str, Any]) -> list[int]:
         if "tokens" in prompt:
             return list(prompt["tokens"])
         if "text" in prompt:
-            return self.tokenizer.encode(prompt["text"], add_special=prompt.get("add_special", True))
+            return self.intake.tokenizer.encode(prompt["text"], add_special=prompt.get("add_special", True))
         options = {name: prompt[name] for name in ("add_generation_prompt", "tools")}
-        return self.tokenizer.encode_chat(prompt["messages"], **options, **prompt["template_options"])
+        return self.intake.tokenizer.encode_chat(prompt["messages"], **options, **prompt["template_options"])
 
     def _requests(self, tokens: list[int], message: Mapping[str, Any]) -> list[Request]:
-        context, limit = self.engine.config.max_model_len, self.max_prompt_tokens
-        if limit is not None and len(tokens) > limit:
-            raise TooLong(f"the prompt has {len(tokens):,} tokens; this server takes at most {limit:,}")
-        if len(tokens) >= context:
-            what = f"the prompt has {len(tokens):,} tokens and the context holds {context:,}"
+        context, limit, count = self.intake.max_model_len, self.max_prompt_tokens, len(tokens)
+        if limit is not None and count > limit:
+            raise TooLong(f"the prompt has {count:,} tokens; this server takes at most {limit:,}")
+        if count >= context:
+            what = f"the prompt has {count:,} tokens and the context holds {context:,}"
             raise TooLong(f"{what}; shorten it to at most {context - 1:,}")
-        options = dict(message["params"])
-        if "max_tokens" not in options:  # as much as there is room for
-            room = context - len(tokens)
-            options["max_tokens"] = min(room, self.max_completion_tokens or room)
+        room = context - count
+        options = {"max_tokens": min(room, self.max_completion_tokens or room), **message["params"]}
         if "logit_bias" in options:  # JSON has no whole numbers for keys
             options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
         params = SamplingParams(**options)
@@ -87,21 +75,12 @@ class Preparer:
         self.engine.check_fits(requests[0])
         return requests
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        known = self.intake.vocab_size
-        bad = next((token for token in tokens if not 0 <= token < known), None)
-        if bad is not None:
-            raise RequestError(f"tokens holds {brief(bad)}; the model's ids go from 0 to {known - 1}")
-        return self.tokenizer.decode(tokens, skip_special=False)
 
-
-def description(built: Built, config: Mapping[str, Any] | str | None, seconds: float) -> dict[str, Any]:
+def description(built: Built, config: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """What the HTTP side must know of the model and the drafters. config: the speculative_config."""
-    selectable = built.engine.policy.drafters
-    drafters = [each.name for one in selectable for each in (one, *getattr(one, "drafters", ()))]
+    engine, selectable = built.engine, built.engine.policy.drafters
     template = built.checkpoint.tokenizer_source().chat_template
     method = config.get("method", "draft_model") if isinstance(config, Mapping) else config or "off"
-    engine = built.engine
     return {
         "max_model_len": engine.config.max_model_len,
         "max_num_seqs": engine.config.max_num_seqs,
@@ -110,10 +89,9 @@ def description(built: Built, config: Mapping[str, Any] | str | None, seconds: f
         "has_tools": template is not None and "tools" in template,
         "speculative": {
             "method": "hybrid" if isinstance(method, list) else method,
-            "drafters": drafters,
+            "drafters": [each.name for one in selectable for each in (one, *getattr(one, "drafters", ()))],
             "selectable": [drafter.name for drafter in selectable],
             "num_speculative_tokens": engine.config.num_speculative_tokens,
             "is_pinned": isinstance(config, Mapping) and "num_speculative_tokens" in config,
         },
-        "start_seconds": seconds,
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -21,6 +21,7 @@ _SAYS_HOW = (
     "For each call, write a JSON object with its name and arguments within tags:\n"
     '<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
 )
+_CLOSED = {"type": "object", "additionalProperties": False}
 Calls = list[dict[str, Any]]
 
 
@@ -51,19 +52,13 @@ def _in_words(message: dict[str, Any]) -> dict[str, Any]:
 
 def forced_schema(tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
     """A JSON schema whose texts are calls of one of the tools, or of the one that is named."""
-    chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    calls = [_call_schema(each["name"], each.get("parameters") or {"type": "object"}) for each in chosen]
+    calls = []
+    for function in (tool["function"] for tool in tools):
+        if name in (None, function["name"]):
+            arguments = function.get("parameters") or {"type": "object"}
+            properties = {"name": {"const": function["name"]}, "arguments": arguments}
+            calls.append({**_CLOSED, "properties": properties, "required": list(properties)})
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
-
-def _call_schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    properties = {"name": {"const": name}, "arguments": arguments}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
 
 
 def _as_calls(text: str, names: frozenset[str]) -> Calls:
@@ -87,56 +82,47 @@ def _as_calls(text: str, names: frozenset[str]) -> Calls:
 class ToolReader:
     """Reads an answer piece by piece."""
 
-    names: frozenset[str]
+    names: frozenset[str]  # none: all is text
+    num_calls: int = 0
     _held: str = ""  # not yet known to be text or call
     _is_bare: bool | None = None  # it begins like JSON: maybe a call without tags; None: nothing seen yet
     _is_after_call: bool = False  # line ends between calls are not text
-    calls: Calls = field(default_factory=list)
 
-    def read(self, text: str) -> tuple[str, Calls]:
-        """What is certainly text by now, and the calls that are complete."""
-        self._held = (self._held + text).lstrip("\n") if self._is_after_call else self._held + text
+    def read(self, text: str, is_last: bool = False) -> tuple[str, Calls]:
+        """What is certainly text by now, and the calls that are complete. At the end what was held is a call
+        if it can be read as one, else text."""
+        if not self.names:
+            return text, []
+        said, calls = list[str](), Calls()
+        self._held += text
         if self._is_bare is None and self._held.strip():
             self._is_bare = self._held.lstrip()[0] in "{["
-        if self._is_bare is not False:
-            return "", []
-        said: list[str] = []
-        found: Calls = []
-        while OPEN in self._held:
-            before, _, rest = self._held.partition(OPEN)
-            self._say(said, before)
-            inside, tag, after = rest.partition(CLOSE)
-            if not tag:
-                self._held = OPEN + rest
-                return "".join(said), self._found(found)
-            calls = _as_calls(inside.strip(), self.names)
-            found += calls
-            if calls:
-                self._held, self._is_after_call = after.lstrip("\n"), True
-            else:  # tags around something else: the model's own words
-                self._say(said, OPEN + inside + CLOSE)
-                self._held = after
-        num_kept = _overlap(self._held, OPEN)
-        self._say(said, self._held[: len(self._held) - num_kept])
-        self._held = self._held[len(self._held) - num_kept :]
-        return "".join(said), self._found(found)
+        if self._is_bare is False:
+            self._split(said, calls)
+        if is_last:
+            inside = self._held.removeprefix(OPEN).strip()
+            last = _as_calls(inside, self.names) if self._is_bare or self._held.startswith(OPEN) else []
+            calls += last
+            said += [] if last else [self._held]
+        self.num_calls += len(calls)
+        return "".join(said), calls
 
-    def _say(self, said: list[str], text: str) -> None:
-        said.append(text)
-        self._is_after_call = self._is_after_call and not text
-
-    def finish(self) -> tuple[str, Calls]:
-        """The answer has ended: what was held is a call if it can be read as one, else text."""
-        held, self._held = self._held, ""
-        inside = held.removeprefix(OPEN).strip()
-        calls = _as_calls(inside, self.names) if self._is_bare or held.startswith(OPEN) else []
-        return ("", self._found(calls)) if calls else (held, [])
-
-    def _found(self, calls: Calls) -> Calls:
-        self.calls += calls
-        return calls
-
-
-def _overlap(text: str, tag: str) -> int:
-    """How many characters at the end of a text may begin a tag."""
-    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
+    def _split(self, said: list[str], calls: Calls) -> None:
+        """Move what is certain out of the held text."""
+        while True:
+            if self._is_after_call:
+                self._held = self._held.lstrip("\n")
+            before, tag, rest = self._held.partition(OPEN)
+            inside, end, after = rest.partition(CLOSE)
+            if not tag:  # the last characters may begin one
+                size = next(n for n in range(len(OPEN) - 1, -1, -1) if before.endswith(OPEN[:n]))
+                before, rest = before[: len(before) - size], OPEN[:size]
+            said.append(before)
+            self._is_after_call = self._is_after_call and not before
+            if not end:
+                self._held = tag + rest
+                return
+            found = _as_calls(inside.strip(), self.names)
+            calls += found
+            said += [] if found else [OPEN + inside + CLOSE]  # tags around something else: the model's words
+            self._held, self._is_after_call = after, bool(found)

@@ -1,11 +1,9 @@
-"""Messages between the HTTP process and the engine process: JSON objects, each behind its length, over a
-socket.
+"""The processes of the server and the messages between them: JSON objects, one a line, over a socket.
 
-Invariant: no message is larger than MAX_MESSAGE, and neither side runs anything it reads (JSON, never
-pickle).
-
-To the engine:   add, abort, tokenize, detokenize, ping         (key "do")
+To the engine:   add, abort, tokenize, detokenize, ping                 (key "do")
 From the engine: ready, failed, admitted, refused, step, answer, pong   (key "is")
+
+Invariant: neither side runs anything it reads (JSON, never pickle).
 """
 
 from __future__ import annotations
@@ -13,45 +11,41 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import struct
-from typing import Any
+import subprocess
+import sys
+from typing import Any, BinaryIO
 
-MAX_MESSAGE = 256 * 2**20
-_LENGTH = struct.Struct(">I")
+LONGEST = 2**30  # bytes of a message
 Message = dict[str, Any]
 
 
+def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process that runs a module of this package, and our end of the socket whose number it is given."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # -P: modules come from where they are installed, never from the folder the server was started in.
+        command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True, **quiet)
+    return process, ours
+
+
 def pack(message: Message) -> bytes:
-    body = json.dumps(message, separators=(",", ":")).encode()
-    assert len(body) <= MAX_MESSAGE, f"a message of {len(body)} bytes"
-    return _LENGTH.pack(len(body)) + body
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def read_blocking(channel: socket.socket) -> Message | None:
+def read(file: BinaryIO) -> Message | None:
     """The next message; None when the other side is gone."""
-    head = _read_exactly(channel, _LENGTH.size)
-    body = None if head is None else _read_exactly(channel, _LENGTH.unpack(head)[0])
-    return None if body is None else json.loads(body)
+    return _parse(file.readline())
 
 
-def _read_exactly(channel: socket.socket, count: int) -> bytearray | None:
-    data = bytearray()
-    while len(data) < count:
-        try:
-            piece = channel.recv(min(count - len(data), 2**20))
-        except OSError:
-            return None
-        if not piece:
-            return None
-        data += piece
-    return data
-
-
-async def read(reader: asyncio.StreamReader) -> Message | None:
-    """The next message; None when the other side is gone."""
+async def read_async(reader: asyncio.StreamReader) -> Message | None:
     try:
-        head = await reader.readexactly(_LENGTH.size)
-        message: Message = json.loads(await reader.readexactly(_LENGTH.unpack(head)[0]))
-        return message
-    except (asyncio.IncompleteReadError, ConnectionError):
+        return _parse(await reader.readline())
+    except ConnectionError:
         return None
+
+
+def _parse(line: bytes) -> Message | None:
+    """Half a line is what a process that was killed has left."""
+    return json.loads(line) if line.endswith(b"\n") else None

@@ -3,14 +3,14 @@ message a step.
 
 Four threads: one reads commands, one turns prompts into requests (preparing.py), one does so for those with a
 grammar to compile, and the main one owns the engine. So neither a long prompt nor a hard grammar holds up a
-step for longer than Python switches threads.
-
-Invariant: every id that is added is answered: refused, or admitted and then answered to its end. No exception
-of one request ends the process (isolation.py); when the other side is gone it ends, whatever it is doing.
+step for longer than Python switches threads. Invariant: every id that is added is answered: refused, or
+admitted and then answered to its end. No exception of one request ends the process (isolation.py); when the
+other side is gone it ends, whatever it is doing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import queue
@@ -20,19 +20,21 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
+from paceline.api.build import build
+from paceline.api.intake import Intake
+from paceline.api.options import EngineOptions
+from paceline.cli.explain_steps import Recorder
+from paceline.core import watch
 from paceline.core.errors import PacelineError
-from paceline.core.types import Status
+from paceline.core.types import Request, Status, Verdict
+from paceline.engine.engine import Engine
 from paceline.server import logs, wire
-
-if TYPE_CHECKING:
-    from paceline.core.types import Request
-    from paceline.engine.commit import Emission
-    from paceline.engine.engine import Engine
-    from paceline.server.isolation import Isolation
-    from paceline.server.outputs import Choice
-    from paceline.server.preparing import Preparer
+from paceline.server.grammar_check import GrammarChecker
+from paceline.server.isolation import InternalError, Isolation
+from paceline.server.outputs import Choice, error_json, figures
+from paceline.server.preparing import Preparer, description
 
 Queue = queue.SimpleQueue[wire.Message]
 STATS_EVERY_S = 0.2  # while working; at once when there is nothing to do
@@ -42,41 +44,28 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
-    setup = wire.read_blocking(channel)
-    if setup is None:
+    commands = channel.makefile("rb")
+    if (setup := wire.read(commands)) is None:
         return
     logs.set_up(setup["log_level"], "engine")
+    os.nice(5)  # where the HTTP loop needs a core that the engine computes on, it gets it at once
     try:
-        worker = _build(channel, setup)
+        options = EngineOptions(**setup["engine"], progress=sys.stderr.isatty())
+        built = build(options)
     except PacelineError as error:
         channel.sendall(wire.pack({"is": "failed", "message": str(error)}))
         return
+    engine, vocab_size = built.engine, built.checkpoint.config.vocab_size
+    intake = Intake(built.tokenizer, vocab_size, engine.config.max_model_len)
+    preparer = Preparer(engine, intake, GrammarChecker(built.tokenizer, vocab_size), **setup["limits"])
+    worker = Worker(channel, engine, preparer, Isolation(engine, intake))
+    gc.freeze()  # the model and the libraries are here to stay: collections need not look at them
+    worker.send({"is": "ready", **description(built, options.speculative_config)})
     try:
-        worker.run()
+        worker.run(commands)
     except Exception as error:  # the engine's state may be wrong now: a new process starts with a clean one
         logs.log_error("engine failed", error)
         os._exit(1)
-
-
-def _build(channel: socket.socket, setup: wire.Message) -> Worker:
-    from paceline.api.build import build
-    from paceline.api.intake import Intake
-    from paceline.api.options import EngineOptions
-    from paceline.server.isolation import Isolation
-    from paceline.server.preparing import Preparer, description
-
-    if sys.platform != "win32":
-        os.nice(5)  # where the HTTP loop needs a core that the engine computes on, it gets it at once
-    started = time.monotonic()
-    options = EngineOptions(**setup["engine"], progress=sys.stderr.isatty())
-    built = build(options)
-    engine, vocab_size = built.engine, built.checkpoint.config.vocab_size
-    intake = Intake(built.tokenizer, vocab_size, engine.config.max_model_len)
-    preparer = Preparer(built.tokenizer, engine, intake, **setup["limits"])
-    gc.freeze()  # the model and the libraries are here to stay: collections need not look at them
-    ready = description(built, options.speculative_config, time.monotonic() - started)
-    channel.sendall(wire.pack({"is": "ready", **ready}))
-    return Worker(channel, engine, preparer, Isolation(engine, intake))
 
 
 @dataclass(slots=True)
@@ -88,44 +77,43 @@ class Worker:
     _commands: Queue = field(default_factory=Queue)  # for the main thread
     _prompts: Queue = field(default_factory=Queue)  # for the preparing thread
     _grammars: Queue = field(default_factory=Queue)  # likewise, with a grammar to compile
-    _preparing: set[str] = field(default_factory=set)  # ids between the reading thread and the main one
-    _aborted: set[str] = field(default_factory=set)  # of them, those aborted meanwhile
+    _preparing: dict[str, wire.Message] = field(default_factory=dict)  # by id: read and not yet handled
     _choices: dict[str, Choice] = field(default_factory=dict)  # by the engine's request id
-    _unstarted: dict[str, Choice] = field(default_factory=dict)  # of them, those waiting for their first step
     _requests: dict[str, list[Request]] = field(default_factory=dict)  # by the client's id
+    _recorder: Recorder | None = None  # of the request being judged
     _reported_at: float = 0.0
     _is_stale: bool = True  # something has changed since the last report of figures
 
-    def run(self) -> None:
-        threading.Thread(target=self._read, daemon=True).start()
+    def run(self, commands: BinaryIO) -> None:
+        threading.Thread(target=self._read, args=(commands,), daemon=True).start()
         for prompts in (self._prompts, self._grammars):
             threading.Thread(target=self._prepare, args=(prompts,), daemon=True).start()
         while True:
-            self._handle_commands()
-            self._report(self._step() if self.engine.has_work else [])
+            is_idle = not self.engine.has_work and not self._is_stale
+            with contextlib.suppress(queue.Empty):  # all that have come; with nothing to do, wait for one
+                self._handle(self._commands.get(block=is_idle))
+                while True:
+                    self._handle(self._commands.get_nowait())
+            message: wire.Message = {"is": "step"}
+            if self.engine.has_work and (said := self._step()):
+                message["said"] = said
+            now, is_idle = time.monotonic(), not self.engine.has_work
+            if self._is_stale and (is_idle or now - self._reported_at > STATS_EVERY_S):
+                message["figures"] = figures(self.engine)
+                self._reported_at, self._is_stale = now, False
+            if len(message) > 1:
+                self.send(message)
 
-    def _report(self, said: list[wire.Message]) -> None:
-        now = time.monotonic()
-        message: wire.Message = {"is": "step", "said": said} if said else {"is": "step"}
-        if self._is_stale and (now - self._reported_at > STATS_EVERY_S or not self.engine.has_work):
-            from paceline.server.outputs import figures
-
-            message["figures"] = figures(self.engine)
-            self._reported_at, self._is_stale = now, False
-        if len(message) > 1:
-            self._send(message)
-
-    def _send(self, message: wire.Message) -> None:
+    def send(self, message: wire.Message) -> None:
         self.channel.sendall(wire.pack(message))
 
-    def _read(self) -> None:
+    def _read(self, commands: BinaryIO) -> None:
         try:
-            while (message := wire.read_blocking(self.channel)) is not None:
+            while (message := wire.read(commands)) is not None:
                 if message["do"] in ("abort", "ping"):
                     self._commands.put(message)
                     continue
-                if message["do"] == "add":
-                    self._preparing.add(message["id"])
+                self._preparing[message["id"]] = message
                 has_grammar = "structured_outputs" in message.get("params", ())
                 (self._grammars if has_grammar else self._prompts).put(message)
         finally:
@@ -135,68 +123,56 @@ class Worker:
         """Everything that may take a while and needs no engine state."""
         while True:
             message = prompts.get()
-            if message["id"] in self._aborted:
-                message["refused"] = {"kind": "Aborted", "message": "the request was aborted"}
-            else:
-                try:
-                    message["made"] = self.preparer.prepare(message)
-                except (
-                    Exception
-                ) as error:  # fails this request alone: without this thread all later ones would hang
-                    message["refused"] = _refusal(error)
-            self._commands.put(message)
-
-    def _handle_commands(self) -> None:
-        """All commands that have come; with nothing to do, wait for one."""
-        is_idle = not self.engine.has_work and not self._is_stale
-        while True:
             try:
-                message = self._commands.get(block=is_idle)
-            except queue.Empty:
-                return
-            self._handle(message)
-            is_idle = False
+                if "is_aborted" not in message:
+                    message["made"] = self.preparer.prepare(message)
+            except Exception as error:  # fails this request alone: without this thread later ones would hang
+                message["refused"] = _refusal(error)
+            self._commands.put(message)
 
     def _handle(self, message: wire.Message) -> None:
         do, name = message["do"], message.get("id", "")
         if do == "ping":
-            return self._send({"is": "pong"})
+            return self.send({"is": "pong"})
         if do == "abort":
             if name in self._preparing:
-                self._aborted.add(name)
+                self._preparing[name]["is_aborted"] = True
             return self._abort(name)
-        is_aborted = name in self._aborted
-        self._preparing.discard(name)
-        self._aborted.discard(name)
-        if do == "add" and "made" in message and not is_aborted:
+        del self._preparing[name]
+        if "is_aborted" in message:
+            return None
+        if do == "add" and "made" in message:
             try:
-                return self._send(self._add(name, message))
+                return self.send(self._add(name, message))
             except Exception as error:
                 self._abort(name)
                 message["refused"] = _refusal(error)
         if "refused" in message:
-            self._send({"is": "refused", "id": name, "error": message["refused"]})
-        elif do != "add":
-            self._send({"is": "answer", "id": name, "value": message["made"]})
-        return None
+            return self.send({"is": "refused", "id": name, "error": message["refused"]})
+        return self.send({"is": "answer", "id": name, "value": message["made"]})
 
     def _add(self, name: str, message: wire.Message) -> wire.Message:
         """Give the requests to the engine; what the client is told of them."""
-        from paceline.server.outputs import Choice
-
-        requests, has_details = message["made"], bool(message.get("details"))
+        requests, tokenizer = message["made"], self.preparer.intake.tokenizer
         self._requests[name] = requests
         for index, request in enumerate(requests):
             self.isolation.add(request)
-            stats = self.engine.stats[request.id]
-            choice = Choice(name, index, request, stats, self.preparer.tokenizer, has_details)
-            self._choices[request.id] = self._unstarted[request.id] = choice
-        if has_details:
-            self.preparer.watcher.watch(requests)
-            self.engine.watch = self.preparer.watcher
+            choice = Choice(name, index, request, self.engine.stats[request.id], tokenizer)
+            if message.get("details"):
+                choice.recorder, self.engine.watch = Recorder(tokenizer), self._watch
+            self._choices[request.id] = choice
         self._is_stale = True
-        echo = self.preparer.echo(requests[0]) if message.get("echo") else ""
-        return {"is": "admitted", "id": name, "num_prompt": requests[0].num_prompt, "echo": echo}
+        first = requests[0]
+        echo = tokenizer.decode(first.tokens[: first.num_prompt]) if message.get("echo") else ""
+        return {"is": "admitted", "id": name, "num_prompt": first.num_prompt, "echo": echo}
+
+    def _watch(self, event: watch.Begun | watch.Choice | watch.Coin | watch.Redraw | Verdict) -> None:
+        """Shows the recorder of the request being judged what the engine shows, and others nothing."""
+        if isinstance(event, watch.Begun):
+            choice = self._choices.get(event.request.id)
+            self._recorder = choice.recorder if choice is not None else None
+        if self._recorder is not None:
+            self._recorder(event)
 
     def _abort(self, name: str) -> None:
         for request in self._requests.pop(name, ()):
@@ -207,44 +183,37 @@ class Worker:
 
     def _forget(self, request: Request) -> None:
         self._choices.pop(request.id, None)
-        self._unstarted.pop(request.id, None)
         self.engine.stats.pop(request.id, None)
-        self.preparer.watcher.forget(request)
-        if not self.preparer.watcher.is_watching:
+        if all(choice.recorder is None for choice in self._choices.values()):
             self.engine.watch = None
 
     def _step(self) -> list[wire.Message]:
-        started = time.monotonic()
+        """What clients are told of a step: one message an emission, none where its request was aborted."""
+        started, told = time.monotonic(), []
         emissions = self.isolation.step()
-        for name, choice in list(self._unstarted.items()):
-            if choice.request.status is not Status.WAITING:
-                self._unstarted.pop(name).started_at = started
+        for choice in self._choices.values():
+            if choice.started_at is None and choice.request.status is not Status.WAITING:
+                choice.started_at = started
         self._is_stale = True
-        return [message for emission in emissions for message in self._messages(emission)]
-
-    def _messages(self, emission: Emission) -> list[wire.Message]:
-        """What the client is told of one emission: one message, none where its request was aborted."""
-        choice = self._choices.get(emission.request.id)
-        if choice is None:
-            return []
-        try:
-            details = self.preparer.watcher.take(emission) if choice.has_details else None
-            message = choice.message(emission, details)
-        except Exception as error:
-            message = {"id": choice.call, "i": choice.index, "n": 0, "error": _refusal(error)}
-            self._abort(choice.call)
-        if emission.request.is_finished:
-            self._forget(emission.request)
-            if all(request.is_finished for request in self._requests.get(choice.call, ())):
-                self._requests.pop(choice.call, None)
-        return [message]
+        for emission in emissions:
+            request = emission.request
+            if request.id not in self._choices:
+                continue
+            choice = self._choices[request.id]
+            try:
+                told.append(choice.message(emission))
+            except Exception as error:
+                told.append({"id": choice.call, "i": choice.index, "n": 0, "error": _refusal(error)})
+                self._abort(choice.call)
+            if request.is_finished:
+                self._forget(request)
+                if all(each.is_finished for each in self._requests.get(choice.call, ())):
+                    self._requests.pop(choice.call, None)
+        return told
 
 
 def _refusal(error: Exception) -> dict[str, str]:
     """What the client is told; a fault of this program is in the log alone."""
-    from paceline.server.isolation import InternalError
-    from paceline.server.outputs import error_json
-
     if not isinstance(error, PacelineError):
         logs.log_error("a request failed", error)
         error = InternalError("the request could not be answered; the server's log says where")

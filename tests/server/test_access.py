@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.keys import Keys, needs_key
+from paceline.server.middleware import Keys, needs_key
 from tests.server.conftest import KEYS
 from tests.server.harness import WAIT_S, Server, as_stranger, launch
 

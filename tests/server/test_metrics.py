@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.server.calls import Call, added
 from paceline.server.metrics import Metrics
-from paceline.server.outputs import stats_json
-from paceline.server.usage import added, spec_decode, speculative
 from tests.server.harness import Server
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,20 +68,15 @@ def test_cached_prompts_are_said_and_counted(tiny_server: Server) -> None:
 def test_counters_grow_over_a_restart_of_the_engine() -> None:
     metrics = Metrics("m")
     figures: dict[str, Any] = {
-        "num_running": 1,
-        "num_waiting": 0,
-        "blocks_used": 2,
-        "blocks_total": 8,
-        "num_preemptions": 3,
-        "prefix_queries": 5,
-        "prefix_hits": 1,
+        "gauges": {"num_requests_running": 1, "kv_cache_blocks_used": 2, "kv_cache_blocks_total": 8},
+        "counters": {"num_preemptions": 3, "prefix_cache_queries": 5, "prefix_cache_hits": 1},
     }
     stats = {
         "lengths": {"0": 4, "2": 3},
+        "num_steps": 7,
         "num_drafted": 6,
         "num_accepted": 4,
-        "accepted_at": [3, 1],
-        "by_source": {},
+        "positions": {"drafted_at": [3, 3], "accepted_at": [3, 1]},
     }
     for _ in range(2):
         metrics.step({"figures": {**figures, "stats": stats}})
@@ -102,13 +97,14 @@ def test_counts_of_choices_add_up() -> None:
     one.record(Draft(Tree.chain(0, [1, 2, 3]), "ngram"), [1, 2], 3)
     two.record(Draft(Tree.chain(0, [1])), [], 1)
     two.record(Draft(Tree.chain(0, [1, 2]), "suffix"), [1, 2], 3)
-    total = added([stats_json(one), stats_json(two)])
-    assert total["num_tokens"] == 7
-    assert total["accepted_at"] == [2, 2, 0]
-    ours = speculative(total)
-    assert ours["tau"] == pytest.approx(7 / 3, abs=1e-4)
-    assert ours["by_source"]["ngram"]["num_accepted"] == 2
-    theirs = spec_decode(total, 4)
+    sent = [json.loads(json.dumps(asdict(stats))) for stats in (one, two)]
+    total = added(sent)
+    assert total.num_tokens == 7
+    assert total.accepted_at == [2, 2, 0]
+    assert total.tau == pytest.approx(7 / 3)
+    assert total.accepted_by_source["ngram"] == 2
+    assert total.lengths == {3: 1, 1: 1, 2: 1}
+    theirs = Call("c", 1, 2, ends={index: {"stats": stats} for index, stats in enumerate(sent)}).speculation()
     assert theirs["acceptance_histogram"] == [1, 0, 2, 0]
     assert theirs["num_spec_steps"] == 3
     assert theirs["mean_acceptance_length"] == pytest.approx(1 + 4 / 3, abs=1e-4)

@@ -41,7 +41,7 @@ def read(pieces: list[str]) -> tuple[str, list[str]]:
     for piece in pieces:
         text, found = reader.read(piece)
         said, calls = said + text, calls + found
-    text, found = reader.finish()
+    text, found = reader.read("", is_last=True)
     return said + text, [call["function"]["name"] for call in calls + found]
 
 
@@ -59,9 +59,7 @@ def test_text_without_a_call_comes_out_unchanged(text: str, size: int) -> None:
 
 
 def test_arguments_are_json_text() -> None:
-    reader = ToolReader(NAMES)
-    reader.read(CALL)
-    (call,) = reader.finish()[1]
+    (call,) = ToolReader(NAMES).read(CALL, is_last=True)[1]
     assert json.loads(call["function"]["arguments"]) == {"rider": "Ada", "note": "<b> {x}"}
 
 
