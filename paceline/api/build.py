@@ -1,10 +1,12 @@
-"""Puts a model, its KV cache and its drafters together. Everything "auto" is decided here, before anything is
-built.
-"""
+"""Puts a model, its KV cache and its drafters together. What "auto" means is decided here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from paceline.api.options import EngineOptions
@@ -12,7 +14,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
 from paceline.core.params import SamplingParams
 from paceline.core.types import BLOCK_SIZE, Request
-from paceline.core.waiting import waiting
 from paceline.drafters import registry, shipped
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.engine.engine import Engine
@@ -20,8 +21,8 @@ from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.profile import profile_of, profile_path
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
-from paceline.models.kv_format import KvFormat, bytes_per_token
 from paceline.runtime.backend import backend_for
 from paceline.runtime.device import free_memory, resolve
 from paceline.runtime.executor import LocalExecutor
@@ -29,6 +30,8 @@ from paceline.runtime.kv_memory import KvMemory, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
 SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
+
+PATIENCE_S = 1.0  # what is done sooner needs no words
 
 
 class Built(NamedTuple):
@@ -41,7 +44,7 @@ class Built(NamedTuple):
 class Speculation(NamedTuple):
     """What a speculative_config asks for."""
 
-    drafters: tuple[tuple[type[Any], DrafterConfig], ...] = ()
+    drafters: tuple[tuple[type[Drafter], DrafterConfig], ...] = ()
     is_pinned: bool = True  # as many tokens as were asked for, always; else the policy chooses
     head: bool | str = False  # whether the target's shipped head drafts too; or the kind it must be
 
@@ -63,15 +66,13 @@ def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
         known = ("method", "head") if options["method"] == "auto" else ("method",)
         extra = next((name for name in options if name not in known), None)
         if extra is not None:
-            method = options["method"]
-            raise ConfigError(
-                f"speculative_config has {extra!r} beside method {method!r}; name a drafter, or leave it out"
-            )
+            found = f"{extra!r} beside method {options['method']!r}"
+            raise ConfigError(f"speculative_config has {found}; name a drafter, or leave it out")
         options = str(options["method"])
     if options is None or options in ("off", "none"):
         return Speculation()
     if options == "auto":
-        return Speculation(tuple(registry.parse(each) for each in registry.AUTO), is_pinned=False, head=head)
+        return Speculation((registry.parse(registry.AUTO),), is_pinned=False, head=head)
     if isinstance(options, str):
         remedy = f"{nearest(options, ['auto', 'off'])} or give a dict"
         if options in registry.DRAFTERS:
@@ -88,7 +89,9 @@ def build(options: EngineOptions) -> Built:
     backend.check_dtype(dtype)
     checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    asked = _with_head(asked, checkpoint)
+    head = shipped.shipped_head(checkpoint, asked.head)
+    if head is not None:
+        asked = asked._replace(drafters=(*asked.drafters, registry.parse(head)))
     kept = backend.kv_format(dtype, options.kv_cache_dtype)
     memory = _kv_memory(options, checkpoint.config, kept, free_memory(place, checkpoint.config, dtype))
     num_blocks = blocks_in(memory, checkpoint.config, kept)
@@ -114,11 +117,6 @@ def build(options: EngineOptions) -> Built:
     with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
         engine = Engine(executor, drafters[0] if drafters else None, config, policy)
     return Built(engine, checkpoint, tokenizer, context)
-
-
-def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
-    options = shipped.shipped_head(checkpoint, asked.head)
-    return asked if options is None else asked._replace(drafters=(*asked.drafters, registry.parse(options)))
 
 
 def _policy(
@@ -164,3 +162,33 @@ def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
     remedy = f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len"
     require(asked <= room, "max_model_len", asked, remedy)
     return asked
+
+
+@contextmanager
+def waiting(what: str, is_wanted: bool = True) -> Iterator[None]:
+    """Around slow work: after a second, a line that counts the seconds (in a log, one line without a
+    count)."""
+    done = threading.Event()
+    reporter = threading.Thread(target=_report, args=(what, done), daemon=True)
+    if is_wanted:
+        reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if is_wanted:
+            reporter.join()
+
+
+def _report(what: str, done: threading.Event) -> None:
+    started, is_terminal = time.monotonic(), sys.stderr.isatty()
+    if done.wait(PATIENCE_S):
+        return
+    if not is_terminal:
+        print(f"paceline: {what}", file=sys.stderr, flush=True)
+        return
+    while True:
+        print(f"\rpaceline: {what} {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+        if done.wait(PATIENCE_S):
+            break
+    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
