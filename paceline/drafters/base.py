@@ -134,16 +134,15 @@ def tree_draft(
 ) -> Draft:
     """A draft from its nodes, the root first, which are a tree. What would follow a token that ends the
     request is left out."""
-    if not request.stop_ids.isdisjoint(tokens[1:]):
-        kept, places = [0], {0: 0}
-        for node in range(1, len(tokens)):
-            parent = parents[node]
-            if parent in places and not (parent and tokens[parent] in request.stop_ids):
-                places[node] = len(kept)
-                kept.append(node)
-        tokens, chances = [tokens[node] for node in kept], [chances[node] for node in kept]
-        parents = [-1, *(places[parents[node]] for node in kept[1:])]
-    return Draft(Tree.known(tuple(tokens), tuple(parents)), source, chances=tuple(chances))
+    draft = Draft(Tree.known(tuple(tokens), tuple(parents)), source, chances=tuple(chances))
+    ends = request.stop_ids
+    if ends.isdisjoint(tokens[1:]):
+        return draft
+    kept = [0]
+    for node, parent in enumerate(parents[1:], start=1):
+        if parent in kept and not (parent and tokens[parent] in ends):
+            kept.append(node)
+    return draft.cut(kept)
 
 
 def num_same(a: Sequence[int], b: Sequence[int]) -> int:

@@ -129,10 +129,9 @@ class Hybrid(Drafter):
                     scores[place], sources[place] = claimed * rate, draft.source
                 chances[place] = max(chances[place], claimed)
         best = sorted(range(1, len(tokens)), key=lambda n: -scores[n])[:budget]
-        kept = [0, *sorted(best)]
-        new = {node: i for i, node in enumerate(kept)}
-        tree = Tree(tuple(tokens[n] for n in kept), tuple(new.get(parents[n], -1) for n in kept))
-        return Draft(tree, self.name, None, tuple(chances[n] for n in kept), tuple(sources[n] for n in kept))
+        tree = Tree.known(tuple(tokens), tuple(parents))
+        joined = Draft(tree, self.name, None, tuple(chances), tuple(sources))
+        return joined.cut([0, *sorted(best)])
 
     def observe(self, seen: Sequence[Seen]) -> None:
         for _, _, draft, verdict, *_ in seen:

@@ -7,23 +7,21 @@ commit.py alone changes a request. The engine knows token ids and nothing of tex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
 from paceline.core.errors import RequestError
 from paceline.core.options import EngineConfig
 from paceline.core.sampling import pick_of
-from paceline.core.tree import Tree
 from paceline.core.types import Answers, Draft, FinishReason, Needs, Request, ScheduledRequest, Segment
 from paceline.core.watch import Watch
 from paceline.drafters.base import Drafter
 from paceline.engine.commit import Commits, Emission
 from paceline.engine.pending import PendingBurst, PendingPasses, _Pass, rooted
 from paceline.engine.policy.base import Asks, FixedPolicy, Plan, Policy
-from paceline.engine.policy.cost import Median
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.stats import Phases, SpecStats, Suspicion
+from paceline.engine.stats import Median, Phases, SpecStats, Suspicion
 from paceline.heads.rows import BurstBackend, BurstInput
 from paceline.runtime.batch import segment_of
 from paceline.runtime.executor import LocalExecutor
@@ -192,7 +190,7 @@ class Engine:
         for number, asks in enumerate(plan.asks):
             asks = [(i, min(count, scheduled[i].num_lookahead_tokens)) for i, count in asks]
             asks = [(i, count) for i, count in asks if count]
-            asks = self.policy.replan(number, asks, scheduled, answers) if asks and answers else asks
+            asks = self.policy.replan(number, asks, scheduled, answers, False) if asks and answers else asks
             burst = self._launch_head_burst(scheduled, number, asks) if asks else None
             if burst is not None:
                 return burst
@@ -224,7 +222,7 @@ class Engine:
         """For every request that the target speaks for, what it checks: often nothing but the root."""
         chosen = self.policy.choose(scheduled, answers) if answers else {}
         if not self.executor.decoder.checks_trees:
-            chosen = {i: draft if draft.tree.is_chain else first_branch(draft) for i, draft in chosen.items()}
+            chosen = {i: draft.cut(draft.tree.best_path()) for i, draft in chosen.items()}
         return [
             (chosen.get(i) or rooted(one.request.tokens[-1])) if one.is_caught_up else None
             for i, one in enumerate(scheduled)
@@ -343,7 +341,7 @@ class Engine:
         for number, drafter in enumerate(self.policy.drafters):
             if number != pending.head and drafter.is_free:
                 self._ask(number, asks, pending.scheduled, answers, 0.0)
-        wanted = self.policy.replan(pending.head, asks, pending.scheduled, answers, is_running=True)
+        wanted = self.policy.replan(pending.head, asks, pending.scheduled, answers, True)
         return len(wanted) == len(asks)
 
     def _land(self, record: StepRecord) -> list[Emission]:
@@ -401,19 +399,3 @@ class Engine:
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""
         self.executor.kv.pool.check([r.cache.blocks for r in self.scheduler.requests])
-
-
-def first_branch(draft: Draft) -> Draft:
-    """The path of first children: all that is checked where side branches would not have the bits of plain
-    decoding.
-    """
-    children, path = draft.tree.children(), [0]
-    while children[path[-1]]:
-        path.append(children[path[-1]][0])
-    tree = Tree.chain(draft.tree.tokens[0], [draft.tree.tokens[node] for node in path[1:]])
-    q: Mapping[int, object] | None = None
-    if draft.q:
-        q = {i: draft.q[node] for i, node in enumerate(path[:-1]) if node in draft.q}
-    chances = draft.chances and tuple(draft.chances[node] for node in path)
-    sources = draft.sources and tuple(draft.sources[node] for node in path)
-    return Draft(tree, draft.source, q or None, chances, sources)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ class Profile:
                 str(name): DrafterProfile(float(d["seconds"]), tuple(float(a) for a in d["acceptance"]))
                 for name, d in data["drafters"].items()
             }
-            costs = CostTable.from_json(data["costs"])
+            costs = CostTable(**data["costs"])
             if 1 not in costs.seconds:
                 raise ValueError("no pass over one row")
             return cls(costs, drafters)

@@ -5,6 +5,7 @@ num_accepted + num_own, always.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields
 
@@ -15,6 +16,8 @@ from paceline.drafters.base import Drafter
 NEVER_RIGHT, AFTER = (0.01, 200)
 # or less often than this share of what was measured when it was trained: texts differ, but not as much
 TOO_RARE = 0.4
+WINDOW = 15  # numbers of which a median counts
+OUTLIER = 8.0  # times the median: no number counts as more
 
 
 @dataclass(slots=True)
@@ -200,3 +203,18 @@ class Suspicion:
                 "this model and reads the right layers, or leave it out"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class Median:
+    """Of the last few numbers, each capped: one that waited for a compiler must not be believed for long."""
+
+    def __init__(self, first: float) -> None:
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self.value = first  # until something is seen
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def add(self, number: float) -> None:
+        self._recent.append(min(number, OUTLIER * self.value) if self.value > 0 else number)
+        self.value = sorted(self._recent)[(len(self._recent) - 1) // 2]
