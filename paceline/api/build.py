@@ -29,7 +29,7 @@ from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_memory import KvMemory, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
-SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
+SPARE = 0.125  # of the free memory, at most, for the KV cache by default
 
 PATIENCE_S = 1.0  # what is done sooner needs no words
 
@@ -140,7 +140,7 @@ def _policy(
 
 
 def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free: int) -> int:
-    """Bytes for the KV cache: as said, a fraction of the `free` ones, or enough for every sequence within a
+    """Bytes for the KV cache: as asked, a fraction of the `free` ones, or enough for every sequence within a
     bound."""
     asked = options.kv_cache_memory
     if isinstance(asked, float):

@@ -130,7 +130,7 @@ class ScheduledRequest:
         self.num_new = num_new  # known tokens computed now
         self.draft_limit = draft_limit  # most draft nodes that could be of use to it
         self.num_lookahead_tokens = 0  # draft nodes it may add: slots are reserved for them
-        # All known tokens will be computed: the last of them is a root, and the target speaks after it.
+        # All known tokens will be computed: the last is a root, and a token is chosen after it.
         self.is_caught_up = num_new == len(request.tokens) - request.cache.num_cached
 
     @property
@@ -169,7 +169,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the target said about a draft."""
+    """What came of checking a draft."""
 
     path: tuple[int, ...]  # accepted nodes, root first
     tokens: tuple[int, ...]  # accepted tokens, then the target's own next token: len(path) of them

@@ -17,7 +17,7 @@ DEPTHS = 3  # told apart: 1, 2, and all deeper ones
 ALONE, AGREED, CONTRADICTED = (0, 1, 2)
 NUM_CELLS = BINS * DEPTHS * 3
 SURE = 0.995  # no node is believed more
-MARGIN = 1.005  # a draft must promise this many times the tokens a second of none
+MARGIN = 1.005  # a draft must be expected to give this many times the tokens a second of none
 
 
 def cell_of(depth: int, claim: float, agreement: int) -> int:

@@ -111,7 +111,7 @@ class Growth:
         else:
             self._offer(level)
         self.newest, self.depth = first, self.depth + 1
-        self.frontier = sorted(sorted(self._promising(), key=lambda n: -self.chances[n])[: self.width])
+        self.frontier = sorted(sorted(self._to_read_on(), key=lambda n: -self.chances[n])[: self.width])
 
     def _offer(self, level: Level) -> None:
         """The likeliest after each node; more than the budget holds, and the best are kept in the end."""
@@ -170,7 +170,7 @@ class Growth:
                 counts[-i] += 1
         return counts
 
-    def _promising(self) -> list[int]:
+    def _to_read_on(self) -> list[int]:
         """Nodes of the newest level whose children might be kept."""
         if self.levels_left <= 0:
             return []

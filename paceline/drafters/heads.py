@@ -43,7 +43,7 @@ class HeadDrafterConfig(TreeConfig):
         TreeConfig.__post_init__(self)
         layers = self.hidden_layers
         ok = layers is None or (isinstance(layers, (list, tuple)) and all(type(n) is int for n in layers))
-        remedy = "give a list such as [2, 15, 27]: hidden states after so many layers"
+        remedy = "give a list such as [2, 15, 27]: hidden states after that many layers"
         require(ok, "hidden_layers", layers, remedy)
         remedy = "name the folder of a head, or its Hugging Face name"
         require(isinstance(self.model, str), "model", self.model, remedy)

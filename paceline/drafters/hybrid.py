@@ -2,7 +2,7 @@
 sampled.
 
 Those that cost nothing are asked first; one that runs a model is asked only where it has lately gained more
-than they promise now. Invariant: a sampled draft (q) is never joined with others, and whether it is used was
+than they expect now. Invariant: a sampled draft (q) is never joined with others, and whether it is used was
 decided before it was drawn.
 """
 
@@ -113,8 +113,8 @@ class Hybrid(Drafter):
             return True
         if any(draft.q for draft in answers):
             return False
-        promised = max((self.records[d.source].rate * sum(chances_of(d)[1:]) for d in answers), default=0.0)
-        return self.records[drafter.name].gain > promised
+        expected = max((self.records[d.source].rate * sum(chances_of(d)[1:]) for d in answers), default=0.0)
+        return self.records[drafter.name].gain > expected
 
     def _joined(self, drafts: Sequence[Draft], budget: int) -> Draft:
         """The best nodes of all drafts. A drafter's chances count as far as they have come true."""

@@ -24,7 +24,7 @@ WIDTH = 8
 # how often each rank was the target's choice, to start with: as measured
 RANKS = (0.31, 0.10, 0.057, 0.033, 0.028, 0.019, 0.013, 0.009)
 RATE = 1 / 512  # how fast that follows what is seen
-FAITH = 8.0  # a token's own record weighs as much as the ranks' after so many sightings
+FAITH = 8.0  # sightings after which a token's own record weighs as much as the ranks'
 MEMORY = 64  # sightings of a token after which older ones count half
 UNKNOWN = -1
 

@@ -58,7 +58,7 @@ class _Stage:
 
     request: Request
     reading: Reading
-    view: Request  # a copy whose text goes on with what the middle model said
+    view: Request  # a copy whose text goes on with what the middle model accepted
     grammar: GrammarWalk
     q: list[torch.Tensor] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)

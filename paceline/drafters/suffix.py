@@ -5,7 +5,7 @@ Two suffix trees: one over the request's own text, one over the newest answers o
 of the last tokens, of every length and in both trees, vote for the next token (cpu/votes.py); the chance of a
 vote is count / (total + doubt / length). So a draft is as long as its match is convincing, and `chances` adds
 up to the tokens expected to be accepted. Invariant: a step costs O(tree depth x nodes drafted) however long
-the text is, and no tree holds more than `suffix_decoding_max_bytes`. What other requests said may change the
+the text is, and no tree holds more than `suffix_decoding_max_bytes`. Other requests may change the
 guesses, never the text.
 """
 
@@ -39,7 +39,7 @@ class SuffixConfig(DrafterConfig):
     # draft several continuations where votes differ and that is likelier than a longer chain
     tree: bool = True
     suffix_decoding_max_tree_depth: int = 24  # tokens of a match and what followed it
-    suffix_decoding_max_spec_factor: float = 4.0  # draft at most so many times the tokens matched
+    suffix_decoding_max_spec_factor: float = 4.0  # drafted tokens for each that matched, at most
     suffix_decoding_min_token_prob: float = 0.1  # draft nothing with a smaller chance of being accepted
     suffix_decoding_max_cached_requests: int = 10_000  # past answers remembered; 0: none
     # of the tree of past answers, and of each running request's tree

@@ -135,7 +135,7 @@ class DenseFfn(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention that reads `width` numbers a row (the hidden size unless said), then the ffn."""
+    """Attention that reads `width` numbers a row (by default the hidden size), then the ffn."""
 
     def __init__(self, sizes: Sizes, width: int = 0, ffn: nn.Module | None = None) -> None:
         super().__init__()
