@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.heads.config import MedusaConfig, MlpSpeculatorConfig
+from paceline.heads.config import HeadConfig, MedusaConfig
 from paceline.heads.modules import load_module
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Row, Sampler
 from paceline.models.layer import rms_norm
@@ -38,10 +38,6 @@ class TorchHead:
         """Draft ids -> tokens."""
         return words if self._ids is None else self._ids[words]
 
-    def _last(self, rows: Sequence[Row]) -> Tensor:
-        """The target's last hidden states, [rows, hidden]."""
-        return torch.stack([row.hidden[self.config.target_layers][row.at] for row in rows]).to(self._dtype)
-
     def _chain(
         self, output: HeadOutput, steps: int, following: Callable[[Tensor, Tensor, int], HeadOutput]
     ) -> Guesses:
@@ -56,12 +52,21 @@ class TorchHead:
         return Guesses(torch.stack(tokens).tolist(), torch.stack(chances).cumprod(0).tolist())
 
 
-class TorchMedusaHead(TorchHead):
-    def __init__(self, config: MedusaConfig, tensors: Tensors, norm: Tensor, device: torch.device) -> None:
-        """norm: the target's last, or the trunk's."""
-        super().__init__(config, tensors, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+class NormedHead(TorchHead):
+    """Reads the target's last hidden state alone, or a trunk's output, after a norm."""
+
+    def __init__(self, config: HeadConfig, tensors: Tensors, norm: Tensor, device: torch.device) -> None:
+        is_half = isinstance(config, MedusaConfig) and device.type != "cpu"
+        super().__init__(config, tensors, device, torch.bfloat16 if is_half else torch.float32)
         self._norm = norm.to(device)
 
+    def _normed(self, rows: Sequence[Row]) -> Tensor:
+        """[rows, hidden]."""
+        last = torch.stack([row.hidden[self.config.target_layers][row.at] for row in rows]).to(self._dtype)
+        return rms_norm(last, self._norm, self.config.rms_eps)
+
+
+class TorchMedusaHead(NormedHead):
     def guess(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Guesses:
         """The likeliest token of each head."""
         chances, best = self.logits(rows).float().softmax(-1).max(-1)
@@ -70,27 +75,18 @@ class TorchMedusaHead(TorchHead):
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """[heads, requests, draft vocabulary]."""
-        normed = rms_norm(self._last(rows), self._norm, self.config.rms_eps)
-        found: Tensor = self.module.logits(self.module(normed))
+        found: Tensor = self.module.logits(self.module(self._normed(rows)))
         return found
 
 
-class TorchMlpHead(TorchHead):
+class TorchMlpHead(NormedHead):
     """IBM's MLP speculator: a small state takes in one token a step."""
-
-    def __init__(
-        self, config: MlpSpeculatorConfig, tensors: Tensors, norm: Tensor, device: torch.device
-    ) -> None:
-        """norm: the target's last."""
-        super().__init__(config, tensors, device, torch.float32)
-        self._norm = norm.to(device)
 
     @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
-        eps = self.config.rms_eps
-        state = rms_norm(self._last([feed.rows[-1] for feed in feeds]), self._norm, eps)
+        state = self._normed([feed.rows[-1] for feed in feeds])
         if self.config.is_scaled:
-            state = rms_norm(state, torch.ones_like(self._norm), eps) * 0.5**0.5
+            state = rms_norm(state, torch.ones_like(self._norm), self.config.rms_eps) * 0.5**0.5
         return self._step(self._tensor([feed.tokens[-1] for feed in feeds]), state, 0)
 
     @torch.inference_mode()
