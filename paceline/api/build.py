@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from paceline.api.options import EngineOptions
@@ -14,6 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
 from paceline.core.params import SamplingParams
 from paceline.core.types import BLOCK_SIZE, Request
+from paceline.core.waiting import waiting
 from paceline.drafters import registry, shipped
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.engine.engine import Engine
@@ -30,8 +27,6 @@ from paceline.runtime.kv_memory import KvMemory, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
 SPARE = 0.125  # of the free memory, at most, for the KV cache by default
-
-PATIENCE_S = 1.0  # what is done sooner needs no words
 
 
 class Built(NamedTuple):
@@ -162,33 +157,3 @@ def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
     remedy = f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len"
     require(asked <= room, "max_model_len", asked, remedy)
     return asked
-
-
-@contextmanager
-def waiting(what: str, is_wanted: bool = True) -> Iterator[None]:
-    """Around slow work: after a second, a line that counts the seconds (in a log, one line without a
-    count)."""
-    done = threading.Event()
-    reporter = threading.Thread(target=_report, args=(what, done), daemon=True)
-    if is_wanted:
-        reporter.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if is_wanted:
-            reporter.join()
-
-
-def _report(what: str, done: threading.Event) -> None:
-    started, is_terminal = time.monotonic(), sys.stderr.isatty()
-    if done.wait(PATIENCE_S):
-        return
-    if not is_terminal:
-        print(f"paceline: {what}", file=sys.stderr, flush=True)
-        return
-    while True:
-        print(f"\rpaceline: {what} {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
-        if done.wait(PATIENCE_S):
-            break
-    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
