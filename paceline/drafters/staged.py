@@ -114,7 +114,7 @@ class Staged(Drafter):
         drafts, needs = self._drafts(stages), self.drafter.needs
         scheduled = [ScheduledRequest(stage.view, len(stage.reading.unread)) for stage in stages]
         pairs = zip(scheduled, drafts, strict=True)
-        segments = [self._known(segment_of(one.request, one.num_new, draft)) for one, draft in pairs]
+        segments = [self._known(segment_of(one, draft)) for one, draft in pairs]
         wanted: dict[str, Any] = {"hidden_layers": needs.hidden_layers, "top_tokens": needs.top_tokens}
         output = self.middle.executor.forward(segments, num_layers=self.middle.num_layers, **wanted)
         output = output._replace(logits=fit_vocabulary(output.logits, self.middle.vocab_size), picked=None)
@@ -143,7 +143,7 @@ class Staged(Drafter):
         """A token that the middle model does not know has no chance there: what is read in its place is never
         used."""
         size = self.middle.executor.config.vocab_size
-        return segment._replace(tokens=[t if t < size else 0 for t in segment.tokens])
+        return segment._replace(tokens=[t if t < size else 0 for t in segment.tokens], pick=None)
 
     def _take(self, stage: _Stage, verdict: Verdict, logits: torch.Tensor) -> bool:
         """Let the copy's text go on; false if it has ended. logits: [nodes at least, vocab]."""

@@ -1,4 +1,4 @@
-"""Chooses which drafters to ask, for how much, and which drafted nodes the target checks. No tensors, no clock.
+"""Chooses which drafters to ask, for how much, and which drafted nodes to check. No tensors, no clock.
 
 With measured t(rows, context), calibrated acceptance and drafting time counted, it checks the nodes that
 maximise expected tokens over expected time; per batch size, a switch compares what was measured with plain

@@ -1,5 +1,4 @@
-"""What a policy decides, and the one that always does what it was told. See auto.py for the one that weighs
-what pays.
+"""What a policy decides, and the one that does what it was told. auto.py has the one that weighs what pays.
 
 Invariant: a policy decides time, never text.
 """
@@ -50,16 +49,17 @@ class Policy(Protocol):
         return asks
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
-        """How a burst weighs these drafters' drafts for one request. Here everything is believed and costs
-        nothing, so everything is checked."""
+        """How a burst weighs these drafts; here all are believed and cost nothing, so all are checked."""
         sure = [1.0] * NUM_CELLS
         return BurstWeights(1.0, [0.0] * (length + 1), 0.0, sure, 1.0, sure, 1.0)
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step that was committed."""
+        return None
 
     def release(self, request: Request) -> None:
         """Forget a request."""
+        return None
 
 
 class FixedPolicy(Policy):
