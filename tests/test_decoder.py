@@ -272,9 +272,6 @@ def test_the_dtype_of_weights_is_chosen_by_the_kernels_when_nothing_is_said() ->
 
 def test_loading_reports_progress() -> None:
     seen: list[tuple[int, int]] = []
-    Decoder.load(tiny("llama")[0], progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)]
-    seen.clear()
     CpuDecoder.load(
         tiny("llama")[0], use_cache=False, progress=lambda done, total: seen.append((done, total))
     )
