@@ -20,19 +20,19 @@ from paceline.heads.config import (
     TRUNK,
     DflashConfig,
     DraftConfig,
+    Eagle1Config,
     EagleConfig,
     HeadConfig,
     LayeredConfig,
     MedusaConfig,
+    MlpSpeculatorConfig,
     shared_fields,
     target_hash,
     write_head_config,
 )
 from paceline.heads.modules import tensor_shapes
-from paceline.heads.others import Eagle1Config, MlpSpeculatorConfig
 from paceline.models.config import ModelConfig
-from paceline.models.layer import rms_norm
-from paceline.models.linear import Linear
+from paceline.models.layer import Linear, rms_norm
 from paceline.models.rope import rotary_tables, rotate
 
 Tensors = dict[str, torch.Tensor]

@@ -11,8 +11,8 @@ import torch
 from paceline.core.types import BLOCK_SIZE, Batch, Columns
 from paceline.cpu.backend import CpuBackend
 from paceline.cpu.decoder import CpuDecoder
+from paceline.models.attention import FLOATS, row_widths
 from paceline.models.config import ModelConfig
-from paceline.models.kv_format import FLOATS, row_widths
 from paceline.runtime.backend import Decoder
 
 NUM_BLOCKS = 64

@@ -240,9 +240,9 @@ def test_rotary_frequencies_agree_with_transformers(rope: RopeConfig, scaling: d
 
 
 def test_rotary_divisors_stand_for_a_scaling() -> None:
-    scaled = frequencies(RopeConfig(kind="llama3", factor=8.0), 64).inverse
-    divisors = tuple((frequencies(RopeConfig(), 64).inverse / scaled).tolist())
-    torch.testing.assert_close(frequencies(RopeConfig(divisors=divisors), 64).inverse, scaled)
+    scaled = frequencies(RopeConfig(kind="llama3", factor=8.0), 64)[0]
+    divisors = tuple((frequencies(RopeConfig(), 64)[0] / scaled).tolist())
+    torch.testing.assert_close(frequencies(RopeConfig(divisors=divisors), 64)[0], scaled)
     with pytest.raises(ConfigError, match="31"):
         frequencies(RopeConfig(divisors=divisors[1:]), 64)
 
@@ -272,9 +272,6 @@ def test_the_dtype_of_weights_is_chosen_by_the_kernels_when_nothing_is_said() ->
 
 def test_loading_reports_progress() -> None:
     seen: list[tuple[int, int]] = []
-    Decoder.load(tiny("llama")[0], progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)]
-    seen.clear()
     CpuDecoder.load(
         tiny("llama")[0], use_cache=False, progress=lambda done, total: seen.append((done, total))
     )

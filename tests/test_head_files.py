@@ -15,13 +15,11 @@ from paceline.cpu.medusa import MedusaHead
 from paceline.drafters import registry
 from paceline.drafters.base import DrafterContext
 from paceline.heads.config import target_hash, write_head_config
-from paceline.heads.mlp import TorchMlpHead
-from paceline.heads.rows import Feed, Row, Speaker
-from paceline.heads.side import TorchMedusaHead
+from paceline.heads.rows import Feed, Row, Sampler
+from paceline.heads.torch_heads import TorchMedusaHead, TorchMlpHead
 from paceline.loaders.export_heads import export_head
 from paceline.loaders.heads import open_head
-from paceline.models.layer import rms_norm
-from paceline.models.linear import Linear
+from paceline.models.layer import Linear, rms_norm
 from paceline.models.quantize import STORED, quantize
 from paceline.train.save import save_head
 from tests.heads import Oracle, Tensors, config_of, eagle_1, mlp_speculator, random_tensors, write_head
@@ -354,7 +352,7 @@ def test_mlp_speculators_are_read_and_run(is_tied: bool, tmp_path: Path) -> None
         ("mlp_speculator",),
     )
     run_by = TorchMlpHead(config, head.tensors, NORM, CPU)
-    tokens, _ = run_by.guess([Feed(None, 0, [21], [ROW])], [Speaker(0.0, 0, 0)], 5, 0.0)
+    tokens, _ = run_by.guess([Feed(None, 0, [21], [ROW])], [Sampler(0.0, 0, 0)], 5, 0.0)
     # type: torch.Tensor, int, list[int]
     state, token, steps = rms_norm(LAST[CONFIG.num_layers][8], NORM, config.rms_eps), 21, []
     state = state / state.square().mean().sqrt() / 2**0.5

@@ -18,16 +18,14 @@ from paceline.cpu.chain_head import ChainHead
 from paceline.cpu.medusa import MedusaHead
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.candidates import likeliest
+from paceline.drafters.reading import likeliest
 from paceline.engine.engine import Engine
 from paceline.engine.policy.base import FixedPolicy
-from paceline.heads.block import TorchBlockHead
-from paceline.heads.chain import TorchChainHead
-from paceline.heads.rows import BlockFeed, Feed, Node, Row, Speaker
-from paceline.heads.side import TorchMedusaHead
+from paceline.heads.attending import TorchBlockHead, TorchChainHead
+from paceline.heads.rows import Feed, Node, Row, Sampler
+from paceline.heads.torch_heads import TorchMedusaHead
 from paceline.models.decoder import Decoder
-from paceline.models.layer import rms_norm
-from paceline.models.linear import Linear
+from paceline.models.layer import Linear, rms_norm
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_memory import KvMemory
 from paceline.runtime.torch_backend import TorchBackend
@@ -50,7 +48,7 @@ TARGET = RandomCheckpoint()
 NORM = TARGET.tensor("norm.weight")
 N = 37
 CPU = torch.device("cpu")
-GREEDY = Speaker(0.0, 0, 0)
+GREEDY = Sampler(0.0, 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +113,7 @@ def test_eagle_computes_what_the_oracle_does(
         else TorchChainHead(config, tensors, torch_target, None, CPU)
     )
     true, shown, place = oracle(config, tensors, bits), features(hidden, config.taps), head.place()
-    head.read([Feed(place, 0, TOKENS[:20], rows[:20])])
+    head.read(Feed(place, 0, TOKENS[:20], rows[:20]))
     said = head.begin([Feed(place, 20, TOKENS[20:], rows[20:])])
     assert torch.allclose(said.logits[0], true.eagle(shown, TOKENS)[0], atol=1e-4)
     outputs = list(said.outputs)
@@ -126,7 +124,7 @@ def test_eagle_computes_what_the_oracle_does(
         assert torch.allclose(level.logits[i], true.eagle(shown, [*TOKENS, token])[0], atol=1e-4)
     deeper = head.level([Node(place, N + 2, N + 1, 5, level.outputs[1], N, [N + 1, N + 2])])
     assert torch.allclose(deeper.logits[0], true.eagle(shown, [*TOKENS, 9, 5])[0], atol=1e-4)
-    tokens, chances = head.guess([Feed(place, 36, TOKENS[36:], rows[36:])], [Speaker(0.0, 0, N + 1)], 4, 0.0)
+    tokens, chances = head.guess([Feed(place, 36, TOKENS[36:], rows[36:])], [Sampler(0.0, 0, N + 1)], 4, 0.0)
     path, chance = list(TOKENS), 1.0
     for (token,), (reached,) in zip(tokens, chances, strict=True):
         logits = spread(true.eagle(shown, path)[0], tensors)
@@ -143,7 +141,7 @@ def test_a_seeded_guess_knows_the_targets_noise(hidden: dict[int, torch.Tensor],
     for seed in range(6):
         request = request_of([1, *TOKENS], SamplingParams(temperature=0.8, seed=seed))
         tokens, chances = head.guess(
-            [Feed(head.place(), 0, TOKENS, rows)], [Speaker(0.8, request.seed, N + 1)], 3, 0.0
+            [Feed(head.place(), 0, TOKENS, rows)], [Sampler(0.8, request.seed, N + 1)], 3, 0.0
         )
         path: list[int] = []
         for (token,), (chance,) in zip(tokens, chances, strict=True):
@@ -244,7 +242,7 @@ def test_a_trunk_puts_out_what_the_oracle_does(
     )
     true = oracle(config, tensors, bits).eagle(features(hidden, config.taps), TOKENS)[1]
     alone = head.place()
-    head.read([Feed(alone, 0, TOKENS[:-3], rows[:-3])])
+    head.read(Feed(alone, 0, TOKENS[:-3], rows[:-3]))
     assert torch.allclose(head.outputs([Feed(alone, N - 3, TOKENS[-3:], rows[-3:])])[0], true, atol=1e-4)
     both = head.outputs([Feed(head.place(), 0, TOKENS[:5], rows[:5]), Feed(head.place(), 0, TOKENS, rows)])
     assert torch.allclose(both[1], true, atol=1e-4)
@@ -269,12 +267,10 @@ def test_dflash_computes_what_the_oracle_does(
         else TorchBlockHead(config, tensors, torch_target, CPU)
     )
     true, place = oracle(config, tensors, bits), head.place()
-    head.read(BlockFeed(place, 0, rows[:20], 0))
+    head.read(Feed(place, 0, [root], rows[:20]))
     expected = true.dflash(features(hidden, config.taps), root)[config.block_size - steps :]
-    assert torch.allclose(
-        head.logits([BlockFeed(place, 20, rows[20:], root)], steps)[:, 0], expected, atol=1e-3
-    )
-    tokens, _ = head.guess([BlockFeed(place, 36, rows[36:], root)], [GREEDY], steps)
+    assert torch.allclose(head.logits([Feed(place, 20, [root], rows[20:])], steps)[:, 0], expected, atol=1e-3)
+    tokens, _ = head.guess([Feed(place, 36, [root], rows[36:])], [GREEDY], steps)
     ids = tensors["draft_ids"].tolist()
     word = ids.index(root) if root in ids else len(ids)
     for (token,), logits in zip(tokens, expected, strict=True):
@@ -400,9 +396,7 @@ def test_a_text_found_in_the_cache_starts_with_what_was_read_of_another(kind: st
     for _ in range(2):
         engine.step()
     assert engine.scheduler.num_prefix_hits >= 48
-    library = drafter._library if kind == "dflash" else drafter._pairs.library
-    read = library.reads[second.id]
-    assert read.count >= second.num_tokens - 3
+    assert drafter.texts.live[second.id].count >= second.num_tokens - 3
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])

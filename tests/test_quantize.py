@@ -18,6 +18,7 @@ from paceline.models.quantize import (
     DOT_ROWS,
     FLOAT_ROWS,
     GROUP,
+    STORED,
     Quantized,
     bits_of,
     dequantize,
@@ -25,7 +26,6 @@ from paceline.models.quantize import (
     pack_quantized,
     quantize,
     round_activations,
-    unpack_quantized,
 )
 
 bits_drawn = st.sampled_from([8, 4])
@@ -61,6 +61,22 @@ def test_error_is_at_most_half_a_step(seed: int, num_rows: int, groups: int, bit
     low, high = {8: (-127, 127), 4: (0, 15)}[bits]
     assert low <= int(quantized.values.min()) <= int(quantized.values.max()) <= high
     assert (quantized.minima is None) == (bits == 8)
+
+
+def unpack_quantized(packed: torch.Tensor, bits: int) -> Quantized:
+    """The inverse; rows filled up to whole tiles."""
+    num_tiles, groups, _ = packed.shape
+    size = DOT_ROWS * GROUP[bits] * bits // 8
+    quads = packed[:, :, :size].reshape(num_tiles, groups, -1, DOT_ROWS, 4)
+    if bits == 4:
+        quads = torch.stack([quads & 15, quads >> 4], 3).flatten(2, 3)
+    values = quads.permute(0, 3, 1, 2, 4).reshape(num_tiles * DOT_ROWS, -1).contiguous().view(torch.int8)
+    halves = [
+        packed[:, :, at : at + 2 * DOT_ROWS].contiguous().view(torch.float16)
+        for at in range(size, packed.shape[2], 2 * DOT_ROWS)
+    ]
+    floats = [(half.float() / STORED).transpose(1, 2).reshape(-1, groups) for half in halves]
+    return Quantized(values, floats[0], floats[1] if bits == 4 else None)
 
 
 @given(seed=st.integers(0, 1000), num_rows=st.integers(1, 40), bits=bits_drawn)

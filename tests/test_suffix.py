@@ -19,8 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.types import Draft, Request
 from paceline.cpu.suffixes import COUNT, FIRST, NEXT, ROOT, SEPARATOR, TOKEN, TOTAL, WHERE
 from paceline.drafters.registry import parse
-from paceline.drafters.suffix import DOUBTS, Suffix, SuffixConfig
-from paceline.drafters.suffix_tree import SLOT_BYTES, SuffixTree
+from paceline.drafters.suffix import DOUBTS, SLOT_BYTES, Suffix, SuffixConfig, SuffixTree
 
 Counts = dict[tuple[int, ...], int]
 

@@ -1,6 +1,4 @@
-"""Puts a model, its KV cache and its drafters together. Everything "auto" is decided here, before anything is
-built.
-"""
+"""Puts a model, its KV cache and its drafters together. What "auto" means is decided here."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.profile import profile_of, profile_path
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
-from paceline.models.kv_format import KvFormat, bytes_per_token
 from paceline.runtime.backend import backend_for
 from paceline.runtime.device import free_memory, resolve
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_memory import KvMemory, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
-SPARE = 0.125  # of the free memory, at most, for the KV cache when nothing is said
+SPARE = 0.125  # of the free memory, at most, for the KV cache by default
 
 
 class Built(NamedTuple):
@@ -41,7 +39,7 @@ class Built(NamedTuple):
 class Speculation(NamedTuple):
     """What a speculative_config asks for."""
 
-    drafters: tuple[tuple[type[Any], DrafterConfig], ...] = ()
+    drafters: tuple[tuple[type[Drafter], DrafterConfig], ...] = ()
     is_pinned: bool = True  # as many tokens as were asked for, always; else the policy chooses
     head: bool | str = False  # whether the target's shipped head drafts too; or the kind it must be
 
@@ -63,15 +61,13 @@ def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
         known = ("method", "head") if options["method"] == "auto" else ("method",)
         extra = next((name for name in options if name not in known), None)
         if extra is not None:
-            method = options["method"]
-            raise ConfigError(
-                f"speculative_config has {extra!r} beside method {method!r}; name a drafter, or leave it out"
-            )
+            found = f"{extra!r} beside method {options['method']!r}"
+            raise ConfigError(f"speculative_config has {found}; name a drafter, or leave it out")
         options = str(options["method"])
     if options is None or options in ("off", "none"):
         return Speculation()
     if options == "auto":
-        return Speculation(tuple(registry.parse(each) for each in registry.AUTO), is_pinned=False, head=head)
+        return Speculation((registry.parse(registry.AUTO),), is_pinned=False, head=head)
     if isinstance(options, str):
         remedy = f"{nearest(options, ['auto', 'off'])} or give a dict"
         if options in registry.DRAFTERS:
@@ -88,7 +84,9 @@ def build(options: EngineOptions) -> Built:
     backend.check_dtype(dtype)
     checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    asked = _with_head(asked, checkpoint)
+    head = shipped.shipped_head(checkpoint, asked.head)
+    if head is not None:
+        asked = asked._replace(drafters=(*asked.drafters, registry.parse(head)))
     kept = backend.kv_format(dtype, options.kv_cache_dtype)
     memory = _kv_memory(options, checkpoint.config, kept, free_memory(place, checkpoint.config, dtype))
     num_blocks = blocks_in(memory, checkpoint.config, kept)
@@ -116,11 +114,6 @@ def build(options: EngineOptions) -> Built:
     return Built(engine, checkpoint, tokenizer, context)
 
 
-def _with_head(asked: Speculation, checkpoint: Checkpoint) -> Speculation:
-    options = shipped.shipped_head(checkpoint, asked.head)
-    return asked if options is None else asked._replace(drafters=(*asked.drafters, registry.parse(options)))
-
-
 def _policy(
     drafters: list[Drafter], num_draft: int, executor: LocalExecutor, checkpoint: Checkpoint, dtype: str
 ) -> AutoPolicy:
@@ -142,7 +135,7 @@ def _policy(
 
 
 def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free: int) -> int:
-    """Bytes for the KV cache: as said, a fraction of the `free` ones, or enough for every sequence within a
+    """Bytes for the KV cache: as asked, a fraction of the `free` ones, or enough for every sequence within a
     bound."""
     asked = options.kv_cache_memory
     if isinstance(asked, float):

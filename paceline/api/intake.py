@@ -53,10 +53,13 @@ class Intake:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         self._check_ids("prompt", tokens)
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        params = self._bounded(params)
+        for field_name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            self._check_ids(field_name, getattr(params, field_name) or ())
+        # More tokens than the context or the vocabulary holds mean all of them: no kernel may overflow.
+        most = dict.fromkeys(("max_tokens", "min_tokens", "num_speculative_tokens"), self.max_model_len)
+        most["top_k"] = self.vocab_size
+        high: dict[str, Any] = {name: n for name, n in most.items() if (getattr(params, name) or 0) > n}
+        params = replace(params, **high) if high else params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         name = f"r{next(self._ids)}"
         requests: list[Request] = []
@@ -69,25 +72,15 @@ class Intake:
     def _request(
         self, name: str, tokens: list[int], params: SamplingParams, seed: int, priority: int
     ) -> Request:
-        constraint = self.constraint(params)
-        ends = self.tokenizer.eos_ids
+        request = Request(name, params, list(tokens), len(tokens), seed, priority)
+        request.constraint, request.bad_sequences = self.constraint(params), self._bad_sequences(params)
+        ends, stops = self.tokenizer.eos_ids, frozenset(params.stop_token_ids)
         # A grammar that has ended can only be followed by an end token, so it is not ignored there.
-        obeyed = frozenset() if params.ignore_eos and constraint is None else ends
-        return Request(
-            id=name,
-            params=params,
-            tokens=list(tokens),
-            num_prompt=len(tokens),
-            seed=seed,
-            priority=priority,
-            stop_ids=obeyed | frozenset(params.stop_token_ids),
-            banned_until_min=ends | frozenset(params.stop_token_ids) if params.min_tokens else frozenset(),
-            bad_sequences=self._bad_sequences(params),
-            constraint=constraint,
-            text_stop=Detokenizer(
-                self.tokenizer, params.stop, params.include_stop_str_in_output, min_tokens=params.min_tokens
-            ),
-        )
+        request.stop_ids = stops if params.ignore_eos and request.constraint is None else ends | stops
+        request.banned_until_min = ends | stops if params.min_tokens else frozenset()
+        stop = params.stop, params.include_stop_str_in_output
+        request.text_stop = Detokenizer(self.tokenizer, *stop, min_tokens=params.min_tokens)
+        return request
 
     def constraint(self, params: SamplingParams) -> GrammarConstraint | None:
         """The grammar of a request at its beginning."""
@@ -95,16 +88,6 @@ class Intake:
             return None
         self._grammars = self._grammars or GrammarCompiler(self.tokenizer, self.vocab_size)
         return self._grammars.compile(params.structured_outputs)
-
-    def _bounded(self, params: SamplingParams) -> SamplingParams:
-        """With counts that no kernel can overflow on: more tokens than the context or the vocabulary holds
-        mean all of them."""
-        most = dict.fromkeys(("max_tokens", "min_tokens", "num_speculative_tokens"), self.max_model_len)
-        most["top_k"] = self.vocab_size
-        high: dict[str, Any] = {
-            name: limit for name, limit in most.items() if (getattr(params, name) or 0) > limit
-        }
-        return replace(params, **high) if high else params
 
     def _bad_sequences(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each bad word as it is spelled at the start of a text and after a space."""

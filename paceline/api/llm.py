@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import TracebackType
 from typing import Any
 
 from paceline.api.build import build
@@ -21,11 +20,12 @@ from paceline.engine.stats import SpecStats
 from paceline.loaders.detokenize import Detokenizer
 
 Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 
 
 @dataclass(slots=True)
 class _Inbox:
-    """All that a request has said, and how much of it its reader has seen."""
+    """All that was emitted for a request, and how much of it its reader has seen."""
 
     request: Request
     stats: SpecStats
@@ -39,25 +39,17 @@ class _Inbox:
 
     def take(self) -> tuple[list[Emission], str, bool]:
         """What is new: emissions, settled text, and whether that was the end."""
-        new = self.emissions[self.num_seen :]
-        self.num_seen = len(self.emissions)
+        new, self.num_seen = self.emissions[self.num_seen :], len(self.emissions)
         return new, self.detokenizer.take(), self.request.is_finished
 
     def completion(self, index: int) -> Completion:
         request = self.request
         assert request.finish_reason is not None
         self.detokenizer.finish()
-        return Completion(
-            text=self.detokenizer.text,
-            token_ids=request.output,
-            finish_reason=request.finish_reason,
-            logprobs=[p for e in self.emissions for p in e.logprobs]
-            if request.params.logprobs is not None
-            else None,
-            stats=self.stats,
-            index=index,
-            error=request.error,
-        )
+        logprobs = [each for emission in self.emissions for each in emission.logprobs]
+        shown = None if request.params.logprobs is None else logprobs
+        text, tokens = self.detokenizer.text, request.output
+        return Completion(text, tokens, request.finish_reason, shown, self.stats, index, request.error)
 
 
 class LLM:
@@ -75,8 +67,8 @@ class LLM:
         built = build(self.options)
         self.engine, self.checkpoint, self.tokenizer = built.engine, built.checkpoint, built.tokenizer
         self.context = built.context  # what further drafters would be made with
-        length = self.engine.config.max_model_len
-        self._intake = Intake(self.tokenizer, self.checkpoint.config.vocab_size, length)
+        vocab_size, length = self.checkpoint.config.vocab_size, self.engine.config.max_model_len
+        self._intake = Intake(self.tokenizer, vocab_size, length)
         self._inboxes: dict[str, _Inbox] = {}
         self._dropped: list[Request] = []
         self._is_stepping = False
@@ -85,9 +77,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -97,29 +87,20 @@ class LLM:
                 self._drop(inbox.request)
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        priority: Sequence[int] | None = None,
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, priority: Sequence[int] | None = None
     ) -> list[Result]:
         """Complete raw prompts (each a text, token ids, or vLLM's mapping), all of them together. A failed
         request carries its error; alone, it raises. priority: one number a prompt; lower runs first."""
         many = [self._intake.encode(prompt) for prompt in as_list(prompts)]
         ranks = [0] * len(many) if priority is None else priority
-        if (
-            not isinstance(ranks, Sequence)
-            or len(ranks) != len(many)
-            or not all(isinstance(rank, int) for rank in ranks)
-        ):
-            raise ConfigError(
-                f"priority is {priority!r:.40}; give one whole number for each of the {len(many)} prompts"
-            )
+        is_list = isinstance(ranks, Sequence) and len(ranks) == len(many)
+        if not is_list or not all(isinstance(rank, int) for rank in ranks):
+            remedy = f"give one whole number for each of the {len(many)} prompts"
+            raise ConfigError(f"priority is {priority!r:.40}; {remedy}")
         return self._run(many, _per_prompt(params, len(many)), ranks)
 
     def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
     ) -> list[Result]:
         """Answer one conversation or several, through the model's own chat template."""
         many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -164,11 +145,10 @@ class LLM:
                 self._drop(inbox.request)
         if any(inbox.request.finish_reason is FinishReason.ABORT for inbox in inboxes):
             raise RequestError("the LLM was closed while it was generating; make a new one")
-        said = iter(inboxes)
-        results = [
-            _result(p, [next(said).completion(i) for i in range(len(g))])
-            for p, g in zip(prompts, groups, strict=True)
-        ]
+        left, results = iter(inboxes), []
+        for prompt, group in zip(prompts, groups, strict=True):
+            outputs = [next(left).completion(index) for index in range(len(group))]
+            results.append(Result(prompt.text, prompt.tokens, outputs))
         failed = results[0].outputs[0].error if len(results) == 1 else None
         if failed is not None:
             raise failed
@@ -190,7 +170,7 @@ class LLM:
             if request.error is not None:
                 raise request.error
             if request.finish_reason is not FinishReason.ABORT:  # else the LLM was closed under it
-                result = _result(prompt, [inbox.completion(0)])
+                result = Result(prompt.text, prompt.tokens, [inbox.completion(0)])
                 yield Chunk(text + inbox.detokenizer.take(), tokens, request.finish_reason, result)
         finally:
             self._drop(request)
@@ -218,9 +198,7 @@ class LLM:
 
     def _drop(self, request: Request) -> None:
         with self._lock:
-            if (
-                self._is_stepping
-            ):  # a stream may be closed by the garbage collector, even in the middle of a step
+            if self._is_stepping:  # the garbage collector may close a stream in the middle of a step
                 self._dropped.append(request)
             elif self._inboxes.pop(request.id, None) is not None:
                 self.engine.abort(request)
@@ -232,19 +210,13 @@ class LLM:
         return [Token(*fields) for fields in zip(emission.tokens, texts, sources, strict=True)]
 
 
-def _result(prompt: Encoded, outputs: list[Completion]) -> Result:
-    return Result(prompt.text, prompt.tokens, outputs)
-
-
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _per_prompt(params: Params, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise ConfigError(
-            f"params is {params!r:.60}; give a SamplingParams, or a list with one for each prompt"
-        )
+        remedy = "give a SamplingParams, or a list with one for each prompt"
+        raise ConfigError(f"params is {params!r:.60}; {remedy}")
     if len(params) != count:
-        raise ConfigError(
-            f"there are {len(params)} SamplingParams for {count} prompts; give one, or one for each"
-        )
+        found = f"{len(params)} SamplingParams for {count} prompts"
+        raise ConfigError(f"there are {found}; give one, or one for each")
     return list(params)

@@ -62,20 +62,16 @@ class EngineOptions:
             is_usable = is_whole(self.max_model_len) and self.max_model_len >= 2
             require(is_usable, "max_model_len", self.max_model_len, "use a whole number, 2 or more")
         memory = self.kv_cache_memory
-        is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
+        is_usable = memory is None or ((is_whole(memory) or isinstance(memory, float)) and memory > 0)
         remedy = "give bytes as a whole number, or a fraction of the free memory between 0 and 1"
-        require(memory is None or (is_number and memory > 0), "kv_cache_memory", memory, remedy)
-        if isinstance(memory, float):
-            remedy = "a fraction must be below 1; give bytes as a whole number"
-            require(memory < 1, "kv_cache_memory", memory, remedy)
+        require(is_usable, "kv_cache_memory", memory, remedy)
+        remedy = "a fraction must be below 1; give bytes as a whole number"
+        require(not isinstance(memory, float) or memory < 1, "kv_cache_memory", memory, remedy)
         self.engine_config(self.max_model_len or EngineConfig().max_model_len)
 
     def engine_config(self, max_model_len: int, num_speculative_tokens: int = 0) -> EngineConfig:
         """What the engine itself is given once the context and the longest draft are known."""
+        lengths = max_model_len, num_speculative_tokens
         return EngineConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            num_speculative_tokens=num_speculative_tokens,
-            enable_prefix_caching=self.enable_prefix_caching,
+            self.max_num_seqs, self.max_num_batched_tokens, *lengths, self.enable_prefix_caching
         )

@@ -17,6 +17,7 @@ the request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,21 +25,24 @@ from paceline.core.errors import GrammarError
 from paceline.core.noise import Noise, Purpose
 from paceline.core.sampling import choose, logprobs_of, noise_of, probabilities, processed
 from paceline.core.types import Draft, Request, Verdict
-from paceline.core.watch import Begun, Choice, Coin, Redraw, Rule, Watch
+from paceline.core.watch import Begun, Choice, Coin, Event, Redraw, Rule, Watch
 
 
 def accept(
-    request: Request, draft: Draft, logits: torch.Tensor, noise: Noise | None = None,
-    picked: Sequence[int] | None = None, watch: Watch | None = None,
-) -> Verdict:  # fmt: skip
+    request: Request,
+    draft: Draft,
+    logits: torch.Tensor,
+    noise: Noise | None = None,
+    picked: Sequence[int] | None = None,
+    watch: Watch | None = None,
+) -> Verdict:
     """Judge a draft. logits: [nodes, vocab], the target's raw logits at every node of the draft's tree;
     picked: the choices there, if a device has made them already (as sampling.pick_of asked), -1 for none;
     watch: is shown how the verdict comes about."""
     walk = _Walk(request, draft, logits, noise or noise_of(request), picked, watch)
     rule = rule_of(request, draft)
+    walk.show(Begun(rule, request, draft))
     try:
-        if watch is not None:
-            watch(Begun(rule, request, draft))
         if rule == "block":
             walk.verify_block()
         elif rule == "siblings":
@@ -46,17 +50,15 @@ def accept(
         else:
             walk.follow_choices()
         verdict = walk.verdict()
-        if watch is not None:
-            watch(verdict)
+        walk.show(verdict)
         return verdict
     finally:
-        walk.restore()
+        if request.constraint is not None and walk.num_advanced:
+            request.constraint.rollback(walk.num_advanced)
 
 
 def follow(draft: Draft, picked: Sequence[int], first: int = 0) -> Verdict | None:
-    """The same verdict without a look at the logits, where all choices on the way were made on the device.
-    picked[first]: the root's.
-    """
+    """The same verdict without logits, from choices that a device has made; picked[first]: the root's."""
     token = picked[first]
     if token < 0:
         return None
@@ -84,31 +86,31 @@ def rule_of(request: Request, draft: Draft) -> Rule:
     return "block" if draft.tree.is_chain and set(draft.q) >= set(range(draft.num_drafted)) else "siblings"
 
 
+@dataclass(slots=True)
 class _Walk:
     """A walk down the tree: where it is, what it has emitted, and the grammar advanced along with it."""
 
-    def __init__(
-        self, request: Request, draft: Draft, logits: torch.Tensor, noise: Noise,
-        picked: Sequence[int] | None = None, watch: Watch | None = None,
-    ) -> None:  # fmt: skip
-        self.request, self.draft, self.logits, self.noise = request, draft, logits, noise
-        self.picked, self.watch = picked, watch
-        self.children = draft.tree.children()
-        self.path = [0]
-        self.tokens: list[int] = []
-        self.num_advanced = 0  # steps of the grammar to take back
-        self.has_ended = False  # the path holds an end token or a dead end: what follows is never emitted
-        # where on the path the request's options leave no token to choose, or its grammar proves too complex
-        self.dead_end: int | None = None
+    request: Request
+    draft: Draft
+    logits: torch.Tensor  # [nodes, vocab]
+    noise: Noise
+    picked: Sequence[int] | None = None
+    watch: Watch | None = None
+    path: list[int] = field(default_factory=lambda: [0])
+    tokens: list[int] = field(default_factory=list)
+    num_advanced: int = 0  # steps of the grammar to take back
+    has_ended: bool = False  # the path holds an end token or a dead end: what follows is never emitted
+    # where on the path the request's options leave no token to choose, or its grammar proves too complex
+    dead_end: int | None = None
+
+    def show(self, event: Event) -> None:
+        if self.watch is not None:
+            self.watch(event)
 
     @property
     def position(self) -> int:
         """Of the token to be emitted next."""
         return self.request.num_tokens + len(self.path) - 1
-
-    def restore(self) -> None:
-        if self.request.constraint is not None and self.num_advanced:
-            self.request.constraint.rollback(self.num_advanced)
 
     def descend(self, node: int) -> None:
         token = self.draft.tree.tokens[node]
@@ -126,13 +128,29 @@ class _Walk:
         """Plain decoding fails after this token, so it is the last one of the verdict."""
         self.has_ended, self.dead_end = True, len(self.path) - 1
 
-    def child_with(self, token: int) -> int | None:
-        return next((c for c in self.children[self.path[-1]] if self.draft.tree.tokens[c] == token), None)
+    def children(self) -> list[int]:
+        """Drafted nodes after the one the walk is at."""
+        node = self.path[-1]
+        return [child for child, parent in enumerate(self.draft.tree.parents) if parent == node]
+
+    def go_on(self, token: int, child: int | None) -> None:
+        if child is None:
+            self.tokens.append(token)
+        else:
+            self.descend(child)
+
+    def _choice(self, token: int = -1) -> tuple[int, int | None]:
+        """The target's own token, maybe picked on the device, and the child that holds it."""
+        logits = self.target_logits() if token < 0 or self.watch is not None else None
+        if token < 0 and logits is not None:
+            token = choose(self.request, logits, self.position, self.noise)
+        child = next((c for c in self.children() if self.draft.tree.tokens[c] == token), None)
+        if logits is not None:
+            self.show(Choice(self.path[-1], self.position, logits, token, child))
+        return token, child
 
     def target_logits(self) -> torch.Tensor:
-        """Of the node the walk is at. What follows an end is cut off again, so any distribution will do
-        there: a grammar has none.
-        """
+        """Of the node the walk is at. What follows an end is cut off again: any will do there."""
         row = self.logits[self.path[-1]]
         try:
             return row if self.has_ended else processed(self.request, self.tokens, row)
@@ -146,42 +164,26 @@ class _Walk:
         return probabilities(self.request.params, self.target_logits())
 
     def follow_choices(self) -> None:
-        while True:
-            token = -1 if self.picked is None else self.picked[self.path[-1]]
-            if token < 0:
-                logits = self.target_logits()
-                token = choose(self.request, logits, self.position, self.noise)
-            elif self.watch is not None:
-                logits = self.target_logits()
-            child = self.child_with(token)
-            if self.watch is not None:
-                self.watch(Choice(self.path[-1], self.position, logits, token, child))
-            if child is None:
-                self.tokens.append(token)
-                return
-            self.descend(child)
+        child: int | None = 0
+        while child is not None:
+            picked = -1 if self.picked is None else self.picked[self.path[-1]]
+            token, child = self._choice(picked)
+            self.go_on(token, child)
 
     def reject_siblings(self) -> None:
-        while True:
-            node = self.path[-1]
-            q = (self.draft.q or {}).get(node)
-            logits = self.target_logits()
-            if q is None or not self.children[node]:
-                token = choose(self.request, logits, self.position, self.noise)
-                child = self.child_with(token)
-                if self.watch is not None:
-                    self.watch(Choice(node, self.position, logits, token, child))
+        child: int | None = 0
+        while child is not None:
+            q = (self.draft.q or {}).get(self.path[-1])
+            if q is None or not self.children():
+                token, child = self._choice()
             else:
-                token, child = self._judge_siblings(probabilities(self.request.params, logits), q)
-            if child is None:
-                self.tokens.append(token)
-                return
-            self.descend(child)
+                token, child = self._judge_siblings(self.target_probabilities(), q)
+            self.go_on(token, child)
 
     def _judge_siblings(self, p: torch.Tensor, q: torch.Tensor) -> tuple[int, int | None]:
         """Offer each sampled child in the order drawn; a rejected one's share of q leaves both p and q."""
         q = q.clone()
-        for order, child in enumerate(self.children[self.path[-1]]):
+        for order, child in enumerate(self.children()):
             token = self.draft.tree.tokens[child]
             chances = float(p[token]), float(q[token])
             if self.flip(child, self.position, *chances, _ratio(*chances), order=order):
@@ -193,9 +195,7 @@ class _Walk:
         return self.redraw(p), None
 
     def verify_block(self) -> None:
-        """Keep the longest prefix whose coin falls under its threshold; then draw from what p has left
-        there.
-        """
+        """Keep the longest prefix whose coin falls under its threshold; then draw from what p has left."""
         assert self.draft.q is not None
         q, drafted = self.draft.q, self.draft.tree.tokens[1:]
         p = self.target_probabilities()
@@ -205,8 +205,7 @@ class _Walk:
             chances = float(p[token]), float(q[i][token])
             joint = min(1.0, joint * _ratio(*chances))
             if joint == 0.0:
-                if self.watch is not None:
-                    self.watch(Coin(i + 1, self.position, *chances, joint, 0.0, None, False))
+                self.show(Coin(i + 1, self.position, *chances, joint, 0.0, None, False))
                 break
             self.descend(i + 1)
             p = self.target_probabilities()
@@ -215,12 +214,9 @@ class _Walk:
             threshold = joint if is_last else _share(float(rest.sum()), 1 - joint)
             if self.flip(i + 1, self.position - 1, *chances, threshold, weight=joint):
                 kept, leftover = i + 1, rest
-        self._cut(kept)
+        del self.path[kept + 1 :]
+        del self.tokens[kept:]
         self.tokens.append(self.redraw(leftover))
-
-    def _cut(self, num_kept: int) -> None:
-        del self.path[num_kept + 1 :]
-        del self.tokens[num_kept:]
 
     def flip(
         self, node: int, position: int, p: float, q: float, chance: float, weight: float = 1.0, order: int = 0
@@ -233,8 +229,7 @@ class _Walk:
     def redraw(self, weights: torch.Tensor) -> int:
         """The target's own token after a rejection, from what p has left."""
         token = self.noise.draw(weights.log().cpu().numpy(), self.position, Purpose.RESAMPLE)
-        if self.watch is not None:
-            self.watch(Redraw(self.path[-1], self.position, weights, token))
+        self.show(Redraw(self.path[-1], self.position, weights, token))
         return token
 
     def verdict(self) -> Verdict:
@@ -242,14 +237,10 @@ class _Walk:
             # As plain decoding does: emit the token that led here, and fail at its commit or the next choice.
             del self.path[self.dead_end :]
             del self.tokens[self.dead_end :]
-        num_top = self.request.params.logprobs
-        pairs = zip(self.path, self.tokens, strict=True)
-        logprobs = (
-            ()
-            if num_top is None
-            else tuple(logprobs_of(self.logits[node], token, num_top) for node, token in pairs)
-        )
-        return Verdict(tuple(self.path), tuple(self.tokens), self.draft.num_drafted, logprobs)
+        path, tokens, num_top = tuple(self.path), tuple(self.tokens), self.request.params.logprobs
+        pairs = zip(path, tokens, strict=True) if num_top is not None else ()
+        logprobs = tuple(logprobs_of(self.logits[node], token, num_top or 0) for node, token in pairs)
+        return Verdict(path, tokens, self.draft.num_drafted, logprobs)
 
 
 def _excess(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,8 @@ PRECISION = 1e-9  # of a break-even α
 
 
 def expected_tokens(alpha: Alpha, k: int) -> float:
-    """Tokens a pass gives on average when it checks a chain of k, the target's own included:
-    (1 - α^(k+1)) / (1 - α) for one α.
-    """
+    """Tokens a pass gives on average when it checks a chain of k, the target's own included: (1 - α^(k+1)) /
+    (1 - α) for one α."""
     total, survival = 1.0, 1.0
     for depth in range(k):
         if isinstance(alpha, (int, float)):
@@ -35,8 +34,7 @@ def speedup(alpha: Alpha, k: int, draft_cost: float, verify_cost: float) -> floa
 
 def best_k(alpha: Alpha, draft_cost: float, verify_cost: Callable[[int], float], most: int) -> int:
     """The length of draft that gains most, 0 if none gains; the shortest of equally good ones. verify_cost:
-    of a pass over n tokens.
-    """
+    of a pass over n tokens."""
     gains = [speedup(alpha, k, draft_cost, verify_cost(k + 1)) for k in range(most + 1)]
     return max(range(most + 1), key=lambda k: (gains[k], -k))
 

@@ -52,13 +52,12 @@ class Ids(NamedTuple):
 
 
 class GrammarCompiler:
-    """Makes constraints for one model. `vocab_size` is the model's; ids without a token are never allowed.
-    limits: of llguidance's parser.
-    """
+    """Makes constraints for one model. `vocab_size` is the model's; ids without a token are never allowed."""
 
     def __init__(
         self, tokenizer: GrammarTokenizer, vocab_size: int, limits: Mapping[str, int] = LIMITS
     ) -> None:
+        """limits: of llguidance's parser."""
         import llguidance
 
         if not tokenizer.eos_ids:
@@ -108,7 +107,7 @@ class GrammarConstraint:
     def allowed(self) -> torch.Tensor:
         """bool [vocab], read only: the tokens that may come next; after an end token only end tokens."""
         if self._mask is None:
-            self._mask = self._ends_only() if self._num_ends else self._compute_mask()
+            self._mask = self._compute_mask()
         return self._mask
 
     def advance(self, token: int) -> None:
@@ -123,9 +122,8 @@ class GrammarConstraint:
     def rollback(self, num_tokens: int) -> None:
         if not num_tokens:
             return
-        ends = min(num_tokens, self._num_ends)
+        ends, self._mask = min(num_tokens, self._num_ends), None
         self._num_ends -= ends
-        self._mask = None
         if num_tokens > ends:
             del self._tokens[len(self._tokens) - (num_tokens - ends) :]
             self._has_undone = True
@@ -136,22 +134,16 @@ class GrammarConstraint:
         """The text is complete: an end token came, or nothing else may come."""
         return self._num_ends > 0 or (self._matcher.is_stopped() and not self._matcher.is_error())
 
-    def _ends_only(self) -> torch.Tensor:
-        import torch
-
-        mask = torch.zeros(self._ids.vocab_size, dtype=torch.bool)
-        mask[self._ids.ends] = True
-        return mask
-
     def _compute_mask(self) -> torch.Tensor:
         import numpy as np
         import torch
 
-        packed = np.frombuffer(self._step(None), dtype=np.uint8)
-        bits = np.unpackbits(packed, count=self._ids.num_known, bitorder="little")
-        mask = torch.zeros(self._ids.vocab_size, dtype=torch.bool)
-        mask[: self._ids.num_known] = torch.from_numpy(bits.view(np.bool_))
-        mask[self._ids.ends] = self._matcher.is_accepting()
+        mask, is_over = torch.zeros(self._ids.vocab_size, dtype=torch.bool), self._num_ends > 0
+        if not is_over:
+            packed = np.frombuffer(self._step(None), dtype=np.uint8)
+            bits = np.unpackbits(packed, count=self._ids.num_known, bitorder="little")
+            mask[: self._ids.num_known] = torch.from_numpy(bits.view(np.bool_))
+        mask[self._ids.ends] = is_over or self._matcher.is_accepting()
         return mask
 
     def _step(self, token: int | None) -> bytes:
@@ -159,8 +151,7 @@ class GrammarConstraint:
 
         A matcher that reaches a limit is broken for good, and some limits also count what rolled back tokens
         made it build. So where any were, the step is tried again with a matcher that has seen only the text,
-        as in plain decoding; what breaks that one too is remembered, since drafts come here repeatedly.
-        """
+        as in plain decoding; what breaks that one too is remembered, since drafts come here repeatedly."""
         place = (*self._tokens, token) if self._too_complex else ()
         if place in self._too_complex:
             raise GrammarError(self._too_complex[place])
@@ -173,14 +164,11 @@ class GrammarConstraint:
             result = _apply(self._matcher, token)
         if self._matcher.is_error():
             self._has_undone = True
-            error = self._broken()
-            self._too_complex[*self._tokens, token] = str(error)
-            raise error
+            reason = f"{_shorten(self._matcher.get_error())}; {_REMEDY[self._kind]}"
+            message = f"structured_outputs.{self._kind} is too complex here: {reason}"
+            self._too_complex[*self._tokens, token] = message
+            raise GrammarError(message)
         return result
-
-    def _broken(self) -> GrammarError:
-        kind, reason = self._kind, _shorten(self._matcher.get_error())
-        return GrammarError(f"structured_outputs.{kind} is too complex here: {reason}; {_REMEDY[kind]}")
 
 
 def _apply(matcher: llguidance.LLMatcher, token: int | None) -> bytes:
@@ -203,12 +191,10 @@ def _to_grammar(spec: StructuredOutputs) -> tuple[str, str]:
     """Which field was given, and llguidance's own grammar text for it."""
     from llguidance import LLMatcher
 
-    if spec.json is not None:
-        schema = _checked_size("json", _schema_text(spec.json))
-        return "json", LLMatcher.grammar_from_json_schema(schema, defaults=JSON_WHITESPACE)
-    if spec.json_object:
-        schema = '{"type": "object"}'
-        return "json_object", LLMatcher.grammar_from_json_schema(schema, defaults=JSON_WHITESPACE)
+    if spec.json is not None or spec.json_object:
+        kind = "json_object" if spec.json is None else "json"
+        schema = '{"type": "object"}' if spec.json is None else _checked_size("json", _schema_text(spec.json))
+        return kind, LLMatcher.grammar_from_json_schema(schema, defaults=JSON_WHITESPACE)
     if spec.regex is not None:
         return "regex", LLMatcher.grammar_from_regex(_checked_size("regex", spec.regex))
     if spec.choice is not None:
@@ -226,18 +212,17 @@ def _to_grammar(spec: StructuredOutputs) -> tuple[str, str]:
 def _schema_text(schema: str | Mapping[str, Any]) -> str:
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(value, (Mapping, bool)):
-            remedy = "give a JSON schema: an object such as {'type': 'object'}"
-            raise GrammarError(f"structured_outputs.json is {value!r:.60}; {remedy}")
-        if value is False:
-            remedy = "give a JSON schema that some text fits"
-            raise GrammarError(f"structured_outputs.json is false, which allows no text at all; {remedy}")
-        return "{}" if value is True else json.dumps(value)
-    except GrammarError:
-        raise
+        text = "{}" if value is True else json.dumps(value)
     except (ValueError, TypeError, RecursionError) as error:
         remedy = "give a JSON schema as text or as a dict"
         raise GrammarError(f"structured_outputs.json is no JSON ({error!s:.80}); {remedy}") from error
+    if value is False:
+        remedy = "give a JSON schema that some text fits"
+        raise GrammarError(f"structured_outputs.json is false, which allows no text at all; {remedy}")
+    if not isinstance(value, (Mapping, bool)):
+        remedy = "give a JSON schema: an object such as {'type': 'object'}"
+        raise GrammarError(f"structured_outputs.json is {value!r:.60}; {remedy}")
+    return text
 
 
 def _to_lark(grammar: str) -> str:
@@ -254,8 +239,8 @@ def _checked_size(kind: str, text: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise GrammarError(f"structured_outputs.{kind} holds half a surrogate pair: no text; remove it")
     if len(text) > MAX_GRAMMAR_CHARS:
-        size = f"{len(text)} characters long; keep it under {MAX_GRAMMAR_CHARS}"
-        raise GrammarError(f"structured_outputs.{kind} is {size}")
+        remedy = f"keep it under {MAX_GRAMMAR_CHARS}"
+        raise GrammarError(f"structured_outputs.{kind} is {len(text)} characters long; {remedy}")
     return text
 
 

@@ -75,8 +75,7 @@ class Noise:
 
     def contest(self, logits: np.ndarray, position: int, purpose: Purpose) -> tuple[np.ndarray, np.ndarray]:
         """The ids that can have the maximum of a draw, and their logits with noise: the other tokens are too
-        far below the best, so computing no noise for them changes no result.
-        """
+        far below the best, so computing no noise for them changes no result."""
         round = 0 if purpose is Purpose.TARGET else self.round
         best = int(logits.argmax())
         lead = logits[best] + gumbel(self.seed, position, purpose, np.array([best]), round)[0]

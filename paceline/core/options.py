@@ -1,5 +1,5 @@
-"""What options have in common: a frozen dataclass for each owner, values checked on construction, unknown
-names refused with the nearest known one, values read from text (flags, variables, files).
+"""Options are frozen dataclasses, checked on construction; unknown names are refused with the nearest known
+one, values may come from text (flags, variables, files).
 """
 
 from __future__ import annotations
@@ -30,18 +30,13 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
             require(is_whole(value) and value >= 1, name, value, "use a whole number, 1 or more")
-        require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
-            "max_num_batched_tokens",
-            self.max_num_batched_tokens,
-            f"use at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token",
+        rows, drafted, length = self.max_num_batched_tokens, self.num_speculative_tokens, self.max_model_len
+        remedy = (
+            f"use at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token"
         )
-        require(
-            self.num_speculative_tokens < self.max_model_len,
-            "num_speculative_tokens",
-            self.num_speculative_tokens,
-            f"it must be smaller than the context of {self.max_model_len} tokens",
-        )
+        require(rows >= self.max_num_seqs, "max_num_batched_tokens", rows, remedy)
+        remedy = f"it must be smaller than the context of {length} tokens"
+        require(drafted < length, "num_speculative_tokens", drafted, remedy)
 
 
 def option(default: Any, panel: str, text: str, *flags: str, **more: Any) -> Any:

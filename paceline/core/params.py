@@ -91,15 +91,11 @@ class SamplingParams:
     num_speculative_tokens: int | None = None  # caps the draft length of this request; 0: no drafts
     speculative_method: str | None = None  # of several drafters, the one that is asked for this request
 
-    def __post_init__(self) -> None:
-        self._check_numbers()
-        self._freeze_collections()
-
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
-    def _check_numbers(self) -> None:
+    def __post_init__(self) -> None:
         for name, (low, high, remedy) in WHOLE_NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name not in MAY_BE_NONE:
@@ -116,8 +112,6 @@ class SamplingParams:
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "use True or False")
         method = self.speculative_method
         require(isinstance(method, str | None), "speculative_method", method, "give the name of a drafter")
-
-    def _freeze_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         frozen: dict[str, Any] = {
             "stop": _strings("stop", stop),

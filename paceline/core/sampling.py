@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -23,33 +22,39 @@ NEVER = -math.inf
 FEW = 512  # top-p tries this many best tokens before it sorts the whole vocabulary
 
 
-class Guess(NamedTuple):
-    token: int
-    q: torch.Tensor | None  # [vocab] float64 probabilities it was sampled from; None where no rule needs them
-
-
 def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
     """Logits [vocab] for the token after `request.tokens + path`, with every option that precedes the
-    temperature applied. A grammar is read in its present state: the caller has advanced it along `path`.
-    """
+    temperature applied. A grammar is read in its present state: the caller has advanced it along `path`."""
     params = request.params
-    if not _has_options(request):
-        if not params.is_greedy:  # `choose` checks a greedy choice, so the maximum is found only once
-            _require_finite(request, logits, best_of(logits))
+    has_options = _has_options(request)
+    if (
+        has_options or not params.is_greedy
+    ):  # `choose` checks a greedy choice, so the maximum is found only once
+        _best_of(request, logits)
+    if not has_options:
         return logits
-    _require_finite(request, logits, best_of(logits))
     logits = logits.float().clone()
     if request.constraint is not None:
         logits[~request.constraint.allowed().to(logits.device)] = NEVER
     if params.allowed_token_ids is not None:
         allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
         logits = torch.full_like(logits, NEVER).index_copy(0, allowed, logits[allowed])
-    banned = _banned(request, path)
-    if banned:
-        logits[banned] = NEVER
+    for *head, last in request.bad_sequences:
+        if not head or [*request.tokens[-len(head) :], *path][-len(head) :] == head:
+            logits[last] = NEVER
+    if request.num_output + len(path) < params.min_tokens and request.banned_until_min:
+        logits[list(request.banned_until_min)] = NEVER
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
-    _penalize(request, path, logits)
+    if params.repetition_penalty != 1:
+        seen = torch.tensor([*request.tokens, *path], device=logits.device).unique()
+        values, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        output = [*request.tokens[request.num_prompt :], *path]
+        ids = torch.tensor(output, dtype=torch.int64, device=logits.device)
+        seen, counts = ids.unique(return_counts=True)
+        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
     if not bool((logits > NEVER).any()):
         place = f"request {request.id}: after {request.num_output + len(path)} tokens"
         remedy = "relax the grammar, allowed_token_ids, bad_words or min_tokens"
@@ -57,20 +62,18 @@ def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> to
     return logits
 
 
-def _require_finite(request: Request, logits: torch.Tensor, best: int) -> None:
-    """NaN and +inf both show in the maximum."""
-    if not math.isfinite(logits[best]):
-        raise not_finite(request)
-
-
 def not_finite(request: Request) -> ModelError:
     causes = "its file is damaged, or it overflows in this precision"
     return ModelError(f"request {request.id}: the model's logits are not finite; {causes}")
 
 
-def best_of(logits: torch.Tensor) -> int:
-    """The id of the first of the largest logits. On a CPU numpy is ten times as fast as torch."""
-    return int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
+def _best_of(request: Request, logits: torch.Tensor) -> int:
+    """The id of the first of the largest logits, where NaN and +inf both show. On a CPU numpy is ten times as
+    fast as torch."""
+    best = int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
+    if not math.isfinite(logits[best]):
+        raise not_finite(request)
+    return best
 
 
 def _has_options(request: Request) -> bool:
@@ -85,35 +88,6 @@ def _has_options(request: Request) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
     )
-
-
-def _banned(request: Request, path: Sequence[int]) -> list[int]:
-    banned: list[int] = []
-    for *head, last in request.bad_sequences:
-        if not head or _ends_with(request.tokens, path, head):
-            banned.append(last)
-    if request.num_output + len(path) < request.params.min_tokens:
-        banned.extend(request.banned_until_min)
-    return banned
-
-
-def _ends_with(tokens: Sequence[int], path: Sequence[int], tail: Sequence[int]) -> bool:
-    missing = len(tail) - len(path)
-    context = [*tokens[len(tokens) - missing :], *path] if missing > 0 else path[len(path) - len(tail) :]
-    return list(context) == list(tail)
-
-
-def _penalize(request: Request, path: Sequence[int], logits: torch.Tensor) -> None:
-    params = request.params
-    if params.repetition_penalty != 1:
-        seen = torch.tensor([*request.tokens, *path], device=logits.device).unique()
-        values, penalty = logits[seen], params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        output = [*request.tokens[request.num_prompt :], *path]
-        ids = torch.tensor(output, dtype=torch.int64, device=logits.device)
-        seen, counts = ids.unique(return_counts=True)
-        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def warped(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
@@ -152,9 +126,7 @@ def noise_of(request: Request) -> Noise:
 def choose(request: Request, logits: torch.Tensor, position: int, noise: Noise) -> int:
     """The target's own token from processed logits: argmax, or a draw with the noise of this position."""
     if request.params.is_greedy:
-        best = best_of(logits)
-        _require_finite(request, logits, best)
-        return best
+        return _best_of(request, logits)
     return noise.draw(warped(request.params, logits).cpu().numpy(), position, Purpose.TARGET)
 
 
@@ -169,19 +141,19 @@ def pick_of(request: Request, draft: Draft) -> Pick | None:
     return None if draft.q and not request.is_seeded else Pick(params.temperature, request.seed)
 
 
-def guess(request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None) -> Guess:
+def guess(
+    request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None
+) -> tuple[int, torch.Tensor | None]:
     """A drafter's token after `request.tokens + path`, from its raw logits under the request's settings.
-
-    Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q and
-    record it.
-    """
+    Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q
+    [vocab] float64, which comes with the token."""
     noise = noise or noise_of(request)
     logits = processed(request, path, logits)
     position = request.num_tokens + len(path)
     if request.params.is_greedy or request.is_seeded:
-        return Guess(choose(request, logits, position, noise), None)
+        return choose(request, logits, position, noise), None
     warm = warped(request.params, logits)
-    return Guess(noise.draw(warm.cpu().numpy(), position, Purpose.DRAFT), warm.softmax(0))
+    return noise.draw(warm.cpu().numpy(), position, Purpose.DRAFT), warm.softmax(0)
 
 
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:

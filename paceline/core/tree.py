@@ -20,17 +20,14 @@ class Tree:
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) >= 1, "a tree has a root and one parent a node"
         assert self.parents[0] == -1, "node 0 is the root"
-        assert len(set(zip(self.parents, self.tokens, strict=True))) == len(self.tokens), (
-            "siblings hold different tokens"
-        )
+        edges = set(zip(self.parents, self.tokens, strict=True))
+        assert len(edges) == len(self.tokens), "siblings hold different tokens"
         assert all(map(lt, self.parents, count())), "parents come before their children"
         assert min(self.parents[1:], default=0) >= 0, "only the root has no parent"
 
     @classmethod
     def known(cls, tokens: tuple[int, ...], parents: tuple[int, ...]) -> Tree:
-        """For who cannot be wrong about it: nothing is checked, and after a pass has emptied the caches that
-        takes as long as drafting.
-        """
+        """Without checks, for callers that cannot be wrong: they take as long as drafting."""
         tree = object.__new__(cls)
         object.__setattr__(tree, "tokens", tokens)
         object.__setattr__(tree, "parents", parents)
@@ -73,9 +70,7 @@ class Tree:
 
 
 def join(trees: Sequence[Tree]) -> tuple[list[int], list[int], list[list[int]]]:
-    """Tokens and parents of all nodes of trees with the same root, and for each tree where its nodes are
-    among them.
-    """
+    """Tokens and parents of all nodes of trees with one root, and where each tree's nodes are among them."""
     tokens, parents = list(trees[0].tokens), list(trees[0].parents)
     places = [list(range(len(tokens)))]
     found = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}

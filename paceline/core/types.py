@@ -12,7 +12,7 @@ import enum
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from paceline.core.tree import Tree
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
 
 
+Column = TypeVar("Column")
 BLOCK_SIZE = 16  # tokens of a block of K/V
 SCALE_BYTES = 16  # behind the integers of a head's key or value: their scales, float32, rows kept aligned
 
@@ -41,9 +42,7 @@ class Status(enum.Enum):
 
 
 class Constraint(Protocol):
-    """A grammar's view of one request: which tokens may come next. Advanced by commit; verify and drafters
-    advance and roll back.
-    """
+    """A grammar's state in one request. Advanced by commit; verify and drafters advance and roll back."""
 
     def allowed(self) -> torch.Tensor: ...  # bool [vocab]
     def advance(self, token: int) -> None: ...
@@ -51,11 +50,9 @@ class Constraint(Protocol):
 
 
 class TextStop(Protocol):
-    """Turns emitted ids into text and sees stop strings. `push` says whether a stop string was completed by
-    this token.
-    """
+    """Turns emitted ids into text and sees stop strings."""
 
-    def push(self, token: int) -> bool: ...
+    def push(self, token: int) -> bool: ...  # whether a stop string was completed by this token
 
 
 class TokenLogprobs(NamedTuple):
@@ -66,14 +63,11 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class Cached:
-    """A sequence's share of a KV cache: the blocks it holds and how many of its tokens have valid K/V in
-    them.
-    """
+    """A sequence's share of a KV cache: its blocks, and how many of its tokens have valid K/V in them."""
 
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
-    # chained hashes of the full blocks that are registered for reuse
-    block_hashes: list[bytes] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # chained, of full blocks registered for reuse
 
 
 @dataclass(slots=True, eq=False)
@@ -95,13 +89,10 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: PacelineError | None = None
-    num_rounds: int = (
-        0  # verify rounds so far; keys the noise of drafts and rejections, which may visit a position twice
-    )
+    # verify rounds so far; keys the noise of drafts and rejections, which may visit a position twice
+    num_rounds: int = 0
     num_preemptions: int = 0
-    pick: Pick | None = (
-        None  # how a device may choose its tokens, where raw logits are enough; set when the engine takes it
-    )
+    pick: Pick | None = None  # set when the engine takes it, where raw logits are enough to choose tokens
     num_prefix_hits: int = 0  # prompt tokens whose K/V were there already when it first ran
 
     @property
@@ -139,7 +130,7 @@ class ScheduledRequest:
         self.num_new = num_new  # known tokens computed now
         self.draft_limit = draft_limit  # most draft nodes that could be of use to it
         self.num_lookahead_tokens = 0  # draft nodes it may add: slots are reserved for them
-        # All known tokens will be computed: the last of them is a root, and the target speaks after it.
+        # All known tokens will be computed: the last is a root, and a token is chosen after it.
         self.is_caught_up = num_new == len(request.tokens) - request.cache.num_cached
 
     @property
@@ -151,15 +142,12 @@ class Draft(NamedTuple):
     """A guess: a token tree whose node 0 is the request's last token."""
 
     tree: Tree
-    source: str = ""  # who proposed it: statistics and colours
-    q: dict[int, torch.Tensor] | None = (
-        # node -> [vocab] float64 probabilities its children were sampled from, in order, without replacement
-        None
-    )
-    chances: tuple[float, ...] | None = (
-        None  # the drafter's guess that the whole path to a node is accepted; 1 for the root
-    )
-    sources: tuple[str, ...] | None = None  # where several did: who proposed each node
+    source: str = ""  # the drafter: for statistics and colours
+    # node -> [vocab] float64 probabilities its children were sampled from, in order, without replacement
+    q: dict[int, torch.Tensor] | None = None
+    # the drafter's guess that the whole path to a node is accepted; 1 for the root
+    chances: tuple[float, ...] | None = None
+    sources: tuple[str, ...] | None = None  # of each node, where several drafters have proposed
 
     def source_of(self, node: int) -> str:
         return self.source if self.sources is None else self.sources[node]
@@ -181,7 +169,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the target said about a draft."""
+    """What came of checking a draft."""
 
     path: tuple[int, ...]  # accepted nodes, root first
     tokens: tuple[int, ...]  # accepted tokens, then the target's own next token: len(path) of them
@@ -194,18 +182,17 @@ class Verdict(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """How the token after a row is chosen where its raw logits are enough: argmax(logits / temperature +
-    gumbel(seed, position)).
-    """
+    """Where raw logits are enough, a token is argmax(logits / temperature + gumbel(seed, position))."""
 
     temperature: float  # 0: greedy
     seed: int
 
 
+Picks = Sequence[Pick]
+
+
 class Segment(NamedTuple):
-    """One request's rows in a pass: known tokens as a chain, then maybe a tree hanging from the last of
-    them.
-    """
+    """One request's rows in a pass: known tokens as a chain, then maybe a tree hanging from the last one."""
 
     tokens: Sequence[int]
     cache: Cached
@@ -214,21 +201,22 @@ class Segment(NamedTuple):
     pick: Pick | None = None  # a device that can chooses the tokens there itself
 
 
-class Columns(NamedTuple):
-    """Everything a forward pass reads, flat over requests, as lists of whole numbers."""
+class ColumnsOf(NamedTuple, Generic[Column]):
+    """Everything a forward pass reads, flat over requests."""
 
     # [T]; -1 - i: what the pass before picked at the i-th of its wanted rows, where passes run by themselves
-    input_ids: list[int]
-    positions: list[int]  # [T]
-    slots: list[int]  # [T]: where each row's K/V is written
-    # [T]: row of the parent within this pass, or -1 if the row follows the cached prefix directly
-    parents: list[int]
-    request_of: list[int]  # [T]: index into the next three
-    starts: list[int]  # [R+1]: first row of each request
-    block_tables: list[int]  # [R * max_blocks], padded with 0
-    # [R]: cached tokens each row of the request sees, before its ancestors in this pass
-    prefix_lens: list[int]
-    rows: list[int]  # [L]: rows whose logits are wanted
+    input_ids: Column
+    positions: Column  # [T]
+    slots: Column  # [T]: where each row's K/V is written
+    parents: Column  # [T]: row of the parent within this pass, or -1 if it follows the cached prefix directly
+    request_of: Column  # [T]: index into the next three
+    starts: Column  # [R+1]: first row of each request
+    block_tables: Column  # [R * max_blocks], padded with 0; as a tensor [R, max_blocks]
+    prefix_lens: Column  # [R]: cached tokens each row of the request sees, before its ancestors in this pass
+    rows: Column  # [L]: rows whose logits are wanted
+
+
+Columns = ColumnsOf[list[int]]
 
 
 class Moves(NamedTuple):
@@ -240,23 +228,16 @@ class Moves(NamedTuple):
 
 class Batch:
     """The columns as int64 in one piece of memory, cut apart when asked for: making a tensor costs more than
-    the few numbers in it.
-
-    Built by runtime/batch.py, never changed.
-    """
+    the few numbers in it. Built by runtime/batch.py, never changed."""
 
     __slots__ = ("_flat", "block_size", "columns", "device", "moves", "picks")
 
     def __init__(
-        self,
-        columns: Columns,
-        device: Any = "cpu",
-        picks: Sequence[Pick] | None = None,
-        moves: Moves | None = None,
+        self, columns: Columns, device: Any = "cpu", picks: Picks | None = None, moves: Moves | None = None
     ) -> None:
+        """picks: one for each of the wanted rows, or None where one of them needs more."""
         self.columns, self.block_size, self.device = columns, BLOCK_SIZE, device
-        self.picks = picks  # one for each of the wanted rows, or None where one of them needs more
-        self.moves = moves  # of K/V, before the pass
+        self.picks, self.moves = picks, moves
         self._flat: array[int] | None = None
 
     @property
@@ -280,38 +261,20 @@ class Batch:
             at += 8 * len(column)
         return found
 
-    def tensors(self) -> BatchTensors:
+    def tensors(self) -> ColumnsOf[torch.Tensor]:
+        """As torch reads them, int64."""
         import torch
 
         whole = torch.tensor(self.flat, dtype=torch.int64, device=self.device)
-        parts = dict(zip(Columns._fields, whole.split([len(column) for column in self.columns]), strict=True))
-        parts["block_tables"] = parts["block_tables"].view(self.num_requests, -1)
-        return BatchTensors(**parts, block_size=self.block_size)
-
-
-class BatchTensors(NamedTuple):
-    """A batch as torch reads it, int64; the comments of `Columns` hold."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    parents: torch.Tensor
-    request_of: torch.Tensor
-    starts: torch.Tensor
-    block_tables: torch.Tensor  # [R, max_blocks]
-    prefix_lens: torch.Tensor
-    rows: torch.Tensor
-    block_size: int
+        parts = ColumnsOf(*whole.split([len(column) for column in self.columns]))
+        return parts._replace(block_tables=parts.block_tables.view(self.num_requests, -1))
 
 
 class Output(NamedTuple):
     # [L, vocab]; float32, on a GPU of the pass's dtype; the next pass may overwrite them: copy what you keep
     logits: torch.Tensor
-    # layer -> [T, hidden]; the residual stream after that many layers, as asked for
-    hidden: Mapping[int, torch.Tensor]
-    picked: Sequence[int] | None = (
-        None  # [L]: the tokens chosen on the device, -1 where the logits are not finite
-    )
+    hidden: Mapping[int, torch.Tensor]  # layer -> [T, hidden]: the residual stream after that many layers
+    picked: Sequence[int] | None = None  # [L]: chosen on the device, -1 where the logits are not finite
     top: torch.Tensor | None = None  # [L, k] int64: the most likely tokens, if asked for, best first
     is_first: bool = False  # of its shape: something was recorded for it, and the time it took says nothing
 
@@ -325,10 +288,8 @@ class Needs(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a pass showed about one request, after the commit: what a drafter may learn from.
-
-    Its rows: known tokens, the last of them the root, then drafted nodes.
-    """
+    """What a pass showed about one request, after the commit: what a drafter may learn from. Its rows: known
+    tokens, the last of them the root, then drafted nodes."""
 
     request: Request
     num_known: int  # rows of known tokens
@@ -360,7 +321,5 @@ class Burst(Protocol):
     @property
     def num_left(self) -> int: ...  # rounds that there is room for beside them
     def more(self) -> None: ...  # send another
-    def round(
-        self, number: int, roots: Sequence[int]
-    ) -> Round: ...  # waits for it; roots: last tokens before
+    def round(self, number: int, roots: Sequence[int]) -> Round: ...  # waits; roots: last tokens before
     def hidden(self, number: int) -> Mapping[int, torch.Tensor]: ...  # layer -> [rows, hidden], not yet read

@@ -8,7 +8,7 @@ nothing is computed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Union
 
 if TYPE_CHECKING:
     import torch
@@ -56,4 +56,5 @@ class Redraw(NamedTuple):
     token: int
 
 
-Watch = Callable[["Begun | Choice | Coin | Redraw | Verdict"], None]
+Event = Union[Begun, Choice, Coin, Redraw, "Verdict"]
+Watch = Callable[[Event], None]

@@ -17,7 +17,7 @@ DEPTHS = 3  # told apart: 1, 2, and all deeper ones
 ALONE, AGREED, CONTRADICTED = (0, 1, 2)
 NUM_CELLS = BINS * DEPTHS * 3
 SURE = 0.995  # no node is believed more
-MARGIN = 1.005  # a draft must promise this many times the tokens a second of none
+MARGIN = 1.005  # a draft must be expected to give this many times the tokens a second of none
 
 
 def cell_of(depth: int, claim: float, agreement: int) -> int:
@@ -28,8 +28,7 @@ def cell_of(depth: int, claim: float, agreement: int) -> int:
 def acceptance(claim: float, seen: float, factor: float) -> float:
     """The probability that a node is accepted if its parent is. seen: the calibrated rate of its cell, below
     0 if there is none yet and the claim is taken at its word; factor: how much better than others this
-    request goes, above 1 applied to the odds, so that likely does not become certain.
-    """
+    request goes, above 1 applied to the odds, so that likely does not become certain."""
     rate = seen if seen >= 0.0 else claim
     better = rate * factor
     if factor > 1.0:
@@ -43,8 +42,7 @@ def best_count(
     """How many of the first `num` nodes to check so that tokens a second are most, and the tokens they add.
 
     scores: by node, best first. Without any, a pass gives `tokens` in `seconds`; added[n]: seconds that n
-    nodes add. Costs have steps, so every count is looked at.
-    """
+    nodes add. Costs have steps, so every count is looked at."""
     best, gained, total = 0, 0.0, 0.0
     rate = MARGIN * tokens / seconds
     for node in range(num):

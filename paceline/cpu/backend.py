@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
-from paceline.models.kv_format import FLOATS, KvFormat
+from paceline.models.attention import FLOATS, KvFormat
 from paceline.models.quantize import bits_of
 
 if TYPE_CHECKING:

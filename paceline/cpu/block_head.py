@@ -32,11 +32,11 @@ from paceline.cpu.layer import Model
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.sync import num_threads
 from paceline.heads.config import DflashConfig
-from paceline.heads.rows import BlockFeed, Guesses, Row, Speaker
+from paceline.heads.rows import Feed, Guesses, Row, Sampler
 
 CHUNK = 256  # rows read in one pass
 MOST_ROWS = 16  # usually, beside those of a prompt
-GREEDY = Speaker(0.0, 0, 0)
+GREEDY = Sampler(0.0, 0, 0)
 CONTEXT, ROWS, BLOCK, WORK = (place_of(Call, name) for name in ("context", "rows", "block", "work"))
 NUM, STEPS, IS_GUESSING = (place_of(Call, "block", name) for name in ("num", "steps", "is_guessing"))
 NUM_COLUMNS = len(RequestNumbers._fields)
@@ -67,7 +67,7 @@ class BlockHead:
         """What is compiled on first use is not the first request's to wait for, nor a cost of drafting."""
         nothing = torch.zeros(1, self.config.hidden_size)
         row = Row(0, dict.fromkeys(self._layers, nothing), 0)
-        self.guess([BlockFeed(self.place(), 0, [row], 0)], [GREEDY], 1)
+        self.guess([Feed(self.place(), 0, [0], [row])], [GREEDY], 1)
 
     def place(self) -> Place:
         return Place(self.model.num_layers * self.config.num_kv_heads, self.config.head_dim)
@@ -78,16 +78,16 @@ class BlockHead:
     def can_guess(self, temperature: float) -> bool:
         return True
 
-    def read(self, feed: BlockFeed) -> None:
+    def read(self, feed: Feed) -> None:
         """Take features into a sequence; nothing is guessed."""
         for first in range(0, len(feed.rows), CHUNK):
             part = feed._replace(start=feed.start + first, rows=feed.rows[first : first + CHUNK])
             self._run([part], [GREEDY], 0, is_guessing=False)
 
-    def guess(self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int) -> Guesses:
-        return self._run(feeds, speakers, steps, is_guessing=True).guesses(len(feeds), steps)
+    def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses:
+        return self._run(feeds, samplers, steps, is_guessing=True).guesses(len(feeds), steps)
 
-    def logits(self, feeds: Sequence[BlockFeed], steps: int) -> torch.Tensor:
+    def logits(self, feeds: Sequence[Feed], steps: int) -> torch.Tensor:
         """[steps, requests, draft vocabulary], without the Markov head."""
         found = self._run(feeds, [GREEDY] * len(feeds), steps, is_guessing=False).logits(len(feeds), steps)
         return torch.from_numpy(found[:, :, : self.config.draft_vocab_size].copy())
@@ -97,7 +97,7 @@ class BlockHead:
         return self._words.get(token, self.config.draft_vocab_size) if len(self._ids) else token
 
     def _run(
-        self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int, *, is_guessing: bool
+        self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, *, is_guessing: bool
     ) -> BlockCall:
         """The call that was made, which knows what came of it."""
         size = self.config.block_size if steps else 0
@@ -111,8 +111,8 @@ class BlockHead:
             most = max(len(feeds), self._call.most_requests), max(rows, self._call.most_rows)
             self._call = BlockCall(self._constants, self.model, *most)
         work = self._room.get(max(rows, len(feeds) * size), longest)
-        words = [self.word(feed.root) for feed in feeds]
-        self._call.open(feeds, words, sources, speakers, work)
+        words = [self.word(feed.tokens[-1]) for feed in feeds]
+        self._call.open(feeds, words, sources, samplers, work)
         self._call.run(steps, is_guessing)
         return self._call
 
@@ -174,12 +174,12 @@ class BlockCall:
         return Call(context, rows, block, self._model, NO_WORK)
 
     def open(
-        self, feeds: Sequence[BlockFeed], words: Sequence[int], sources: Sequence[int],
-        speakers: Sequence[Speaker], work: Work,
+        self, feeds: Sequence[Feed], words: Sequence[int], sources: Sequence[int],
+        samplers: Sequence[Sampler], work: Work,
     ) -> None:  # fmt: skip
         """words: the feeds' roots as draft ids; sources: addresses of all rows' features."""
         given, at, self._count = self._numbers, 0, len(feeds)
-        for i, (feed, word, speaker) in enumerate(zip(feeds, words, speakers, strict=True)):
+        for i, (feed, word, sampler) in enumerate(zip(feeds, words, samplers, strict=True)):
             place, start, count = feed.place, feed.start, len(feed.rows)
             own = (
                 place.keys_at,
@@ -187,12 +187,12 @@ class BlockCall:
                 place.blocks,
                 start,
                 count,
-                feed.root,
+                feed.tokens[-1],
                 word,
-                speaker.position,
+                sampler.position,
             )
             given[at : at + NUM_COLUMNS] = array("q", own)
-            self._temperatures[i], self._seeds[i] = speaker.temperature, speaker.seed
+            self._temperatures[i], self._seeds[i] = sampler.temperature, sampler.seed
             at += NUM_COLUMNS
         given[self._sources : self._sources + len(sources)] = array("q", sources)
         self._call[CONTEXT] = len(sources) // self._constants.num_sources

@@ -187,8 +187,8 @@ class CpuBurstBackend:
     def _head_part(self, given: BurstInput, length: int) -> HeadPart:
         if self._head is None:
             return HeadPart(0, 0, 0, 0, 0, 0, 0)
-        (feed,), (speaker,) = given.feeds, given.speakers
-        where = self._head.open(feed, speaker, length, given.least, given.num_rounds * (length + 1))
+        (feed,), (sampler,) = given.feeds, given.samplers
+        where = self._head.open(feed, sampler, length, given.least, given.num_rounds * (length + 1))
         return HeadPart(self._drafts, *where, len(self._source_of), self._source_of.buffer_info()[0])
 
     def written(self, made: int, length: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -30,7 +30,7 @@ from paceline.cpu.compile import numbers, place_of
 from paceline.cpu.head_memory import NO_WORK, address
 from paceline.cpu.heads import Rows, Work
 from paceline.cpu.layer import Model
-from paceline.heads.rows import Feed, Guesses, Node, Speaker
+from paceline.heads.rows import Feed, Guesses, Node, Sampler
 
 MOST_ROWS, MOST_STEPS = 16, 16  # of the usual call: one request, whose rows are the tokens of a few passes
 # columns of the usual call's rows, in numbers
@@ -107,11 +107,11 @@ class ChainCall:
         return Call(first, then, model, entry, task, following, NO_WORK)
 
     def open(
-        self, feeds: Sequence[Feed], sources: Sequence[int], speakers: Sequence[Speaker], steps: int,
+        self, feeds: Sequence[Feed], sources: Sequence[int], samplers: Sequence[Sampler], steps: int,
         least: float, work: Work,
     ) -> None:  # fmt: skip
         """Write down what `draft_chains` must know of feeds, after whose last rows chains of up to `steps`
-        tokens are drafted, until no chance reaches `least`; without speakers they are only read."""
+        tokens are drafted, until no chance reaches `least`; without samplers they are only read."""
         given, rows, row, then, count = self._numbers, self.most.rows, 0, self._then, self.most.feeds
         for i, feed in enumerate(feeds):
             place, at = feed.place, feed.start
@@ -125,11 +125,11 @@ class ChainCall:
             given[self._speaking + i] = row - 1
             for column, number in enumerate((0, at, keys, values, blocks, at, at + 1)):
                 given[then + column * count + i] = number
-        for i, speaker in enumerate(speakers):
-            given[self._position + i] = speaker.position
-            self._seeds[i], self._temperatures[i] = speaker.seed, speaker.temperature
+        for i, sampler in enumerate(samplers):
+            given[self._position + i] = sampler.position
+            self._seeds[i], self._temperatures[i] = sampler.seed, sampler.temperature
         self._floats[TASK + LEAST] = self._floats[FOLLOWING + LEAST] = least
-        self._open(row, sources, len(speakers), steps, work)
+        self._open(row, sources, len(samplers), steps, work)
 
     def open_nodes(self, nodes: Sequence[Node], sources: Sequence[int], work: Work) -> None:
         """The same of the nodes of a tree's level, each of which speaks once."""

@@ -16,12 +16,11 @@ from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_memory import NOTHING, Memory, Place, Room, Tensors, address, draft_ids, sources_of
 from paceline.cpu.sync import num_threads
-from paceline.heads.config import DraftConfig, EagleConfig, LayeredConfig
-from paceline.heads.others import Eagle1Config
-from paceline.heads.rows import Feed, Guesses, Node, Row, Said, Speaker
+from paceline.heads.config import DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
+from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Row, Sampler
 
 CHUNK = 256  # rows read in one pass
-GREEDY = Speaker(0.0, 0, 0)
+GREEDY = Sampler(0.0, 0, 0)
 
 
 def _kind_of(config: LayeredConfig) -> int:
@@ -74,12 +73,11 @@ class ChainHead:
     def num_bytes(self) -> int:
         return self._memory.num_bytes
 
-    def read(self, feeds: Sequence[Feed]) -> None:
-        """Take rows into the sequences; nothing is guessed."""
-        for feed in feeds:
-            for first in range(0, len(feed.tokens), CHUNK):
-                part = slice(first, first + CHUNK)
-                self._run([Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], [])
+    def read(self, feed: Feed) -> None:
+        """Take rows into a sequence; nothing is guessed."""
+        for first in range(0, len(feed.tokens), CHUNK):
+            part = slice(first, first + CHUNK)
+            self._run([Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], [])
 
     def place(self) -> Place:
         return Place(self.model.num_layers * self.config.num_kv_heads, self.config.head_dim)
@@ -90,23 +88,23 @@ class ChainHead:
     def can_guess(self, temperature: float) -> bool:
         return True
 
-    def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses:
+    def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed, until no chance reaches `least`."""
-        return self._run(feeds, speakers, steps, least).guesses
+        return self._run(feeds, samplers, steps, least).guesses
 
     def open(
-        self, feed: Feed, speaker: Speaker, steps: int, least: float, num_more: int
+        self, feed: Feed, sampler: Sampler, steps: int, least: float, num_more: int
     ) -> tuple[int, int, int, int]:
         """For the burst, which calls the kernel several times: with room for `num_more` rows. Addresses, as
         ChainCall's."""
-        self._open(self._single, [feed], [speaker], steps, least, num_more)
+        self._open(self._single, [feed], [sampler], steps, least, num_more)
         return self._single.addresses
 
-    def begin(self, feeds: Sequence[Feed]) -> Said:
+    def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
         """The logits after the last row of each feed."""
-        return self._said(self._run(feeds, [GREEDY] * len(feeds)))
+        return self._output(self._run(feeds, [GREEDY] * len(feeds)))
 
-    def level(self, nodes: Sequence[Node]) -> Said:
+    def level(self, nodes: Sequence[Node]) -> HeadOutput:
         """The logits after each node of a tree's level."""
         for node in nodes:
             node.place.reserve(node.at + 1)
@@ -116,29 +114,29 @@ class ChainHead:
         longest = max(n.seen for n in nodes) + most
         call.open_nodes(nodes, sources, self._room.get(len(nodes), longest))
         call.run()
-        return self._said(call)
+        return self._output(call)
 
     def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
         """[feeds, hidden] after the last row of each; the next call may write there, too."""
         return torch.from_numpy(self._run(feeds, [GREEDY] * len(feeds), has_logits=False).outputs)
 
-    def _said(self, call: ChainCall) -> Said:
+    def _output(self, call: ChainCall) -> HeadOutput:
         """Outputs are sources of the nodes that follow, so they are copied."""
         logits = torch.from_numpy(call.logits[:, : self.config.draft_vocab_size])
-        return Said(logits, list(call.outputs.copy()))
+        return HeadOutput(logits, list(call.outputs.copy()))
 
     def _run(
-        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int = 0, least: float = 0.0, *,
+        self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int = 0, least: float = 0.0, *,
         has_logits: bool = True,
     ) -> ChainCall:  # fmt: skip
         """The call that was made, which knows what came of it."""
         call = self._call_for(len(feeds), sum(len(feed.tokens) for feed in feeds), 0, steps)
-        self._open(call, feeds, speakers, steps, least, 0)
+        self._open(call, feeds, samplers, steps, least, 0)
         call.run(has_logits=has_logits)
         return call
 
     def _open(
-        self, call: ChainCall, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float,
+        self, call: ChainCall, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float,
         num_more: int,
     ) -> None:  # fmt: skip
         longest = 0
@@ -149,7 +147,7 @@ class ChainHead:
         rows = feeds[0].rows if len(feeds) == 1 else [row for feed in feeds for row in feed.rows]
         sources = sources_of(rows, self._layers, self.model.hidden)
         work = self._room.get(max(call.most.rows, MOST_ROWS), longest)
-        call.open(feeds, sources, speakers, steps, least, work)
+        call.open(feeds, sources, samplers, steps, least, work)
 
     def _call_for(self, feeds: int, rows: int, others: int, steps: int) -> ChainCall:
         """The usual one, or one with more room."""

@@ -30,7 +30,7 @@ from paceline.cpu.value_tiles import CHUNK, LONGEST
 from paceline.loaders.packed import Progress, Source, Tensors, load_packed, pack_model
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits, padded
-from paceline.models.rope import RotaryTables, rotary_tables
+from paceline.models.rope import Angles, rotary_tables
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, width]
 NO_HIDDEN: dict[int, torch.Tensor] = {}
@@ -293,7 +293,7 @@ def _span(positions: int) -> int:
     return (padded(positions, 16) // 16 | 1) * 16
 
 
-def _rotary(config: ModelConfig) -> tuple[RotaryTables, RotaryTables]:
+def _rotary(config: ModelConfig) -> tuple[Angles, Angles]:
     """Tables of the global and of the local layers."""
     first = rotary_tables(config.rope, config.head_dim, config.max_context)
     second = first

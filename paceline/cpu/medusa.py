@@ -24,7 +24,7 @@ from paceline.cpu.rows import add, copy, gate, normalize
 from paceline.cpu.sync import barrier, close_region, join, num_threads, open_region
 from paceline.cpu.taps import address_in
 from paceline.heads.config import MedusaConfig
-from paceline.heads.rows import Guesses, Row, Speaker
+from paceline.heads.rows import Guesses, Row, Sampler
 
 MATRIX_BYTES = 8 * size_of(Matrix)
 
@@ -153,7 +153,7 @@ def draft_heads(at, threads):  # type: ignore[no-untyped-def]
 
 
 class MedusaHead:
-    """What drafters see: heads/side.py has the same in torch."""
+    """What drafters see: heads/torch_heads.py has the same in torch."""
 
     def __init__(self, config: MedusaConfig, tensors: Tensors, norm: torch.Tensor) -> None:
         """norm: the target's last, or the trunk's."""
@@ -181,18 +181,18 @@ class MedusaHead:
     def can_guess(self, temperature: float) -> bool:
         return True
 
-    def guess(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Guesses:
+    def guess(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Guesses:
         """The best token of each head, and the chance of the path to it."""
-        _, tokens, chances = self._run(rows, speakers)
+        _, tokens, chances = self._run(rows, samplers)
         return Guesses(tokens.tolist(), chances.cumprod(0).tolist())
 
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """[heads, requests, draft vocabulary]."""
-        found, _, _ = self._run(rows, [Speaker(0.0, 0, 0)] * len(rows))
+        found, _, _ = self._run(rows, [Sampler(0.0, 0, 0)] * len(rows))
         return torch.from_numpy(found[:, :, : self.config.draft_vocab_size])
 
     def _run(
-        self, rows: Sequence[Row], speakers: Sequence[Speaker]
+        self, rows: Sequence[Row], samplers: Sequence[Sampler]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Logits, tokens and chances, [heads, requests, ...]."""
         m, count, layer = self._heads, len(rows), self.config.target_layers
@@ -201,9 +201,9 @@ class MedusaHead:
         states = np.empty((m.num_heads, count, m.hidden), np.float32)
         z = np.empty((count, m.first.n), np.float32)
         sources = np.array([address_in(r.hidden, layer) + 4 * m.hidden * r.at for r in rows])
-        temperatures = np.array([s.temperature for s in speakers], np.float64)
-        seeds = np.array([s.seed for s in speakers], np.uint64)
-        positions = np.array([s.position for s in speakers], np.int64)
+        temperatures = np.array([s.temperature for s in samplers], np.float64)
+        seeds = np.array([s.seed for s in samplers], np.uint64)
+        positions = np.array([s.position for s in samplers], np.int64)
         given = [address(each) for each in (sources, temperatures, seeds, positions, self._ids)]
         made = [address(each) for each in (states, z, logits, tokens, chances)]
         task = Task._make((count, *given, len(self._ids), *made))

@@ -1,4 +1,4 @@
-"""A suffix tree over a window of text, in flat arrays: the compiled part of proposers/suffix_tree.py.
+"""A suffix tree over a window of text, in flat arrays: the compiled part of drafters/suffix.py.
 
 A node is a row of int32: a string that occurred, how often, how often something followed, and its children,
 the likeliest first. A string that occurred once has no children: it is a leaf that says where the text goes

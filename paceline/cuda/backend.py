@@ -19,7 +19,7 @@ from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.cuda.weights import dtype_of
 from paceline.heads.config import LayeredConfig
 from paceline.loaders.head_files import Head
-from paceline.models.kv_format import FLOATS, KvFormat
+from paceline.models.attention import FLOATS, KvFormat
 
 
 class CudaBackend:

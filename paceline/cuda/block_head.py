@@ -26,7 +26,7 @@ from paceline.cuda.pick import guess, step_results
 from paceline.cuda.recorded_head import CachedHead
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import DflashConfig
-from paceline.heads.rows import BlockFeed, Guesses, Speaker
+from paceline.heads.rows import Feed, Guesses, Sampler
 from paceline.loaders.head_files import Head
 
 
@@ -58,7 +58,7 @@ class CudaBlockHead(CachedHead):
         self._words[ids] = np.arange(len(ids), dtype=np.int32)
 
     @torch.inference_mode()
-    def read(self, feed: BlockFeed) -> None:
+    def read(self, feed: Feed) -> None:
         """Features, fused and normed, as keys and values of every layer."""
         count, end = len(feed.rows), feed.start + len(feed.rows)
         feed.place.reserve(end)
@@ -74,13 +74,13 @@ class CudaBlockHead(CachedHead):
             self._queries(i, context, buffer.on_device)
 
     @torch.inference_mode()
-    def logits(self, feeds: Sequence[BlockFeed], steps: int) -> torch.Tensor:
+    def logits(self, feeds: Sequence[Feed], steps: int) -> torch.Tensor:
         return self._run_feeds(feeds, (), steps)[:, : len(feeds)]
 
     @torch.inference_mode()
-    def guess(self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int) -> Guesses:
+    def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses:
         """Tokens from left to right; the device is waited for once."""
-        return inputs.guesses_of(self._run_feeds(feeds, speakers, steps), len(feeds))
+        return inputs.guesses_of(self._run_feeds(feeds, samplers, steps), len(feeds))
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
@@ -89,14 +89,14 @@ class CudaBlockHead(CachedHead):
             for count in range(1, steps + 1):
                 self._recorded(BlockShape(inputs.rows_for(1), 1, context, count, is_guessed=True))
 
-    def _tail(self, feed: BlockFeed) -> BlockFeed:
+    def _tail(self, feed: Feed) -> Feed:
         """The feed without what is too long for a recording, which is read now."""
         if len(feed.rows) <= inputs.TAIL:
             return feed
         self.read(feed._replace(rows=feed.rows[:-1]))
         return feed._replace(start=feed.start + len(feed.rows) - 1, rows=feed.rows[-1:])
 
-    def _run_feeds(self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int) -> torch.Tensor:
+    def _run_feeds(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> torch.Tensor:
         feeds, size = [self._tail(feed) for feed in feeds], self.config.block_size
         ends = [feed.start + len(feed.rows) for feed in feeds]
         for feed, end in zip(feeds, ends, strict=True):
@@ -105,12 +105,12 @@ class CudaBlockHead(CachedHead):
             inputs.rows_for(sum(len(feed.rows) for feed in feeds)),
             inputs.requests_for(len(feeds)),
         )
-        shape = BlockShape(num_rows, requests, context_for(max(ends) + size), steps, bool(speakers))
-        values = {**self._values(shape, feeds), **inputs.choice_values(speakers)}
+        shape = BlockShape(num_rows, requests, context_for(max(ends) + size), steps, bool(samplers))
+        values = {**self._values(shape, feeds), **inputs.choice_values(samplers)}
         found: torch.Tensor = self._launch(shape, values, inputs.is_recordable(shape.rows, shape.requests))
         return found
 
-    def _values(self, shape: BlockShape, feeds: Sequence[BlockFeed]) -> dict[str, Any]:
+    def _values(self, shape: BlockShape, feeds: Sequence[Feed]) -> dict[str, Any]:
         """Rows of the texts, padding, then the blocks: a root and masks each."""
         size, masked = self.config.block_size, [self.config.mask_token_id] * (self.config.block_size - 1)
         ends = [feed.start + len(feed.rows) for feed in feeds]
@@ -129,11 +129,11 @@ class CudaBlockHead(CachedHead):
                 *[self._cache.trash_slot] * extra,
                 *(slot for place, start, end in blocks for slot in place.slots(start, end)),
             ],
-            "tokens": [token for feed in feeds for token in (feed.root, *masked)],
+            "tokens": [token for feed in feeds for token in (feed.tokens[-1], *masked)],
             "masks": mask_words([*[0] * (len(feeds) * size), *absent], 1).reshape(-1),
             "prefixes": [end + size for end in ends],
             "tables": inputs.block_tables([feed.place for feed in feeds], shape.context // BLOCK_SIZE),
-            "words": [self._words[feed.root] for feed in feeds],
+            "words": [self._words[feed.tokens[-1]] for feed in feeds],
         }  # fmt: skip
 
     def prepare(self, shape: BlockShape) -> tuple[Callable[[], Any], Buffer]:

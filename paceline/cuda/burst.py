@@ -137,7 +137,7 @@ class CudaBurstBackend:
         )
         recording, room = self._graphs.get(self._key(shape), lambda: self._prepare(shape))
         table = table_of_rounds(feeds, self._head.taps, rows, self._head.nowhere)
-        room.buffer.fill(self._head.values(shape.head, table, feeds, given.speakers))
+        room.buffer.fill(self._head.values(shape.head, table, feeds, given.samplers))
         room.inputs.fill(columns, batch.picks)
         room.ring.number.zero_()
         self._decoder.latest = None  # a round's picks lie where a pass's do

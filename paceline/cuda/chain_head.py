@@ -25,9 +25,8 @@ from paceline.cuda.overlap import PLAIN_ROWS
 from paceline.cuda.pick import guess, step_results
 from paceline.cuda.recorded_head import CachedHead
 from paceline.cuda.weights import head_reader
-from paceline.heads.config import DraftConfig, EagleConfig, LayeredConfig
-from paceline.heads.others import Eagle1Config
-from paceline.heads.rows import Feed, Guesses, Node, Said, Speaker
+from paceline.heads.config import DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
+from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Sampler
 from paceline.loaders.head_files import Head
 
 CHUNK = 256  # rows of a text read in one pass
@@ -50,19 +49,18 @@ class CudaChainHead(CachedHead):
         self._ones = torch.ones(config.hidden_size, device=self.device)
 
     @torch.inference_mode()
-    def read(self, feeds: Sequence[Feed]) -> None:
-        for feed in feeds:
-            for first in range(0, len(feed.tokens), CHUNK):
-                part = slice(first, first + CHUNK)
-                some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
-                table = inputs.table_of_feeds([some], self.taps)
-                shape = ChainShape(len(table.tokens), 1, 1, context_for(table.prefixes[0]), 0, is_true=True)
-                # Nothing waits for it, and a recording's inputs are one buffer.
-                self._launch(shape, inputs.row_values(table, shape), is_recorded=False)
+    def read(self, feed: Feed) -> None:
+        for first in range(0, len(feed.tokens), CHUNK):
+            part = slice(first, first + CHUNK)
+            some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
+            table = inputs.table_of_feeds([some], self.taps)
+            shape = ChainShape(len(table.tokens), 1, 1, context_for(table.prefixes[0]), 0, is_true=True)
+            # Nothing waits for it, and a recording's inputs are one buffer.
+            self._launch(shape, inputs.row_values(table, shape), is_recorded=False)
 
     @torch.inference_mode()
-    def begin(self, feeds: Sequence[Feed]) -> Said:
-        return self._said(inputs.table_of_feeds(self._tails(feeds), self.taps), is_true=True)
+    def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
+        return self._after(inputs.table_of_feeds(self._tails(feeds), self.taps), is_true=True)
 
     @torch.inference_mode()
     def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
@@ -70,14 +68,14 @@ class CudaChainHead(CachedHead):
         return self._run_rows(inputs.table_of_feeds(self._tails(feeds), self.taps), is_true=True)[1]
 
     @torch.inference_mode()
-    def level(self, nodes: Sequence[Node]) -> Said:
+    def level(self, nodes: Sequence[Node]) -> HeadOutput:
         for node in nodes:
             node.place.reserve(node.at + 1)  # before the trash slot is asked for: more memory moves it
         has_sources, trash_slot = bool(self.taps), self._cache.trash_slot
-        return self._said(inputs.table_of_nodes(nodes, trash_slot, self.nowhere, has_sources), is_true=False)
+        return self._after(inputs.table_of_nodes(nodes, trash_slot, self.nowhere, has_sources), is_true=False)
 
     @torch.inference_mode()
-    def guess(self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float) -> Guesses:
+    def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed; short ones are as quick, so `least` stops nothing."""
         feeds = self._tails(feeds)
         ends = [feed.start + len(feed.tokens) for feed in feeds]
@@ -86,7 +84,7 @@ class CudaChainHead(CachedHead):
         table, requests = inputs.table_of_feeds(feeds, self.taps), inputs.requests_for(len(feeds))
         rows, context = inputs.rows_for(len(table.tokens)), context_for(max(ends) + steps)
         shape = ChainShape(rows, requests, requests, context, steps, is_true=True)
-        values = self.values(shape, table, feeds, speakers)
+        values = self.values(shape, table, feeds, samplers)
         results = self._launch(shape, values, inputs.is_recordable(rows, requests))
         return inputs.guesses_of(results, len(feeds))
 
@@ -102,14 +100,14 @@ class CudaChainHead(CachedHead):
         tails = []
         for f in feeds:
             if len(f.tokens) > inputs.TAIL:
-                self.read([f._replace(tokens=f.tokens[:-1], rows=f.rows[:-1])])
+                self.read(f._replace(tokens=f.tokens[:-1], rows=f.rows[:-1]))
                 f = Feed(f.place, f.start + len(f.tokens) - 1, f.tokens[-1:], f.rows[-1:])
             tails.append(f)
         return tails
 
-    def _said(self, table: PassRows, is_true: bool) -> Said:
+    def _after(self, table: PassRows, is_true: bool) -> HeadOutput:
         logits, outputs = self._run_rows(table, is_true)
-        return Said(logits, list(outputs.clone()))
+        return HeadOutput(logits, list(outputs.clone()))
 
     def _run_rows(self, table: PassRows, is_true: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [n, words] and outputs [n, hidden] where the passes leave them."""
@@ -122,7 +120,7 @@ class CudaChainHead(CachedHead):
         return logits[:count], outputs[:count]
 
     def values(
-        self, shape: ChainShape, table: PassRows, feeds: Sequence[Feed], speakers: Sequence[Speaker]
+        self, shape: ChainShape, table: PassRows, feeds: Sequence[Feed], samplers: Sequence[Sampler]
     ) -> dict[str, Any]:
         """What chains after the feeds read, and where the rows of further steps lie: [steps, requests]."""
         ends = [feed.start + len(feed.tokens) for feed in feeds]
@@ -134,7 +132,7 @@ class CudaChainHead(CachedHead):
             slots += [feed.place.slot(end + step) for feed, end in zip(feeds, ends, strict=True)]
             slots += [self._cache.trash_slot] * padding
         ahead = {"next_positions": positions, "next_slots": slots}
-        return {**inputs.row_values(table, shape), **inputs.choice_values(speakers), **ahead}
+        return {**inputs.row_values(table, shape), **inputs.choice_values(samplers), **ahead}
 
     def prepare(self, shape: ChainShape) -> tuple[Callable[[], Any], Buffer]:
         num_features = len(self.taps) if shape.is_true else min(len(self.taps), 1)

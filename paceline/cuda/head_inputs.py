@@ -18,7 +18,7 @@ import torch
 from paceline.core.types import BLOCK_SIZE
 from paceline.cuda.batch import REQUESTS, WORD, Column, context_for, mask_words, next_size
 from paceline.cuda.recorded_head import PagedPlace
-from paceline.heads.rows import Feed, Guesses, Node, Row, Speaker
+from paceline.heads.rows import Feed, Guesses, Node, Row, Sampler
 
 ALIGNED = 4  # numbers of 32 bits
 ROWS = (8, 32, 128, 256)  # of texts in a pass; beyond, kernel by kernel
@@ -186,11 +186,11 @@ def choice_columns(requests: int) -> dict[str, Column]:
     return {"temperatures": Column((requests,), np.float64), "seeds": whole, "places": whole}
 
 
-def choice_values(speakers: Sequence[Speaker]) -> dict[str, Any]:
+def choice_values(samplers: Sequence[Sampler]) -> dict[str, Any]:
     return {
-        "temperatures": [speaker.temperature for speaker in speakers],
-        "seeds": np.array([speaker.seed for speaker in speakers], np.uint64).view(np.int64),
-        "places": [speaker.position for speaker in speakers],
+        "temperatures": [sampler.temperature for sampler in samplers],
+        "seeds": np.array([sampler.seed for sampler in samplers], np.uint64).view(np.int64),
+        "places": [sampler.position for sampler in samplers],
     }
 
 

@@ -21,7 +21,7 @@ from paceline.cuda.pick import guess
 from paceline.cuda.recorded_head import RecordedHead
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import TRUNK, MedusaConfig
-from paceline.heads.rows import Guesses, Row, Speaker
+from paceline.heads.rows import Guesses, Row, Sampler
 from paceline.loaders.head_files import Head
 
 
@@ -52,8 +52,8 @@ class CudaMedusaHead(RecordedHead):
         )
 
     @torch.inference_mode()
-    def guess(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Guesses:
-        return guesses_of(self._run_rows(rows, speakers), len(rows))
+    def guess(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Guesses:
+        return guesses_of(self._run_rows(rows, samplers), len(rows))
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -64,9 +64,9 @@ class CudaMedusaHead(RecordedHead):
         """Record what a request alone will need; all heads are computed, however many tokens are wanted."""
         self._recorded(SideShape(1, is_guessed=True))
 
-    def _run_rows(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> torch.Tensor:
-        shape = SideShape(requests_for(len(rows)), bool(speakers))
-        values = {"addresses": addresses_of(rows, (self.config.target_layers,)), **choice_values(speakers)}
+    def _run_rows(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> torch.Tensor:
+        shape = SideShape(requests_for(len(rows)), bool(samplers))
+        values = {"addresses": addresses_of(rows, (self.config.target_layers,)), **choice_values(samplers)}
         found: torch.Tensor = self._launch(shape, values, is_recorded=True)
         return found
 

@@ -22,7 +22,7 @@ from paceline.cuda.rows import Activation
 from paceline.loaders.head_files import Head
 from paceline.models.attention import LayerCache
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.rope import RotaryTables, rotary_tables
+from paceline.models.rope import Angles, rotary_tables
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {"int8": 8, "int4": 4}  # weights alone: activations are bfloat16
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
     attention_norm: torch.Tensor
     qkv: Matrix
     qk_norms: tuple[torch.Tensor | None, torch.Tensor | None]
-    rotary: RotaryTables
+    rotary: Angles
     window: int | None
     out: Matrix
     after_attention: torch.Tensor | None
@@ -117,11 +117,11 @@ class WeightReader:
         biases = [self._read(f"{name}.bias").to(self.device).to(self.dtype) for name in names if has_bias]
         return Matrix(pack(weight, self._bits or 16), torch.cat(biases) if biases else None, self._is_exact)
 
-    def rotary(self, rope: RopeConfig, head_dim: int, num_positions: int) -> RotaryTables:
+    def rotary(self, rope: RopeConfig, head_dim: int, num_positions: int) -> Angles:
         tables = rotary_tables(rope, head_dim, num_positions)
-        return RotaryTables(*(table.to(self.device).contiguous() for table in tables))
+        return Angles(*(table.to(self.device).contiguous() for table in tables))
 
-    def layer(self, prefix: str, rotary: RotaryTables, eps: float, window: int | None = None) -> Layer:
+    def layer(self, prefix: str, rotary: Angles, eps: float, window: int | None = None) -> Layer:
         """Gemma norms what a block adds, too: then there are four norms."""
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         before, after, before_mlp, after_mlp = (self.norm(f"{prefix}{name}_layernorm") for name in NORMS)

@@ -1,17 +1,17 @@
-"""What every drafter shares: how it is made, and the small steps between logits and a Draft."""
+"""What every drafter shares: its interface, how its options are checked, and how a Draft is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from paceline.core.options import require
+from paceline.core.options import is_whole, require
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.heads.rows import BurstBackend, Feed, Matcher, Speaker
+from paceline.heads.rows import BurstBackend, Feed, Matcher, Sampler
 
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
@@ -31,14 +31,35 @@ class DrafterContext:
     vocab_size: int | None = None  # of the texts that are drafted, where the executor's is another
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """A drafter's options, checked on construction: flags, and numbers within their limits."""
+
+    num_speculative_tokens: int = 4  # K: how many tokens to draft
+    # an option, its least and its most; floats allow any number between them, ints only whole ones
+    limits: ClassVar[tuple[tuple[str, float, float], ...]] = (("num_speculative_tokens", 1, 128),)
+
+    def __post_init__(self) -> None:
+        defaults = {option.name: option.default for option in fields(self)}
+        for name in (name for name, default in defaults.items() if isinstance(default, bool)):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "use true or false")
+        for name, low, high in self.limits:
+            value: Any = getattr(self, name)
+            ok, remedy = is_whole(value), f"use a whole number from {low:,} to {high:,}"
+            if isinstance(high, float):
+                ok, remedy = ok or isinstance(value, float), f"use a number from {low:g} to {high:g}"
+            is_unset = value is None and defaults[name] is None
+            require(is_unset or (ok and low <= value <= high), name, value, remedy)
+
+
 class Drafter:
     """Proposes a token tree for each request and learns from what was accepted. It never changes a request.
 
     A draft with q is sampled: how long it is may depend on what was drawn before a node, never on the node's
-    own token.
-    """
+    own token."""
 
     name = ""
+    Config: type[DrafterConfig] = DrafterConfig
     needs = Needs()
     is_free = False  # drafts without running a model
     can_rewind = False  # may be shown guesses as text, and see them taken back
@@ -48,6 +69,9 @@ class Drafter:
     usual = 0.0  # how often its first token was right where it was trained; 0: not known
     burst_backend: BurstBackend | None = None  # what runs its head and the target without the host
 
+    def __init__(self, config: Any, context: DrafterContext | None = None) -> None:
+        self.config = config
+
     @property
     def members(self) -> tuple[Drafter, ...]:
         """The drafters that a policy may ask one by one."""
@@ -55,6 +79,11 @@ class Drafter:
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One draft each, of at most that many nodes; maybe empty."""
+        pairs = zip(requests, budgets, strict=True)
+        return [self.draft(request, n) if n else empty(request, self.name) for request, n in pairs]
+
+    def draft(self, request: Request, budget: int) -> Draft:
+        """The same for one request: enough for a drafter to which requests have nothing in common."""
         raise NotImplementedError
 
     def observe(self, seen: Sequence[Seen]) -> None:
@@ -67,7 +96,7 @@ class Drafter:
         """Tokens of each draft in a burst of these requests, at most `most`; 0: it can have none."""
         return 0
 
-    def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Speaker]]:
+    def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Sampler]]:
         """What its head has not read yet, and how it chooses tokens."""
         return [], []
 
@@ -76,36 +105,7 @@ class Drafter:
         return None
 
     def end_round(self, requests: Sequence[Request], num_read: int | None) -> None:
-        """A round of a burst is about to be committed, in which its head has read rows (None: all there
-        were).
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterConfig:
-    """The one option all drafters have. K: how many tokens to draft."""
-
-    num_speculative_tokens: int = 4
-
-    def __post_init__(self) -> None:
-        check_whole(self, "num_speculative_tokens", 1, 128)
-
-
-def check_whole(config: object, name: str, low: int, high: int) -> None:
-    value = getattr(config, name)
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    require(is_whole and low <= value <= high, name, value, f"use a whole number from {low:,} to {high:,}")
-
-
-def check_number(config: object, name: str, low: float, high: float) -> None:
-    value = getattr(config, name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number and low <= value <= high, name, value, f"use a number from {low:g} to {high:g}")
-
-
-def check_flag(config: object, name: str) -> None:
-    value = getattr(config, name)
-    require(isinstance(value, bool), name, value, "use true or false")
+        """A round of a burst is about to be committed; its head has read this many rows (None: all)."""
 
 
 def empty(request: Request, source: str = "") -> Draft:
@@ -120,53 +120,40 @@ def chain(
     chances: Sequence[float] | None = None,
 ) -> Draft:
     """A chain draft, ended after the first token that would end the request. q: the distribution each token
-    was sampled from.
-    """
+    was sampled from."""
     if not request.stop_ids.isdisjoint(tokens):
         length = next(i + 1 for i, t in enumerate(tokens) if t in request.stop_ids)
         tokens, q, chances = tokens[:length], q[:length], chances and chances[:length]
-    known = {i: row for i, row in enumerate(q) if row is not None} if q else None
-    return Draft(
-        Tree.chain(request.tokens[-1], tokens),
-        source,
-        known or None,
-        None if chances is None else (1.0, *chances),
-    )
+    known = {i: row for i, row in enumerate(q) if row is not None} or None
+    reached = None if chances is None else (1.0, *chances)
+    return Draft(Tree.chain(request.tokens[-1], tokens), source, known, reached)
 
 
-def propose_each(
-    drafter: Drafter,
-    draft: Callable[[Request, int], Draft],
-    requests: Sequence[Request],
-    budgets: Sequence[int],
-) -> list[Draft]:
-    """One draft after the other, for drafters to which requests have nothing in common."""
-    pairs = zip(requests, budgets, strict=True)
-    return [draft(request, budget) if budget else empty(request, drafter.name) for request, budget in pairs]
-
-
-def planted(
+def tree_draft(
     request: Request, tokens: Sequence[int], parents: Sequence[int], chances: Sequence[float], source: str
 ) -> Draft:
     """A draft from its nodes, the root first, which are a tree. What would follow a token that ends the
-    request is left out.
-    """
-    if not request.stop_ids.isdisjoint(tokens[1:]):
-        kept, places = [0], {0: 0}
-        for node in range(1, len(tokens)):
-            parent = parents[node]
-            if parent in places and not (parent and tokens[parent] in request.stop_ids):
-                places[node] = len(kept)
-                kept.append(node)
-        tokens, chances = [tokens[node] for node in kept], [chances[node] for node in kept]
-        parents = [-1, *(places[parents[node]] for node in kept[1:])]
-    return Draft(Tree.known(tuple(tokens), tuple(parents)), source, chances=tuple(chances))
+    request is left out."""
+    draft = Draft(Tree.known(tuple(tokens), tuple(parents)), source, chances=tuple(chances))
+    ends = request.stop_ids
+    if ends.isdisjoint(tokens[1:]):
+        return draft
+    kept = [0]
+    for node, parent in enumerate(parents[1:], start=1):
+        if parent in kept and not (parent and tokens[parent] in ends):
+            kept.append(node)
+    return draft.cut(kept)
+
+
+def num_same(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of their first tokens are the same."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
 def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
     """Cut or pad the last dimension to the target's vocabulary: families pad theirs differently, and padding
-    is never drafted.
-    """
+    is never drafted."""
     width = logits.shape[-1]
     if width >= size:
         return logits[..., :size]

@@ -9,82 +9,55 @@ likely, so a tree's nodes differ with their parents.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from paceline.core.types import Draft, Request
+from paceline.core.types import Draft
 from paceline.drafters.base import DrafterContext
-from paceline.drafters.features import Library, Read
 from paceline.drafters.grow import Growth
-from paceline.drafters.heads import Asked, HeadDrafter, HeadDrafterConfig, Numbered
+from paceline.drafters.head_texts import HeadTexts, Text
+from paceline.drafters.heads import HeadDrafter, HeadDrafterConfig, Wanted
 from paceline.heads.config import DflashConfig
-from paceline.heads.rows import BlockFeed, Guesses
+from paceline.heads.rows import BlockBackend, Guesses, Sampler
 
 CHUNK = 256  # rows: where more wait, they are taken in before
 
 
 class Dflash(HeadDrafter):
     name = "dflash"
-    kinds = ("dflash",)
+    is_eager = False
+    backend: BlockBackend
 
     def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
         super().__init__(config, context)
-        assert isinstance(self.head.config, DflashConfig)
-        self._most = self.head.config.num_drafts
-        executor, steps = context.executor, min(self.longest_chain, self._most)
+        head, executor = self.head.config, context.executor
+        assert isinstance(head, DflashConfig)
+        self._limit_depth(head.num_drafts)
+        self._most, steps = head.num_drafts, min(self.longest_chain, head.num_drafts)
         blocks = executor.memory.num_blocks
-        self._backend = executor.backend.block_head(self.head, executor.decoder, blocks, steps)
-        self._library = Library(self._backend.place, self._backend.fork, self._read_most, lookahead=0)
-        self._tree = replace(config, tree_depth=min(config.tree_depth or self._most, self._most))
-        self._factors: list[torch.Tensor] | None = None  # the Markov head's, where the logits are
-        self._words = None if self._ids is None else {int(token): i for i, token in enumerate(self._ids)}
+        self.backend = executor.backend.block_head(self.head, executor.decoder, blocks, steps)
+        self.texts = HeadTexts(self.backend, CHUNK, lookahead=0)
+        # the Markov head: a token's row of the first factor, which the second turns into logits
+        ids = self.head.tensors.get("draft_ids")
+        self._rows = None if ids is None else {int(token): i for i, token in enumerate(ids)}
+        names = ["markov_w1.weight", "markov_w2.weight"] if head.markov_rank else []
+        self._factors = [self.head.tensors[name].to(executor.device) for name in names]
 
-    def can_guess(self, temperature: float) -> bool:
-        return self._backend.can_guess(temperature)
+    def guess(self, texts: Sequence[Text], samplers: Sequence[Sampler], steps: int) -> Guesses:
+        return self.backend.guess(self.texts.feeds(texts), samplers, min(steps, self._most))
 
-    def guess(self, asked: Sequence[Asked]) -> Guesses:
-        steps = min(max(a.limit for a in asked), self._most)
-        return self._backend.guess(
-            self._feeds(asked), [a.speaker for a in asked if a.speaker is not None], steps
-        )
+    def grow(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        feeds = self.texts.feeds([w.text for w in wanted])
+        logits = self.backend.logits(feeds, self._most)  # [steps, requests, words]
 
-    def grow(self, asked: Sequence[Asked]) -> list[Draft]:
-        logits = self._backend.logits(self._feeds(asked), self._most)  # [steps, requests, words]
+        def logits_after(growing: Sequence[Growth]) -> torch.Tensor:
+            found = torch.stack([logits[g.depth, g.number] for g in growing for _ in g.frontier])
+            if not self._factors:
+                return found
+            before, after = self._factors
+            tokens = [g.tokens[node] for g in growing for node in g.frontier]
+            if self._rows is not None:  # the last row stands for any other token
+                tokens = [self._rows.get(token, len(self._rows)) for token in tokens]
+            return found + (before[torch.tensor(tokens, device=found.device)] @ after.T).to(found)
 
-        def speak(growths: list[Growth], pairs: Numbered) -> torch.Tensor:
-            found = torch.stack([logits[growths[i].depth, i] for i, _ in pairs])
-            return found + self._markov([growths[i].tokens[node] for i, node in pairs], found)
-
-        return self.grow_all(asked, speak, self._tree)
-
-    def _markov(self, tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """What each token adds to the logits of the next: [n, words]."""
-        config = self.head.config
-        if not isinstance(config, DflashConfig) or not config.markov_rank:
-            return torch.zeros((), device=like.device)
-        if self._factors is None:
-            self._factors = [self.head.tensors[f"markov_w{i}.weight"].to(like.device) for i in (1, 2)]
-        before, after = self._factors
-        words = (
-            tokens
-            if self._words is None
-            else [self._words.get(token, config.draft_vocab_size) for token in tokens]
-        )
-        return (before[torch.tensor(list(words), device=like.device)] @ after.T).to(like)
-
-    def _feeds(self, asked: Sequence[Asked]) -> list[BlockFeed]:
-        """What the head has not read of each text."""
-        reads = [self._library.reading(text, CHUNK) for text, _, _ in asked]
-        return [self._take(read, len(read.text.waiting), read.tokens[-1]) for read in reads]
-
-    def _take(self, read: Read, count: int, root: int = 0) -> BlockFeed:
-        start = read.count
-        return BlockFeed(read.place, start, read.take(count), root)
-
-    def _read_most(self, read: Read) -> None:
-        self._backend.read(self._take(read, len(read.text.waiting) - 1))
-
-    def release(self, request: Request) -> None:
-        super().release(request)
-        self._library.finish(request.id)
+        return self.grow_all(wanted, logits_after)

@@ -1,8 +1,7 @@
-"""A smaller model with the same tokenizer drafts; its own KV cache is rolled back to what the target kept.
+"""Drafters that run a model: a smaller one with the same tokenizer, the target's own weights in fewer bits,
+or the target's first layers.
 
-Sampled under the request's own settings with q recorded, so the rejection rules apply. After a round the
-cache holds a trunk of text and guesses, and behind it the rows of the last pass; `_catch_up` keeps the part
-of both that became text.
+They sample under the request's own settings and record q, so the rejection rules apply.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.core.types import Cached, Draft, Request, Segment
-from paceline.drafters.base import DrafterContext
-from paceline.drafters.grow import TreeConfig, grow
-from paceline.drafters.reading import ModelDrafter, Reading, Rows
+from paceline.drafters.base import Drafter, DrafterContext, empty, fit_vocabulary, num_same
+from paceline.drafters.grow import Edge, Growth, TreeConfig, grow
+from paceline.drafters.reading import Reading
 from paceline.runtime.executor import LocalExecutor
 
 CHUNK = 512  # prompt tokens the draft model reads in one pass
@@ -27,33 +28,78 @@ class DraftModelConfig(TreeConfig):
 
     def __post_init__(self) -> None:
         TreeConfig.__post_init__(self)
-        require(
-            bool(self.model) and isinstance(self.model, str),
-            "model",
-            self.model,
-            "name the draft model: a path, 'default' or a Hugging Face name",
-        )
+        remedy = "name the draft model: a path, 'default' or a Hugging Face name"
+        require(bool(self.model) and isinstance(self.model, str), "model", self.model, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedConfig(TreeConfig):
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        TreeConfig.__post_init__(self)
+        require(self.bits in (4, 8), "bits", self.bits, "use 4 or 8")
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyExitConfig(TreeConfig):
+    num_speculative_tokens: int = 2
+    num_layers: int | None = None  # None: two thirds of the target's
+    limits = (*TreeConfig.limits, ("num_layers", 1, 1024))
 
 
 @dataclass(slots=True)
 class _State:
     cache: Cached = field(default_factory=Cached)
     fed: list[int] = field(default_factory=list)  # tokens whose K/V the cache holds: text, then guesses
-    rows: Rows = field(default_factory=Rows)  # guesses read after them
+    rows: Sequence[Edge] = ()  # guesses read after them
+
+
+class ModelDrafter(Drafter):
+    """Reads requests with a model and guesses on: a draft model, or the target's first layers."""
+
+    can_rewind = True
+    executor: LocalExecutor
+    num_layers: int | None = None  # None: all
+    vocab_size: int  # the target's
+
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
+        """Without those that have no budget or that it cannot read."""
+        raise NotImplementedError
+
+    def close(self, reading: Reading, fed: list[int], rows: Sequence[Edge] = ()) -> None:
+        """fed: the tokens that the cache holds now; rows: guesses whose K/V lie in the slots after them, the
+        parent -1 for the last of `fed`."""
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        growths = [Growth(reading, self.config) for reading in self.open(requests, budgets)]
+
+        def logits_after(growing: Sequence[Growth]) -> torch.Tensor:
+            segments = [growth.segment() for growth in growing]
+            output = self.executor.forward(segments, num_layers=self.num_layers)
+            return fit_vocabulary(output.logits, self.vocab_size)
+
+        drafts = {}
+        for growth, draft in zip(growths, grow(growths, logits_after, self.name), strict=True):
+            self.close(growth.reading, growth.fed(), growth.edges())
+            drafts[id(growth.request)] = draft
+        return [drafts.get(id(r)) or empty(r, self.name) for r in requests]
 
 
 class DraftModel(ModelDrafter):
+    """A smaller model, whose own KV cache is rolled back to what the target kept: after a round it holds a
+    trunk of text and guesses, and behind it the rows of the last pass. What became text of both stays."""
+
     name = "draft_model"
     Config: type[TreeConfig] = DraftModelConfig
 
     def __init__(self, config: TreeConfig, context: DrafterContext) -> None:
-        self.config = config
+        super().__init__(config)
         self.vocab_size = context.vocab_size or context.executor.config.vocab_size
         self.executor = self._load(context)
         self._states: dict[str, _State] = {}
 
     def _load(self, context: DrafterContext) -> LocalExecutor:
-        assert isinstance(self.config, DraftModelConfig)
         _, tokenizer, executor = context.load_model(self.config.model)
         difference = context.tokenizer.same_as(tokenizer) if context.tokenizer else None
         if difference:
@@ -63,82 +109,94 @@ class DraftModel(ModelDrafter):
             )
         return executor
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return grow(self, requests, budgets, self.config, self.name)
-
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
-        readings = [
-            r
-            for request, b in zip(requests, budgets, strict=True)
-            if b and (r := self._start(request, b, requests))
-        ]
-        self._read_long_prompts(readings)
+        pairs = [(request, budget) for request, budget in zip(requests, budgets, strict=True) if budget]
+        readings = [r for request, b in pairs if (r := self._start(request, b, requests)) is not None]
+        for reading in readings:
+            while len(reading.unread) > CHUNK:
+                self.executor.forward([Segment(reading.unread[:CHUNK], reading.cache, num_logits=0)])
+                reading.cache.num_cached += CHUNK
+                reading.unread = reading.unread[CHUNK:]
         return readings
 
     def _start(self, request: Request, budget: int, batch: Sequence[Request]) -> Reading | None:
-        state = self._states.get(request.id) or self._states.setdefault(request.id, self._new_state(request))
+        state = self._states.get(request.id)
+        if state is None:
+            state = self._states[request.id] = _State()
+            self.executor.kv.adopt_prefix(state.cache, request.tokens)
+            state.fed = request.tokens[: state.cache.num_cached]
         self._catch_up(state, request)
-        model = self.executor.config
-        if (
-            max(request.tokens[state.cache.num_cached :]) >= model.vocab_size
-            or request.num_tokens + budget > model.max_context
-        ):
+        model, unread = self.executor.config, request.tokens[state.cache.num_cached :]
+        if max(unread) >= model.vocab_size or request.num_tokens + budget > model.max_context:
             return None  # the text holds a token that the draft model cannot read, or is too long for it
         while not self.executor.kv.reserve(state.cache, request.num_tokens + budget):
-            if not self._evict_one(batch):
+            # Forget the oldest sequence that is not drafted for now; if it comes back it is read again.
+            busy = {r.id for r in batch}
+            oldest = next((k for k, s in self._states.items() if k not in busy and s.cache.blocks), None)
+            if oldest is None:
                 return None  # no memory for this one: the target decodes it plainly
-        return Reading(request, state.cache, request.tokens[state.cache.num_cached :], budget)
-
-    def _new_state(self, request: Request) -> _State:
-        state = _State()
-        self.executor.kv.adopt_prefix(state.cache, request.tokens)
-        state.fed = request.tokens[: state.cache.num_cached]
-        return state
+            self.executor.kv.free(self._states.pop(oldest).cache)
+        return Reading(request, state.cache, unread, budget)
 
     def _catch_up(self, state: _State, request: Request) -> None:
         """Keep what is still a prefix of the text, leaving at least the newest token to be read."""
-        fed, rows, limit = state.fed, state.rows, request.num_tokens - 1
+        fed, limit = state.fed, request.num_tokens - 1
         if len(fed) > limit or fed != request.tokens[: len(fed)]:
-            same = next(
-                (i for i, (a, b) in enumerate(zip(fed, request.tokens[:limit], strict=False)) if a != b),
-                min(len(fed), limit),
-            )
-            self.executor.kv.rewind(state.cache, same)
+            self.executor.kv.rewind(state.cache, num_same(fed, request.tokens[:limit]))
         else:
             path: list[int] = []
-            edges = {edge: i for i, edge in enumerate(zip(rows.parents, rows.tokens, strict=True))}
+            places = {edge: i for i, edge in enumerate(state.rows)}
             for token in request.tokens[len(fed) : limit]:
-                row = edges.get((path[-1] if path else -1, token))
+                row = places.get((path[-1] if path else -1, token))
                 if row is None:
                     break
                 path.append(row)
             self.executor.kv.commit(state.cache, len(fed), path, request.tokens)
-        state.fed, state.rows = request.tokens[: state.cache.num_cached], Rows()
+        state.fed, state.rows = request.tokens[: state.cache.num_cached], ()
 
-    def _read_long_prompts(self, readings: list[Reading]) -> None:
-        while long := [r for r in readings if len(r.unread) > CHUNK]:
-            r = long[0]
-            self.executor.forward([Segment(r.unread[:CHUNK], r.cache, num_logits=0)])
-            r.cache.num_cached += CHUNK
-            r.unread = r.unread[CHUNK:]
-
-    def close(self, reading: Reading, fed: list[int], rows: Rows) -> None:
+    def close(self, reading: Reading, fed: list[int], rows: Sequence[Edge] = ()) -> None:
         state = self._states[reading.request.id]
         state.fed, state.rows = fed, rows
         self.executor.kv.register(state.cache, fed)
-
-    def _evict_one(self, batch: Sequence[Request]) -> bool:
-        """Forget the oldest sequence that is not being drafted now; it will be read again if it comes
-        back.
-        """
-        busy = {r.id for r in batch}
-        victim = next((key for key, s in self._states.items() if key not in busy and s.cache.blocks), None)
-        if victim is None:
-            return False
-        self.executor.kv.free(self._states.pop(victim).cache)
-        return True
 
     def release(self, request: Request) -> None:
         state = self._states.pop(request.id, None)
         if state is not None:
             self.executor.kv.free(state.cache)
+
+
+class Quantized(DraftModel):
+    """The target's own weights in fewer bits: a draft model that needs no second download."""
+
+    name = "quantized"
+    Config = QuantizedConfig
+
+    def _load(self, context: DrafterContext) -> LocalExecutor:
+        return context.load_model(context.checkpoint, f"int{self.config.bits}")[2]
+
+
+class EarlyExit(ModelDrafter):
+    """The target drafts for itself: its first n layers, then its own norm and head.
+
+    It shares the target's KV cache: the prefix is already there, and what drafting writes for the first n
+    layers the verify pass writes again, the same values, in the same slots. So there is nothing to roll back.
+    """
+
+    name = "early_exit"
+    Config = EarlyExitConfig
+
+    def __init__(self, config: EarlyExitConfig, context: DrafterContext) -> None:
+        super().__init__(config)
+        self.executor, total = context.executor, context.executor.config.num_layers
+        self.num_layers = config.num_layers or max(1, 2 * total // 3)
+        require(self.num_layers < total, "num_layers", self.num_layers, f"the target has {total}; use fewer")
+        self.vocab_size = context.vocab_size or self.executor.config.vocab_size
+
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
+        """The request's own blocks, read on from its newest token."""
+        readings = []
+        for request, budget in zip(requests, budgets, strict=True):
+            if budget:
+                view = Cached(request.cache.blocks, request.cache.num_cached)
+                readings.append(Reading(request, view, request.tokens[view.num_cached :], budget))
+        return readings

@@ -1,65 +1,63 @@
 """EAGLE: a head of one layer drafts from the target's hidden states, token by token, then on from its own
-output.
+output. An MLP speculator and a distilled model draft the same way.
 
-How it reads a text: proposers/pairs.py. With a width the draft is EAGLE-2's tree: the best paths by the
-product of its probabilities. Several rounds of draft and check may follow each other without the host: what
-the head read in them counts when they land.
+How it reads a text: head_texts.py. With a width the draft is EAGLE-2's tree: the best paths by the product of
+its probabilities. Several rounds of draft and check may follow each other without the host: what the head
+read in them counts when they land.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from paceline.core.types import Draft, Request, Seen
 from paceline.drafters.base import DrafterContext
-from paceline.drafters.features import Read
 from paceline.drafters.grow import Growth
-from paceline.drafters.heads import GREEDY, Asked, HeadDrafter, HeadDrafterConfig, Numbered
-from paceline.drafters.pairs import CHUNK, Pairs
-from paceline.heads.config import LayeredConfig
-from paceline.heads.others import Eagle1Config
-from paceline.heads.rows import ChainHead, Feed, Guesses, Node, Speaker
+from paceline.drafters.head_texts import HeadTexts, Text
+from paceline.drafters.heads import GREEDY, HeadDrafter, HeadDrafterConfig, Wanted
+from paceline.heads.config import Eagle1Config, LayeredConfig, MlpSpeculatorConfig
+from paceline.heads.rows import Feed, Guesses, Node, Sampler
+from paceline.heads.torch_heads import TorchMlpHead
+
+CHUNK = 8  # rows: where more wait, all but the last are read before, which needs their keys and values alone
 
 
-@dataclass(slots=True)
 class _Nodes:
     """Where the rows of a growing tree lie, and what the head put out there."""
 
-    read: Read
-    places: dict[int, int] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
+    def __init__(self, text: Text) -> None:
+        self.text, self.places = text, dict[int, int]()
+        self.outputs: dict[int, Any] = {}
 
     def node(self, growth: Growth, n: int) -> Node:
-        start, path = self.read.count, [n]
+        start, path = self.text.count, [n]
         self.places[n] = start + len(self.places)
         while growth.parents[path[-1]] > 0:
             path.append(growth.parents[path[-1]])
         others, source = [self.places[each] for each in reversed(path)], self.outputs[growth.parents[n]]
-        return Node(
-            self.read.place, self.places[n], start - 1 + len(path), growth.tokens[n], source, start, others
-        )
+        position, token = start - 1 + len(path), growth.tokens[n]
+        return Node(self.text.place, self.places[n], position, token, source, start, others)
 
 
 class Eagle(HeadDrafter):
     name = "eagle"
-    kinds = ("eagle",)
-    has_bursts = True  # where the backend has them
+    reads_texts = True  # and so may draft in bursts, where the backend has them
+    backend: Any  # a ChainHead
 
     def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
         super().__init__(config, context)
-        self._backend, self._tree = self._load(context), config
-        self._pairs = Pairs(self._backend)
+        self.backend = self._load(context)
+        self.texts = HeadTexts(self.backend if self.reads_texts else None, CHUNK)
         length = self.longest_chain if not config.confidence_threshold else 0
-        if length and self.head.config.hidden_layers and self.has_bursts:
+        if length and self.head.config.hidden_layers and self.reads_texts:
             executor = context.executor
             layers = executor.memory.layers
-            self.burst_backend = executor.backend.burst(executor.decoder, layers, self._backend, length)
+            self.burst_backend = executor.backend.burst(executor.decoder, layers, self.backend, length)
 
-    def _load(self, context: DrafterContext) -> ChainHead:
+    def _load(self, context: DrafterContext) -> Any:
         config, executor = self.head.config, context.executor
         assert isinstance(config, LayeredConfig)
         norm = context.checkpoint.tensor("norm.weight") if isinstance(config, Eagle1Config) else None
@@ -67,55 +65,86 @@ class Eagle(HeadDrafter):
             config, self.head.tensors, executor.decoder, executor.memory.num_blocks, norm, self.longest_chain
         )
 
-    def can_guess(self, temperature: float) -> bool:
-        return self._backend.can_guess(temperature)
+    def guess(self, texts: Sequence[Text], samplers: Sequence[Sampler], steps: int) -> Guesses:
+        return self.backend.guess(self._feeds(texts), samplers, steps, self.least)
 
-    def guess(self, asked: Sequence[Asked]) -> Guesses:
-        speakers = [a.speaker for a in asked if a.speaker is not None]
-        return self._backend.guess(self._feeds(asked), speakers, max([a.limit for a in asked]), self.least)
+    def _feeds(self, texts: Sequence[Text]) -> list[Feed]:
+        return self.texts.feeds(texts)
 
-    def grow(self, asked: Sequence[Asked]) -> list[Draft]:
-        feeds = self._feeds(asked)
-        trees = [_Nodes(self._pairs.library.reads[a.text.request.id]) for a in asked]
+    def grow(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        feeds = self._feeds([w.text for w in wanted])
+        trees = [_Nodes(w.text) for w in wanted]
 
-        def speak(growths: list[Growth], pairs: Numbered) -> torch.Tensor:
-            if not trees[0].outputs:
-                said = self._backend.begin(feeds)
+        def logits_after(growing: Sequence[Growth]) -> torch.Tensor:
+            rows = [(trees[growth.number], growth, n) for growth in growing for n in growth.frontier]
+            if trees[0].outputs:
+                output = self.backend.level([tree.node(growth, n) for tree, growth, n in rows])
             else:
-                said = self._backend.level([trees[i].node(growths[i], n) for i, n in pairs])
-            for (i, n), output in zip(pairs, said.outputs, strict=True):
-                trees[i].outputs[n] = output
-            return said.logits
+                output = self.backend.begin(feeds)
+            for (tree, _, n), source in zip(rows, output.outputs, strict=True):
+                tree.outputs[n] = source
+            return output.logits
 
-        return self.grow_all(asked, speak, self._tree)
-
-    def _feeds(self, asked: Sequence[Asked]) -> list[Feed]:
-        """What the head has not read of each text."""
-        return self._pairs.feeds([a.text for a in asked])
+        return self.grow_all(wanted, logits_after)
 
     def burst_length(self, requests: Sequence[Request], most: int) -> int:
         """Drafts that are not weighed on the device have their full length."""
         backend, length = self.burst_backend, self.longest_chain
         if backend is None or (most < length and not backend.is_weighing):
             return 0
-        texts = [self._texts.get(request.id) for request in requests]
-        return min(most, length) if all(text is not None and text.is_ready for text in texts) else 0
+        return min(most, length) if all(self._text(request) for request in requests) else 0
 
-    def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Speaker]]:
-        feeds = [self._pairs.shown(self._texts[request.id], min(CHUNK, length + 1)) for request in requests]
+    def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Sampler]]:
+        feeds = [self.texts.unread(self.texts.live[request.id], length + 1) for request in requests]
         picks = [(len(request.tokens), request.pick or GREEDY) for request in requests]
-        return feeds, [Speaker(pick.temperature, pick.seed, position) for position, pick in picks]
+        return feeds, [Sampler(pick.temperature, pick.seed, position) for position, pick in picks]
 
     def end_round(self, requests: Sequence[Request], num_read: int | None) -> None:
         for request in requests:
-            read = self._pairs.library.reads.get(request.id)
-            if read is not None:
-                read.take(len(read.text.waiting) if num_read is None else num_read)
+            text = self.texts.live.get(request.id)
+            if text is not None and text.has_begun:
+                text.take(len(text.waiting) if num_read is None else num_read)
+
+
+class MlpSpeculator(Eagle):
+    """Smaller than EAGLE's layer: a state that starts as the target's hidden state takes in tokens."""
+
+    name = "mlp_speculator"
+    reads_texts = is_eager = False
+
+    def _load(self, context: DrafterContext) -> TorchMlpHead:
+        config, norm = self.head.config, context.checkpoint.tensor("norm.weight")
+        assert isinstance(config, MlpSpeculatorConfig)
+        self._limit_depth(config.num_predict)
+        return TorchMlpHead(config, self.head.tensors, norm, context.executor.device)
+
+    def _feeds(self, texts: Sequence[Text]) -> list[Feed]:
+        return [Feed(None, 0, text.request.tokens[-1:], [text.waiting[-1]]) for text in texts]
+
+
+class Distilled(Eagle):
+    """A small model distilled from the target: it reads the target's embeddings and writes a reduced
+    vocabulary. It needs nothing of the target but the text, so it reads what it missed by itself."""
+
+    name = "draft"
+
+    def _text(self, request: Request) -> Text:
+        return self.texts.of(request)
+
+    def _feeds(self, texts: Sequence[Text]) -> list[Feed]:
+        """What it has not read of each text, the newest token last."""
+        feeds = []
+        for text in texts:
+            tokens = text.request.tokens
+            if not text.has_begun:
+                text.has_begun, text.place = True, self.backend.place()
+            text.count = min(text.count, len(tokens) - 1)  # as many as there are: asked again
+            if len(tokens) - text.count > CHUNK:
+                self.backend.read(Feed(text.place, text.count, tokens[text.count : -1], ()))
+                text.count = len(tokens) - 1
+            feeds.append(Feed(text.place, text.count, tokens[text.count :], ()))
+            text.count = len(tokens)
+        return feeds
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        super().observe(seen)
-        self._pairs.read_ahead(seen, self._texts)
-
-    def release(self, request: Request) -> None:
-        super().release(request)
-        self._pairs.library.finish(request.id)
+        """Nothing to do: it reads the text itself."""

@@ -1,5 +1,5 @@
-"""Grows one token tree per request with a model, level by level: what draft models, quantized models and
-early exit share.
+"""Grows one token tree per request with a model, level by level: what draft models, early exit and learned
+heads share.
 
 A node's chance is the product of the model's probabilities along its path, and the best chances win: under a
 budget of nodes, at most `tree_width` nodes of a level are read on, `tree_width` tokens offered after each.
@@ -12,19 +12,22 @@ on what was drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from paceline.core.errors import GrammarError
 from paceline.core.options import require
-from paceline.core.sampling import noise_of
+from paceline.core.sampling import noise_of, processed, warped
 from paceline.core.tree import Tree
-from paceline.core.types import Draft, Request, Segment
-from paceline.drafters.base import DrafterConfig, check_number, check_whole, empty, fit_vocabulary
-from paceline.drafters.candidates import Candidate, Sampling, draw, is_sampled, likeliest, sampling_of
-from paceline.drafters.reading import GrammarWalk, ModelDrafter, Reading, Rows
+from paceline.core.types import Draft, Segment
+from paceline.drafters.base import DrafterConfig
+from paceline.drafters.reading import Candidate, GrammarWalk, Reading, draw, is_sampled, likeliest
+
+# by node: the model's logits [vocab] after it, or the tokens that are likeliest there where they are known
+Level = torch.Tensor | Sequence[Sequence[Candidate]]
+Edge = tuple[int, int]  # a parent's index, and a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,71 +36,33 @@ class TreeConfig(DrafterConfig):
 
     tree_width: int = 1  # nodes of a level that are read on, and tokens offered after each; 1: a chain
     tree_depth: int | None = None  # None: as deep as there are nodes
-    confidence_threshold: float = (
-        0.0  # what is less likely than this, as a whole path, is not drafted (sampled: not drafted on)
+    # what is less likely than this, as a whole path, is not drafted (sampled: not drafted on)
+    confidence_threshold: float = 0.0
+    limits = (
+        *DrafterConfig.limits,
+        ("tree_width", 1, 16),
+        ("tree_depth", 1, 128),
+        ("confidence_threshold", 0.0, 1.0),
     )
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
-        check_whole(self, "tree_width", 1, 16)
-        if self.tree_depth is not None:
-            check_whole(self, "tree_depth", 1, 128)
-        check_number(self, "confidence_threshold", 0.0, 1.0)
         require(self.confidence_threshold < 1, "confidence_threshold", 1, "use a number from 0 to below 1")
 
 
-def grow(
-    reader: ModelDrafter, requests: Sequence[Request], budgets: Sequence[int], config: TreeConfig, source: str
-) -> list[Draft]:
-    """A draft for each request; empty where there is no budget or the model cannot read it."""
-    growths = [Growth(reading, config) for reading in reader.open(requests, budgets)]
-    try:
-        while growing := [g for g in growths if g.frontier]:
-            output = reader.executor.forward([g.segment() for g in growing], num_layers=reader.num_layers)
-            logits = fit_vocabulary(output.logits, reader.vocab_size)
-            first = 0
-            for growth in growing:
-                count = len(growth.frontier)
-                growth.extend(logits[first : first + count])
-                first += count
-    finally:
-        for growth in growths:
-            growth.grammar.restore()
-    for growth in growths:
-        reader.close(growth.reading, growth.fed(), growth.rows_left())
-    drafts = {id(g.request): g.draft(source) for g in growths}
-    return [drafts.get(id(r)) or empty(r, source) for r in requests]
-
-
-@dataclass(slots=True)
 class Growth:
-    """One request's tree while it grows. Node 0 is the root; nodes of a level follow those of the level
-    before.
-    """
+    """One request's tree while it grows. Node 0 is the root; levels follow each other."""
 
-    reading: Reading
-    config: TreeConfig
-    width: int = 1
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=lambda: [-1])
-    chances: list[float] = field(default_factory=lambda: [1.0])
-    q: dict[int, torch.Tensor] = field(default_factory=dict)
-    depth: int = 0  # of the newest level
-    newest: int = 0  # its first node
-    frontier: list[int] = field(default_factory=lambda: [0])  # nodes to be read next
-    trunk: int = -1  # the last node whose K/V count as cached
-    # nodes read in the last pass, in the order of their slots after the cached tokens
-    rows: list[int] = field(default_factory=list)
-    grammar: GrammarWalk = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokens.append(self.reading.unread[-1])
-        self.width = self.config.tree_width
+    def __init__(self, reading: Reading, config: TreeConfig, number: int = 0) -> None:
+        self.reading, self.config, self.number = reading, config, number
+        self.request, self.width = reading.request, config.tree_width
+        self.tokens, self.parents, self.chances = [reading.unread[-1]], [-1], [1.0]
+        self.q: dict[int, torch.Tensor] = {}
+        self.depth = self.newest = 0  # of the newest level, and its first node
+        self.frontier = [0]  # nodes to be read next
+        self.trunk = -1  # the last node whose K/V count as cached
+        self.rows: list[int] = []  # nodes read in the last pass, in the order of their slots
         self.grammar = GrammarWalk(self.request.constraint)
-
-    @property
-    def request(self) -> Request:
-        return self.reading.request
 
     @property
     def num_left(self) -> int:
@@ -109,97 +74,94 @@ class Growth:
 
     def segment(self) -> Segment:
         """What to read next: the unread text, or the frontier with those of its ancestors that are not
-        cached.
-        """
-        cache = self.reading.cache
+        cached."""
+        cache, wanted = self.reading.cache, set[int]()
         if self.trunk < 0:
             return Segment(self.reading.unread, cache)
-        wanted = {a for n in self.frontier for a in self._below_trunk(n)}
+        for node in self.frontier:
+            while node != self.trunk and node not in wanted:
+                wanted.add(node)
+                node = self.parents[node]
         while self.rows and [n for n in wanted if self.parents[n] == self.trunk] == [self.rows[0]]:
             # all that is read on follows this one, and it lies in the right slot
             self.trunk = self.rows.pop(0)
             wanted.remove(self.trunk)
             cache.num_cached += 1
         self.rows = sorted(wanted)
-        local = {node: i for i, node in enumerate(self.rows)}
-        parents = [local.get(self.parents[n], -1) for n in self.rows]
-        return Segment([self.tokens[n] for n in self.rows], cache, parents, num_logits=len(self.frontier))
+        parents, tokens = zip(*self.edges(), strict=True)
+        return Segment(tokens, cache, parents, num_logits=len(self.frontier))
 
-    def extend(self, logits: torch.Tensor, offers: Sequence[Sequence[Candidate]] | None = None) -> None:
-        """Add the next level. logits: [frontier, vocab], the drafting model's; offers: the likeliest after
-        each, where they are known.
-        """
+    def edges(self) -> list[Edge]:
+        """Of the rows read last, parents by their place among them."""
+        local = {node: i for i, node in enumerate(self.rows)}
+        return [(local.get(self.parents[n], -1), self.tokens[n]) for n in self.rows]
+
+    def fed(self) -> list[int]:
+        """The tokens whose K/V count as cached."""
+        return [*self.request.tokens, *self.path(self.trunk)]
+
+    def extend(self, level: Level) -> None:
+        """Add what may follow the nodes of the frontier."""
         if self.trunk < 0:
             self.reading.cache.num_cached += len(self.reading.unread)
             self.trunk = 0
         first = len(self.tokens)
-        if offers is not None:
-            self._add_best(
-                [
-                    (self.chances[node] * c.chance, node, c.token)
-                    for node, some in zip(self.frontier, offers, strict=True)
-                    for c in some
-                ]
-            )
+        if isinstance(level, torch.Tensor) and is_sampled(self.request):
+            self._sample(level)
         else:
-            (self._sample if is_sampled(self.request) else self._offer)(logits)
+            self._offer(level)
         self.newest, self.depth = first, self.depth + 1
-        self.frontier = sorted(sorted(self._promising(), key=lambda n: -self.chances[n])[: self.width])
+        self.frontier = sorted(sorted(self._to_read_on(), key=lambda n: -self.chances[n])[: self.width])
 
-    def _offer(self, logits: torch.Tensor) -> None:
+    def _offer(self, level: Level) -> None:
         """The likeliest after each node; more than the budget holds, and the best are kept in the end."""
         found: list[tuple[float, int, int]] = []
-        for node, row in zip(self.frontier, logits, strict=True):
-            path = self.path(node)
-            try:
-                self.grammar.go(path)
-                candidates = likeliest(self.request, path, row, self.width)
-            except GrammarError:  # the drafter has nothing to say that the request allows; the target may
-                continue
-            found.extend((self.chances[node] * c.chance, node, c.token) for c in candidates)
-        self._add_best(found)
-
-    def _add_best(self, found: Sequence[tuple[float, int, int]]) -> None:
+        for node, row in zip(self.frontier, level, strict=True):
+            if isinstance(row, torch.Tensor):
+                path = self.path(node)
+                try:
+                    self.grammar.go(path)
+                    row = likeliest(self.request, path, row, self.width)
+                except GrammarError:  # the drafter offers nothing that the request allows; the target may
+                    continue
+            found.extend((self.chances[node] * c.chance, node, c.token) for c in row)
         for chance, node, token in sorted(found, key=lambda f: -f[0]):
             self._add(node, token, chance)
 
-    def _sample(self, logits: torch.Tensor) -> None:
-        read: list[tuple[int, Sampling]] = []
-        for node, row in zip(self.frontier, logits, strict=True):
+    def _sample(self, level: torch.Tensor) -> None:
+        read: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # node, warped logits [vocab], q [vocab]
+        for node, row in zip(self.frontier, level, strict=True):
             path = self.path(node)
             try:
                 self.grammar.go(path)
-                read.append((node, sampling_of(self.request, path, row)))
+                logits = warped(self.request.params, processed(self.request, path, row))
+                read.append((node, logits, logits.softmax(0)))
             except GrammarError:
                 continue
-        counts = self._numbers_of_children(read)
+        counts = self._numbers_of_children([(node, q) for node, _, q in read])
         if self.depth == 0 and sum(counts) == 1:
             self.width = 1
         position, noise = self.request.num_tokens + self.depth, noise_of(self.request)
-        for (node, sampling), count in zip(read, counts, strict=True):
+        for (node, logits, q), count in zip(read, counts, strict=True):
             if count:
-                self.q[node] = sampling.q
-                for token in draw(sampling, position, count, noise):
-                    self._add(node, token, self.chances[node] * float(sampling.q[token]))
+                self.q[node] = q
+                for token in draw(logits.cpu().numpy(), position, count, noise):
+                    self._add(node, token, self.chances[node] * float(q[token]))
 
-    def _numbers_of_children(self, read: Sequence[tuple[int, Sampling]]) -> list[int]:
+    def _numbers_of_children(self, read: Sequence[tuple[int, torch.Tensor]]) -> list[int]:
         """Share the budget between this level's places and those of deeper levels, known only by how sure the
-        model is here.
+        model is here. read: nodes, each with its q [vocab].
 
         A place is the r-th child of a node, as good as the r-th best token there. The best place of the level
         is imagined to go on as a chain, each token as sure as it; what remains of the budget goes to the best
-        of all these.
-        """
+        of all these."""
         if self.width == 1:
             return [1] * len(read)
-        places = sorted(
-            (
-                (self.chances[node] * p, -i)
-                for i, (node, s) in enumerate(read)
-                for p in _largest(s.q, self.width)
-            ),
-            reverse=True,
-        )
+        places: list[tuple[float, int]] = []
+        for i, (node, q) in enumerate(read):
+            largest = q.topk(min(self.width, q.numel())).values.tolist()
+            places += [(self.chances[node] * p, -i) for p in largest if p > 0]
+        places.sort(reverse=True)
         counts = [0] * len(read)
         for rank, (value, i) in enumerate(places):
             best = places[0][0]
@@ -208,16 +170,13 @@ class Growth:
                 counts[-i] += 1
         return counts
 
-    def _promising(self) -> list[int]:
+    def _to_read_on(self) -> list[int]:
         """Nodes of the newest level whose children might be kept."""
         if self.levels_left <= 0:
             return []
         sure, ends = self.config.confidence_threshold, self.request.stop_ids
-        level = [
-            n
-            for n in range(self.newest, len(self.tokens))
-            if self.chances[n] >= sure and self.tokens[n] not in ends
-        ]
+        newest = range(self.newest, len(self.tokens))
+        level = [n for n in newest if self.chances[n] >= sure and self.tokens[n] not in ends]
         if is_sampled(self.request):
             return level if self.num_left else []
         # the last one's children would be worse than all that are kept
@@ -240,51 +199,39 @@ class Growth:
             node = self.parents[node]
         return tokens[::-1]
 
-    def _below_trunk(self, node: int) -> list[int]:
-        path = []
-        while node != self.trunk:
-            path.append(node)
-            node = self.parents[node]
-        return path
-
-    def fed(self) -> list[int]:
-        """The tokens whose K/V count as cached."""
-        return [*self.request.tokens, *self.path(self.trunk)]
-
-    def rows_left(self) -> Rows:
-        local = {node: i for i, node in enumerate(self.rows)}
-        return Rows(
-            tuple(self.tokens[n] for n in self.rows), tuple(local.get(self.parents[n], -1) for n in self.rows)
-        )
-
     def draft(self, source: str) -> Draft:
-        """The best of what was offered, or all that was sampled; the likeliest path first, so that it needs
-        no moving when accepted.
-        """
-        kept = set(range(1, len(self.tokens)))
+        """The best of what was offered, or all that was sampled. Depth first, siblings in the order they were
+        added: the likeliest path comes first and needs no moving when accepted."""
+        kept: Sequence[int] = range(1, len(self.tokens))
         if not is_sampled(self.request):
-            sure = self.config.confidence_threshold
-            kept = {n for n in self._ranked()[: self.reading.budget] if self.chances[n] >= sure}
-        order = self._in_order(kept)
-        new = {node: i for i, node in enumerate(order)}
-        tree = Tree(tuple(self.tokens[n] for n in order), tuple(new.get(self.parents[n], -1) for n in order))
-        q = {new[n]: row for n, row in self.q.items()}
-        return Draft(tree, source, q or None, tuple(self.chances[n] for n in order))
-
-    def _in_order(self, kept: set[int]) -> list[int]:
-        """Depth first from the root, siblings in the order they were added."""
+            sure, ranked = self.config.confidence_threshold, self._ranked()[: self.reading.budget]
+            kept = sorted(n for n in ranked if self.chances[n] >= sure)
         children: dict[int, list[int]] = {}
-        for n in sorted(kept, reverse=True):
+        for n in reversed(kept):
             children.setdefault(self.parents[n], []).append(n)
         order, todo = [], [0]
         while todo:
             order.append(todo.pop())
             todo += children.get(order[-1], [])
-        return order
+        new = {node: i for i, node in enumerate(order)}
+        tree = Tree(tuple(self.tokens[n] for n in order), tuple(new.get(self.parents[n], -1) for n in order))
+        q = {new[n]: row for n, row in self.q.items()}
+        return Draft(tree, source, q or None, tuple(self.chances[n] for n in order))
 
 
-def _largest(q: torch.Tensor, count: int) -> list[float]:
-    return [p for p in q.topk(min(count, q.numel())).values.tolist() if p > 0]
+def grow(growths: Sequence[Growth], read: Callable[[Sequence[Growth]], Level], source: str) -> list[Draft]:
+    """Each one's draft. read: what may follow the nodes of these frontiers, one growth after the other."""
+    try:
+        while growing := [growth for growth in growths if growth.frontier]:
+            level, first = read(growing), 0
+            for growth in growing:
+                end = first + len(growth.frontier)
+                growth.extend(level[first:end])
+                first = end
+    finally:
+        for growth in growths:
+            growth.grammar.restore()
+    return [growth.draft(source) for growth in growths]
 
 
 def _num_above(share: float, sureness: float) -> int:

@@ -1,4 +1,5 @@
-"""What the drafters that run a learned head share: who is asked how, and trees grown from a head's logits.
+"""What the drafters that run a learned head share: which requests it drafts for and how, and trees grown from
+its logits.
 
 Where a request's options are no more than a temperature, the head itself guesses a chain, in one call. Where
 they need whole distributions (top-p, penalties, a grammar), and for trees, the draft grows level by level as
@@ -10,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,59 +21,50 @@ from paceline.core.sampling import pick_of
 from paceline.core.types import Cached, Draft, Needs, Pick, Request, Seen
 from paceline.drafters import shipped
 from paceline.drafters.base import Drafter, DrafterContext, chain, empty
-from paceline.drafters.candidates import Candidate
-from paceline.drafters.features import Text
-from paceline.drafters.grow import Growth, TreeConfig
-from paceline.drafters.reading import Reading
-from paceline.heads.config import DflashConfig, EagleConfig
-from paceline.heads.rows import Guesses, Speaker
+from paceline.drafters.grow import Growth, Level, TreeConfig, grow
+from paceline.drafters.head_texts import HeadTexts, Text
+from paceline.drafters.reading import Candidate, Reading
+from paceline.heads.config import TappedConfig
+from paceline.heads.rows import Guesses, Sampler
 from paceline.loaders.head_files import Head
 from paceline.loaders.heads import open_head
+
+GREEDY = Pick(0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadDrafterConfig(TreeConfig):
     num_speculative_tokens: int = 5
     model: str = ""  # a folder or a Hugging Face name; empty: the head that ships for this target
-    hidden_layers: Sequence[int] | None = (
-        None  # which hidden states of the target the head reads, where its files say it wrongly
-    )
+    # which hidden states of the target the head reads, where its files say it wrongly
+    hidden_layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         TreeConfig.__post_init__(self)
         layers = self.hidden_layers
-        ok = layers is None or (
-            isinstance(layers, (list, tuple)) and all(type(layer) is int for layer in layers)
-        )
-        require(
-            ok, "hidden_layers", layers, "give a list such as [2, 15, 27]: hidden states after so many layers"
-        )
-        require(
-            isinstance(self.model, str),
-            "model",
-            self.model,
-            "name the folder of a head, or its Hugging Face name",
-        )
+        ok = layers is None or (isinstance(layers, (list, tuple)) and all(type(n) is int for n in layers))
+        remedy = "give a list such as [2, 15, 27]: hidden states after that many layers"
+        require(ok, "hidden_layers", layers, remedy)
+        remedy = "name the folder of a head, or its Hugging Face name"
+        require(isinstance(self.model, str), "model", self.model, remedy)
 
 
-class Asked(NamedTuple):
+class Wanted(NamedTuple):
+    """A draft that a head is to make."""
+
     text: Text
     limit: int
-    speaker: Speaker | None  # how the head itself guesses; None: it cannot
-
-
-GREEDY = Pick(0.0, 0)
-Numbered = list[tuple[int, int]]  # (number of a tree, node)
+    sampler: Sampler | None  # how the head itself guesses; None: it cannot
 
 
 class HeadDrafter(Drafter):
-    """Base of the drafters with a head."""
+    """Base of the drafters with a head. A subclass sets `texts` and `backend`."""
 
-    name = ""
-    kinds: tuple[str, ...] = ()
     can_stop = True
-    most_waiting: int | None = None  # hidden states kept of a text, if not as many as usual
-    Config: type[HeadDrafterConfig] = HeadDrafterConfig
+    is_eager = True  # whether prompts are read as the target reads them, where requests are few
+    Config = HeadDrafterConfig
+    texts: HeadTexts
+    backend: Any  # what runs the head: heads/rows.py
 
     def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
         if context.vocab_size is not None:  # a stage's middle model is not the one the head was trained for
@@ -81,138 +72,112 @@ class HeadDrafter(Drafter):
                 f"method {self.name!r} drafts for the target alone; use it beside other drafters, "
                 f"not inside 'staged'"
             )
-        self.config = config
-        self.least = self.floor = config.confidence_threshold
+        super().__init__(config)
         # the chance below which a chain is not drafted on; a policy may raise it
-        folder = config.model or shipped.folder_of(self.kinds[0], context.checkpoint)
-        self.head = _with_layers(open_head(folder, context.checkpoint, self.kinds), config.hidden_layers)
+        self.least = self.floor = config.confidence_threshold
+        folder = config.model or shipped.folder_of(self.name, context.checkpoint)
+        self.head = _with_layers(open_head(folder, context.checkpoint, (self.name,)), config.hidden_layers)
         self.needs = Needs(hidden_layers=self.head.config.hidden_layers)
         self.usual = self.head.config.first_accepted  # what a warning compares with
-        self._vocab = context.executor.config.vocab_size
-        self._ids = self.head.tensors.get("draft_ids")
-        self._ids_there = None if self._ids is None else self._ids.to(context.executor.device)
+        self._vocab, ids = context.executor.config.vocab_size, self.head.tensors.get("draft_ids")
+        self._ids = None if ids is None else ids.to(context.executor.device)
         self._offers_on_device = context.executor.backend.is_async
-        self._texts: dict[str, Text] = {}
+        self._tree: TreeConfig = config
+
+    def _limit_depth(self, most: int) -> None:
+        """The head drafts no deeper than this."""
+        self._tree = replace(self._tree, tree_depth=min(self._tree.tree_depth or most, most))
 
     @property
     def longest_chain(self) -> int:
         """That the head itself will be asked to guess; 0 where it drafts trees."""
         return self.config.num_speculative_tokens if self.config.tree_width == 1 else 0
 
-    def can_guess(self, temperature: float) -> bool:
+    def guess(self, texts: Sequence[Text], samplers: Sequence[Sampler], steps: int) -> Guesses:
+        """Chains of up to `steps` tokens, in one call."""
         raise NotImplementedError
 
-    def guess(self, asked: Sequence[Asked]) -> Guesses:
-        """Chains of all that have a speaker, in one call."""
-        raise NotImplementedError
-
-    def grow(self, asked: Sequence[Asked]) -> list[Draft]:
+    def grow(self, wanted: Sequence[Wanted]) -> list[Draft]:
         raise NotImplementedError
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        asked = list(self._asked(requests, budgets))
-        chains, trees = [a for a in asked if a.speaker is not None], [a for a in asked if a.speaker is None]
+        wanted = list(self._wanted(requests, budgets))
+        chains, trees = [w for w in wanted if w.sampler], [w for w in wanted if not w.sampler]
         drafts = self._chains(chains) if chains else {}
-        if trees:
-            drafts.update(
-                (a.text.request.id, draft) for a, draft in zip(trees, self.grow(trees), strict=True)
-            )
+        for each, draft in zip(trees, self.grow(trees) if trees else (), strict=True):
+            drafts[each.text.request.id] = draft
         return [drafts.get(r.id) or empty(r, self.name) for r in requests]
 
-    def _asked(self, requests: Sequence[Request], budgets: Sequence[int]) -> Iterator[Asked]:
+    def _wanted(self, requests: Sequence[Request], budgets: Sequence[int]) -> Iterator[Wanted]:
         for request, budget in zip(requests, budgets, strict=True):
-            text, limit = self._texts.get(request.id), min(budget, self.config.num_speculative_tokens)
-            if text is not None and limit and text.is_ready:
-                yield Asked(text, limit, self._speaker(request))
+            text, limit = self._text(request), min(budget, self.config.num_speculative_tokens)
+            if text is not None and limit:
+                yield Wanted(text, limit, self._sampler(request))
 
-    def _speaker(self, request: Request) -> Speaker | None:
+    def _text(self, request: Request) -> Text | None:
+        """None if the head cannot draft for it now."""
+        text = self.texts.live.get(request.id)
+        return text if text is not None and text.is_ready else None
+
+    def _sampler(self, request: Request) -> Sampler | None:
         pick = (request.pick or pick_of(request, empty(request))) if self.config.tree_width == 1 else None
-        if pick is None or not self.can_guess(pick.temperature):
+        if pick is None or not self.backend.can_guess(pick.temperature):
             return None
-        return Speaker(pick.temperature, pick.seed, len(request.tokens))
+        return Sampler(pick.temperature, pick.seed, len(request.tokens))
 
-    def _chains(self, asked: Sequence[Asked]) -> dict[str, Draft]:
-        tokens, chances = self.guess(asked)
-        least, drafts = self.config.confidence_threshold, {}
-        if len(asked) == 1 and not least:
-            text, limit, _ = asked[0]
-            paths = [row[0] for row in chances[:limit]]
-            return {
-                text.request.id: chain(
-                    text.request, [row[0] for row in tokens[:limit]], self.name, chances=paths
-                )
-            }
-        for i, (text, limit, _) in enumerate(asked):
-            sure = [c for c in (row[i] for row in chances[:limit]) if c >= least]
-            drafts[text.request.id] = chain(
-                text.request, [row[i] for row in tokens[: len(sure)]], self.name, chances=sure
-            )
+    def _chains(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
+        samplers = [w.sampler for w in wanted if w.sampler is not None]
+        tokens, chances = self.guess([w.text for w in wanted], samplers, max(w.limit for w in wanted))
+        drafts = {}
+        for i, (text, limit, _) in enumerate(wanted):
+            sure = [row[i] for row in chances[:limit] if row[i] >= self.config.confidence_threshold]
+            path = [row[i] for row in tokens[: len(sure)]]
+            drafts[text.request.id] = chain(text.request, path, self.name, chances=sure)
         return drafts
 
     def grow_all(
-        self,
-        asked: Sequence[Asked],
-        speak: Callable[[list[Growth], Numbered], torch.Tensor],
-        config: TreeConfig,
+        self, wanted: Sequence[Wanted], logits_after: Callable[[Sequence[Growth]], torch.Tensor]
     ) -> list[Draft]:
-        """speak: the logits [n, draft vocabulary] after these nodes."""
-        growths = [
-            Growth(Reading(a.text.request, Cached(), a.text.request.tokens[-1:], a.limit), config)
-            for a in asked
-        ]
-        is_greedy = self._offers_on_device and all(
-            pick_of(a.text.request, empty(a.text.request)) == GREEDY for a in asked
-        )
-        try:
-            while pairs := [(i, node) for i, growth in enumerate(growths) for node in growth.frontier]:
-                said, first = speak(growths, pairs), 0
-                offers = self._offers(said, config.tree_width) if is_greedy else None
-                logits = said if is_greedy else self._spread(said)
-                for i, group in groupby(pairs, key=lambda pair: pair[0]):
-                    end = first + len(list(group))
-                    growths[i].extend(logits[first:end], None if offers is None else offers[first:end])
-                    first = end
-        finally:
-            for growth in growths:
-                growth.grammar.restore()
-        return [growth.draft(self.name) for growth in growths]
+        """logits_after: [n, draft vocabulary] after the nodes of these growths' frontiers."""
+        requests = [w.text.request for w in wanted]
+        readings = [Reading(w.text.request, Cached(), w.text.request.tokens[-1:], w.limit) for w in wanted]
+        growths = [Growth(reading, self._tree, number) for number, reading in enumerate(readings)]
+        is_greedy = self._offers_on_device and all(pick_of(r, empty(r)) == GREEDY for r in requests)
 
-    def _offers(self, logits: torch.Tensor, width: int) -> list[list[Candidate]]:
-        """The likeliest tokens after each of many nodes at once: the host waits for the device once a
-        level.
-        """
-        best = logits.float().softmax(-1).topk(min(width, logits.shape[-1]))
-        tokens = best.indices if self._ids_there is None else self._ids_there[best.indices]
+        def read(growing: Sequence[Growth]) -> Level:
+            logits = logits_after(growing)
+            return self._offers(logits) if is_greedy else self._spread(logits)
+
+        return grow(growths, read, self.name)
+
+    def _offers(self, logits: torch.Tensor) -> list[list[Candidate]]:
+        """The likeliest tokens after each of many nodes: the host waits for the device once a level."""
+        best = logits.float().softmax(-1).topk(min(self._tree.tree_width, logits.shape[-1]))
+        tokens = best.indices if self._ids is None else self._ids[best.indices]
         chances, ids = torch.stack([best.values.double(), tokens.double()]).tolist()
-        return [
-            [Candidate(int(t), c) for t, c in zip(*row, strict=True) if c > 0]
-            for row in zip(ids, chances, strict=True)
-        ]
+        rows = [zip(*row, strict=True) for row in zip(ids, chances, strict=True)]
+        return [[Candidate(int(token), chance) for token, chance in row if chance > 0] for row in rows]
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """[n, draft vocabulary] -> [n, vocabulary]; what cannot be drafted is impossible."""
-        if self._ids_there is None:
+        if self._ids is None:
             return logits
         full = torch.full((len(logits), self._vocab), -torch.inf, device=logits.device)
-        full[:, self._ids_there] = logits.float()
+        full[:, self._ids] = logits.float()
         return full
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        for one in seen:
-            text = self._texts.get(one.request.id)
-            if text is None:
-                text = self._texts[one.request.id] = Text.of(one.request, self.most_waiting)
-            text.show(one)
+        self.texts.observe(seen, self.is_eager)
 
     def release(self, request: Request) -> None:
-        self._texts.pop(request.id, None)
+        self.texts.finish(request)
 
 
 def _with_layers(head: Head, layers: Sequence[int] | None) -> Head:
     if layers is None:
         return head
     config = head.config
-    if not isinstance(config, EagleConfig | DflashConfig) or len(layers) != len(config.taps):
+    if not isinstance(config, TappedConfig) or len(layers) != len(config.taps):
         raise ConfigError(
             f"hidden_layers is {list(layers)}; {head.where} reads layers {config.hidden_layers}, "
             f"give as many or leave it out"

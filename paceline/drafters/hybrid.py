@@ -2,7 +2,7 @@
 sampled.
 
 Those that cost nothing are asked first; one that runs a model is asked only where it has lately gained more
-than they promise now. Invariant: a sampled draft (q) is never joined with others, and whether it is used was
+than they expect now. Invariant: a sampled draft (q) is never joined with others, and whether it is used was
 decided before it was drawn.
 """
 
@@ -26,35 +26,26 @@ UNSAID = 0.5  # the chance of each further token where a drafter names none
 class HybridConfig(DrafterConfig):
     num_speculative_tokens: int = 0  # nodes of the joined tree; 0: the most that one of the drafters has
     drafters: Sequence[str | Mapping[str, Any]] = ("ngram", "early_exit")  # names, or dicts with options
+    limits = (("num_speculative_tokens", 0, 128),)
 
     def __post_init__(self) -> None:
-        ok = (
-            isinstance(self.drafters, (list, tuple))
-            and bool(self.drafters)
-            and all(isinstance(d, (str, Mapping)) for d in self.drafters)
-        )
-        require(ok, "drafters", self.drafters, "give a list of methods such as ['ngram', 'early_exit']")
-        parsed = self.parsed()
-        nested = any(kind is Hybrid for kind, _ in parsed)
-        require(
-            not nested,
-            "drafters",
-            self.drafters,
-            "a hybrid in a hybrid is one hybrid: list all drafters side by side",
-        )
-        most = max(config.num_speculative_tokens for _, config in parsed)
-        if self.num_speculative_tokens == 0 and not isinstance(self.num_speculative_tokens, bool):
-            object.__setattr__(self, "num_speculative_tokens", most)
         DrafterConfig.__post_init__(self)
+        given, known = self.drafters, (str, Mapping)
+        ok = isinstance(given, (list, tuple)) and bool(given) and all(isinstance(d, known) for d in given)
+        require(ok, "drafters", given, "give a list of methods such as ['ngram', 'early_exit']")
+        parsed = self.parsed()
+        remedy = "a hybrid in a hybrid is one hybrid: list all drafters side by side"
+        require(all(kind is not Hybrid for kind, _ in parsed), "drafters", given, remedy)
+        if not self.num_speculative_tokens:
+            most = max(config.num_speculative_tokens for _, config in parsed)
+            object.__setattr__(self, "num_speculative_tokens", most)
 
-    def parsed(self) -> list[tuple[type[Any], DrafterConfig]]:
+    def parsed(self) -> list[tuple[type[Drafter], DrafterConfig]]:
         """Class and config of each; a length given for all holds for those that have none of their own."""
-        length = (
-            {"num_speculative_tokens": self.num_speculative_tokens} if self.num_speculative_tokens else {}
-        )
-        return [
-            registry.parse({**length, **({"method": d} if isinstance(d, str) else d)}) for d in self.drafters
-        ]
+        length = self.num_speculative_tokens
+        shared = {"num_speculative_tokens": length} if length else {}
+        options = [{"method": d} if isinstance(d, str) else d for d in self.drafters]
+        return [registry.parse({**shared, **each}) for each in options]
 
 
 @dataclass(slots=True)
@@ -86,11 +77,9 @@ class Hybrid(Drafter):
     Config = HybridConfig
 
     def __init__(self, config: HybridConfig, context: DrafterContext) -> None:
-        self.config = config
+        super().__init__(config)
         parsed = config.parsed()
-        self.drafters: tuple[Drafter, ...] = tuple(
-            registry.create(kind, each, context) for kind, each in parsed
-        )
+        self.drafters = tuple(registry.create(kind, each, context) for kind, each in parsed)
         self.limits = tuple(each.num_speculative_tokens for _, each in parsed)
         layers = sorted({layer for d in self.drafters for layer in d.needs.hidden_layers})
         # and verdicts, which it counts itself
@@ -110,27 +99,22 @@ class Hybrid(Drafter):
             asked = [i for i, budget in enumerate(budgets) if budget and self._is_wanted(drafter, answers[i])]
             if not asked:
                 continue
-            for i, draft in zip(
-                asked,
-                drafter.propose([requests[i] for i in asked], [min(budgets[i], limit) for i in asked]),
-                strict=True,
-            ):
+            limits = [min(budgets[i], limit) for i in asked]
+            for i, draft in zip(asked, drafter.propose([requests[i] for i in asked], limits), strict=True):
                 if draft.q:
                     answers[i] = [draft]
                 elif draft.num_drafted:
                     answers[i].append(draft)
-        return [
-            self._joined(a, b) if a else empty(r, self.name)
-            for r, a, b in zip(requests, answers, budgets, strict=True)
-        ]
+        each = zip(requests, answers, budgets, strict=True)
+        return [self._joined(a, b) if a else empty(r, self.name) for r, a, b in each]
 
     def _is_wanted(self, drafter: Drafter, answers: Sequence[Draft]) -> bool:
         if drafter.is_free:
             return True
         if any(draft.q for draft in answers):
             return False
-        promised = max((self.records[d.source].rate * sum(chances_of(d)[1:]) for d in answers), default=0.0)
-        return self.records[drafter.name].gain > promised
+        expected = max((self.records[d.source].rate * sum(chances_of(d)[1:]) for d in answers), default=0.0)
+        return self.records[drafter.name].gain > expected
 
     def _joined(self, drafts: Sequence[Draft], budget: int) -> Draft:
         """The best nodes of all drafts. A drafter's chances count as far as they have come true."""
@@ -145,28 +129,24 @@ class Hybrid(Drafter):
                     scores[place], sources[place] = claimed * rate, draft.source
                 chances[place] = max(chances[place], claimed)
         best = sorted(range(1, len(tokens)), key=lambda n: -scores[n])[:budget]
-        kept = [0, *sorted(best)]
-        new = {node: i for i, node in enumerate(kept)}
-        tree = Tree(tuple(tokens[n] for n in kept), tuple(new.get(parents[n], -1) for n in kept))
-        return Draft(tree, self.name, None, tuple(chances[n] for n in kept), tuple(sources[n] for n in kept))
+        tree = Tree.known(tuple(tokens), tuple(parents))
+        joined = Draft(tree, self.name, None, tuple(chances), tuple(sources))
+        return joined.cut([0, *sorted(best)])
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        for each in seen:
-            if each.draft is not None and each.verdict is not None and each.draft.num_drafted:
-                self._record(each.draft, each.verdict.path)
+        for _, _, draft, verdict, *_ in seen:
+            if draft is None or verdict is None or not draft.num_drafted:
+                continue
+            claimed, by_source = chances_of(draft), dict[str, list[int]]()
+            for node in range(1, len(claimed)):
+                by_source.setdefault(draft.source_of(node), []).append(node)
+            for source, nodes in by_source.items():
+                num_accepted = sum(n in verdict.path for n in nodes)
+                self.records[source].add(sum(claimed[n] for n in nodes), num_accepted)
         for drafter in self.drafters:
             count = drafter.needs.top_tokens
-            drafter.observe(
-                [s._replace(top=s.top[:, :count] if s.top is not None and count else None) for s in seen]
-            )
-
-    def _record(self, draft: Draft, path: Sequence[int]) -> None:
-        accepted, claimed = set(path), chances_of(draft)
-        by_source: dict[str, list[int]] = {}
-        for node in range(1, len(claimed)):
-            by_source.setdefault(draft.source_of(node), []).append(node)
-        for source, nodes in by_source.items():
-            self.records[source].add(sum(claimed[n] for n in nodes), sum(n in accepted for n in nodes))
+            tops = [one.top[:, :count] if one.top is not None and count else None for one in seen]
+            drafter.observe([one._replace(top=top) for one, top in zip(seen, tops, strict=True)])
 
     def release(self, request: Request) -> None:
         for drafter in self.drafters:

@@ -13,18 +13,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.drafters.base import (
-    Drafter,
-    DrafterConfig,
-    DrafterContext,
-    check_flag,
-    check_whole,
-    propose_each,
-)
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 
 MAX_KEYS = 4096  # first tokens that a request's pool remembers; the least recently used go first
 # how often a token of the pool, and of the window, is right after one that was: roughly as measured
@@ -34,22 +27,23 @@ FOUND, WINDOW = (0.45, 0.05)
 @dataclass(frozen=True, slots=True)
 class LookaheadConfig(DrafterConfig):
     num_speculative_tokens: int = 0  # 0: as many nodes as window and n-grams need
-    # So small because a CPU pays for every row. Where rows are nearly free the paper's 7, 5 and 7 accept
-    # more.
+    # So small because a CPU pays for every row. Where rows are nearly free the paper's 7, 5, 7 accept more.
     max_window_size: int = 1  # W
     max_ngram_size: int = 2  # N
     max_verification_set_size: int = 1  # G: n-grams checked in a step
     pool_from_text: bool = True  # n-grams of the text itself are in the pool too
+    limits = (
+        ("num_speculative_tokens", 0, 128),
+        ("max_window_size", 1, 32),
+        ("max_ngram_size", 2, 16),
+        ("max_verification_set_size", 1, 32),
+    )
 
     def __post_init__(self) -> None:
-        check_whole(self, "max_window_size", 1, 32)
-        check_whole(self, "max_ngram_size", 2, 16)
-        check_whole(self, "max_verification_set_size", 1, 32)
-        check_flag(self, "pool_from_text")
-        if self.num_speculative_tokens == 0 and not isinstance(self.num_speculative_tokens, bool):
+        DrafterConfig.__post_init__(self)
+        if not self.num_speculative_tokens:
             needed = (self.max_window_size + self.max_verification_set_size) * (self.max_ngram_size - 1)
             object.__setattr__(self, "num_speculative_tokens", min(needed, 128))
-        DrafterConfig.__post_init__(self)
 
 
 class Pool:
@@ -81,69 +75,31 @@ class Pool:
 class _State:
     pool: Pool
     # W lists of N-1 tokens; column j begins j + 1 tokens after the last of the text
-    columns: list[list[int]] = field(default_factory=list)
+    columns: list[list[int]]
     num_pooled: int = 0  # tokens of the text whose n-grams are in the pool
-
-
-class _Nodes:
-    """A tree under construction, in which a path is added once."""
-
-    def __init__(self, root: int, budget: int) -> None:
-        self.tokens, self.parents, self.chances = [root], [-1], [1.0]
-        self._places: dict[tuple[int, int], int] = {}
-        self.budget = budget
-
-    def add(self, path: Sequence[int], chance: float, ends: frozenset[int]) -> None:
-        """All of a path or, if the budget does not hold it, nothing; up to a token that ends the request."""
-        path = path[: next((i + 1 for i, t in enumerate(path) if t in ends), len(path))]
-        node, depth = 0, 0
-        while depth < len(path) and (node, path[depth]) in self._places:
-            node = self._places[node, path[depth]]
-            depth += 1
-            self.chances[node] = max(self.chances[node], chance**depth)
-        if len(self.tokens) + len(path) - depth > self.budget + 1:
-            return
-        for token in path[depth:]:
-            depth += 1
-            self._places[node, token] = len(self.tokens)
-            self.tokens.append(token)
-            self.parents.append(node)
-            self.chances.append(chance**depth)
-            node = len(self.tokens) - 1
 
 
 class Lookahead(Drafter):
     name = "lookahead"
     needs = Needs(top_tokens=1)
-    is_free = True
-    can_rewind = True
+    is_free = can_rewind = True
     Config = LookaheadConfig
 
     def __init__(self, config: LookaheadConfig, context: DrafterContext | None = None) -> None:
-        self.config = config
+        super().__init__(config)
         self._states: dict[str, _State] = {}
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return propose_each(self, self._draft, requests, budgets)
-
-    def _draft(self, request: Request, budget: int) -> Draft:
-        state = self._states.get(request.id) or self._states.setdefault(request.id, self._new_state(request))
-        nodes = _Nodes(request.tokens[-1], min(budget, self.config.num_speculative_tokens))
-        for gram in state.pool.after(request.tokens[-1]):
-            nodes.add(gram, FOUND, request.stop_ids)
-        for path in _paths(state.columns):
-            nodes.add(path, WINDOW, request.stop_ids)
-        return Draft(Tree(tuple(nodes.tokens), tuple(nodes.parents)), self.name, chances=tuple(nodes.chances))
-
-    def _new_state(self, request: Request) -> _State:
-        """The first window is made of pieces of the text: better than nothing, and soon overwritten."""
-        state, text = _State(Pool(self.config.max_verification_set_size)), request.tokens
-        levels = self.config.max_ngram_size - 1
-        state.columns = [
-            [text[(j + i) % len(text)] for i in range(levels)] for j in range(self.config.max_window_size)
-        ]
-        self._pool_text(state, text)
-        return state
+    def draft(self, request: Request, budget: int) -> Draft:
+        state, text = self._states.get(request.id), request.tokens
+        if state is None:  # the first window is made of pieces of the text: soon overwritten
+            levels, columns = range(self.config.max_ngram_size - 1), range(self.config.max_window_size)
+            first = [[text[(j + i) % len(text)] for i in levels] for j in columns]
+            state = self._states[request.id] = _State(Pool(self.config.max_verification_set_size), first)
+            self._pool_text(state, text)
+        found: list[tuple[Sequence[int], float]] = [(gram, FOUND) for gram in state.pool.after(text[-1])]
+        window = [(path, WINDOW) for path in _paths(state.columns)]
+        limit = min(budget, self.config.num_speculative_tokens)
+        return _tree_of(text[-1], [*found, *window], limit, request.stop_ids)
 
     def _pool_text(self, state: _State, text: Sequence[int]) -> None:
         if self.config.pool_from_text:
@@ -155,22 +111,18 @@ class Lookahead(Drafter):
     def observe(self, seen: Sequence[Seen]) -> None:
         for each in seen:
             state = self._states.get(each.request.id)
-            if (
-                state is not None
-                and each.draft is not None
-                and each.verdict is not None
-                and each.top is not None
-            ):
-                choices, num_emitted = each.top[:, 0].tolist(), len(each.verdict.tokens)
-                self._move_on(state, each.draft.tree, choices, num_emitted, each.request.tokens[-1])
-                self._pool_text(state, each.request.tokens)
+            if state is None or each.draft is None or each.verdict is None or each.top is None:
+                continue
+            self._move_on(state, each.draft.tree, each.top[:, 0].tolist())
+            passed, last = len(each.verdict.tokens) - 1, each.request.tokens[-1]
+            del state.columns[:passed]
+            for _ in range(min(passed, self.config.max_window_size)):
+                before = state.columns[-1] if state.columns else [last] * (self.config.max_ngram_size - 1)
+                state.columns.append([*before[1:], before[0]])
+            self._pool_text(state, each.request.tokens)
 
-    def _move_on(
-        self, state: _State, tree: Tree, choices: Sequence[int], num_emitted: int, last: int
-    ) -> None:
-        """Each column takes the target's choice after it and gives up its first token; those that the text
-        has passed go.
-        """
+    def _move_on(self, state: _State, tree: Tree, choices: Sequence[int]) -> None:
+        """Each column takes the target's choice after it and gives up its first token."""
         places = {edge: node for node, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
         moved = []
         for column, path in zip(state.columns, _paths(state.columns), strict=True):
@@ -182,11 +134,7 @@ class Lookahead(Drafter):
             if node is not None:
                 state.pool.add([*column, new])
             moved.append([*column[1:], new])
-        columns = moved[num_emitted - 1 :]
-        while len(columns) < len(moved):
-            before = columns[-1] if columns else [last] * len(moved[0])
-            columns.append([*before[1:], before[0]])
-        state.columns = columns
+        state.columns = moved
 
     def release(self, request: Request) -> None:
         self._states.pop(request.id, None)
@@ -196,3 +144,30 @@ def _paths(columns: Sequence[Sequence[int]]) -> list[list[int]]:
     """The path of each column's last node: the trunk up to the column, then down."""
     trunk = [column[0] for column in columns]
     return [[*trunk[:j], *column] for j, column in enumerate(columns)]
+
+
+def _tree_of(
+    root: int, paths: Sequence[tuple[Sequence[int], float]], budget: int, ends: frozenset[int]
+) -> Draft:
+    """The draft of these paths, each with the chance of its tokens, up to a token that ends the request. A
+    path that the budget does not hold is left out.
+    """
+    tokens, parents, chances = [root], [-1], [1.0]
+    places: dict[tuple[int, int], int] = {}
+    for whole, chance in paths:
+        path = whole[: next((i + 1 for i, t in enumerate(whole) if t in ends), len(whole))]
+        node, depth = 0, 0
+        while depth < len(path) and (node, path[depth]) in places:
+            node = places[node, path[depth]]
+            depth += 1
+            chances[node] = max(chances[node], chance**depth)
+        if len(tokens) + len(path) - depth > budget + 1:
+            continue
+        for token in path[depth:]:
+            depth += 1
+            places[node, token] = len(tokens)
+            tokens.append(token)
+            parents.append(node)
+            chances.append(chance**depth)
+            node = len(tokens) - 1
+    return Draft(Tree(tuple(tokens), tuple(parents)), Lookahead.name, chances=tuple(chances))

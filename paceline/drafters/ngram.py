@@ -10,25 +10,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
 from paceline.core.options import require
 from paceline.core.types import Draft, Needs, Request
-from paceline.drafters.base import (
-    Drafter,
-    DrafterConfig,
-    DrafterContext,
-    chain,
-    check_whole,
-    empty,
-    propose_each,
-)
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain, empty, num_same
 
 LONGEST = 128  # tokens that a stage may take back: the longest draft there is
-# what followed a match of n tokens follows it again with the chance n / (n + DOUBT), as measured for
-# suffix.py
+# what followed a match of n tokens follows it again with the chance n / (n + DOUBT): measured for suffix.py
 DOUBT = 2.0
 
 
@@ -36,14 +27,11 @@ DOUBT = 2.0
 class NgramConfig(DrafterConfig):
     num_speculative_tokens: int = 3
     prompt_lookup_max: int | None = None  # longest match looked for; None: twice the tokens drafted
-    prompt_lookup_min: int | None = (
-        None  # shortest match trusted; None: 1, and drafts half as long as their match
-    )
+    prompt_lookup_min: int | None = None  # shortest match trusted; None: 1, drafts half as long as it
+    limits = (*DrafterConfig.limits, ("prompt_lookup_max", 1, 64))
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
-        if self.prompt_lookup_max is not None:
-            check_whole(self, "prompt_lookup_max", 1, 64)
         low, remedy = self.shortest, f"use a whole number from 1 to prompt_lookup_max ({self.longest})"
         require(type(low) is int and 1 <= low <= self.longest, "prompt_lookup_min", low, remedy)
 
@@ -56,37 +44,27 @@ class NgramConfig(DrafterConfig):
     def shortest(self) -> int:
         return 1 if self.prompt_lookup_min is None else self.prompt_lookup_min
 
-    def trusted(self, match: int) -> int:
-        """How many tokens to draft after a match of so many."""
-        most = self.num_speculative_tokens
-        return min((match + 1) // 2, most) if self.prompt_lookup_min is None else most
 
-
-@dataclass(slots=True)
 class _Index:
-    """Where each n-gram of one request last ended, for every n asked for.
+    """Where each n-gram of one request last ended, for every n from `low` to `high`.
 
     A stage shows its drafter guesses as text and takes them back, at most LONGEST of them: what they
-    overwrote is kept that long.
-    """
+    overwrote is kept that long."""
 
-    # n-gram -> index of the token that followed it
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    num_indexed: int = 0
-    tail: list[int] = field(default_factory=list)  # the last LONGEST tokens that were indexed
-    replaced: deque[list[tuple[tuple[int, ...], int | None]]] = field(
-        default_factory=lambda: deque(maxlen=LONGEST)
-    )  # for each of them
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high, self.num_indexed = low, high, 0
+        self.ends: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that followed it
+        self.tail: list[int] = []  # the last LONGEST tokens that were indexed, and what each of them replaced
+        self.replaced: deque[list[tuple[tuple[int, ...], int | None]]] = deque(maxlen=LONGEST)
 
-    def extend(self, tokens: Sequence[int], low: int, high: int) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Index n-grams that have a follower: all but the one that ends the text."""
         self._take_back(tokens)
         for end in range(max(self.num_indexed, 1), len(tokens)):
-            grams = [tuple(tokens[end - n : end]) for n in range(low, min(high, end) + 1)]
+            grams = [tuple(tokens[end - n : end]) for n in range(self.low, min(self.high, end) + 1)]
             if end >= len(tokens) - LONGEST:
                 self.replaced.append([(gram, self.ends.get(gram)) for gram in grams])
-            for gram in grams:
-                self.ends[gram] = end
+            self.ends.update(dict.fromkeys(grams, end))
         self.tail += tokens[max(self.num_indexed, len(tokens) - LONGEST) :]
         del self.tail[:-LONGEST]
         self.num_indexed = len(tokens)
@@ -97,9 +75,7 @@ class _Index:
         now = tokens[start : self.num_indexed]
         if now == self.tail:
             return
-        same = start + next(
-            (i for i, (a, b) in enumerate(zip(now, self.tail, strict=False)) if a != b), len(now)
-        )
+        same = start + num_same(now, self.tail)
         for _ in range(max(same, 1), self.num_indexed):
             for gram, end in self.replaced.pop():
                 if end is None:
@@ -109,9 +85,9 @@ class _Index:
         del self.tail[same - start :]
         self.num_indexed = same
 
-    def follower(self, tokens: Sequence[int], low: int, high: int) -> tuple[int, int] | None:
+    def follower(self, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Where the longest match goes on, and how long it is."""
-        for n in range(min(high, len(tokens) - 1), low - 1, -1):
+        for n in range(min(self.high, len(tokens) - 1), self.low - 1, -1):
             found = self.ends.get(tuple(tokens[-n:]))
             if found is not None:
                 return found, n
@@ -121,31 +97,26 @@ class _Index:
 class Ngram(Drafter):
     name = "ngram"
     needs = Needs(verdicts=False)
-    is_free = True
-    can_rewind = True
+    is_free = can_rewind = True
     Config = NgramConfig
 
     def __init__(self, config: NgramConfig, context: DrafterContext | None = None) -> None:
-        self.config = config
-        self._low, self._high = config.shortest, config.longest
+        super().__init__(config)
         self._indexes: dict[str, _Index] = {}
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return propose_each(self, self._draft, requests, budgets)
-
-    def _draft(self, request: Request, budget: int) -> Draft:
-        low, high = self._low, self._high
+    def draft(self, request: Request, budget: int) -> Draft:
         index = self._indexes.get(request.id)
         if index is None:
-            index = self._indexes[request.id] = _Index()
-        index.extend(request.tokens, low, high)
-        found = index.follower(request.tokens, low, high)
+            index = self._indexes[request.id] = _Index(self.config.shortest, self.config.longest)
+        index.extend(request.tokens)
+        found = index.follower(request.tokens)
         if found is None:
             return empty(request, self.name)
         start, match = found
+        trusted = (match + 1) // 2 if self.config.prompt_lookup_min is None else budget
+        length = min(budget, trusted, self.config.num_speculative_tokens)
         # a match that overlaps the end repeats: read on from the draft itself
         period = request.num_tokens - start
-        length = min(budget, self.config.trusted(match))
         tokens = [request.tokens[start + i % period] for i in range(length)]
         chances = accumulate(((match + i) / (match + i + DOUBT) for i in range(length)), mul)
         return chain(request, tokens, self.name, chances=tuple(chances))

@@ -18,21 +18,13 @@ from heapq import heappop, heappush
 import numpy as np
 
 from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.drafters.base import (
-    Drafter,
-    DrafterConfig,
-    DrafterContext,
-    check_flag,
-    check_number,
-    planted,
-    propose_each,
-)
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, tree_draft
 
 WIDTH = 8
 # how often each rank was the target's choice, to start with: as measured
 RANKS = (0.31, 0.10, 0.057, 0.033, 0.028, 0.019, 0.013, 0.009)
 RATE = 1 / 512  # how fast that follows what is seen
-FAITH = 8.0  # a token's own record weighs as much as the ranks' after so many sightings
+FAITH = 8.0  # sightings after which a token's own record weighs as much as the ranks'
 MEMORY = 64  # sightings of a token after which older ones count half
 UNKNOWN = -1
 
@@ -42,21 +34,16 @@ class RecycleConfig(DrafterConfig):
     num_speculative_tokens: int = 8
     tree: bool = True  # false: only the likeliest successor of each token, as a chain
     min_token_prob: float = 0.1  # draft nothing with a smaller chance of being accepted
-
-    def __post_init__(self) -> None:
-        DrafterConfig.__post_init__(self)
-        check_flag(self, "tree")
-        check_number(self, "min_token_prob", 0.0, 1.0)
+    limits = (*DrafterConfig.limits, ("min_token_prob", 0.0, 1.0))
 
 
 class Recycle(Drafter):
     name = "recycle"
-    is_free = True
-    can_rewind = True
+    is_free = can_rewind = True
     Config = RecycleConfig
 
     def __init__(self, config: RecycleConfig, context: DrafterContext) -> None:
-        self.config = config
+        super().__init__(config)
         vocab_size = context.executor.config.vocab_size
         self.needs = Needs(top_tokens=min(WIDTH, vocab_size))
         context.executor.warm_up(self.needs.top_tokens)
@@ -70,10 +57,7 @@ class Recycle(Drafter):
     def num_bytes(self) -> int:
         return self._successors.nbytes + 8 * len(self._times)
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return propose_each(self, self._draft, requests, budgets)
-
-    def _draft(self, request: Request, budget: int) -> Draft:
+    def draft(self, request: Request, budget: int) -> Draft:
         tokens, parents, chances = [request.tokens[-1]], [-1], [1.0]
         waiting: list[tuple[float, int, int]] = []  # (-chance, parent, token): a heap
         self._open(waiting, tokens[0], 0, 1.0)
@@ -84,23 +68,21 @@ class Recycle(Drafter):
             parents.append(parent)
             chances.append(-chance)
             self._open(waiting, token, len(tokens) - 1, -chance)
-        return planted(request, tokens, parents, chances, self.name)
+        return tree_draft(request, tokens, parents, chances, self.name)
 
     def _open(self, waiting: list[tuple[float, int, int]], token: int, node: int, reach: float) -> None:
         """Add what may follow a drafted node."""
         successors = self._successors[token, : self._width].tolist()
         if successors[0] == UNKNOWN:
             return
-        for successor, chance in zip(successors, self._chances(token), strict=False):
+        # how likely each of the successors is, best first
+        first = (self._right[token] + FAITH * self._ranks[0]) / (self._times[token] + FAITH)
+        rest = (1 - first) / (1 - self._ranks[0])
+        chances = [first, *(rest * rank for rank in self._ranks[1:])]
+        for successor, chance in zip(successors, chances, strict=False):
             if reach * chance < self.config.min_token_prob:
                 return
             heappush(waiting, (-reach * chance, node, successor))
-
-    def _chances(self, token: int) -> list[float]:
-        """Of each of a token's successors, best first."""
-        first = (self._right[token] + FAITH * self._ranks[0]) / (self._times[token] + FAITH)
-        rest = (1 - first) / (1 - self._ranks[0])
-        return [first, *(rest * rank for rank in self._ranks[1:])]
 
     def observe(self, seen: Sequence[Seen]) -> None:
         for one in seen:
@@ -108,10 +90,10 @@ class Recycle(Drafter):
                 continue
             tokens = one.draft.tree.tokens
             for node, chosen in zip(one.verdict.path, one.verdict.tokens, strict=True):
-                self._judge(tokens[node], chosen)
+                self._compare(tokens[node], chosen)
             self._successors[list(tokens)] = one.top.cpu().numpy()
 
-    def _judge(self, token: int, chosen: int) -> None:
+    def _compare(self, token: int, chosen: int) -> None:
         """Compare what the table says follows a token with what did."""
         successors = self._successors[token].tolist()
         if successors[0] == UNKNOWN:

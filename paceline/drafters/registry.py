@@ -15,14 +15,14 @@ DRAFTERS = {
     "suffix": "paceline.drafters.suffix:Suffix",
     "recycle": "paceline.drafters.recycle:Recycle",
     "draft_model": "paceline.drafters.draft_model:DraftModel",
-    "early_exit": "paceline.drafters.early_exit:EarlyExit",
+    "early_exit": "paceline.drafters.draft_model:EarlyExit",
     "eagle": "paceline.drafters.eagle:Eagle",
     "eagle3": "paceline.drafters.eagle:Eagle",  # as vLLM names it
-    "mlp_speculator": "paceline.drafters.mlp_speculator:MlpSpeculator",
-    "draft": "paceline.drafters.distilled:Distilled",
+    "mlp_speculator": "paceline.drafters.eagle:MlpSpeculator",
+    "draft": "paceline.drafters.eagle:Distilled",
     "medusa": "paceline.drafters.medusa:Medusa",
     "dflash": "paceline.drafters.dflash:Dflash",
-    "quantized": "paceline.drafters.quantized:Quantized",
+    "quantized": "paceline.drafters.draft_model:Quantized",
     "lookahead": "paceline.drafters.lookahead:Lookahead",
     "staged": "paceline.drafters.staged:Staged",
     "hybrid": "paceline.drafters.hybrid:Hybrid",
@@ -31,15 +31,12 @@ DRAFTERS = {
 # Learned for one target: shipped with us, or in a folder.
 HEADS = ("eagle", "eagle3", "mlp_speculator", "draft", "medusa", "dflash")
 
-# Whom "auto" asks: one that needs no training and runs no model. It says what it can; the policy chooses from
-# it. Token recycling beside it gained nothing and costs host time
-# (docs/decisions/07-drafters-without-training.md).
-AUTO: tuple[dict[str, Any], ...] = (
-    {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.1},
-)
+# What "auto" drafts with beside a shipped head: no training, no model; the policy chooses from its drafts.
+# Token recycling beside it gained nothing and costs host time, see docs/decisions.
+AUTO = {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_min_token_prob": 0.1}
 
 
-def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
+def parse(options: Mapping[str, Any]) -> tuple[type[Drafter], DrafterConfig]:
     """The drafter's class and its checked config, before any model is loaded."""
     if not isinstance(options, Mapping):
         raise ConfigError(
@@ -52,11 +49,10 @@ def parse(options: Mapping[str, Any]) -> tuple[type[Any], DrafterConfig]:
     if not isinstance(method, str) or method not in DRAFTERS:
         raise ConfigError(f"speculative_config method is {method!r}; {nearest(str(method), list(DRAFTERS))}")
     module, _, name = DRAFTERS[method].partition(":")
-    kind = getattr(import_module(module), name)
+    kind: type[Drafter] = getattr(import_module(module), name)
     rest = {k: v for k, v in options.items() if k != "method"}
     return kind, from_options(kind.Config, rest, f"speculative_config of method {method!r}")
 
 
-def create(kind: type[Any], config: DrafterConfig, context: DrafterContext) -> Drafter:
-    proposer: Drafter = kind(config, context)
-    return proposer
+def create(kind: type[Drafter], config: DrafterConfig, context: DrafterContext) -> Drafter:
+    return kind(config, context)

@@ -23,9 +23,7 @@ LENGTH = 5  # tokens of its longest draft; the policy and the head's own doubts 
 
 def shipped_head(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | None:
     """The drafter of the best shipped head for this target, as a speculative_config; None if there is none.
-
-    wanted: False for none, or the kind that it must be.
-    """
+    wanted: False for none, or the kind that it must be."""
     if wanted is False:
         return None
     kinds = KINDS if wanted is True else (wanted,)
@@ -36,11 +34,9 @@ def shipped_head(target: Checkpoint, wanted: bool | str) -> dict[str, Any] | Non
             f"leave it out, or name a folder: "
             f"{{'method': ['suffix', {{'method': {wanted!r}, 'model': 'FOLDER'}}]}}"
         )
-    return (
-        None
-        if found is None
-        else {"method": found, "model": str(FOLDER / found), "num_speculative_tokens": LENGTH}
-    )
+    if found is None:
+        return None
+    return {"method": found, "model": str(FOLDER / found), "num_speculative_tokens": LENGTH}
 
 
 def folder_of(kind: str, target: Checkpoint) -> str:
@@ -60,7 +56,6 @@ def _belongs(folder: Path, target: Checkpoint) -> bool:
     if not (folder / "config.json").is_file():
         return False
     values, model = read_json(folder / "config.json"), target.config
-    sizes = (values.get("vocab_size"), values.get("hidden_size"), values.get("target_layers"))
-    if sizes != (model.vocab_size, model.hidden_size, model.num_layers):
-        return False
-    return bool(values.get("target_hash") == target_hash(target))
+    sizes = [values.get(name) for name in ("vocab_size", "hidden_size", "target_layers")]
+    is_alike = sizes == [model.vocab_size, model.hidden_size, model.num_layers]
+    return is_alike and values.get("target_hash") == target_hash(target)

@@ -23,8 +23,8 @@ from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request, ScheduledRequest, Segment, Verdict
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain, empty, fit_vocabulary
-from paceline.drafters.candidates import is_sampled, likeliest
-from paceline.drafters.reading import GrammarWalk, ModelDrafter, Reading, Rows
+from paceline.drafters.draft_model import ModelDrafter
+from paceline.drafters.reading import GrammarWalk, Reading, is_sampled, likeliest
 from paceline.runtime.batch import segment_of
 from paceline.runtime.check import judge
 from paceline.runtime.record import StepRecord
@@ -34,20 +34,15 @@ STAGES = 2**32  # seeds from here on belong to stages: a request has fewer compl
 
 @dataclass(frozen=True, slots=True)
 class StagedConfig(DrafterConfig):
-    # the model that checks
+    # the model that checks, and what guesses for it: staged again, if you like
     middle: Mapping[str, Any] = field(default_factory=lambda: {"method": "early_exit"})
-    # who guesses for it; staged again, if you like
     drafter: Mapping[str, Any] = field(default_factory=lambda: {"method": "ngram"})
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
         for name in ("middle", "drafter"):
-            require(
-                isinstance(getattr(self, name), Mapping),
-                name,
-                getattr(self, name),
-                "give a dict such as {'method': 'early_exit'}",
-            )
+            value, remedy = getattr(self, name), "give a dict such as {'method': 'early_exit'}"
+            require(isinstance(value, Mapping), name, value, remedy)
         registry.parse(self.drafter)
         kind, _ = registry.parse(self.middle)
         if not issubclass(kind, ModelDrafter):
@@ -63,9 +58,9 @@ class _Stage:
 
     request: Request
     reading: Reading
-    view: Request  # a copy whose text goes on with what the middle model said
+    view: Request  # a copy whose text goes on with what the middle model accepted
     grammar: GrammarWalk
-    q: list[torch.Tensor | None] = field(default_factory=list)
+    q: list[torch.Tensor] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     has_ended: bool = False
 
@@ -84,13 +79,13 @@ class Staged(Drafter):
     Config = StagedConfig
 
     def __init__(self, config: StagedConfig, context: DrafterContext) -> None:
-        self.config = config
+        super().__init__(config)
         middle = registry.create(*registry.parse(config.middle), context)
         assert isinstance(middle, ModelDrafter), "the config has seen to it"
         self.middle = middle
         kind, self.drafter_config = registry.parse(config.drafter)
         below = replace(context, executor=self.middle.executor, vocab_size=self.middle.vocab_size)
-        self.drafter: Drafter = registry.create(kind, self.drafter_config, below)
+        self.drafter = registry.create(kind, self.drafter_config, below)
         # A drafter that keeps an index of the text is asked once a round, before the text goes on with
         # guesses that may be taken back.
         self.is_asked_again = self.drafter.can_rewind
@@ -104,7 +99,7 @@ class Staged(Drafter):
             for stage in stages:
                 stage.grammar.restore()
         for s in stages:
-            self.middle.close(s.reading, s.view.tokens[: s.reading.cache.num_cached], Rows())
+            self.middle.close(s.reading, s.view.tokens[: s.reading.cache.num_cached])
         drafts = {id(s.request): chain(s.request, s.tokens, self.name, s.q, s.chances) for s in stages}
         return [drafts.get(id(r)) or empty(r, self.name) for r in requests]
 
@@ -118,18 +113,17 @@ class Staged(Drafter):
         """The engine's own check, with the middle model for a target; what it accepts goes to the copies."""
         drafts, needs = self._drafts(stages), self.drafter.needs
         scheduled = [ScheduledRequest(stage.view, len(stage.reading.unread)) for stage in stages]
-        segments = [self._segment(one, draft) for one, draft in zip(scheduled, drafts, strict=True)]
-        layers, top = needs.hidden_layers, needs.top_tokens
-        output = self.middle.executor.forward(
-            segments, num_layers=self.middle.num_layers, hidden_layers=layers, top_tokens=top
-        )
+        pairs = zip(scheduled, drafts, strict=True)
+        segments = [self._known(segment_of(one, draft)) for one, draft in pairs]
+        wanted: dict[str, Any] = {"hidden_layers": needs.hidden_layers, "top_tokens": needs.top_tokens}
+        output = self.middle.executor.forward(segments, num_layers=self.middle.num_layers, **wanted)
         output = output._replace(logits=fit_vocabulary(output.logits, self.middle.vocab_size), picked=None)
         judged = judge(scheduled, drafts, output)
         record = StepRecord(scheduled, drafts, judged, hidden=output.hidden, top=output.top)
         first = 0
         for index, (stage, draft) in enumerate(zip(stages, drafts, strict=True)):
             verdict = judged[index]
-            if isinstance(verdict, Verdict) and self._take_all(stage, verdict, output.logits[first:]):
+            if isinstance(verdict, Verdict) and self._take(stage, verdict, output.logits[first:]):
                 record.verdicts[index] = verdict
             else:  # the middle model has nothing to say that the request allows; the target may
                 stage.has_ended = True
@@ -140,52 +134,40 @@ class Staged(Drafter):
         """The middle model adds a token of its own, so one place is kept for it."""
         most = self.drafter_config.num_speculative_tokens
         drafting = [s for s in stages if s.num_left > 1 and (self.is_asked_again or not s.chances)]
-        proposed = (
-            self.drafter.propose([s.view for s in drafting], [min(s.num_left - 1, most) for s in drafting])
-            if drafting
-            else []
-        )
+        limits = [min(s.num_left - 1, most) for s in drafting]
+        proposed = self.drafter.propose([s.view for s in drafting], limits) if drafting else []
         by_stage = {id(s): draft for s, draft in zip(drafting, proposed, strict=True)}
         return [by_stage.get(id(s)) or Draft(Tree.chain(s.view.tokens[-1])) for s in stages]
 
-    def _segment(self, one: ScheduledRequest, draft: Draft) -> Segment:
-        segment = segment_of(one, draft)._replace(pick=None)
+    def _known(self, segment: Segment) -> Segment:
+        """A token that the middle model does not know has no chance there: what is read in its place is never
+        used."""
         size = self.middle.executor.config.vocab_size
-        if max(segment.tokens) < size:
-            return segment
-        # A token that the middle model does not know has no chance there: what is read in its place is never
-        # used.
-        return segment._replace(tokens=[t if t < size else 0 for t in segment.tokens])
+        return segment._replace(tokens=[t if t < size else 0 for t in segment.tokens], pick=None)
 
-    def _take_all(self, stage: _Stage, verdict: Verdict, logits: torch.Tensor) -> bool:
+    def _take(self, stage: _Stage, verdict: Verdict, logits: torch.Tensor) -> bool:
         """Let the copy's text go on; false if it has ended. logits: [nodes at least, vocab]."""
         view, reading = stage.view, stage.reading
         root = reading.cache.num_cached + len(reading.unread) - 1
         self.middle.executor.kv.gather(reading.cache, root, verdict.path)
         try:
             for node, token in zip(verdict.path, verdict.tokens, strict=True):
-                self._take(stage, token, logits[node])
+                before = stage.chances[-1] if stage.chances else 1.0
+                if is_sampled(view):
+                    stage.q.append(probabilities(view.params, processed(view, (), logits[node])))
+                    stage.chances.append(before * float(stage.q[-1][token]))
+                else:
+                    stage.chances.append(before * likeliest(view, (), logits[node], 1)[0].chance)
+                view.tokens.append(token)
+                stage.has_ended = token in view.stop_ids
                 if stage.has_ended:
                     break
+                stage.grammar.go(stage.tokens)
         except GrammarError:
             return False
         reading.unread = [view.tokens[-1]]
         view.num_rounds += 1
         return not stage.has_ended
-
-    def _take(self, stage: _Stage, token: int, logits: torch.Tensor) -> None:
-        """One token more. logits: [vocab], those it was chosen from."""
-        view, before = stage.view, stage.chances[-1] if stage.chances else 1.0
-        if is_sampled(view):
-            q = probabilities(view.params, processed(view, (), logits))
-            stage.q.append(q)
-            stage.chances.append(before * float(q[token]))
-        else:
-            stage.chances.append(before * likeliest(view, (), logits, 1)[0].chance)
-        view.tokens.append(token)
-        stage.has_ended = token in view.stop_ids
-        if not stage.has_ended:
-            stage.grammar.go(stage.tokens)
 
     def release(self, request: Request) -> None:
         self.drafter.release(request)

@@ -271,10 +271,10 @@ class Engine:
         segments = [
             Segment([r.tokens[-1], *tail], r.cache, num_logits=length + 1, pick=r.pick) for r in requests
         ]
-        feeds, speakers = ([], []) if head is None else drafters[head].burst_feeds(requests, length)
+        feeds, samplers = ([], []) if head is None else drafters[head].burst_feeds(requests, length)
         wanted = min(first.params.max_tokens - first.num_output, self.config.max_model_len - first.num_tokens)
         name = "" if head is None else drafters[head].name
-        given = BurstInput(count, feeds, speakers, stops=tuple(first.stop_ids), wanted=wanted, head_name=name)
+        given = BurstInput(count, feeds, samplers, stops=tuple(first.stop_ids), wanted=wanted, head_name=name)
         if backend is not None and backend.is_weighing:
             weights = self.policy.weights(head, matcher, first, length)
             tables = None if matcher is None else drafters[matcher].matcher(first)

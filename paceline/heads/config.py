@@ -20,16 +20,15 @@ from paceline.models.config import ModelConfig, RopeConfig
 if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
 
-Kind = Literal["eagle", "medusa", "dflash", "draft"]
+Kind = Literal["eagle", "medusa", "dflash", "draft", "mlp_speculator"]
 FORMAT = 1
 TRUNK = "trunk."  # before the names of a trunk's tensors
 LARGE = 1 << 24
 LIMITS = {  # beyond, a file is not believed
-    "vocab_size": LARGE, "hidden_size": LARGE, "target_layers": LARGE, "draft_vocab_size": LARGE,
-    "num_heads": 1 << 20, "num_kv_heads": 1 << 20, "head_dim": 1 << 20, "intermediate_size": 1 << 20,
-    "inner_dim": LARGE, "num_predict": 16, "block_size": 64, "num_heads_ahead": 32, "num_layers": 64,
-    "num_blocks": 16,
-}  # fmt: skip
+    **dict.fromkeys(("vocab_size", "hidden_size", "target_layers", "draft_vocab_size", "inner_dim"), LARGE),
+    **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "intermediate_size"), 1 << 20),
+    **{"num_predict": 16, "block_size": 64, "num_heads_ahead": 32, "num_layers": 64, "num_blocks": 16},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +62,8 @@ class HeadConfig:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """What `Needs.hidden_layers` asks of the target's pass."""
-        return ()
+        """What `Needs.hidden_layers` asks of the target's pass: the last, unless a kind says otherwise."""
+        return (self.target_layers,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +87,23 @@ class LayeredConfig(HeadConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig(LayeredConfig):
-    """EAGLE-3: one layer reads the next token's embedding beside three fused hidden states of the target,
-    then its own output.
-    """
+class TappedConfig(LayeredConfig):
+    """Kinds that read hidden states of several layers."""
 
-    kind: ClassVar[Kind] = "eagle"
     taps: tuple[int, ...]
-    norm_before_residual: bool = False  # the residual is the normed feature
-    norm_output: bool = False  # the next step reads the output after `norm`
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return self.taps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(TappedConfig):
+    """EAGLE-3: one layer reads the next token's embedding beside fused hidden states, then its own output."""
+
+    kind: ClassVar[Kind] = "eagle"
+    norm_before_residual: bool = False  # the residual is the normed feature
+    norm_output: bool = False  # the next step reads the output after `norm`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +127,8 @@ class MedusaConfig(HeadConfig):
             theirs, mine = getattr(self.trunk, differs), getattr(self, differs)
             raise ConfigError(f"the trunk's {differs} is {theirs!r}, the head's {mine!r}")
         if self.trunk.has_lm_head or self.trunk.norm_output or not self.has_lm_head:
-            raise ConfigError(
-                "a trunk's has_lm_head and norm_output are false, and its head's has_lm_head is true: "
-                "the output layer is the head's"
-            )
+            wanted = "a trunk's has_lm_head and norm_output are false, and its head's has_lm_head is true"
+            raise ConfigError(f"{wanted}: the output layer is the head's")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -135,13 +136,11 @@ class MedusaConfig(HeadConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DflashConfig(LayeredConfig):
-    """A whole block in one pass: the target's features are keys and values of every layer; queries are the
-    root and masks.
-    """
+class DflashConfig(TappedConfig):
+    """A block in one pass: the target's features are keys and values of every layer; queries are the root and
+    masks."""
 
     kind: ClassVar[Kind] = "dflash"
-    taps: tuple[int, ...]
     num_layers: int
     block_size: int
     mask_token_id: int
@@ -157,10 +156,6 @@ class DflashConfig(LayeredConfig):
             raise ConfigError(f"{found}; the head's config is damaged")
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.taps
-
-    @property
     def num_drafts(self) -> int:
         """K: tokens a pass drafts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
@@ -172,6 +167,38 @@ class DraftConfig(LayeredConfig):
 
     kind: ClassVar[Kind] = "draft"
     num_layers: int
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return ()
+
+
+# Heads of other projects that Paceline runs and does not train.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle1Config(LayeredConfig):
+    """EAGLE-1 and -2: one layer without norms at its ends reads the next token's embedding fused with the
+    target's last hidden state (after its norm); logits are the target's output layer's."""
+
+    kind: ClassVar[Kind] = "eagle"
+    has_fc_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeparateMedusaConfig(MedusaConfig):
+    """Medusa as it was published: every head has an output layer of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpeculatorConfig(HeadConfig):
+    """IBM's MLP speculator: the target's last hidden state (after its norm) takes in one token a step."""
+
+    kind: ClassVar[Kind] = "mlp_speculator"
+    inner_dim: int
+    num_predict: int
+    is_tied: bool = False  # all steps but the first share their weights
+    is_scaled: bool = False  # the hidden state is normed first
 
 
 TRAINED = (EagleConfig, MedusaConfig, DflashConfig, DraftConfig)
@@ -227,9 +254,7 @@ def shared_fields(target: ModelConfig, name: str, digest: str, draft_vocab_size:
 
 
 def default_taps(num_layers: int, count: int = 3) -> tuple[int, ...]:
-    """Low, middle and high as EAGLE-3 has them; spread evenly for another count or a target of very few
-    layers.
-    """
+    """Low, middle and high as EAGLE-3 has them; spread evenly for another count or very few layers."""
     if count == 3 and num_layers >= 6:
         return 2, num_layers // 2, num_layers - 3
     low, high = (2, num_layers - 2) if num_layers >= 6 else (0, num_layers)
@@ -237,9 +262,7 @@ def default_taps(num_layers: int, count: int = 3) -> tuple[int, ...]:
 
 
 def target_hash(checkpoint: Checkpoint) -> str:
-    """Which weights a head belongs to: sizes, the last norm, and the keys of the first and last layer. File
-    names do not matter.
-    """
+    """Which weights a head belongs to: sizes, the last norm, and the keys of the first and last layer."""
     import torch
 
     config = checkpoint.config

@@ -20,23 +20,23 @@ from torch.nn import functional
 from paceline.heads.config import (
     DflashConfig,
     DraftConfig,
+    Eagle1Config,
     EagleConfig,
     HeadConfig,
     LayeredConfig,
     MedusaConfig,
+    MlpSpeculatorConfig,
+    SeparateMedusaConfig,
 )
-from paceline.heads.others import Eagle1Config, MlpSpeculatorConfig, SeparateMedusaConfig
-from paceline.models.layer import AttendIn, Layer, Norm, Sizes
-from paceline.models.linear import Linear
+from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
 from paceline.models.rope import Angles
 
 
 def sizes_of(config: LayeredConfig) -> Sizes:
     """Of one of its layers."""
-    return Sizes(
-        config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
-        config.rms_eps, has_qk_norm=config.qk_norm,
-    )  # fmt: skip
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    widths = config.hidden_size, config.intermediate_size
+    return Sizes(*widths, *heads, config.rms_eps, has_qk_norm=config.qk_norm)
 
 
 class HeadModule(nn.Module):
@@ -44,10 +44,8 @@ class HeadModule(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config = config
-        self.lm_head: Any = None
-        if config.has_lm_head:
-            self.lm_head = Linear.empty(config.hidden_size, config.draft_vocab_size)
+        self.config, sizes = config, (config.hidden_size, config.draft_vocab_size)
+        self.lm_head: Any = Linear.empty(*sizes) if config.has_lm_head else None
 
 
 class ChainModule(HeadModule):
@@ -209,18 +207,22 @@ class MlpSpeculator(HeadModule):
 
     def forward(self, state: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """state [n, hidden or inner], tokens [n] -> logits [n, vocab], the next state [n, inner]."""
-        emb, proj, head, ln = (
-            part[min(step, len(part) - 1)] for part in (self.emb, self.proj, self.head, self.ln)
-        )
+        parts = (self.emb, self.proj, self.head, self.ln)
+        emb, proj, head, ln = (part[min(step, len(part) - 1)] for part in parts)
         mixed = proj(state) * self.kept + emb.rows(tokens) * self.taken  # type: ignore[operator]
         state = functional.gelu(ln(mixed))
         return head(state), state
 
 
 MODULES: dict[type[HeadConfig], Any] = {
-    EagleConfig: Eagle, Eagle1Config: Eagle1, DraftConfig: Draft, DflashConfig: Dflash, MedusaConfig: Medusa,
-    SeparateMedusaConfig: Medusa, MlpSpeculatorConfig: MlpSpeculator,
-}  # fmt: skip
+    EagleConfig: Eagle,
+    Eagle1Config: Eagle1,
+    DraftConfig: Draft,
+    DflashConfig: Dflash,
+    MedusaConfig: Medusa,
+    SeparateMedusaConfig: Medusa,
+    MlpSpeculatorConfig: MlpSpeculator,
+}
 
 
 def through(layers: nn.ModuleList, x: Tensor, angles: Angles, attend: AttendIn) -> Tensor:

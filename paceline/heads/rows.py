@@ -1,5 +1,5 @@
-"""The nouns between a drafter and what runs its head: rows with the target's features, nodes of a tree, and
-how guesses are made.
+"""The nouns between a drafter and what runs its head: rows with the target's features, nodes of a tree, how
+guesses are made, and the interfaces of heads.
 """
 
 from __future__ import annotations
@@ -26,17 +26,8 @@ class Feed(NamedTuple):
 
     place: Any  # its keys and values
     start: int  # where the first row goes, and its position
-    tokens: Sequence[int]
-    rows: Sequence[Row]
-
-
-class BlockFeed(NamedTuple):
-    """Features of one sequence, one after the other, and the token that a block begins with."""
-
-    place: Any
-    start: int
-    rows: Sequence[Row]
-    root: int
+    tokens: Sequence[int]  # of the positions after the rows'; a draft begins with the last one
+    rows: Sequence[Row]  # none for a head that reads tokens alone
 
 
 class Node(NamedTuple):
@@ -51,15 +42,15 @@ class Node(NamedTuple):
     others: Sequence[int]  # where its ancestors lie, and itself
 
 
-class Speaker(NamedTuple):
-    """How guesses are made for a request."""
+class Sampler(NamedTuple):
+    """How a head chooses tokens for a request: as `Pick` says, from this position on."""
 
     temperature: float  # 0: the likeliest
     seed: int
     position: int  # of the first token that is guessed
 
 
-class Said(NamedTuple):
+class HeadOutput(NamedTuple):
     logits: torch.Tensor  # [n, draft vocabulary]; the next call may overwrite them
     outputs: Sequence[Any]  # [n]: each a source for nodes that follow
 
@@ -76,27 +67,40 @@ class ReadingBackend(Protocol):
 
     def place(self) -> Any: ...  # an empty sequence
     def fork(self, place: Any, length: int) -> Any: ...  # another with the same first rows
-    def read(self, feeds: Sequence[Feed]) -> None: ...
+    def read(self, feed: Feed) -> None: ...
+    def can_guess(self, temperature: float) -> bool: ...
 
 
 class ChainHead(ReadingBackend, Protocol):
     """A head that drafts token by token."""
 
-    # [feeds, hidden] after their last rows, for heads that read its layer alone; the next call may overwrite
-    # it
+    # [feeds, hidden] after their last rows, for heads that read its layer; the next call may overwrite it
     def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor: ...
+    def begin(self, feeds: Sequence[Feed]) -> HeadOutput: ...  # after the last row of each
+    def level(self, nodes: Sequence[Node]) -> HeadOutput: ...
+    def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
+        """least: no token is guessed after a path that is less likely."""
+
+
+class BlockBackend(ReadingBackend, Protocol):
+    """A head that drafts a block in one pass."""
+
+    def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses: ...
+    # [steps, requests, draft vocabulary], no Markov head
+    def logits(self, feeds: Sequence[Feed], steps: int) -> torch.Tensor: ...
+
+
+class SideBackend(Protocol):
+    """Heads beside the target's own, on its last hidden state or on a trunk's output."""
+
     def can_guess(self, temperature: float) -> bool: ...
-    def begin(self, feeds: Sequence[Feed]) -> Said: ...  # after the last row of each
-    def level(self, nodes: Sequence[Node]) -> Said: ...
-    def guess(
-        self, feeds: Sequence[Feed], speakers: Sequence[Speaker], steps: int, least: float
-    ) -> Guesses: ...
+    def guess(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Guesses: ...
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor: ...  # [heads, requests, draft vocabulary]
 
 
 class Matcher(NamedTuple):
     """A drafter that runs no model, for a kernel: its entry, the addresses it is called with, where it
-    writes, and the length of its longest draft.
-    """
+    writes, and the length of its longest draft."""
 
     entry: int
     live: int
@@ -125,7 +129,7 @@ class BurstInput(NamedTuple):
 
     num_rounds: int  # at most
     feeds: Sequence[Feed] = ()  # what the head has not read; none: no head drafts
-    speakers: Sequence[Speaker] = ()
+    samplers: Sequence[Sampler] = ()
     weights: BurstWeights | None = None  # for devices that weigh drafts; others check all of them
     matcher: Matcher | None = None
     least: float = 0.0  # the path probability below which a head does not draft on
@@ -143,24 +147,3 @@ class BurstBackend(Protocol):
 
     def can_run(self, temperature: float) -> bool: ...
     def launch(self, batch: Batch, given: BurstInput) -> Burst: ...
-
-
-class BlockBackend(Protocol):
-    """A head that drafts a block in one pass."""
-
-    def place(self) -> Any: ...
-    def fork(self, place: Any, length: int) -> Any: ...
-    def can_guess(self, temperature: float) -> bool: ...
-    def read(self, feed: BlockFeed) -> None: ...
-    def guess(self, feeds: Sequence[BlockFeed], speakers: Sequence[Speaker], steps: int) -> Guesses: ...
-    def logits(
-        self, feeds: Sequence[BlockFeed], steps: int
-    ) -> torch.Tensor: ...  # [steps, requests, draft vocabulary], no Markov head
-
-
-class SideBackend(Protocol):
-    """Heads beside the target's own, on its last hidden state or on a trunk's output."""
-
-    def can_guess(self, temperature: float) -> bool: ...
-    def guess(self, rows: Sequence[Row], speakers: Sequence[Speaker]) -> Guesses: ...
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor: ...  # [heads, requests, draft vocabulary]

@@ -12,9 +12,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ModelFileError
-from paceline.heads.config import EagleConfig, default_taps
+from paceline.heads.config import Eagle1Config, EagleConfig, default_taps
 from paceline.heads.modules import tensor_shapes
-from paceline.heads.others import Eagle1Config
 from paceline.loaders.fields import Fields
 from paceline.loaders.head_files import (
     Head,

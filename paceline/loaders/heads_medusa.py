@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.heads.config import LIMITS, MedusaConfig
+from paceline.heads.config import LIMITS, MedusaConfig, SeparateMedusaConfig
 from paceline.heads.modules import tensor_shapes
-from paceline.heads.others import SeparateMedusaConfig
 from paceline.loaders.head_files import Head, HeadFiles, foreign_config
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.heads.config import MlpSpeculatorConfig
 from paceline.heads.modules import tensor_shapes
-from paceline.heads.others import MlpSpeculatorConfig
 from paceline.loaders.head_files import Head, HeadFiles, foreign_config
 
 if TYPE_CHECKING:

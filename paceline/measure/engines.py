@@ -77,7 +77,7 @@ def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
     """As `LLM` makes it by default, without what a profile on disk knows of its drafters."""
     executor, config = llm.engine.executor, llm.engine.config
     head = shipped_head(llm.checkpoint, has_head)
-    options = [*registry.AUTO, *([head] if head else ())]
+    options = [registry.AUTO, *([head] if head else ())]
     lengths = [registry.parse(each)[1].num_speculative_tokens for each in options]
     drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)
     one, has_trees = costs.pass_seconds(1), executor.decoder.checks_trees

@@ -1,4 +1,5 @@
-"""Attention of one pass over a paged cache, in plain torch: write keys and values at their slots, attend.
+"""What a paged cache holds, and attention of one pass over it in plain torch: write keys and values at their
+slots, attend.
 
 The oracle of the compiled attention in paceline/cpu/paged.py. Built once a pass from the batch and called
 once a layer. Invariant: a row sees its request's cached prefix, its ancestors and itself.
@@ -11,10 +12,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.types import BatchTensors
+from paceline.core.types import BLOCK_SIZE, SCALE_BYTES, ColumnsOf
+from paceline.models.config import ModelConfig
 
 LARGEST_WEIGHT = 16383  # as in paceline/cpu/value_tiles.py
-LayerCache = tuple[Tensor, Tensor]  # keys and values: [num_slots, num_kv_heads, head_dim]
+LayerCache = tuple[Tensor, Tensor]  # keys and values: [num_slots, num_kv_heads, width]
+
+
+class KvFormat(NamedTuple):
+    """In which numbers a cache keeps keys and values. Integers have scales behind them; how many, their
+    writers and readers agree."""
+
+    keys: torch.dtype
+    values: torch.dtype
+    has_value_scales: bool = True  # if values are integers; else theirs lie behind the keys too
+
+
+FLOATS = KvFormat(torch.float32, torch.float32)
+
+
+def row_widths(config: ModelConfig, kept: KvFormat) -> tuple[int, int]:
+    """Elements a head of one token takes, of its key and its value."""
+    keys, values = (SCALE_BYTES if dtype == torch.int8 else 0 for dtype in (kept.keys, kept.values))
+    return config.head_dim + keys, config.head_dim + values * kept.has_value_scales
+
+
+def bytes_per_token(config: ModelConfig, kept: KvFormat) -> int:
+    keys, values = row_widths(config, kept)
+    bytes_per_head = keys * kept.keys.itemsize + values * kept.values.itemsize
+    return config.num_layers * config.num_kv_heads * bytes_per_head
 
 
 class Masking(NamedTuple):
@@ -56,18 +82,22 @@ class _Span(NamedTuple):
 
 
 class TorchAttention:
-    def __init__(self, batch: BatchTensors) -> None:
+    def __init__(self, batch: ColumnsOf[Tensor]) -> None:
         self.batch = batch
         starts, prefixes = batch.starts.tolist(), batch.prefix_lens.tolist()
         self.spans = [self._span(r, slice(*starts[r : r + 2]), prefix) for r, prefix in enumerate(prefixes)]
 
     def _span(self, request: int, rows: slice, prefix: int) -> _Span:
-        batch, size = self.batch, self.batch.block_size
+        batch, size = self.batch, BLOCK_SIZE
         cached = torch.arange(prefix, device=batch.slots.device)
         cached_slots = batch.block_tables[request][cached // size] * size + cached % size
         slots = torch.cat([cached_slots, batch.slots[rows]])
-        above = _ancestors(batch.parents[rows].tolist(), rows.start).to(slots.device)
-        visible = torch.cat([above.new_ones(len(above), prefix), above], 1)
+        parents = batch.parents[rows].tolist()
+        above = torch.eye(len(parents), dtype=torch.bool)  # [n, n]: row i is below row j, or is it
+        for i, parent in enumerate(parents):
+            if parent >= 0:  # parents come before their children
+                above[i] |= above[parent - rows.start]
+        visible = torch.cat([above.new_ones(len(above), prefix), above], 1).to(slots.device)
         positions = torch.cat([cached, batch.positions[rows]])
         return _Span(rows, slots, visible, batch.positions[rows][:, None] - positions)
 
@@ -87,12 +117,3 @@ class TorchAttention:
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         weights = (round_weights(weights, v) if masking.is_rounded else weights).to(q.dtype)
         return torch.einsum("kgnc,ckd->nkgd", weights, v).flatten(1, 2)
-
-
-def _ancestors(parents: list[int], start: int) -> Tensor:
-    """[n, n] bool: row i is below row j, or is it. Parents come before their children."""
-    above = torch.eye(len(parents), dtype=torch.bool)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            above[i] |= above[parent - start]
-    return above

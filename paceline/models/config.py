@@ -62,9 +62,7 @@ class ModelConfig:
         return bool(self.local_layers) and self.local_layers[layer]
 
     def weight_names(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the decoder reads, with its shape: loaders check files against it before reading any
-        weight.
-        """
+        """Every tensor the decoder reads, with its shape: loaders check files against it before they read."""
         h, d = self.hidden_size, self.head_dim
         names: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
         if not self.tie_embeddings:

@@ -8,7 +8,7 @@ the batch and the caches alone; K/V of a row go to its slot and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, Self
@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from paceline.core.types import Batch, Output
 from paceline.models.attention import LayerCache, Masking, TorchAttention
 from paceline.models.config import ModelConfig
-from paceline.models.layer import AttendIn, Layer, Norm, Sizes
-from paceline.models.linear import Linear
+from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
 from paceline.models.quantize import bits_of, head_bits
 from paceline.models.rope import rotary_tables
 
-Progress = Callable[[int, int], None]  # layers done, layers in all
+Caches = Sequence[LayerCache]  # by layer
 
 
 class Checkpoint(Protocol):
@@ -39,11 +38,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device, bits: int = 32) -> None:
         super().__init__()
         self.config = config
-        sizes = Sizes(
-            config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads,
-            config.head_dim, config.rms_eps, config.qkv_bias, config.qk_norm, config.sandwich_norm,
-            config.activation, bits,
-        )  # fmt: skip
+        widths, has = (config.hidden_size, config.intermediate_size), (config.qkv_bias, config.qk_norm)
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        sizes = Sizes(*widths, *heads, config.rms_eps, *has, config.sandwich_norm, config.activation, bits)
         vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
         with torch.device("meta"):
             self.layers = nn.ModuleList(Layer(sizes) for _ in range(config.num_layers))
@@ -62,14 +59,12 @@ class Transformer(nn.Module):
         cls,
         checkpoint: Checkpoint,
         *,
-        # of the weights; "int8" and "int4" round as the CPU kernels do, and save nothing
         dtype: str = "float32",
         device: str | torch.device = "cpu",
         context: int | None = None,
-        progress: Progress | None = None,
     ) -> Self:
-        """Read every weight; positions from `context` on will not be asked for. dtype bfloat16 is the
-        teacher's."""
+        """Read every weight; positions from `context` on will not be asked for. dtype: "int8" and "int4"
+        round as the CPU kernels do, and save nothing; "bfloat16" is the teacher's."""
         config, place = checkpoint.config, torch.device(device)
         config = replace(config, max_context=min(config.max_context, context or config.max_context))
         floats = torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -85,8 +80,6 @@ class Transformer(nn.Module):
 
         for i, layer in enumerate(model.layers):
             fill(layer, f"layers.{i}")
-            if progress is not None:
-                progress(i + 1, config.num_layers)
         for name, part in model.named_children():  # a tied output layer is named once, as the embedding
             if name != "layers":
                 fill(part, name)
@@ -137,12 +130,7 @@ class Decoder(Transformer):
 
     @torch.inference_mode()
     def forward(
-        self,
-        batch: Batch,
-        kv: Sequence[LayerCache],
-        *,
-        num_layers: int | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, batch: Batch, kv: Caches, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
     ) -> Output:
         """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early;
         hidden[n] is the residual stream after n layers."""
@@ -154,7 +142,6 @@ class Decoder(Transformer):
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return paged(q, k, v, kv[i], self.masking[i])
 
-        x, hidden = self.run(
-            self.embed(tensors.input_ids), tensors.positions, attend, depth, tuple(hidden_layers)
-        )
+        embedded = self.embed(tensors.input_ids)
+        x, hidden = self.run(embedded, tensors.positions, attend, depth, hidden_layers)
         return Output(self.logits(x[tensors.rows]), hidden)

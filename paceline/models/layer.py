@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.models.linear import Linear
+from paceline.models.quantize import dequantize, quantize, round_activations
 from paceline.models.rope import Angles, rotate
 
 # queries [..., heads, dim], keys and values [..., kv_heads, dim] of the rows -> [..., heads, dim]
@@ -52,6 +52,38 @@ def gate(gates: Tensor, up: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return functional.silu(gates) * up
     return functional.gelu(gates, approximate="tanh") * up
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b. It can give back rows of W, so a tied output layer is also the embedding table. With
+    fewer than 32 bits weights and activations are rounded as the CPU kernels do, then multiplied in float32.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, bits: int = 32) -> None:
+        super().__init__()
+        self.bits = bits
+        self.weight = nn.Parameter(self.rounded(weight), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @classmethod
+    def empty(cls, width: int, out: int, *, has_bias: bool = False, bits: int = 32) -> Linear:
+        """[out, width] without numbers yet."""
+        linear = cls(torch.empty(out, width), torch.empty(out) if has_bias else None)
+        linear.bits = bits
+        return linear
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """The weight as this layer multiplies with it."""
+        if self.bits == 32:
+            return weight
+        return dequantize(quantize(weight, self.bits), weight.shape[1]).to(weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        x = x if self.bits == 32 else round_activations(x, self.bits)
+        return functional.linear(x, self.weight, self.bias)
+
+    def rows(self, ids: Tensor) -> Tensor:  # [n] -> [n, in]
+        return functional.embedding(ids, self.weight)
 
 
 class Norm(nn.Module):
@@ -103,7 +135,7 @@ class DenseFfn(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention that reads `width` numbers a row (the hidden size unless said), then the ffn."""
+    """Attention that reads `width` numbers a row (by default the hidden size), then the ffn."""
 
     def __init__(self, sizes: Sizes, width: int = 0, ffn: nn.Module | None = None) -> None:
         super().__init__()

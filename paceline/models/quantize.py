@@ -3,8 +3,7 @@ cpu/matmul.py).
 
 int8 is symmetric, w ≈ q * s with q in [-127, 127]; int4 has a minimum, w ≈ q * s - m with q in [0, 15], as
 GGUF's Q4_1 has, so such a file loses nothing. One s (and m) for each group of consecutive inputs of a row, in
-half precision times 2**8. Invariant: `dequantize(quantize(w))` is what the kernels multiply with, and
-`unpack(pack(q))` is q.
+half precision times 2**8. Invariant: `dequantize(quantize(w))` is what the kernels multiply with.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ def _stored(values: Tensor) -> Tensor:
     """As close as half precision comes."""
     halves = (values * STORED).half()
     if not bool(torch.isfinite(halves).all()):
-        raise ModelFileError(
-            f"weights as large as {values.max() * 127:.3g} cannot be quantized; use dtype float32"
-        )
+        largest = f"{values.max() * 127:.3g}"
+        raise ModelFileError(f"weights as large as {largest} cannot be quantized; use dtype float32")
     return halves.float() / STORED
 
 
@@ -62,19 +60,16 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     extra = padded(width, group) - width
     if extra:  # the last value again: it does not widen its group, and is multiplied with zeros
         weight = torch.cat([weight, weight[:, -1:].expand(num_rows, extra)], 1)
-    grouped = weight.float().view(num_rows, -1, group)
+    grouped, minima = weight.float().view(num_rows, -1, group), None
     if bits == 8:
-        scales = _stored(grouped.abs().amax(-1) / 127)
-        values = (grouped / _safe(scales)).round().clamp(-127, 127)
-        return Quantized(values.to(torch.int8).view(num_rows, -1), scales, None)
-    minima = _stored(grouped.amin(-1).neg().clamp(min=0))
-    scales = _stored((grouped.amax(-1) + minima).clamp(min=0) / 15)
-    values = ((grouped + minima[..., None]) / _safe(scales)).round().clamp(0, 15)
-    return Quantized(values.to(torch.int8).view(num_rows, -1), scales, minima)
-
-
-def _safe(scales: Tensor) -> Tensor:
-    return torch.where(scales == 0, torch.ones_like(scales), scales)[..., None]
+        scales, low, high = _stored(grouped.abs().amax(-1) / 127), -127, 127
+    else:
+        minima, low, high = _stored(grouped.amin(-1).neg().clamp(min=0)), 0, 15
+        scales = _stored((grouped.amax(-1) + minima).clamp(min=0) / 15)
+        grouped = grouped + minima[..., None]
+    divisors = torch.where(scales == 0, torch.ones_like(scales), scales)[..., None]
+    values = (grouped / divisors).round().clamp(low, high).to(torch.int8)
+    return Quantized(values.view(num_rows, -1), scales, minima)
 
 
 def dequantize(quantized: Quantized, width: int) -> Tensor:
@@ -117,22 +112,6 @@ def pack_quantized(quantized: Quantized, bits: int) -> Tensor:
     return torch.cat(parts, 2)
 
 
-def unpack_quantized(packed: Tensor, bits: int) -> Quantized:
-    """The inverse; rows filled up to whole tiles."""
-    num_tiles, groups, _ = packed.shape
-    size = DOT_ROWS * GROUP[bits] * bits // 8
-    quads = packed[:, :, :size].reshape(num_tiles, groups, -1, DOT_ROWS, 4)
-    if bits == 4:
-        quads = torch.stack([quads & 15, quads >> 4], 3).flatten(2, 3)
-    values = quads.permute(0, 3, 1, 2, 4).reshape(num_tiles * DOT_ROWS, -1).contiguous().view(torch.int8)
-    halves = [
-        packed[:, :, at : at + 2 * DOT_ROWS].contiguous().view(torch.float16)
-        for at in range(size, packed.shape[2], 2 * DOT_ROWS)
-    ]
-    floats = [(half.float() / STORED).transpose(1, 2).reshape(-1, groups) for half in halves]
-    return Quantized(values, floats[0], floats[1] if bits == 4 else None)
-
-
 def pack_linear(weight: Tensor, bias: Tensor | None, bits: int) -> Packed:
     """weight [N, K], bias [N]."""
     rows = FLOAT_ROWS if bits == 32 else DOT_ROWS
@@ -146,7 +125,5 @@ def pack_linear(weight: Tensor, bias: Tensor | None, bits: int) -> Packed:
 
 
 def head_bits(bits: int) -> int:
-    """Embedding and head stay in int8 when the layers are int4: they hold what every token says, and int4
-    costs them most.
-    """
+    """Embedding and head stay in int8 when the layers are int4, which costs them most."""
     return 8 if bits == 4 else bits

@@ -17,59 +17,43 @@ from paceline.core.errors import ConfigError
 from paceline.models.config import RopeConfig
 
 
-class Frequencies(NamedTuple):
-    inverse: Tensor  # [head_dim / 2] float32
-    attention_factor: float  # multiplies cosines and sines
-
-
 class Angles(NamedTuple):
-    """Of the rows of a pass."""
+    """Of all positions, or of those of a pass's rows."""
 
     cos: Tensor  # [..., head_dim / 2]
     sin: Tensor
 
-
-class RotaryTables(NamedTuple):
-    cos: Tensor  # [num_positions, head_dim / 2]
-    sin: Tensor
-
-    def to(self, device: torch.device) -> RotaryTables:
-        return RotaryTables(self.cos.to(device), self.sin.to(device))
+    def to(self, device: torch.device) -> Angles:
+        return Angles(self.cos.to(device), self.sin.to(device))
 
     def at(self, positions: Tensor) -> Angles:
         return Angles(self.cos[positions], self.sin[positions])
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> Frequencies:
+def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """[head_dim / 2] float32, and a factor of cosines and sines."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.divisors is not None:
         if len(rope.divisors) != head_dim // 2:
             found = f"{len(rope.divisors)} rotary divisors for a head of {head_dim}"
             raise ConfigError(f"{found}; the model file should hold {head_dim // 2}")
-        return Frequencies(plain / torch.tensor(rope.divisors), 1.0)
+        return plain / torch.tensor(rope.divisors), 1.0
     if rope.kind == "linear":
-        return Frequencies(plain / rope.factor, 1.0)
-    if rope.kind == "llama3":
-        return Frequencies(_llama3(plain, rope), 1.0)
+        return plain / rope.factor, 1.0
+    if (
+        rope.kind == "llama3"
+    ):  # long waves are slowed by the factor, short ones stay, those between are blended
+        turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
+        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = blend.clamp(0, 1)
+        return (1 - blend) * plain / rope.factor + blend * plain, 1.0
     if rope.kind == "yarn":
-        factor = rope.attention_factor
-        if factor is None:
-            factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-        return Frequencies(_yarn(plain, rope, head_dim), factor)
-    return Frequencies(plain, 1.0)
+        return _yarn(plain, rope, head_dim)
+    return plain, 1.0
 
 
-def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves are slowed by the factor, short ones stay, those between are blended."""
-    turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
-    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - blend) * plain / rope.factor + blend * plain
-
-
-def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """The same idea with the blend linear in the dimension's index, between those of beta_fast and beta_slow
-    turns.
-    """
+def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """As llama3, blended linearly in the dimension's index between those of beta_fast and beta_slow turns."""
 
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -77,16 +61,19 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     low = max(math.floor(dimension_of(rope.beta_fast)), 0)
     high = min(math.ceil(dimension_of(rope.beta_slow)), head_dim - 1)
     slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return plain / rope.factor * slowed + plain * (1 - slowed)
+    factor = rope.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return plain / rope.factor * slowed + plain * (1 - slowed), factor
 
 
-def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> RotaryTables:
+def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> Angles:
     inverse, factor = frequencies(rope, head_dim)
     angles = np.outer(np.arange(num_positions, dtype=np.float32), inverse.numpy()).astype(np.float64)
     # numpy in float64, not torch: torch's vector and scalar cosines differ, and which one a position gets
     # depends on the length
     cos, sin = (torch.from_numpy((wave(angles) * factor).astype(np.float32)) for wave in (np.cos, np.sin))
-    return RotaryTables(cos, sin)
+    return Angles(cos, sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.types import Batch, Output
 from paceline.heads.config import LayeredConfig
 from paceline.heads.rows import BlockBackend, BurstBackend, ChainHead, SideBackend
+from paceline.models.attention import KvFormat
 from paceline.models.config import ModelConfig
-from paceline.models.kv_format import KvFormat
 
 if TYPE_CHECKING:
     from paceline.loaders.head_files import Head

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.core.sampling import pick_of
-from paceline.core.types import BLOCK_SIZE, Batch, Columns, Draft, Pick, ScheduledRequest, Segment
+from paceline.core.types import BLOCK_SIZE, Batch, Columns, ColumnsOf, Draft, Pick, ScheduledRequest, Segment
 from paceline.runtime.kv_cache import KvCache
 
 
@@ -26,7 +26,7 @@ def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
 
 def build(segments: Sequence[Segment], kv: KvCache, device: torch.device) -> Batch:
     """Slots for every row must have been reserved."""
-    columns = Columns([], [], [], [], [], [0], [], [], [])
+    columns: Columns = ColumnsOf([], [], [], [], [], [0], [], [], [])
     ids, positions, slots, parents, request_of, starts, tables, prefixes, rows = columns
     picks: list[Pick] | None = []
     width = max((len(segment.cache.blocks) for segment in segments), default=0) or 1

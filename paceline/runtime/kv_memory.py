@@ -12,8 +12,8 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import BLOCK_SIZE, Moves
+from paceline.models.attention import FLOATS, KvFormat, bytes_per_token, row_widths
 from paceline.models.config import ModelConfig
-from paceline.models.kv_format import FLOATS, KvFormat, bytes_per_token, row_widths
 
 
 def blocks_in(memory: int, config: ModelConfig, kept: KvFormat) -> int:

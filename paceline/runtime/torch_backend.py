@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.heads.block import TorchBlockHead
-from paceline.heads.chain import TorchChainHead
+from paceline.heads.attending import TorchBlockHead, TorchChainHead
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
 from paceline.heads.rows import BlockBackend, ChainHead, SideBackend
-from paceline.heads.side import TorchMedusaHead
+from paceline.heads.torch_heads import TorchMedusaHead
+from paceline.models.attention import FLOATS, KvFormat
 from paceline.models.decoder import Decoder
-from paceline.models.kv_format import FLOATS, KvFormat
 from paceline.models.quantize import bits_of
 
 if TYPE_CHECKING:

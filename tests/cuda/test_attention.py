@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from paceline.core.types import BatchTensors
+from paceline.core.types import ColumnsOf
 from paceline.cuda import attention
 from paceline.cuda.attention import TILINGS, Attending, Launch, Tiling, attend, launch_for
 from paceline.cuda.batch import DeviceBatch, ancestor_words
@@ -73,7 +73,7 @@ class Case(NamedTuple):
         names["request_of"] = torch.arange(len(names["prefix_lens"])).repeat_interleave(
             names["starts"].diff()
         )
-        plain = TorchAttention(BatchTensors(**names, rows=torch.empty(0), block_size=BLOCK))
+        plain = TorchAttention(ColumnsOf(**names, rows=torch.empty(0)))
         q, keys, values = self.q.cpu().float(), self.keys.cpu().float(), self.values.cpu().float()
         return torch.cat([plain._attend(q, keys, values, span, masking) for span in plain.spans])
 

@@ -28,13 +28,12 @@ from paceline.cuda.recorded_head import HeadCache
 from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.candidates import likeliest
+from paceline.drafters.reading import likeliest
 from paceline.engine.engine import Engine
-from paceline.heads.block import TorchBlockHead
-from paceline.heads.chain import TorchChainHead
-from paceline.heads.others import SeparateMedusaConfig
-from paceline.heads.rows import BlockFeed, Feed, Guesses, Node, Row, Speaker
-from paceline.heads.side import TorchMedusaHead
+from paceline.heads.attending import TorchBlockHead, TorchChainHead
+from paceline.heads.config import SeparateMedusaConfig
+from paceline.heads.rows import Feed, Guesses, Node, Row, Sampler
+from paceline.heads.torch_heads import TorchMedusaHead
 from paceline.loaders.head_files import Head
 from paceline.models.decoder import Decoder
 from paceline.runtime.executor import LocalExecutor
@@ -113,7 +112,7 @@ def test_chains_and_trees_are_those_of_torch(name: str, device: torch.device) ->
     found: list[list[Any]] = []
     for head, rows in zip(chain_heads(name, device), (shown(device), shown(CPU)), strict=True):
         place = head.place()
-        head.read([Feed(place, 0, TOKENS[:15], rows[:15])])
+        head.read(Feed(place, 0, TOKENS[:15], rows[:15]))
         said = head.begin([Feed(place, 15, TOKENS[15:18], rows[15:18])])
         first = said.logits.clone()
         level = head.level(
@@ -121,7 +120,7 @@ def test_chains_and_trees_are_those_of_torch(name: str, device: torch.device) ->
         )
         second = level.logits.clone()
         deeper = head.level([Node(place, 20, 19, 5, level.outputs[1], 18, [19, 20])]).logits.clone()
-        chain = head.guess([Feed(place, 18, TOKENS[18:20], rows[18:20])], [Speaker(0.0, 0, 21)], 3, 0.0)
+        chain = head.guess([Feed(place, 18, TOKENS[18:20], rows[18:20])], [Sampler(0.0, 0, 21)], 3, 0.0)
         found.append([first, second, deeper, chain])
     for ours, theirs in zip(found[0][:3], found[1][:3], strict=True):
         same(ours, theirs)
@@ -137,7 +136,7 @@ def test_sequences_in_one_call_are_drafted_as_alone(device: torch.device) -> Non
     together = []
     for head, rows in ((ours, shown(device)), (theirs, shown(CPU))):
         feeds = [Feed(head.place(), 0, TOKENS[part], rows[part]) for part in parts]
-        together.append(head.guess(feeds, [Speaker(0.0, 0, 9)] * 3, 2, 0.0))
+        together.append(head.guess(feeds, [Sampler(0.0, 0, 9)] * 3, 2, 0.0))
         said = head.begin([Feed(feed.place, len(feed.tokens), TOKENS[:1], rows[:1]) for feed in feeds])
         sizes = [len(feed.tokens) + 1 for feed in feeds]
         nodes = [
@@ -154,10 +153,10 @@ def test_a_fork_has_the_same_rows_and_goes_its_own_way(device: torch.device) -> 
     chains = []
     for head, rows in zip(chain_heads("eagle", device), (shown(device), shown(CPU)), strict=True):
         place = head.place()
-        head.read([Feed(place, 0, TOKENS[:20], rows[:20])])
+        head.read(Feed(place, 0, TOKENS[:20], rows[:20]))
         fork = head.fork(place, 17)
-        head.read([Feed(place, 17, TOKENS[3:6], rows[3:6])])
-        chains.append(head.guess([Feed(fork, 17, TOKENS[17:19], rows[17:19])], [Speaker(0.0, 0, 20)], 2, 0.0))
+        head.read(Feed(place, 17, TOKENS[3:6], rows[3:6]))
+        chains.append(head.guess([Feed(fork, 17, TOKENS[17:19], rows[17:19])], [Sampler(0.0, 0, 20)], 2, 0.0))
     alike(*chains)
 
 
@@ -185,7 +184,7 @@ def test_a_chain_is_one_recording_replayed() -> None:
     place = head.place()
     for first, end in ((0, 3), (3, 7), (7, 11)):
         head.guess(
-            [Feed(place, first, TOKENS[first:end], rows[first:end])], [Speaker(0.0, 0, end + 1)], 2, 0.0
+            [Feed(place, first, TOKENS[first:end], rows[first:end])], [Sampler(0.0, 0, end + 1)], 2, 0.0
         )
     assert capture.num_recordings == 1
 
@@ -199,7 +198,7 @@ def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyP
     head.warm_up(2)
     assert capture.num_recordings == 2
     for steps in (1, 2):
-        head.guess([Feed(head.place(), 0, TOKENS[:2], rows[:2])], [Speaker(0.0, 0, 3)], steps, 0.0)
+        head.guess([Feed(head.place(), 0, TOKENS[:2], rows[:2])], [Sampler(0.0, 0, 3)], steps, 0.0)
     assert capture.num_recordings == 2
 
 
@@ -210,7 +209,7 @@ def test_a_prompt_is_read_before_and_not_recorded(
     chains = []
     for head, rows in zip(chain_heads("eagle", device), (shown(device), shown(CPU)), strict=True):
         feeds = [Feed(head.place(), 0, TOKENS[:count], rows[:count]) for count in (9, 2)]
-        chains.append(head.guess(feeds, [Speaker(0.0, 0, 9)] * 2, 2, 0.0))
+        chains.append(head.guess(feeds, [Sampler(0.0, 0, 9)] * 2, 2, 0.0))
     alike(*chains)
 
 
@@ -226,15 +225,15 @@ def test_blocks_are_those_of_torch(rank: int, from_anchor: bool, device: torch.d
     )
     for head, rows in ((ours, shown(device)), (theirs, shown(CPU))):
         places: list[Any] = [head.place(), head.place(), head.place()]
-        head.read(BlockFeed(places[0], 0, rows[:17], 0))
+        head.read(Feed(places[0], 0, [0], rows[:17]))
         feeds = [
-            BlockFeed(places[0], 17, rows[17:19], 11),
-            BlockFeed(places[1], 0, rows[:3], 2),
-            BlockFeed(places[2], 0, rows[:1], 5),
+            Feed(places[0], 17, [11], rows[17:19]),
+            Feed(places[1], 0, [2], rows[:3]),
+            Feed(places[2], 0, [5], rows[:1]),
         ]
         logits = head.logits(feeds, config.num_drafts).clone()
-        again = [BlockFeed(feed.place, feed.start + len(feed.rows), rows[20:21], feed.root) for feed in feeds]
-        found.append([logits, head.guess(again, [Speaker(0.0, 0, 9)] * 3, config.num_drafts)])
+        again = [Feed(f.place, f.start + len(f.rows), f.tokens, rows[20:21]) for f in feeds]
+        found.append([logits, head.guess(again, [Sampler(0.0, 0, 9)] * 3, config.num_drafts)])
     same(found[0][0], found[1][0])
     alike(found[0][1], found[1][1])
 
@@ -247,9 +246,9 @@ def test_side_heads_are_those_of_torch(kind: str, device: torch.device) -> None:
     ours = CudaMedusaHead(head_of(config), target_on(device))
     theirs = TorchMedusaHead(config, tensors_of(config), NORM, CPU)
     mine, other = ([rows[i] for i in (5, 9, 2)] for rows in (shown(device), shown(CPU)))
-    speakers = [Speaker(0.0, 0, 0)] * 3
+    samplers = [Sampler(0.0, 0, 0)] * 3
     same(ours.logits(mine), theirs.logits(other))
-    alike(ours.guess(mine, speakers), theirs.guess(other, speakers))
+    alike(ours.guess(mine, samplers), theirs.guess(other, samplers))
 
 
 class Listener(Drafter):
@@ -322,7 +321,7 @@ def test_the_kernels_compile_where_no_gpu_is() -> None:
 
 def guessed(
     logits: torch.Tensor,
-    speakers: Sequence[Speaker],
+    samplers: Sequence[Sampler],
     ids: torch.Tensor | None,
     device: torch.device,
     step: int = 0,
@@ -331,9 +330,9 @@ def guessed(
         return torch.tensor(numbers, dtype=dtype, device=device)
 
     how = Guessing(
-        column([s.temperature for s in speakers], torch.float64),
-        column([s.seed for s in speakers], torch.int64),
-        column([s.position for s in speakers], torch.int64),
+        column([s.temperature for s in samplers], torch.float64),
+        column([s.seed for s in samplers], torch.int64),
+        column([s.position for s in samplers], torch.int64),
         None if ids is None else ids.to(device),
     )  # fmt: skip
     results = torch.zeros((2, len(logits)), dtype=torch.int32, device=device)
@@ -355,8 +354,8 @@ def test_a_seeded_guess_knows_the_targets_noise(words: int, device: torch.device
             request_of(tokens, SamplingParams(temperature=0.8, seed=seed)),
             request_of(tokens, SamplingParams(temperature=0.0)),
         ]
-        speakers = [Speaker(0.8, requests[0].seed, 17), Speaker(0.0, 0, 17)]
-        drafted, chosen, chances = guessed(logits, speakers, ids, device, step=3)
+        samplers = [Sampler(0.8, requests[0].seed, 17), Sampler(0.0, 0, 17)]
+        drafted, chosen, chances = guessed(logits, samplers, ids, device, step=3)
         for row in range(4):
             best = likeliest(requests[row % 2], [1] * (row // 2), full[row], 1)[0]
             assert chosen[row] == ids[drafted[row]] == best.token
@@ -368,7 +367,7 @@ def test_a_seeded_guess_knows_the_targets_noise(words: int, device: torch.device
 def test_a_guess_from_broken_logits_is_a_token_and_unsure(bad: float, device: torch.device) -> None:
     for temperature in (0.0, 1.0):
         words, tokens, chances = guessed(
-            torch.full((1, 1500), bad), [Speaker(temperature, 1, 0)], None, device
+            torch.full((1, 1500), bad), [Sampler(temperature, 1, 0)], None, device
         )
         assert 0 <= tokens[0] == words[0] < 1500
         assert chances == [0.0]

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import paceline.core.accept as accept_module
-import paceline.drafters.candidates as candidates_module
 import paceline.drafters.grow as grow_module
+import paceline.drafters.reading as reading_module
 from paceline.core.noise import Noise
 from paceline.core.types import Batch, Output, Request, Segment
 from paceline.drafters import registry
@@ -95,6 +95,6 @@ def ready(runner: LocalExecutor, request: Request, budget: int) -> None:
 def drafting_with(noise: Noise) -> Iterator[None]:
     """Within, drafters take their chances from this noise."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grow_module, candidates_module, accept_module):
+        for module in (grow_module, reading_module, accept_module):
             patch.setattr(module, "noise_of", lambda request: noise)
         yield

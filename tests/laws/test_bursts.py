@@ -22,7 +22,7 @@ from paceline.core.tree import Tree
 from paceline.core.types import Batch, Cached, Draft, FinishReason, Request, Round, Seen, Segment
 from paceline.drafters.base import Drafter
 from paceline.engine.engine import Engine
-from paceline.heads.rows import BurstInput, Feed, Speaker
+from paceline.heads.rows import BurstInput, Feed, Sampler
 from paceline.runtime.executor import LocalExecutor
 from tests.laws.fakes import AlwaysRight, AlwaysWrong, Fake, Ragged, Random
 from tests.laws.harness import engine_with, prompts, request_of, run
@@ -135,7 +135,7 @@ class Bursting(Drafter):
     def burst_length(self, requests: Sequence[Request], most: int) -> int:
         return LENGTH if most >= LENGTH and self.may() else 0
 
-    def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Speaker]]:
+    def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Sampler]]:
         assert length == LENGTH
         return [Feed(request, request.num_tokens, (), ()) for request in requests], []
 

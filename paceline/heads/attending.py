@@ -1,0 +1,212 @@
+"""Heads that attend, in torch on any device: EAGLE-3, EAGLE-1 and distilled models draft token by token,
+DFlash a block in one pass.
+
+Invariant: keys and values of a row are written at its place and nowhere else; a row sees the first `seen`
+places and those listed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.heads.config import DflashConfig, LayeredConfig
+from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Row, Sampler
+from paceline.heads.torch_heads import Tensors, TorchHead
+from paceline.models.layer import masked, rms_norm
+from paceline.models.rope import rotary_tables
+
+
+class TorchPlace:
+    """Keys and values of a sequence, [layers, room, kv heads, dim]."""
+
+    __slots__ = ("keys", "values")
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def reserve(self, length: int) -> None:
+        room = self.keys.shape[1]
+        if length > room:
+            more = (0, 0, 0, 0, 0, max(length, 2 * room, 64) - room)
+            self.keys, self.values = functional.pad(self.keys, more), functional.pad(self.values, more)
+
+    def attend(self, i: int, q: Tensor, length: int, visible: Tensor | None) -> Tensor:
+        """Layer i: q [rows, heads, dim] over the first places; visible [rows, length], all where None."""
+        return masked(q[None], self.keys[None, i, :length], self.values[None, i, :length], visible)[0]
+
+
+class _Rows(NamedTuple):
+    """Rows of one sequence, and what they see of it."""
+
+    place: TorchPlace
+    at: Tensor  # [rows]: where their keys and values go, the last one last
+    positions: Tensor  # [rows]
+    visible: Tensor | None  # [rows, places up to the last row's] bool; None: all
+
+
+class AttendingHead(TorchHead):
+    """What heads that attend share: places for keys and values, and the target's embeddings."""
+
+    def __init__(
+        self, config: LayeredConfig, tensors: Tensors, decoder: Any, device: torch.device, ahead: int = 0
+    ) -> None:
+        """decoder: the target's, in torch. ahead: positions beyond its context."""
+        self._embed = decoder.embed
+        dtype = decoder.embed(torch.zeros(1, dtype=torch.int64, device=device)).dtype
+        super().__init__(config, tensors, device, dtype)
+        room = decoder.config.max_context + ahead
+        self._tables = rotary_tables(config.rope, config.head_dim, room).to(device)
+
+    def place(self) -> TorchPlace:
+        shape = (self.module.num_layers, 0, self.config.num_kv_heads, self.config.head_dim)
+        empty = torch.empty(shape, dtype=self._dtype, device=self.device)
+        return TorchPlace(empty, empty)
+
+    def fork(self, place: TorchPlace, length: int) -> TorchPlace:
+        return TorchPlace(place.keys[:, :length].clone(), place.values[:, :length].clone())
+
+    def _features(self, rows: Sequence[Row]) -> Tensor:
+        """[rows, taps * hidden] of the target; rows of one pass are taken together."""
+        layers, parts = self.config.hidden_layers, []
+        if not layers:
+            return torch.empty((len(rows), 0), device=self.device)
+        for _, group in groupby(rows, key=lambda row: id(row.hidden)):
+            some = list(group)
+            index = [row.at for row in some]
+            parts.append(torch.cat([some[0].hidden[layer][index] for layer in layers], -1))
+        return torch.cat(parts).to(self._dtype)
+
+
+class TorchChainHead(AttendingHead):
+    """EAGLE or a distilled model. Sequences, and nodes of a tree, run one after the other."""
+
+    def __init__(
+        self, config: LayeredConfig, tensors: Tensors, decoder: Any, norm: Tensor | None, device: torch.device
+    ) -> None:
+        """norm: the target's last, for heads that read what comes out of it."""
+        super().__init__(config, tensors, decoder, device)
+        self._feature_norm = None if norm is None else norm.to(device)
+
+    def read(self, feed: Feed) -> None:
+        self.outputs([feed])
+
+    @torch.inference_mode()
+    def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
+        return self._predict(self.outputs(feeds))
+
+    @torch.inference_mode()
+    def outputs(self, feeds: Sequence[Feed]) -> Tensor:
+        """[feeds, hidden] after the last row of each."""
+        found = []
+        for feed in feeds:
+            features = self._features(feed.rows)
+            if self._feature_norm is not None:
+                features = rms_norm(features, self._feature_norm, self.config.rms_eps)
+            places = torch.arange(feed.start + len(feed.tokens), device=self.device)
+            own, tokens = places[feed.start :], self._tensor(feed.tokens)
+            rows = _Rows(feed.place, own, own, places <= own[:, None])
+            found.append(self._run(rows, tokens, self.module.source(features))[-1])
+        return torch.stack(found)
+
+    @torch.inference_mode()
+    def level(self, nodes: Sequence[Node]) -> HeadOutput:
+        found = []
+        for node in nodes:
+            visible = torch.zeros((1, node.at + 1), dtype=torch.bool)
+            visible[0, : node.seen] = True
+            visible[0, list(node.others)] = True
+            at, position = self._tensor([node.at]), self._tensor([node.position])
+            rows = _Rows(node.place, at, position, visible.to(self.device))
+            found.append(self._run(rows, self._tensor([node.token]), node.source[None]))
+        return self._predict(torch.cat(found))
+
+    @torch.inference_mode()
+    def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
+        def following(tokens: Tensor, sources: Tensor, step: int) -> HeadOutput:
+            found = []
+            for i, feed in enumerate(feeds):
+                at = self._tensor([feed.start + len(feed.tokens) + step - 1])
+                rows = _Rows(feed.place, at, at, None)
+                found.append(self._run(rows, tokens[i : i + 1], sources[i : i + 1]))
+            return self._predict(torch.cat(found))
+
+        return self._chain(self.begin(feeds), steps, following)
+
+    def _run(self, rows: _Rows, tokens: Tensor, source: Tensor) -> Tensor:
+        """Outputs [rows, hidden]."""
+        place, end = rows.place, int(rows.at[-1]) + 1
+        place.reserve(end)
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            place.keys[i, rows.at], place.values[i, rows.at] = k, v
+            return place.attend(i, q, end, rows.visible)
+
+        embedded = self._embed(tokens).to(self._dtype)
+        found: Tensor = self.module(embedded, source, self._tables.at(rows.positions), attend)
+        return found
+
+    def _predict(self, x: Tensor) -> HeadOutput:
+        hidden, source = self.module.finish(x)
+        return HeadOutput(self.module.lm_head(hidden), list(source))
+
+
+class TorchBlockHead(AttendingHead):
+    """DFlash: a block of tokens in one pass. What it wrote beyond its text is overwritten by the next one."""
+
+    def __init__(self, config: DflashConfig, tensors: Tensors, decoder: Any, device: torch.device) -> None:
+        super().__init__(config, tensors, decoder, device, config.block_size)
+        self._words = torch.full((config.vocab_size,), config.draft_vocab_size, device=device)
+        ids = torch.arange(config.vocab_size, device=device) if self._ids is None else self._ids
+        self._words[ids] = torch.arange(len(ids), device=device)
+
+    @torch.inference_mode()
+    def read(self, feed: Feed) -> None:
+        """Features, fused and normed, as keys and values of every layer."""
+        end = feed.start + len(feed.rows)
+        feed.place.reserve(end + self.config.block_size)
+        angles = self._tables.at(torch.arange(feed.start, end, device=self.device))
+        for i, (k, v) in enumerate(self.module.keys_values(self._features(feed.rows), angles)):
+            feed.place.keys[i, feed.start : end], feed.place.values[i, feed.start : end] = k, v
+
+    @torch.inference_mode()
+    def logits(self, feeds: Sequence[Feed], steps: int) -> Tensor:
+        for feed in feeds:
+            self.read(feed)
+        hidden = torch.stack([self._block(feed) for feed in feeds], 1)  # [size, requests, hidden]
+        first = 0 if self.config.sample_from_anchor else 1
+        found: Tensor = self.module.lm_head(hidden[first : first + steps])
+        return found
+
+    @torch.inference_mode()
+    def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses:
+        """The likeliest tokens, from left to right; the device is waited for once."""
+        tokens, chances, module = [], [], self.module
+        words = self._words[self._tensor([feed.tokens[-1] for feed in feeds])]
+        for logits in self.logits(feeds, steps):
+            if self.config.markov_rank:
+                logits = logits + module.markov_w2(module.markov_w1.rows(words))
+            chance, words = logits.float().softmax(-1).max(-1)
+            tokens.append(self._tokens(words))
+            chances.append(chance)
+        return Guesses(torch.stack(tokens).tolist(), torch.stack(chances).cumprod(0).tolist())
+
+    def _block(self, feed: Feed) -> Tensor:
+        """[size, hidden]: rows that see the whole context and each other."""
+        start = feed.start + len(feed.rows)
+        end = start + self.config.block_size
+        tokens = [feed.tokens[-1], *[self.config.mask_token_id] * (end - start - 1)]
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            feed.place.keys[i, start:end], feed.place.values[i, start:end] = k, v
+            found: Tensor = feed.place.attend(i, q, end, None)
+            return found
+
+        angles = self._tables.at(torch.arange(start, end, device=self.device))
+        found: Tensor = self.module(self._embed(self._tensor(tokens)).to(self._dtype), angles, attend)
+        return found
