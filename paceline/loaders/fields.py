@@ -108,21 +108,16 @@ class Fields:
         return value
 
 
-def family_config(source: str, family: Family, hidden_size: int, **values: Any) -> ModelConfig:
-    """The checked config of a file: what the file says in `values`, and what its family fixes."""
-    import numpy as np
-
+def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
+    """The config of a file: what the file says in `values`, and what its family fixes. What the decoder takes
+    for granted is checked here, before `weight_names` is ever called.
+    """
     if family == "gemma3":
-        scale = float(np.float32(hidden_size**0.5))
+        import numpy as np
+
+        scale = float(np.float32(values["hidden_size"] ** 0.5))
         values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
-    qk_norm = family in ("qwen3", "gemma3")
-    config = ModelConfig(family=family, hidden_size=hidden_size, qk_norm=qk_norm, **values)
-    _check_config(source, config)
-    return config
-
-
-def _check_config(source: str, config: ModelConfig) -> None:
-    """What the decoder takes for granted, refused by name before `weight_names` is ever called."""
+    config = ModelConfig(family=family, qk_norm=family in ("qwen3", "gemma3"), **values)
     divisors, heads, kv_heads = config.rope.divisors, config.num_heads, config.num_kv_heads
     windows, half = config.local_layers, config.head_dim // 2
     checks = (
@@ -137,3 +132,4 @@ def _check_config(source: str, config: ModelConfig) -> None:
     for is_right, problem in checks:
         if not is_right:
             raise ModelFileError(f"{source}: {problem}; {DAMAGED}")
+    return config

@@ -81,24 +81,18 @@ class _Cursor:
             metadata[key] = self.value(key, self.number(UINT32))
         tensors: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
-            info = self.tensor_info()
-            if info.name in tensors:
-                raise self.damage(f"tensor {info.name!r} is there twice")
-            tensors[info.name] = info
-        return GgufHeader(metadata, tensors, self.aligned(metadata.get("general.alignment", 32)), self.size)
-
-    def aligned(self, alignment: Any) -> int:
+            name, num_dims = self.text(), self.number(UINT32)
+            if name in tensors:
+                raise self.damage(f"tensor {name!r} is there twice")
+            if num_dims > MAX_DIMS:
+                raise self.damage(f"tensor {name!r} has {num_dims} dimensions")
+            shape = tuple(self.number(UINT64) for _ in range(num_dims))[::-1]
+            tensors[name] = TensorInfo(name, shape, self.number(UINT32), self.number(UINT64))
+        alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise self.damage(f"general.alignment {alignment!r} is not a power of two")
-        return (self.at + alignment - 1) // alignment * alignment
-
-    def tensor_info(self) -> TensorInfo:
-        name = self.text()
-        num_dims = self.number(UINT32)
-        if num_dims > MAX_DIMS:
-            raise self.damage(f"tensor {name!r} has {num_dims} dimensions")
-        shape = tuple(self.number(UINT64) for _ in range(num_dims))[::-1]
-        return TensorInfo(name, shape, self.number(UINT32), self.number(UINT64))
+        data_start = (self.at + alignment - 1) // alignment * alignment
+        return GgufHeader(metadata, tensors, data_start, self.size)
 
     def value(self, key: str, kind: int) -> Any:
         if kind == STRING:
