@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 
 from paceline.core.errors import ModelFileError, PacelineError, RequestError
 from paceline.loaders.fields import one_line
-from paceline.loaders.template_sandbox import MAX_STRING, BoundedEnvironment, Budget, TooCostly
+from paceline.loaders.template_sandbox import MAX_STRING, BoundedEnvironment, TooCostly
 
 MAX_TEMPLATE = 256 * 2**10  # characters
 MAX_NESTING = 100
@@ -33,33 +33,31 @@ class _Compiled(NamedTuple):
     lock: threading.Lock  # one render at a time: the budget is the environment's
 
 
-class _Refused(Exception):
-    """A template's own `raise_exception`: about the messages, not the template."""
-
-
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """The chat as text. `variables` are add_generation_prompt (True unless given), tools, bos_token and
     eos_token (undefined where None), and those that only some templates read, such as enable_thinking.
     """
-    _check_messages(messages)
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        example = [{"role": "user", "content": "Hello"}]
+        raise RequestError(f"messages is {messages!r:.60}; give a list such as {example}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"message {index} is {message!r:.60}; give a dict with 'role' and 'content'")
     known = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
     given = {name: v for name, v in variables.items() if v is not None or name not in ENDS}
     plain = _plain(known | given)
-    remedy = "check the messages, or pass another chat template"
     try:
         environment, compiled, lock = _compile(template)
         with lock:
-            environment.budget = Budget()
+            environment.start_render()
             text = compiled.render(plain)
     except PacelineError:
         raise
     except TooCostly as error:
         remedy = "use generate, or pass another chat template"
         raise ModelFileError(f"the chat template was stopped: {error}; {remedy}") from error
-    except _Refused as error:
-        reason = f"the chat template refuses these messages: {one_line(error)}"
-        raise RequestError(f"{reason}; change the messages") from error
     except Exception as error:  # untrusted code may raise anything
+        remedy = "check the messages, or pass another chat template"
         raise ModelFileError(f"the chat template fails: {one_line(error)}; {remedy}") from error
     if len(text) > MAX_STRING:
         remedy = f"shorten the messages to fit {MAX_STRING}"
@@ -90,8 +88,10 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse(message: str) -> None:
-    raise _Refused(message)
+def _refuse(message: Any) -> None:
+    """A template's own `raise_exception`: about the messages, not the template."""
+    shown = " ".join(str(message).split())[:200]
+    raise RequestError(f"the chat template refuses these messages: {shown}; change the messages")
 
 
 def _now(pattern: str) -> str:
@@ -101,26 +101,13 @@ def _now(pattern: str) -> str:
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Without jinja2's escapes for HTML: models were trained on plain JSON."""
     if not 0 <= (indent or 0) <= 16 or max(map(len, separators or ("",))) > 16:
         raise ValueError("tojson takes an indent of 0 to 16 and short separators")
     options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        example = [{"role": "user", "content": "Hello"}]
-        raise RequestError(f"messages is {messages!r:.60}; give a list such as {example}")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {index} is {message!r:.60}; give a dict with 'role' and 'content'")
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -74,16 +74,14 @@ class Described(NamedTuple):
 
 def describe(model: str) -> Described:
     """A local folder, config.json or .gguf file, `default`, a shape's name, or a Hugging Face name."""
-    local = hub.existing(model)
-    if local is not None:
-        return Described(hub.display_name(model), _local(local))
-    default = hub.local_models()[0] if model.lower() in hub.DEFAULT_ALIASES else None
-    if default is not None and default.is_here:
-        return Described(default.name, _local(default.path))
-    known = hub.HF_NAME.fullmatch(model)
-    if known is not None:
-        return Described(model, _local(_from_hub(known["repo"], known["file"])))
-    shape = model if default is None else "smollm2-135m"
+    is_default, known = model.lower() in hub.DEFAULT_ALIASES, hub.HF_NAME.fullmatch(model)
+    default = hub.local_models()[0] if is_default else None
+    path = hub.existing(model) or (default.path if default and default.is_here else None)
+    if path is None and known is not None:
+        path = _from_hub(known["repo"], known["file"])
+    if path is not None:
+        return Described(hub.display_name(model), _local(path))
+    shape = "smollm2-135m" if is_default else model
     if shape not in SHAPES:
         forms = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name"
         raise ModelNotFound(f"no model {model[:80]!r} here; give {forms}, or one of {', '.join(SHAPES)}")
@@ -94,17 +92,13 @@ def _local(path: Path) -> ModelConfig:
     from paceline.loaders import gguf_config, hf_config
     from paceline.loaders.gguf_header import read_header
 
-    if path.is_dir() and (path / CONFIG).is_file():
-        path = path / CONFIG
-    elif path.is_dir():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) != 1:
-            found = f"no {CONFIG} and {len(files)} GGUF files"
-            raise ModelFileError(f"{path} has {found}; name a {CONFIG} or one GGUF file")
-        path = files[0]
+    path = path / CONFIG if (path / CONFIG).is_file() else path
     if path.suffix == ".json":
         return hf_config.read_config(str(path), read_json(path))
-    return gguf_config.read_config(path, read_header(path))
+    file = hub.weights_at(path)
+    if file.is_dir():
+        raise ModelFileError(f"{path} has no {CONFIG} and no GGUF file; name one of either kind")
+    return gguf_config.read_config(file, read_header(file))
 
 
 def _from_hub(repo: str, file: str | None) -> Path:
