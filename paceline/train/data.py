@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
     parts, done = len(earlier), sum(texts.num_answer_tokens for texts in earlier)
     wanted = float("inf") if config.num_tokens is None else config.num_tokens / config.processes
     is_gpu = resolve(config.device).type == "cuda"
-    sizes: dict[str, Any] = (
-        {"max_num_seqs": 256, "max_num_batched_tokens": 8192} if is_gpu else {"max_num_seqs": 16}
-    )
-    sizes |= {"kv_cache_memory": KV_BYTES} if is_gpu and config.processes > 1 else {}
+    options: dict[str, Any] = {"device": config.device, "max_num_seqs": 256 if is_gpu else 16}
+    options |= {"max_num_batched_tokens": 8192} if is_gpu else {}
+    options |= {"kv_cache_memory": KV_BYTES} if is_gpu and config.processes > 1 else {}
+    options |= {"enable_prefix_caching": False, "progress": config.processes == 1}
     made: list[Written] = []
     kept = 0  # answer tokens in `made`
 
@@ -82,14 +83,9 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
 
     if is_over():
         return
-    options: dict[str, Any] = {
-        "device": config.device,
-        "enable_prefix_caching": False,
-        "progress": config.processes == 1,
-    }
-    with LLM(config.model, speculative_config=None, **options, **sizes) as llm:
+    with LLM(config.model, speculative_config=None, **options) as llm:
         seed = config.seed + 1000 * parts + 1_000_003 * number  # further shards are other conversations
-        writer = Writer(llm, sizes["max_num_seqs"])
+        writer = Writer(llm, options["max_num_seqs"])
         try:
             for written in writer.write(_conversations(config, llm, seed), is_over):
                 made.append(written)
@@ -113,10 +109,8 @@ def _write_with_many(config: WriteConfig, deadline: float, tell: Callable[[int],
     """A process that dies costs its own text since it last saved, and no other's."""
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", config.processes)
-    workers = [
-        context.Process(target=_work, args=(config, number, deadline, counts))
-        for number in range(config.processes)
-    ]
+    jobs = [(config, number, deadline, counts) for number in range(config.processes)]
+    workers = [context.Process(target=_work, args=job) for job in jobs]
     with _shared_gpu(resolve(config.device).type == "cuda"):
         for worker in workers:
             worker.start()
@@ -130,11 +124,7 @@ def _work(config: WriteConfig, number: int, deadline: float, counts: Any) -> Non
     import torch
 
     torch.set_num_threads(1)
-
-    def tell(count: int) -> None:
-        counts[number] = count
-
-    _write_part(config, number, deadline, tell)
+    _write_part(config, number, deadline, partial(counts.__setitem__, number))
 
 
 @contextmanager
@@ -155,8 +145,7 @@ def _shared_gpu(is_gpu: bool) -> Iterator[None]:
 
 def _is_done(command: Sequence[str], typed: bytes | None = None) -> bool:
     try:
-        return not subprocess.run(
-            command, input=typed, capture_output=True, timeout=60, check=False
-        ).returncode
+        run = subprocess.run(command, input=typed, capture_output=True, timeout=60, check=False)
+        return run.returncode == 0
     except subprocess.TimeoutExpired:
         return False

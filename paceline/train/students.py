@@ -140,14 +140,11 @@ class MedusaStudent(Student):
 
 class DraftStudent(Student):
     def __init__(self, config: DraftConfig, target: Target, draft_ids: Tensor, max_length: int) -> None:
-        super().__init__(config, target, draft_ids, max_length)
-        self._copy_layers(dict(target.named_parameters()), target.config.num_layers)
-
-    def _copy_layers(self, theirs: dict[str, nn.Parameter], depth: int) -> None:
         """Where sizes agree a layer starts as one of the target's, the first and the last among them."""
-        own = self.config.num_layers
+        super().__init__(config, target, draft_ids, max_length)
+        theirs, last = dict(target.named_parameters()), target.config.num_layers - 1
         for i, layer in enumerate(self.module.layers):
-            source = f"layers.{round(i * (depth - 1) / max(1, own - 1))}."
+            source = f"layers.{round(i * last / max(1, config.num_layers - 1))}."
             for name, weight in layer.named_parameters():
                 other = theirs.get(source + name)
                 if other is not None and other.shape == weight.shape:
@@ -163,8 +160,10 @@ class DraftStudent(Student):
         if draw is not None:
             return [Guess(hidden, self.output, batch.numbers, batch.numbers, 0)]
         after = [batch.row_after(1 + step) for step in range(num_steps)]
-        found = [hidden[rows.clamp(min=0)] for rows in after]
-        return [Guess(x, self.output, after[step], batch.numbers, step) for step, x in enumerate(found)]
+        return [
+            Guess(hidden[rows.clamp(min=0)], self.output, rows, batch.numbers, step)
+            for step, rows in enumerate(after)
+        ]
 
 
 class DflashStudent(Student):

@@ -29,7 +29,7 @@ from paceline.train.acceptance import Acceptance, measure
 from paceline.train.lessons import Lessons
 from paceline.train.losses import Teacher, agreement
 from paceline.train.recipes import Recipe, head_config
-from paceline.train.resume import save_state
+from paceline.train.save import save_state
 from paceline.train.shards import Texts
 from paceline.train.stream import Batch, batches, prefetched
 from paceline.train.students import build_student
@@ -83,8 +83,8 @@ class Trainer:
             self.weights.values(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay,
             fused=self.device.type == "cuda",
         )  # fmt: skip
-        is_kept = bool(recipe.average)
-        self.average = {n: p.detach().clone() for n, p in self.weights.items()} if is_kept else {}
+        averaged = self.weights if recipe.average else {}
+        self.average = {name: weight.detach().clone() for name, weight in averaged.items()}
         self.place, self.last_loss, self.is_fresh = Place(), torch.zeros(()), True
 
     @property
@@ -147,11 +147,10 @@ class Trainer:
     def measure(self) -> dict[str, Any]:
         """Acceptance on what is held out, noted in the curve."""
         if not math.isfinite(float(self.last_loss)):
-            raise ConfigError(
-                f"the loss is {float(self.last_loss)} after {self.place.step} steps; lower the learning rate"
-            )
-        found = self.accept(self.lessons.texts, self.lessons.held)
-        record = {**self.numbers(), "loss": float(self.last_loss), **found.record()}
+            found = f"the loss is {float(self.last_loss)} after {self.place.step} steps"
+            raise ConfigError(f"{found}; lower the learning rate")
+        accepted = self.accept(self.lessons.texts, self.lessons.held)
+        record = {**self.numbers(), "loss": float(self.last_loss), **accepted.record()}
         self.place.curve.append(record)
         return record
 
@@ -198,9 +197,18 @@ def run(
     first, started = trainers[0], time.perf_counter()
     assert all(t.lessons is first.lessons and t.limit == first.limit for t in trainers)
     assert all(t.place.batch == first.place.batch for t in trainers)
+
+    def measure_all(chosen: Sequence[Trainer]) -> None:
+        for trainer in chosen:
+            report("measured", trainer.measure())
+
+    def save_all() -> None:
+        for trainer, folder in zip(trainers, folders, strict=True):
+            save_state(trainer, folder)
+
     before, taps = first.place.seconds, sorted({tap for t in trainers for tap in t.config.hidden_layers})
     next_measure = math.floor(first.share * num_measures + 1) / num_measures
-    _measure_all([trainer for trainer in trainers if not trainer.place.curve], report)
+    measure_all([t for t in trainers if not t.place.curve])
     while first.share < 1 and not is_over():
         is_whole = True
         for batch in first.rest_of_round():
@@ -211,23 +219,13 @@ def run(
                 report("step", trainer.learn(there, seen, teacher))
             if first.share >= next_measure:
                 next_measure += 1 / num_measures
-                _measure_all(trainers, report)
-                _save_all(trainers, folders)
+                measure_all(trainers)
+                save_all()
             if first.share >= 1 or is_over():
                 is_whole = False
                 break
         if is_whole:
             for trainer in trainers:
                 trainer.place.round, trainer.place.batch = trainer.place.round + 1, 0
-    _save_all(trainers, folders)
-    _measure_all([t for t in trainers if t.place.curve[-1]["step"] < t.place.step], report)
-
-
-def _measure_all(trainers: Sequence[Trainer], report: Report) -> None:
-    for trainer in trainers:
-        report("measured", trainer.measure())
-
-
-def _save_all(trainers: Sequence[Trainer], folders: Sequence[Path]) -> None:
-    for trainer, folder in zip(trainers, folders, strict=True):
-        save_state(trainer, folder)
+    save_all()
+    measure_all([t for t in trainers if t.place.curve[-1]["step"] < t.place.step])
