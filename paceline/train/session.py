@@ -25,7 +25,7 @@ from paceline.train.acceptance import Acceptance
 from paceline.train.lessons import Known, prepare
 from paceline.train.recipes import RECIPES, Recipe
 from paceline.train.save import PROVENANCE, STATE, load_state, read_head, save_head
-from paceline.train.shards import Texts
+from paceline.train.texts import Texts
 from paceline.train.trainer import Limit, Report, Trainer, run
 
 

@@ -25,8 +25,8 @@ from paceline.heads.modules import empty_module
 from paceline.models.layer import causal, masked
 from paceline.models.rope import rotary_tables
 from paceline.train.chains import Chains
-from paceline.train.stream import Batch
-from paceline.train.target import Seen, Target
+from paceline.train.lessons import Seen, Target
+from paceline.train.texts import Batch
 
 # Of first weights whose names hold these; all others have 1 / sqrt(width).
 DEVIATIONS = {"o_proj": 0.01, "down_proj": 0.01, "blocks.": 0.01, "markov_w1": 0.02, "markov_w2": 1e-3}

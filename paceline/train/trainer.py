@@ -26,14 +26,12 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.heads.config import HeadConfig
 from paceline.train.acceptance import Acceptance, measure
-from paceline.train.lessons import Lessons
+from paceline.train.lessons import Lessons, Seen
 from paceline.train.losses import Teacher, agreement
 from paceline.train.recipes import Recipe, head_config
 from paceline.train.save import save_state
-from paceline.train.shards import Texts
-from paceline.train.stream import Batch, batches, prefetched
 from paceline.train.students import build_student
-from paceline.train.target import Seen
+from paceline.train.texts import Batch, Texts, batches, prefetched
 
 
 class Limit(NamedTuple):
