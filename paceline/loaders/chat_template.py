@@ -54,22 +54,19 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     except PacelineError:
         raise
     except TooCostly as error:
-        remedy = "use generate, or pass another chat template"
-        raise ModelFileError(f"the chat template was stopped: {error}; {remedy}") from error
+        raise ModelFileError(f"the chat template was stopped: {error}; pass another one") from error
     except Exception as error:  # untrusted code may raise anything
         remedy = "check the messages, or pass another chat template"
         raise ModelFileError(f"the chat template fails: {one_line(error)}; {remedy}") from error
     if len(text) > MAX_STRING:
-        remedy = f"shorten the messages to fit {MAX_STRING}"
-        raise ModelFileError(f"the chat template wrote {len(text)} characters; {remedy}")
+        raise ModelFileError(f"the chat is {len(text)} characters long (over {MAX_STRING}); shorten it")
     return text
 
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> _Compiled:
     if len(template) > MAX_TEMPLATE:
-        limit = f"templates over {MAX_TEMPLATE} are not read"
-        raise ModelFileError(f"the chat template has {len(template)} characters; {limit}")
+        raise ModelFileError(f"the chat template has {len(template)} characters; use one of {MAX_TEMPLATE}")
     environment = BoundedEnvironment(
         extensions=["jinja2.ext.loopcontrols", _Generation],
         filters={"tojson": _to_json},

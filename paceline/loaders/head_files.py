@@ -70,8 +70,8 @@ class HeadFiles:
             is_whole = name.endswith(("draft_ids", "d2t", "token_map"))
             allowed = ("I8",) if self._is_scaled(name, shape) else ("I32", "I64") if is_whole else TYPES
             if self.found[name].dtype not in allowed:
-                problem = f"tensor {name} has type {self.found[name].dtype}, which is not read"
-                raise self.error(f"{problem}; use one of {', '.join(allowed)}")
+                kind = self.found[name].dtype
+                raise self.error(f"tensor {name} has type {kind}; use one of {', '.join(allowed)}")
         return {name: self._tensor(names[name], shape) for name, shape in shapes.items()}
 
     def _is_scaled(self, name: str, shape: tuple[int, ...]) -> bool:

@@ -61,5 +61,4 @@ def _check(head: Head, target: Checkpoint) -> None:
         return
     is_inside = int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
     if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
-        what = "the draft vocabulary is not an ascending list of the target's tokens"
-        raise ModelFileError(f"{head.where}: {what}; the file is damaged")
+        raise ModelFileError(f"{head.where}: draft tokens are not an ascending list; the file is damaged")

@@ -46,8 +46,7 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
         raise ModelFileError(f"{source}: model type {model_type!r} is not supported; use one of {known}")
     family = FAMILIES[model_type]
     if outer.get("quantization_config"):
-        remedy = "is not supported; use the unquantized model or a GGUF file"
-        raise outer.refuse("quantization_config", remedy)
+        raise outer.refuse("quantization_config", "is not supported; use the unquantized model or GGUF")
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
     for key in REFUSED:
@@ -121,8 +120,7 @@ def _rope(keys: Fields, default_theta: float) -> RopeConfig:
     theta = parameters.number("rope_theta", keys.number("rope_theta", default_theta))
     partial = parameters.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        remedy = "is not supported; use a model that rotates whole heads"
-        raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} {remedy}")
+        raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} is not supported, only 1")
     return _scaled_rope(parameters, theta, keys)
 
 
@@ -139,8 +137,7 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
         low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
         return RopeConfig(theta, "llama3", factor, low, high, original)
     if kind != "yarn":
-        remedy = "is not supported; use a model with default, linear, llama3 or yarn rotary embedding"
-        raise parameters.refuse(key, remedy)
+        raise parameters.refuse(key, "is not supported; use a model with default, linear, llama3 or yarn")
     remedy = "is not supported; use a model with plain yarn scaling"
     for unread in ("mscale", "mscale_all_dim"):
         if parameters.get(unread):

@@ -169,8 +169,7 @@ def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
             return weights_at(folder)
         files = [f"{repo}:{name}" for name in hf.list_repo_files(repo) if name.endswith(".gguf")]
         if not files:
-            reason = "neither safetensors nor GGUF weights; only those are read"
-            raise ModelNotFound(f"{repo} has {reason}, choose another model")
+            raise ModelNotFound(f"{repo} has neither safetensors nor GGUF weights; choose another model")
         return Path(hf.hf_hub_download(repo, _only(repo, files).removeprefix(f"{repo}:")))
     except ModelNotFound:
         raise

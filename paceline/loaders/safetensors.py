@@ -52,8 +52,8 @@ class SafetensorsCheckpoint:
         check_weights(path, self.config, self._names, shapes, layers=prefix + "layers.")
         for tensor in self._names.values():
             if self._found[tensor].dtype not in TYPES:
-                kind = f"has type {self._found[tensor].dtype}, which is not read"
-                raise ModelFileError(f"{path}: tensor {tensor} {kind}; use one of {', '.join(TYPES)}")
+                kind, known = self._found[tensor].dtype, ", ".join(TYPES)
+                raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")
         self._tokenizer_config = _optional_fields(path / "tokenizer_config.json").values
         sections = [_optional_fields(path / "generation_config.json"), values, values.section("text_config")]
         self.eos_ids = self._token_ids("eos_token", sections)
@@ -107,8 +107,7 @@ def weight_files(folder: Path) -> list[Path]:
         shards = sorted({str(name) for name in weight_map.values()})
         for shard in shards:
             if Path(shard).name != shard:
-                outside = f"shard {shard!r} is not a plain file name in the folder"
-                raise ModelFileError(f"{index}: {outside}; do not use this model")
+                raise ModelFileError(f"{index}: shard {shard!r} is not a plain file name; do not use it")
         files = [folder / shard for shard in shards]
     else:
         single = folder / "model.safetensors"  # other files beside it are copies in other layouts
@@ -134,8 +133,7 @@ def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
                     part = opened.get_slice(name)
                     tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            problem = f"{file} is not a whole safetensors file ({error})"
-            raise ModelFileError(f"{problem}; fetch it again") from error
+            raise ModelFileError(f"{file} is not a whole safetensors file ({error}); fetch it") from error
     return tensors
 
 

@@ -39,8 +39,8 @@ class Tokenizer:
         decoders = set(_decoder_kinds(json.loads(self.json()).get("decoder") or {}))
         self._is_byte_level = "ByteLevel" in decoders
         if not self._is_byte_level and not decoders <= SPACED_DECODERS:
-            unknown = f"the tokenizer's decoder {sorted(decoders)} is unknown"
-            raise ModelFileError(f"{unknown}; Paceline reads byte-level and SentencePiece tokenizers")
+            known = "only byte-level and SentencePiece ones are read"
+            raise ModelFileError(f"the tokenizer's decoder {sorted(decoders)} is unknown; {known}")
         self.strips_leading_space = bool(decoders & {"Strip", "Metaspace"})  # that encoding puts in front
         self.bos_id, self.eos_ids = source.bos_id, frozenset(source.eos_ids)
         added = backend.get_added_tokens_decoder()
@@ -49,8 +49,7 @@ class Tokenizer:
         vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         size = max(vocab.values(), default=-1) + 1
         if size > 2 * len(vocab) + 65_536:
-            counts = f"{len(vocab)} tokens with ids up to {size - 1}"
-            raise ModelFileError(f"the tokenizer has {counts}; the file is damaged, fetch it again")
+            raise ModelFileError(f"the tokenizer has {len(vocab)} tokens, ids to {size - 1}; fetch it again")
         self._tokens: list[str | None] = [None] * size
         for token, index in vocab.items():
             self._tokens[index] = token
@@ -120,8 +119,7 @@ class Tokenizer:
         from paceline.loaders.chat_template import render
 
         if self._source.chat_template is None:
-            remedy = "use generate with a plain prompt, or pass a chat template"
-            raise ConfigError(f"the model has no chat template; {remedy}")
+            raise ConfigError("the model has no chat template; use generate with a plain prompt, or pass one")
         bos = self._end_token("bos", self.bos_id)
         eos = self._end_token("eos", next(iter(self._source.eos_ids), None))
         return render(self._source.chat_template, messages, bos_token=bos, eos_token=eos, **variables)
@@ -152,8 +150,7 @@ def _read_json(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        reason = f"{error!s:.100}"
-        raise ModelFileError(f"{path}: not a tokenizer.json ({reason}); fetch the model again") from error
+        raise ModelFileError(f"{path}: not a tokenizer.json ({error!s:.100}); fetch it again") from error
     listed = config.get("added_tokens_decoder") or {}  # may hold tokens that tokenizer.json lacks
     known = set(backend.get_added_tokens_decoder())
     for index in sorted(int(i) for i in listed if str(i).isdecimal() and int(i) not in known):
@@ -162,8 +159,7 @@ def _read_json(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         flags = {flag: bool(entry.get(flag, False)) for flag in TOKEN_FLAGS}
         backend.add_tokens([tokenizers.AddedToken(text, **flags)])
         if backend.token_to_id(text) != index:
-            ids = f"tokenizer_config.json gives {text!r} the id {index}, tokenizer.json another"
-            raise ModelFileError(f"{ids}; fetch the model again")
+            raise ModelFileError(f"tokenizer_config.json gives {text!r} another id than {path}; fetch them")
     return backend
 
 

@@ -96,8 +96,7 @@ def rebuild(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     section = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
     kind = section.get("model")
     if kind not in ("gpt2", "llama"):
-        remedy = "Paceline reads 'gpt2' and 'llama', or give the folder with tokenizer.json"
-        raise ModelFileError(f"{PREFIX}model is {kind!r}; {remedy}")
+        raise ModelFileError(f"{PREFIX}model is {kind!r}, not gpt2 or llama; give a tokenizer.json")
     vocabulary = _read_vocabulary(section, is_spaced=kind == "llama")
     tokenizer = _byte_level(section, vocabulary) if kind == "gpt2" else _sentence_piece(section, vocabulary)
     # Control tokens (special) and user-defined ones are found whole in the text, before any splitting.
@@ -153,8 +152,7 @@ def _splitting(section: Section) -> Splitting:
 def _byte_level(section: Section, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     splitting, merges = _splitting(section), section.get("merges")
     if merges is None:
-        remedy = "the file cannot encode text, give the folder with tokenizer.json"
-        raise ModelFileError(f"{PREFIX}merges is missing; {remedy}")
+        raise ModelFileError(f"{PREFIX}merges is missing; give the folder with tokenizer.json")
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else () for merge in merges]
     for pair, merge in zip(pairs, merges, strict=True):
         if len(pair) != 2:

@@ -152,9 +152,12 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
         return
     with LLM(config.model, speculative_config=None, **options) as llm:
         seed = config.seed + 1000 * parts + 1_000_003 * number  # further shards are other conversations
+        talks = conversations(llm.tokenizer, config.turns, seed)
+        if config.is_varied and config.turns and llm.tokenizer.has_chat_template:
+            talks = varied(Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns])
         writer = Writer(llm, options["max_num_seqs"])
         try:
-            for written in writer.write(_conversations(config, llm, seed), is_over):
+            for written in writer.write(talks, is_over):
                 made.append(written)
                 kept += len(written.answer)
                 tell(done + kept)
@@ -164,12 +167,6 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
         finally:  # interrupted, too: what is written stays
             if made:
                 save()
-
-
-def _conversations(config: WriteConfig, llm: LLM, seed: int) -> Iterator[Conversation]:
-    if config.is_varied and config.turns and llm.tokenizer.has_chat_template:
-        return varied(Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns])
-    return conversations(llm.tokenizer, config.turns, seed)
 
 
 def _write_with_many(config: WriteConfig, deadline: float, tell: Callable[[int], None]) -> None:

@@ -95,7 +95,9 @@ def invented(style: Style, num_turns: int) -> Conversation:
     temperature = style.temperature()
     messages: list[Message] = []
     for _ in range(num_turns):
-        opening = _up_to_user(style.tokenizer, messages)
+        marked = [*messages, {"role": "user", "content": MARK}]
+        text = style.tokenizer.chat(marked, add_generation_prompt=False)  # cut where the user's words stand
+        opening = style.tokenizer.encode(text[: text.index(MARK)], add_special=False)
         if len(opening) > style.max_prompt:
             return
         turn = yield Ask(opening, style.draw.choice((0.8, 1.0, 1.0)), 160, style.seed(), is_kept=False)
@@ -106,12 +108,6 @@ def invented(style: Style, num_turns: int) -> Conversation:
         prompt = style.tokenizer.encode_chat(messages)
         answer = yield Ask(prompt, temperature, style.length(), style.seed())
         messages.append({"role": "assistant", "content": style.read(answer)})
-
-
-def _up_to_user(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The template up to where the user's next words stand."""
-    text = tokenizer.chat([*messages, {"role": "user", "content": MARK}], add_generation_prompt=False)
-    return tokenizer.encode(text[: text.index(MARK)], add_special=False)
 
 
 def raw(style: Style, text: str) -> Conversation:

@@ -75,10 +75,7 @@ def joined(parts: Sequence[Texts]) -> Texts:
     starts = [np.zeros(1, np.int64)]
     for part in parts:
         starts.append(part.starts[1:] + starts[-1][-1])
-    tokens, num_prompt, temperature = (
-        np.concatenate([getattr(part, name) for part in parts])
-        for name in ("tokens", "num_prompt", "temperature")
-    )
+    tokens, _, num_prompt, temperature = map(np.concatenate, zip(*parts, strict=True))
     return Texts(tokens, np.concatenate(starts), num_prompt, temperature)
 
 
@@ -94,9 +91,7 @@ def load_shard(path: Path) -> Texts:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             texts = Texts(*(stored[name] for name in Texts._fields))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise ModelFileError(
-            f"{path}: is not a whole shard of written text ({error}); write it again"
-        ) from error
+        raise ModelFileError(f"{path}: not a whole shard of written text ({error}); write it") from error
     lengths = np.diff(texts.starts)
     is_sound = (
         len(texts.starts) == len(texts) + 1 == len(texts.temperature) + 1
@@ -159,9 +154,8 @@ def split(texts: Texts, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
     """
     greedy = np.flatnonzero(texts.temperature == 0)
     if len(greedy) < 2:
-        raise ConfigError(
-            f"the text has {len(greedy)} greedy answers; acceptance is measured on such, so write more text"
-        )
+        found = f"the text has {len(greedy)} greedy answers"
+        raise ConfigError(f"{found}; acceptance is measured on such, so write more text")
     held = greedy[:: max(1, len(greedy) // max(1, min(num_held_out, len(greedy) // 8 or 1)))]
     return np.setdiff1d(np.arange(len(texts)), held), held
 
@@ -178,7 +172,12 @@ def batches(
     for begin in range(0, len(order), SORTED_TOGETHER):
         part = order[begin : begin + SORTED_TOGETHER]
         lengths = texts.starts[part + 1] - texts.starts[part]
-        groups += _groups(part[np.argsort(lengths, kind="stable")], texts, batch_tokens, max_length)
+        groups.append([])
+        for index in part[np.argsort(lengths, kind="stable")].tolist():
+            size = (len(groups[-1]) + 1) * _length(texts, index, max_length)
+            if groups[-1] and size > batch_tokens:  # another one would make the batch too large
+                groups.append([])
+            groups[-1].append(index)
     for index in range(len(groups)) if draw is None else draw.permutation(len(groups)):
         batch = make_batch(texts, groups[index], max_length)
         if len(batch.rows):
@@ -188,16 +187,6 @@ def batches(
 def _length(texts: Texts, index: int, max_length: int) -> int:
     length = min(int(texts.starts[index + 1] - texts.starts[index]), max_length)
     return -(-length // ROUND) * ROUND
-
-
-def _groups(ordered: np.ndarray, texts: Texts, batch_tokens: int, max_length: int) -> list[list[int]]:
-    """Sequences in order of length, cut where another one would make a batch too large."""
-    groups: list[list[int]] = [[]]
-    for index in ordered.tolist():
-        if groups[-1] and (len(groups[-1]) + 1) * _length(texts, index, max_length) > batch_tokens:
-            groups.append([])
-        groups[-1].append(index)
-    return [group for group in groups if group]
 
 
 def make_batch(texts: Texts, indices: list[int], max_length: int) -> Batch:

@@ -28,7 +28,7 @@ from paceline.heads.config import HeadConfig
 from paceline.train.acceptance import Acceptance, measure
 from paceline.train.lessons import Lessons, Seen
 from paceline.train.losses import Teacher, agreement
-from paceline.train.recipes import Recipe, head_config
+from paceline.train.recipes import WIDTH, Recipe, head_config
 from paceline.train.save import save_state
 from paceline.train.students import build_student
 from paceline.train.texts import Batch, Texts, batches, prefetched
@@ -39,12 +39,6 @@ class Limit(NamedTuple):
 
     tokens: int | None = None
     seconds: float | None = None
-
-    def share(self, place: Place) -> float:
-        """How much of it is done, 0 to 1."""
-        if self.tokens:
-            return min(place.tokens / self.tokens, 1.0)
-        return min(place.seconds / self.seconds, 1.0) if self.seconds else 1.0
 
 
 @dataclass(slots=True)
@@ -88,7 +82,9 @@ class Trainer:
     @property
     def share(self) -> float:
         """How much of the training is done, 0 to 1."""
-        return self.limit.share(self.place)
+        if self.limit.tokens:
+            return min(self.place.tokens / self.limit.tokens, 1.0)
+        return min(self.place.seconds / self.limit.seconds, 1.0) if self.limit.seconds else 1.0
 
     def rest_of_round(self) -> Iterator[Batch]:
         """What is left of this time through the data."""
@@ -136,10 +132,14 @@ class Trainer:
                 average.lerp_(self.weights[name].detach(), 1 - keep)
 
     def _rate(self) -> float:
-        share, highest = self.limit.share(self.place), self.recipe.rate_for(self.config.hidden_size)
-        if share < self.recipe.warm_up:
-            return highest * max(share / self.recipe.warm_up, 0.01)
-        after = (share - self.recipe.warm_up) / (1 - self.recipe.warm_up)
+        """Rises to the recipe's rate, then falls as a cosine; wide layers add up more of every step, so they
+        take smaller ones.
+        """
+        share, warm_up = self.share, self.recipe.warm_up
+        highest = self.recipe.rate * min(max(WIDTH / self.config.hidden_size, 0.2), 4.0)
+        if share < warm_up:
+            return highest * max(share / warm_up, 0.01)
+        after = (share - warm_up) / (1 - warm_up)
         return highest * max(0.5 + 0.5 * math.cos(math.pi * after), 0.01)
 
     def measure(self) -> dict[str, Any]:
