@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.cpu.decoder import CpuDecoder
-from paceline.loaders.checkpoint import NUM_SAMPLES, SAMPLE_BYTES, Checkpoint, open_checkpoint
+from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.fields import NUM_SAMPLES, SAMPLE_BYTES
 from paceline.loaders.packed import (
     ALIGNMENT,
     Tensors,

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.checkpoint import TokenizerSource, check_weights, fingerprint, unique_ids
-from paceline.loaders.fields import Fields
+from paceline.loaders.fields import Fields, check_weights, fingerprint, unique_ids
 from paceline.loaders.gguf_config import Divisors, gguf_name, read_config
 from paceline.loaders.gguf_header import TensorInfo, read_header
+from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
 PERMUTED = ("llama", "mistral")  # families whose q and k rows are interleaved in the file

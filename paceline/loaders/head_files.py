@@ -14,8 +14,7 @@ import torch
 
 from paceline.core.errors import ModelFileError
 from paceline.heads.config import HeadConfig
-from paceline.loaders.checkpoint import Shapes, check_shapes
-from paceline.loaders.fields import Fields, read_json
+from paceline.loaders.fields import Fields, Shapes, check_shapes, read_json
 from paceline.loaders.safetensors import TYPES, read_tensor, tensors_of, weight_files
 from paceline.models.quantize import GROUP, STORED, padded
 

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.checkpoint import TokenizerSource, check_weights, fingerprint, unique_ids
-from paceline.loaders.fields import Fields, read_json
+from paceline.loaders.fields import Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
+from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")

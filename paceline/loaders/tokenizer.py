@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from paceline.core.errors import ConfigError, ModelFileError, RequestError
-from paceline.loaders.checkpoint import TokenizerSource
 from paceline.loaders.fields import read_text
 from paceline.loaders.tokenizer_gguf import SPACE, rebuild
 
@@ -27,6 +27,18 @@ OTHERS = sorted(set(range(256)) - set(PRINTABLE))
 BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(OTHERS)}
 TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 SPACED_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """Where a tokenizer is described. At most one of `json_path` and `gguf_metadata` is set."""
+
+    json_path: Path | None = None
+    gguf_metadata: Mapping[str, Any] | None = None  # full keys, such as "tokenizer.ggml.tokens"
+    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    chat_template: str | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
 
 
 class Tokenizer:

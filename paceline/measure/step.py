@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
-from paceline.loaders.dummy import describe
+from paceline.loaders.checkpoint import describe
 from paceline.measure import limits
 from paceline.measure.engines import load
 from paceline.measure.options import Step
