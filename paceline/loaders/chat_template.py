@@ -8,11 +8,10 @@ they do wrong ends in a one-line error. The names a template may use are those o
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from jinja2.ext import Extension
@@ -25,12 +24,6 @@ from paceline.loaders.template_sandbox import MAX_STRING, BoundedEnvironment, To
 MAX_TEMPLATE = 256 * 2**10  # characters
 MAX_NESTING = 100
 ENDS = ("bos_token", "eos_token")
-
-
-class _Compiled(NamedTuple):
-    environment: BoundedEnvironment
-    template: jinja2.Template
-    lock: threading.Lock  # one render at a time: the budget is the environment's
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -47,10 +40,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     given = {name: v for name, v in variables.items() if v is not None or name not in ENDS}
     plain = _plain(known | given)
     try:
-        environment, compiled, lock = _compile(template)
-        with lock:
-            environment.start_render()
-            text = compiled.render(plain)
+        environment, compiled = _compile(template)
+        text = environment.render(compiled, plain)
     except PacelineError:
         raise
     except TooCostly as error:
@@ -64,7 +55,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
 
 
 @lru_cache(maxsize=16)
-def _compile(template: str) -> _Compiled:
+def _compile(template: str) -> tuple[BoundedEnvironment, jinja2.Template]:
     if len(template) > MAX_TEMPLATE:
         raise ModelFileError(f"the chat template has {len(template)} characters; use one of {MAX_TEMPLATE}")
     environment = BoundedEnvironment(
@@ -72,7 +63,7 @@ def _compile(template: str) -> _Compiled:
         filters={"tojson": _to_json},
         functions={"raise_exception": _refuse, "strftime_now": _now},
     )
-    return _Compiled(environment, environment.from_string(template), threading.Lock())
+    return environment, environment.from_string(template)
 
 
 class _Generation(Extension):

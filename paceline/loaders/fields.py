@@ -68,6 +68,12 @@ class Fields:
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return ModelFileError(f"{self.source}: {key} = {shown} {remedy}")
 
+    def refuse_any(self, keys: Iterable[str], remedy: str) -> None:
+        """What a file asks for and nothing here does is refused by name."""
+        for key in keys:
+            if self.values.get(key):
+                raise self.refuse(key, f"is not supported; {remedy}")
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self._typed(key, default, (int, float), "a number")

@@ -10,7 +10,6 @@ does is refused by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,13 +68,6 @@ def _config(kind: type[HeadConfig], files: HeadFiles, target: Checkpoint, **fiel
         raise files.error(str(error)) from error
 
 
-def _refuse(names: Sequence[str], *sections: Fields) -> None:
-    for fields in sections:
-        for name in names:
-            if fields.get(name):
-                raise fields.refuse(name, "is not supported; use a head without it")
-
-
 def _taps(fields: Fields, key: str, shift: int) -> tuple[int, ...]:
     """The target's layers that are read, as we count them; how they were understood is logged."""
     ids = fields.get(key)
@@ -89,7 +81,8 @@ def _taps(fields: Fields, key: str, shift: int) -> tuple[int, ...]:
 def _eagle(files: HeadFiles, target: Checkpoint, prefix: str, layer: str) -> Head:
     outer, nested = files.fields, files.fields.section("eagle_config")
     keys = outer.section("transformer_layer_config") if "transformer_layer_config" in files.values else outer
-    _refuse(NOT_IN_EAGLE, outer, keys, nested)
+    for section in (outer, keys, nested):
+        section.refuse_any(NOT_IN_EAGLE, "use a head without it")
     if keys.count("num_hidden_layers", 1) != 1:
         raise keys.refuse("num_hidden_layers", "is not supported; an EAGLE head has one layer")
     for method in outer.section("speculators_config").get("proposal_methods") or ():
@@ -138,7 +131,8 @@ def _dflash(files: HeadFiles, target: Checkpoint) -> Head:
     outer, is_speculators = files.fields, "speculators_model_type" in files.values
     keys = outer.section("transformer_layer_config") if is_speculators else outer
     own = outer if is_speculators else outer.section("dflash_config")
-    _refuse(NOT_IN_DFLASH, outer, keys, own)
+    for section in (outer, keys, own):
+        section.refuse_any(NOT_IN_DFLASH, "use a head without it")
     types, mask, rank = keys.get("layer_types"), own.get("mask_token_id"), own.get("markov_rank")
     if isinstance(types, list) and any(kind != "full_attention" for kind in types):
         raise keys.refuse("layer_types", "holds other kinds than full_attention, which are not supported")

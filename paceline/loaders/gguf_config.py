@@ -59,9 +59,7 @@ def read_config(path: Path, header: GgufHeader, divisors: Divisors = None) -> Mo
     exact = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in header.metadata.items()}
     own = {key.removeprefix(f"{arch}."): v for key, v in exact.items() if key.startswith(f"{arch}.")}
     keys = Fields(f"{path}: {arch} metadata", own)
-    for key in REFUSED:
-        if keys.get(key):
-            raise keys.refuse(key, "is not supported; use a dense model without it")
+    keys.refuse_any(REFUSED, "use a dense model without it")
     # mistral models are stored under the llama architecture; only the name tells them apart.
     if family == "llama" and "mistral" in str(header.metadata.get("general.name", "")).lower():
         family = "mistral"

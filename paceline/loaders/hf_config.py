@@ -45,13 +45,10 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
         known = ", ".join(FAMILIES)
         raise ModelFileError(f"{source}: model type {model_type!r} is not supported; use one of {known}")
     family = FAMILIES[model_type]
-    if outer.get("quantization_config"):
-        raise outer.refuse("quantization_config", "is not supported; use the unquantized model or GGUF")
+    outer.refuse_any(["quantization_config"], "use the unquantized model or a GGUF file")
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
-    for key in REFUSED:
-        if keys.get(key):
-            raise keys.refuse(key, "is not supported; use a dense model without it")
+    keys.refuse_any(REFUSED, "use a dense model without it")
     names = ("gelu_pytorch_tanh", "gelu_tanh") if family == "gemma3" else ("silu", "swish")
     for key in ("hidden_act", "hidden_activation"):
         if keys.text(key, names[0]) not in names:
@@ -138,14 +135,11 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
         return RopeConfig(theta, "llama3", factor, low, high, original)
     if kind != "yarn":
         raise parameters.refuse(key, "is not supported; use a model with default, linear, llama3 or yarn")
-    remedy = "is not supported; use a model with plain yarn scaling"
-    for unread in ("mscale", "mscale_all_dim"):
-        if parameters.get(unread):
-            raise parameters.refuse(unread, remedy)
+    parameters.refuse_any(("mscale", "mscale_all_dim"), "use a model with plain yarn scaling")
     if not parameters.flag("truncate", True):
-        raise parameters.refuse("truncate", remedy)
+        raise parameters.refuse("truncate", "is not supported; use a model with plain yarn scaling")
     fast, slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
     rope = RopeConfig(theta, "yarn", factor, original_context=original, beta_fast=fast, beta_slow=slow)
-    if parameters.get("attention_factor") is None:
-        return rope
-    return replace(rope, attention_factor=parameters.number("attention_factor"))
+    if parameters.get("attention_factor") is not None:
+        rope = replace(rope, attention_factor=parameters.number("attention_factor"))
+    return rope

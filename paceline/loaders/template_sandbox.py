@@ -8,12 +8,13 @@ chat_template.py alone.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import Template, nodes, pass_context
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -58,10 +59,7 @@ def _check(size: int, limit: int) -> None:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """`start_render` gives a render its budget; renders of one environment take turns.
-
-    Only the known filters stay, `filters` replace some of them, and templates may call `functions`.
-    """
+    """Only the known filters stay, `filters` replace some of them, and templates may call `functions`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -69,7 +67,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         # Not optimized: constants would be folded, hence work done, before there is a budget.
         options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "optimized": False}
         super().__init__(extensions=extensions, finalize=_charged_output, **options)
-        self.start_render()
+        self.lock = threading.Lock()  # one render at a time: the budget is the environment's
+        self.steps_left, self.chars_left, self.deadline = 0, 0, 0.0  # until a render begins
         self.num_literal = 0  # characters of plain text in the template
         del self.globals["lipsum"]
         self.globals.update(functions)
@@ -79,9 +78,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["join"] = self.joined
         self.tests = {name: self._charged(test, is_deep=True) for name, test in self.tests.items()}
 
-    def start_render(self) -> None:
-        self.steps_left, self.chars_left = MAX_STEPS, MAX_BUILT
-        self.deadline = time.thread_time() + MAX_CPU_SECONDS
+    def render(self, template: Template, variables: dict[str, Any]) -> str:
+        with self.lock:
+            self.steps_left, self.chars_left = MAX_STEPS, MAX_BUILT
+            self.deadline = time.thread_time() + MAX_CPU_SECONDS
+            return template.render(variables)
 
     def charge(self, steps: int, chars: int = 0) -> None:
         self.steps_left -= steps
