@@ -97,11 +97,8 @@ class _Cursor:
             return self.text()
         if kind in SCALARS:
             return self.number(SCALARS[kind])
-        if kind == ARRAY:
-            return self.array(key)
-        raise self.damage(f"metadata key {key!r} has the unknown value type {kind}")
-
-    def array(self, key: str) -> list[Any]:
+        if kind != ARRAY:
+            raise self.damage(f"metadata key {key!r} has the unknown value type {kind}")
         kind, length = self.number(UINT32), self.number(UINT64)
         self.elements_left -= length
         if self.elements_left < 0:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.hub import cache_dir
 from paceline.models.config import ModelConfig
-from paceline.models.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
+from paceline.models.quantize import BITS, DOT_ROWS, GROUP, head_bits, pack_linear, padded
 
 LAYOUT = 2  # raise it when the layout changes
 ALIGNMENT = 64
@@ -100,17 +100,13 @@ def pack_model(source: Checkpoint, bits: int, progress: Progress | None = None) 
 
 
 def expected(config: ModelConfig, bits: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name, type and shape of every tensor of a packed model."""
+    """Name, type and shape of every tensor of a quantized model that is packed."""
     shapes = config.weight_names()
     wanted = {name: (torch.float32, tuple(shapes[name])) for name in _vectors(config)}
     for to, parts, its_bits in _linears(config, bits):
         rows, width = sum(shapes[f"{part}.weight"][0] for part in parts), shapes[f"{parts[0]}.weight"][1]
-        size = padded(rows, FLOAT_ROWS if its_bits == 32 else DOT_ROWS)
-        if its_bits == 32:
-            wanted[f"{to}.weight"] = torch.float32, (size // FLOAT_ROWS, width, FLOAT_ROWS)
-        else:
-            groups = padded(width, GROUP[its_bits]) // GROUP[its_bits]
-            wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
+        size, groups = padded(rows, DOT_ROWS), padded(width, GROUP[its_bits]) // GROUP[its_bits]
+        wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
         wanted[f"{to}.bias"] = torch.float32, (size,)
     return wanted
 

@@ -133,14 +133,9 @@ def start_from(trainer: Trainer, folder: Path) -> None:
 
 def provenance(trainer: Trainer, command: Sequence[str], found: Mapping[str, Acceptance]) -> dict[str, Any]:
     """How a head came to be."""
-    place, lessons = trainer.place, trainer.lessons
-    text = {
-        "sha256": lessons.digest,
-        "sequences": len(lessons.texts),
-        "tokens": int(lessons.texts.starts[-1]),
-        "answer_tokens": lessons.texts.num_answer_tokens,
-        "held_out": len(lessons.held),
-    }
+    place, lessons, texts = trainer.place, trainer.lessons, trainer.lessons.texts
+    text = {"sha256": lessons.digest, "sequences": len(texts), "tokens": int(texts.starts[-1])}
+    text |= {"answer_tokens": texts.num_answer_tokens, "held_out": len(lessons.held)}
     seconds = round(place.seconds, 1)
     return {
         "version": __version__,

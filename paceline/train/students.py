@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.heads.config import (
-    DflashConfig,
-    DraftConfig,
-    EagleConfig,
-    HeadConfig,
-    LayeredConfig,
-    MedusaConfig,
-)
+from paceline.heads.config import DflashConfig, DraftConfig, HeadConfig, LayeredConfig, MedusaConfig
 from paceline.heads.modules import empty_module
 from paceline.models.layer import causal, masked
 from paceline.models.rope import rotary_tables
@@ -72,11 +65,11 @@ class Student:
         return found
 
     def start_from(self, seen: Seen, batch: Batch) -> None:
-        """A look at a first batch before training: nothing by default."""
-
-    def _even_out(self, seen: Seen, batch: Batch) -> None:
-        """Some channels of a residual stream are a thousand times larger than others: start with all of them
-        alike."""
+        """A look at a first batch before training. Some channels of a residual stream are a thousand times
+        larger than others: kinds that fuse several start with all of them alike.
+        """
+        if self.config.kind not in ("eagle", "dflash"):
+            return
         features = seen.features(self.config.hidden_layers).flatten(0, 1)[batch.rows].float()
         self.module.fc.weight.data /= features.square().mean(0).sqrt().clamp(min=1e-6)
 
@@ -99,9 +92,6 @@ def first_weights(config: HeadConfig, rows: Tensor) -> Any:
 
 
 class EagleStudent(Student):
-    def start_from(self, seen: Seen, batch: Batch) -> None:
-        self._even_out(seen, batch)
-
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         module, rows, embed = self.module, batch.rows, self.target.embed
         fused = module.source(seen.features(self.config.taps))  # [B, S, hidden]
@@ -175,9 +165,6 @@ class DflashStudent(Student):
         self._draft_of = torch.full_like(target.head[:, 0], config.draft_vocab_size, dtype=torch.int64)
         self._draft_of[self.draft_ids] = torch.arange(len(draft_ids), device=self._draft_of.device)
 
-    def start_from(self, seen: Seen, batch: Batch) -> None:
-        self._even_out(seen, batch)
-
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         config, module, device = self.config, self.module, batch.ids.device
         anchors, is_real = self._anchors(batch, draw)  # [B, A]: rows, and which of them count
@@ -235,12 +222,7 @@ class DflashStudent(Student):
         return Guess(x, weight, batch.row_after(1 + step)[base], base, step)
 
 
-STUDENTS: dict[type[HeadConfig], Any] = {
-    EagleConfig: EagleStudent, MedusaConfig: MedusaStudent, DraftConfig: DraftStudent,
-    DflashConfig: DflashStudent,
-}  # fmt: skip
-
-
 def build_student(config: HeadConfig, target: Target, draft_ids: Tensor, max_length: int) -> Student:
-    found: Student = STUDENTS[type(config)](config, target, draft_ids, max_length)
-    return found
+    kinds = {"eagle": EagleStudent, "medusa": MedusaStudent, "dflash": DflashStudent, "draft": DraftStudent}
+    student: Student = kinds[config.kind](config, target, draft_ids, max_length)
+    return student
