@@ -50,14 +50,14 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
         remedy = "check the messages, or pass another chat template"
         raise ModelFileError(f"the chat template fails: {one_line(error)}; {remedy}") from error
     if len(text) > MAX_STRING:
-        raise ModelFileError(f"the chat is {len(text)} characters long (over {MAX_STRING}); shorten it")
+        raise ModelFileError(f"the chat template wrote {len(text)} characters, over {MAX_STRING}; shorten it")
     return text
 
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> tuple[BoundedEnvironment, jinja2.Template]:
     if len(template) > MAX_TEMPLATE:
-        raise ModelFileError(f"the chat template has {len(template)} characters; use one of {MAX_TEMPLATE}")
+        raise ModelFileError(f"the chat template is over {MAX_TEMPLATE} characters long; pass another one")
     environment = BoundedEnvironment(
         extensions=["jinja2.ext.loopcontrols", _Generation],
         filters={"tojson": _to_json},

@@ -96,7 +96,8 @@ def rebuild(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     section = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
     kind = section.get("model")
     if kind not in ("gpt2", "llama"):
-        raise ModelFileError(f"{PREFIX}model is {kind!r}, not gpt2 or llama; give a tokenizer.json")
+        remedy = "Paceline reads 'gpt2' and 'llama', or give the folder with tokenizer.json"
+        raise ModelFileError(f"{PREFIX}model is {kind!r}; {remedy}")
     vocabulary = _read_vocabulary(section, is_spaced=kind == "llama")
     tokenizer = _byte_level(section, vocabulary) if kind == "gpt2" else _sentence_piece(section, vocabulary)
     # Control tokens (special) and user-defined ones are found whole in the text, before any splitting.
