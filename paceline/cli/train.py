@@ -24,7 +24,7 @@ from paceline.core.options import nearest, require
 
 if TYPE_CHECKING:
     from paceline.train.recipes import Recipe
-    from paceline.train.texts import Texts
+    from paceline.train.shards import Texts
     from paceline.train.trainer import Limit
 
 WRITING = 0.4  # of the time where hours are given
@@ -121,7 +121,7 @@ def train(
     from paceline.train.recipes import recipe_for
     from paceline.train.session import TrainConfig
     from paceline.train.session import train as run
-    from paceline.train.texts import load_shard
+    from paceline.train.shards import load_shard
 
     require(tokens is None or hours is None, "--hours", hours, "give --tokens or --hours, not both")
     require(bits in (8, 16), "--bits", bits, "use 16 or 8")
@@ -189,7 +189,7 @@ def _texts(
     """Given, or written now."""
     from paceline.measure import prompts as prompt_files
     from paceline.train.data import WriteConfig, write_texts
-    from paceline.train.texts import joined, load_shards
+    from paceline.train.shards import joined, load_shards
 
     if given:
         return joined([load_shards(path) for path in given])

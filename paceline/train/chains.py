@@ -114,14 +114,20 @@ def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
     rows = torch.tensor([3, 7, 8, 13], device=device)
     try:
         with torch.enable_grad():
-            ways: Any = _ChainAttention.apply, plain_chain_attention
-            sums = [way(*inputs, rows, dim**-0.5).square().sum() for way in ways]
+            sums = [
+                way(*inputs, rows, dim**-0.5).square().sum() for way in (_fused_way, plain_chain_attention)
+            ]
             found = [torch.autograd.grad(total, inputs) for total in sums]
     except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
         return False
     loose = 0.1 if dtype != torch.float32 else 1e-3
     pairs = zip(*found, strict=True)
     return all(torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in pairs)
+
+
+def _fused_way(*arguments: Any) -> Tensor:
+    found: Tensor = _ChainAttention.apply(*arguments)
+    return found
 
 
 def chain_attention(
@@ -132,12 +138,9 @@ def chain_attention(
 
     A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D].
     """
-    way: Any = plain_chain_attention
-    if _is_fused_exact(str(q.device), q.dtype, q.shape[-1]):
-        way = _ChainAttention.apply
+    way = _fused_way if _is_fused_exact(str(q.device), q.dtype, q.shape[-1]) else plain_chain_attention
     with torch.autocast(q.device.type, enabled=False):  # sums and exponents stay in float32
-        found: Tensor = way(q, own_k, own_v, k, v, rows, scale)
-        return found
+        return way(q, own_k, own_v, k, v, rows, scale)
 
 
 class Chains:

@@ -1,21 +1,16 @@
-"""What a training leaves on disk: heads (config.json, model.safetensors, provenance.json), and its own state
-(weights, averages, moments and the place in the data), to go on from. Never pickled.
+"""Writes and reads the heads we train: config.json, model.safetensors and provenance.json in a folder.
 
-Invariant: files are written beside their place and moved there when they are whole; a state that is loaded
-belongs to the same recipe, target and text, or it is an error that says which differs.
+Invariant: weights are written beside their file and moved into place when they are whole.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, ModelFileError
@@ -24,11 +19,7 @@ from paceline.heads.modules import tensor_shapes
 from paceline.loaders.head_files import HeadFiles, scales_of
 from paceline.models.quantize import STORED, quantize
 
-if TYPE_CHECKING:
-    from paceline.train.trainer import Trainer
-
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
-STATE, MOMENTS = "state.safetensors", ("exp_avg", "exp_avg_sq")
 LARGEST_HALF = 65504
 
 
@@ -42,6 +33,8 @@ def save_head(
     """bits: 16 for half precision, 8 for integers in groups of 64 with a scale each, as the CPU kernels read
     them.
     """
+    from safetensors.torch import save_file
+
     if bits not in (8, 16):
         raise ConfigError(f"bits is {bits}; a head is stored with 16 or 8 bits a weight")
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -51,13 +44,8 @@ def save_head(
         if bits == 8 and tensor.ndim == 2:
             values, scales, _ = quantize(tensor.float(), 8)
             stored |= {name: values.contiguous(), scales_of(name): (scales * STORED).half().contiguous()}
-        elif tensor.dtype == torch.int32:
-            stored[name] = tensor.contiguous()
-        elif bool(torch.isfinite(tensor).all()) and not bool((tensor.abs() > LARGEST_HALF).any()):
-            stored[name] = tensor.half().contiguous()
         else:
-            what = f"{name} holds values that half precision cannot"
-            raise ModelFileError(f"{what}; the training went astray, lower the rate")
+            stored[name] = _halves(name, tensor)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{WEIGHTS}.part"
     save_file(stored, partial, metadata={"format": "pt"})
@@ -67,63 +55,18 @@ def save_head(
     (folder / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")
 
 
+def _halves(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.int32:
+        return tensor.contiguous()
+    if not bool(torch.isfinite(tensor).all()) or bool((tensor.abs() > LARGEST_HALF).any()):
+        raise ModelFileError(
+            f"{name} holds values that half precision cannot; the training went astray, lower the rate"
+        )
+    return tensor.half().contiguous()
+
+
 def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Tensor]]:
     """A head of ours, float32, to train it further or to look at it."""
     files = HeadFiles(folder)
     config = read_head_config(files.values, str(folder / CONFIG))
     return config, files.read(tensor_shapes(config))
-
-
-def identity(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint must share with the training that goes on from it."""
-    return {
-        "recipe": json.loads(json.dumps(asdict(trainer.recipe))),
-        "target": f"{trainer.config.target_name} ({trainer.config.target_hash[:12]})",
-        "text": trainer.lessons.digest,
-        "seed": trainer.seed,
-    }
-
-
-def save_state(trainer: Trainer, folder: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-    for name, weight in trainer.weights.items():
-        tensors[f"weight:{name}"] = weight.detach()
-        moments = trainer.optimizer.state.get(weight, {})
-        tensors.update({f"{moment}:{name}": moments[moment] for moment in MOMENTS if moment in moments})
-    tensors.update({f"average:{name}": weight for name, weight in trainer.average.items()})
-    place = {name: getattr(trainer.place, name) for name in trainer.place.__slots__}
-    numbers = json.dumps({"identity": identity(trainer), "place": place})
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{STATE}.part"
-    save_file({n: t.contiguous().cpu() for n, t in tensors.items()}, partial, metadata={"numbers": numbers})
-    partial.replace(folder / STATE)
-
-
-def load_state(trainer: Trainer, folder: Path) -> None:
-    """Go on from a checkpoint."""
-    if not (folder / STATE).is_file():
-        raise ConfigError(f"{folder} holds no checkpoint of a training ({STATE}); start without resuming")
-    try:
-        with safe_open(folder / STATE, framework="pt") as opened:
-            numbers = json.loads(opened.metadata()["numbers"])
-        tensors = load_file(folder / STATE)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise ModelFileError(f"{folder / STATE} is not a whole checkpoint ({error}); start anew") from error
-    theirs = numbers.get("identity", {})
-    for name, value in identity(trainer).items():
-        if theirs.get(name) != value:
-            raise ConfigError(
-                f"{folder} was trained with {name} {theirs.get(name)!r:.90}, not {value!r:.90}; "
-                "resume with the same, or start anew"
-            )
-    trainer.place = type(trainer.place)(**numbers["place"])
-    steps = torch.tensor(float(trainer.place.step))
-    with torch.no_grad():
-        for name, weight in trainer.weights.items():
-            weight.copy_(tensors[f"weight:{name}"])
-            if f"{MOMENTS[0]}:{name}" in tensors:
-                state = {moment: tensors[f"{moment}:{name}"].to(weight.device) for moment in MOMENTS}
-                state["step"] = steps.to(weight.device).clone()
-                trainer.optimizer.state[weight] = state
-        for name in trainer.average:
-            trainer.average[name].copy_(tensors[f"average:{name}"])

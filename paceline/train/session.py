@@ -17,15 +17,16 @@ import torch
 
 from paceline import __version__
 from paceline.core.errors import ConfigError
-from paceline.heads.config import TRUNK, DflashConfig, EagleConfig, MedusaConfig
+from paceline.heads.config import TRUNK, DflashConfig, EagleConfig, HeadConfig, MedusaConfig
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import read_json
 from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
 from paceline.train.lessons import Known, prepare
 from paceline.train.recipes import RECIPES, Recipe
-from paceline.train.save import PROVENANCE, STATE, load_state, read_head, save_head
-from paceline.train.texts import Texts
+from paceline.train.resume import STATE, load_state
+from paceline.train.save import PROVENANCE, read_head, save_head
+from paceline.train.shards import Texts
 from paceline.train.trainer import Limit, Report, Trainer, run
 
 
@@ -57,11 +58,10 @@ def train(
     states = [folder / "state" for folder in folders]
     begun = next((state for state in states if (state / STATE).exists()), None)
     if begun is not None and not config.is_resumed:
-        remedy = "resume it (--resume), or choose another folder"
-        raise ConfigError(f"{begun} holds a training that was begun; {remedy}")
-    start, starts = config.start, [config.start] * len(recipes)
-    if start is not None and any((start / kind).is_dir() for kind in RECIPES):  # a head for some of the kinds
-        starts = [start / recipe.kind if (start / recipe.kind).is_dir() else None for recipe in recipes]
+        raise ConfigError(
+            f"{begun} holds a training that was begun; resume it (--resume), or choose another folder"
+        )
+    starts = [_start_of(recipe, config.start) for recipe in recipes]
     lessons = prepare(checkpoint, texts, recipes[0], config.device, known=_known(starts))
     trainers = [Trainer(lessons, recipe, config.limit, config.seed) for recipe in recipes]
     for trainer, state, first in zip(trainers, states, starts, strict=True):
@@ -73,7 +73,8 @@ def train(
     found = []
     for trainer, folder, first in zip(trainers, folders, starts, strict=True):
         found.append(_finish(trainer, folder, first, config))
-        report("saved", {"folder": str(folder), "kind": trainer.recipe.kind, "acceptance": found[-1]})
+        numbers = {"folder": str(folder), "kind": trainer.recipe.kind, "acceptance": found[-1]}
+        report("saved", numbers)
     return [acceptance["held_out"] for acceptance in found]
 
 
@@ -90,6 +91,13 @@ def _finish(trainer: Trainer, folder: Path, first: Path | None, config: TrainCon
     save_head(folder, head, trainer.tensors(), notes, config.bits)
     draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)
     return found
+
+
+def _start_of(recipe: Recipe, start: Path | None) -> Path | None:
+    """The head that a recipe's training starts from; none where a folder has heads of other kinds only."""
+    if start is None or not any((start / kind).is_dir() for kind in RECIPES):
+        return start
+    return start / recipe.kind if (start / recipe.kind).is_dir() else None
 
 
 def _known(starts: Sequence[Path | None]) -> Known | None:
@@ -109,16 +117,15 @@ def start_from(trainer: Trainer, folder: Path) -> None:
     if isinstance(config, EagleConfig) and isinstance(wanted, MedusaConfig) and wanted.trunk is not None:
         config, wanted = replace(config, has_lm_head=False), wanted.trunk
         shared = ("draft_ids", "lm_head.weight")
-        tensors = {n if n in shared else TRUNK + n: tensor for n, tensor in tensors.items()}
-    name = wanted.target_name  # the hash says whose it is, not the name
-    config = replace(config, first_accepted=0.0, target_name=name)
-    if isinstance(config, MedusaConfig) and config.trunk is not None:
-        config = replace(config, trunk=replace(config.trunk, target_name=name))
+        tensors = {name if name in shared else TRUNK + name: tensor for name, tensor in tensors.items()}
+    config = _renamed(config, wanted.target_name)  # the hash says whose it is, not the name
     if config != wanted:
         differs = next(n for n in asdict(wanted) if getattr(config, n, None) != getattr(wanted, n))
         theirs, mine = getattr(config, differs, None), getattr(wanted, differs)
-        found = f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}"
-        raise ConfigError(f"{found}; start from a head of the same shape")
+        raise ConfigError(
+            f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; "
+            "start from a head of the same shape"
+        )
     ids = tensors.pop("draft_ids", None)
     if ids is not None and not np.array_equal(ids.numpy(), trainer.lessons.draft_ids):
         raise ConfigError(f"{folder} drafts other tokens than the heads beside it; train it by itself")
@@ -131,11 +138,23 @@ def start_from(trainer: Trainer, folder: Path) -> None:
     trainer.is_fresh = False
 
 
+def _renamed(config: HeadConfig, name: str) -> HeadConfig:
+    config = replace(config, first_accepted=0.0, target_name=name)
+    if isinstance(config, MedusaConfig) and config.trunk is not None:
+        config = replace(config, trunk=replace(config.trunk, target_name=name))
+    return config
+
+
 def provenance(trainer: Trainer, command: Sequence[str], found: Mapping[str, Acceptance]) -> dict[str, Any]:
     """How a head came to be."""
-    place, lessons, texts = trainer.place, trainer.lessons, trainer.lessons.texts
-    text = {"sha256": lessons.digest, "sequences": len(texts), "tokens": int(texts.starts[-1])}
-    text |= {"answer_tokens": texts.num_answer_tokens, "held_out": len(lessons.held)}
+    place, lessons = trainer.place, trainer.lessons
+    text = {
+        "sha256": lessons.digest,
+        "sequences": len(lessons.texts),
+        "tokens": int(lessons.texts.starts[-1]),
+        "answer_tokens": lessons.texts.num_answer_tokens,
+        "held_out": len(lessons.held),
+    }
     seconds = round(place.seconds, 1)
     return {
         "version": __version__,

@@ -13,13 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.heads.config import DflashConfig, DraftConfig, HeadConfig, LayeredConfig, MedusaConfig
+from paceline.heads.config import (
+    DflashConfig,
+    DraftConfig,
+    EagleConfig,
+    HeadConfig,
+    LayeredConfig,
+    MedusaConfig,
+)
 from paceline.heads.modules import empty_module
 from paceline.models.layer import causal, masked
 from paceline.models.rope import rotary_tables
 from paceline.train.chains import Chains
-from paceline.train.lessons import Seen, Target
-from paceline.train.texts import Batch
+from paceline.train.stream import Batch
+from paceline.train.target import Seen, Target
 
 # Of first weights whose names hold these; all others have 1 / sqrt(width).
 DEVIATIONS = {"o_proj": 0.01, "down_proj": 0.01, "blocks.": 0.01, "markov_w1": 0.02, "markov_w2": 1e-3}
@@ -65,11 +72,11 @@ class Student:
         return found
 
     def start_from(self, seen: Seen, batch: Batch) -> None:
-        """A look at a first batch before training. Some channels of a residual stream are a thousand times
-        larger than others: kinds that fuse several start with all of them alike.
-        """
-        if self.config.kind not in ("eagle", "dflash"):
-            return
+        """A look at a first batch before training: nothing by default."""
+
+    def _even_out(self, seen: Seen, batch: Batch) -> None:
+        """Some channels of a residual stream are a thousand times larger than others: start with all of them
+        alike."""
         features = seen.features(self.config.hidden_layers).flatten(0, 1)[batch.rows].float()
         self.module.fc.weight.data /= features.square().mean(0).sqrt().clamp(min=1e-6)
 
@@ -92,6 +99,9 @@ def first_weights(config: HeadConfig, rows: Tensor) -> Any:
 
 
 class EagleStudent(Student):
+    def start_from(self, seen: Seen, batch: Batch) -> None:
+        self._even_out(seen, batch)
+
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         module, rows, embed = self.module, batch.rows, self.target.embed
         fused = module.source(seen.features(self.config.taps))  # [B, S, hidden]
@@ -130,11 +140,14 @@ class MedusaStudent(Student):
 
 class DraftStudent(Student):
     def __init__(self, config: DraftConfig, target: Target, draft_ids: Tensor, max_length: int) -> None:
-        """Where sizes agree a layer starts as one of the target's, the first and the last among them."""
         super().__init__(config, target, draft_ids, max_length)
-        theirs, last = dict(target.named_parameters()), target.config.num_layers - 1
+        self._copy_layers(dict(target.named_parameters()), target.config.num_layers)
+
+    def _copy_layers(self, theirs: dict[str, nn.Parameter], depth: int) -> None:
+        """Where sizes agree a layer starts as one of the target's, the first and the last among them."""
+        own = self.config.num_layers
         for i, layer in enumerate(self.module.layers):
-            source = f"layers.{round(i * last / max(1, config.num_layers - 1))}."
+            source = f"layers.{round(i * (depth - 1) / max(1, own - 1))}."
             for name, weight in layer.named_parameters():
                 other = theirs.get(source + name)
                 if other is not None and other.shape == weight.shape:
@@ -150,10 +163,8 @@ class DraftStudent(Student):
         if draw is not None:
             return [Guess(hidden, self.output, batch.numbers, batch.numbers, 0)]
         after = [batch.row_after(1 + step) for step in range(num_steps)]
-        return [
-            Guess(hidden[rows.clamp(min=0)], self.output, rows, batch.numbers, step)
-            for step, rows in enumerate(after)
-        ]
+        found = [hidden[rows.clamp(min=0)] for rows in after]
+        return [Guess(x, self.output, after[step], batch.numbers, step) for step, x in enumerate(found)]
 
 
 class DflashStudent(Student):
@@ -164,6 +175,9 @@ class DflashStudent(Student):
         super().__init__(config, target, draft_ids, max_length + config.block_size)
         self._draft_of = torch.full_like(target.head[:, 0], config.draft_vocab_size, dtype=torch.int64)
         self._draft_of[self.draft_ids] = torch.arange(len(draft_ids), device=self._draft_of.device)
+
+    def start_from(self, seen: Seen, batch: Batch) -> None:
+        self._even_out(seen, batch)
 
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         config, module, device = self.config, self.module, batch.ids.device
@@ -222,7 +236,12 @@ class DflashStudent(Student):
         return Guess(x, weight, batch.row_after(1 + step)[base], base, step)
 
 
+STUDENTS: dict[type[HeadConfig], Any] = {
+    EagleConfig: EagleStudent, MedusaConfig: MedusaStudent, DraftConfig: DraftStudent,
+    DflashConfig: DflashStudent,
+}  # fmt: skip
+
+
 def build_student(config: HeadConfig, target: Target, draft_ids: Tensor, max_length: int) -> Student:
-    kinds = {"eagle": EagleStudent, "medusa": MedusaStudent, "dflash": DflashStudent, "draft": DraftStudent}
-    student: Student = kinds[config.kind](config, target, draft_ids, max_length)
-    return student
+    found: Student = STUDENTS[type(config)](config, target, draft_ids, max_length)
+    return found

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from paceline.loaders.tokenizer import Tokenizer
+from paceline.train.writing import Ask, Conversation
 
 Message = Mapping[str, str]
 MARK = "\u2021\u2021here\u2021\u2021"  # stands for a user's words while the template is looked through
@@ -35,19 +35,6 @@ SYSTEM_PROMPTS = (
 FIRST_WORDS = (
     "The", "A", "In", "When", "How", "It", "def", "1.", "#", "Dear", "We", "I", "There", "What", "On", "If",
 )  # fmt: skip
-
-
-class Ask(NamedTuple):
-    """One completion that a conversation wants."""
-
-    prompt: Sequence[int]
-    temperature: float
-    max_tokens: int
-    seed: int
-    is_kept: bool = True  # a text to learn from; else a step towards one, such as an invented prompt
-
-
-Conversation = Generator[Ask, list[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +82,7 @@ def invented(style: Style, num_turns: int) -> Conversation:
     temperature = style.temperature()
     messages: list[Message] = []
     for _ in range(num_turns):
-        marked = [*messages, {"role": "user", "content": MARK}]
-        text = style.tokenizer.chat(marked, add_generation_prompt=False)  # cut where the user's words stand
-        opening = style.tokenizer.encode(text[: text.index(MARK)], add_special=False)
+        opening = _up_to_user(style.tokenizer, messages)
         if len(opening) > style.max_prompt:
             return
         turn = yield Ask(opening, style.draw.choice((0.8, 1.0, 1.0)), 160, style.seed(), is_kept=False)
@@ -108,6 +93,12 @@ def invented(style: Style, num_turns: int) -> Conversation:
         prompt = style.tokenizer.encode_chat(messages)
         answer = yield Ask(prompt, temperature, style.length(), style.seed())
         messages.append({"role": "assistant", "content": style.read(answer)})
+
+
+def _up_to_user(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """The template up to where the user's next words stand."""
+    text = tokenizer.chat([*messages, {"role": "user", "content": MARK}], add_generation_prompt=False)
+    return tokenizer.encode(text[: text.index(MARK)], add_special=False)
 
 
 def raw(style: Style, text: str) -> Conversation:

@@ -26,12 +26,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.heads.config import HeadConfig
 from paceline.train.acceptance import Acceptance, measure
-from paceline.train.lessons import Lessons, Seen
+from paceline.train.lessons import Lessons
 from paceline.train.losses import Teacher, agreement
-from paceline.train.recipes import WIDTH, Recipe, head_config
-from paceline.train.save import save_state
+from paceline.train.recipes import Recipe, head_config
+from paceline.train.resume import save_state
+from paceline.train.shards import Texts
+from paceline.train.stream import Batch, batches, prefetched
 from paceline.train.students import build_student
-from paceline.train.texts import Batch, Texts, batches, prefetched
+from paceline.train.target import Seen
 
 
 class Limit(NamedTuple):
@@ -39,6 +41,12 @@ class Limit(NamedTuple):
 
     tokens: int | None = None
     seconds: float | None = None
+
+    def share(self, place: Place) -> float:
+        """How much of it is done, 0 to 1."""
+        if self.tokens:
+            return min(place.tokens / self.tokens, 1.0)
+        return min(place.seconds / self.seconds, 1.0) if self.seconds else 1.0
 
 
 @dataclass(slots=True)
@@ -75,16 +83,14 @@ class Trainer:
             self.weights.values(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay,
             fused=self.device.type == "cuda",
         )  # fmt: skip
-        averaged = self.weights if recipe.average else {}
-        self.average = {name: weight.detach().clone() for name, weight in averaged.items()}
+        is_kept = bool(recipe.average)
+        self.average = {n: p.detach().clone() for n, p in self.weights.items()} if is_kept else {}
         self.place, self.last_loss, self.is_fresh = Place(), torch.zeros(()), True
 
     @property
     def share(self) -> float:
         """How much of the training is done, 0 to 1."""
-        if self.limit.tokens:
-            return min(self.place.tokens / self.limit.tokens, 1.0)
-        return min(self.place.seconds / self.limit.seconds, 1.0) if self.limit.seconds else 1.0
+        return self.limit.share(self.place)
 
     def rest_of_round(self) -> Iterator[Batch]:
         """What is left of this time through the data."""
@@ -132,23 +138,20 @@ class Trainer:
                 average.lerp_(self.weights[name].detach(), 1 - keep)
 
     def _rate(self) -> float:
-        """Rises to the recipe's rate, then falls as a cosine; wide layers add up more of every step, so they
-        take smaller ones.
-        """
-        share, warm_up = self.share, self.recipe.warm_up
-        highest = self.recipe.rate * min(max(WIDTH / self.config.hidden_size, 0.2), 4.0)
-        if share < warm_up:
-            return highest * max(share / warm_up, 0.01)
-        after = (share - warm_up) / (1 - warm_up)
+        share, highest = self.limit.share(self.place), self.recipe.rate_for(self.config.hidden_size)
+        if share < self.recipe.warm_up:
+            return highest * max(share / self.recipe.warm_up, 0.01)
+        after = (share - self.recipe.warm_up) / (1 - self.recipe.warm_up)
         return highest * max(0.5 + 0.5 * math.cos(math.pi * after), 0.01)
 
     def measure(self) -> dict[str, Any]:
         """Acceptance on what is held out, noted in the curve."""
         if not math.isfinite(float(self.last_loss)):
-            found = f"the loss is {float(self.last_loss)} after {self.place.step} steps"
-            raise ConfigError(f"{found}; lower the learning rate")
-        accepted = self.accept(self.lessons.texts, self.lessons.held)
-        record = {**self.numbers(), "loss": float(self.last_loss), **accepted.record()}
+            raise ConfigError(
+                f"the loss is {float(self.last_loss)} after {self.place.step} steps; lower the learning rate"
+            )
+        found = self.accept(self.lessons.texts, self.lessons.held)
+        record = {**self.numbers(), "loss": float(self.last_loss), **found.record()}
         self.place.curve.append(record)
         return record
 
@@ -195,18 +198,9 @@ def run(
     first, started = trainers[0], time.perf_counter()
     assert all(t.lessons is first.lessons and t.limit == first.limit for t in trainers)
     assert all(t.place.batch == first.place.batch for t in trainers)
-
-    def measure_all(chosen: Sequence[Trainer]) -> None:
-        for trainer in chosen:
-            report("measured", trainer.measure())
-
-    def save_all() -> None:
-        for trainer, folder in zip(trainers, folders, strict=True):
-            save_state(trainer, folder)
-
     before, taps = first.place.seconds, sorted({tap for t in trainers for tap in t.config.hidden_layers})
     next_measure = math.floor(first.share * num_measures + 1) / num_measures
-    measure_all([t for t in trainers if not t.place.curve])
+    _measure_all([trainer for trainer in trainers if not trainer.place.curve], report)
     while first.share < 1 and not is_over():
         is_whole = True
         for batch in first.rest_of_round():
@@ -217,13 +211,23 @@ def run(
                 report("step", trainer.learn(there, seen, teacher))
             if first.share >= next_measure:
                 next_measure += 1 / num_measures
-                measure_all(trainers)
-                save_all()
+                _measure_all(trainers, report)
+                _save_all(trainers, folders)
             if first.share >= 1 or is_over():
                 is_whole = False
                 break
         if is_whole:
             for trainer in trainers:
                 trainer.place.round, trainer.place.batch = trainer.place.round + 1, 0
-    save_all()
-    measure_all([t for t in trainers if t.place.curve[-1]["step"] < t.place.step])
+    _save_all(trainers, folders)
+    _measure_all([t for t in trainers if t.place.curve[-1]["step"] < t.place.step], report)
+
+
+def _measure_all(trainers: Sequence[Trainer], report: Report) -> None:
+    for trainer in trainers:
+        report("measured", trainer.measure())
+
+
+def _save_all(trainers: Sequence[Trainer], folders: Sequence[Path]) -> None:
+    for trainer, folder in zip(trainers, folders, strict=True):
+        save_state(trainer, folder)

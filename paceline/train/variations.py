@@ -11,7 +11,8 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.train.talk import FOLLOW_UPS, Conversation, Style, about, chat, invented, questions_in, raw
+from paceline.train.talk import FOLLOW_UPS, Style, about, chat, invented, questions_in, raw
+from paceline.train.writing import Conversation
 
 LONGEST_PROMPT = 5000  # characters
 LANGUAGES = ("German",) * 6 + ("French", "Spanish", "Italian", "Dutch", "Portuguese")
