@@ -19,8 +19,8 @@ from transformers.tokenization_utils_base import generate_merges
 
 from paceline.core.errors import ConfigError, ModelFileError, RequestError
 from paceline.loaders import hub
-from paceline.loaders.checkpoint import TokenizerSource, open_checkpoint
-from paceline.loaders.tokenizer import Tokenizer
+from paceline.loaders.checkpoint import open_checkpoint
+from paceline.loaders.tokenizer import Tokenizer, TokenizerSource
 from paceline.loaders.tokenizer_gguf import SPLITTINGS, rebuild
 
 CORPUS = [

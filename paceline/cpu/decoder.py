@@ -27,7 +27,8 @@ from paceline.cpu.sync import Team, num_threads
 from paceline.cpu.taps import Taps
 from paceline.cpu.tiles import PLACE
 from paceline.cpu.value_tiles import CHUNK, LONGEST
-from paceline.loaders.packed import Progress, Source, Tensors, load_packed, pack_model
+from paceline.loaders.checkpoint import Checkpoint
+from paceline.loaders.packed import Progress, Tensors, load_packed, pack_model
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits, padded
 from paceline.models.rope import Angles, rotary_tables
@@ -70,7 +71,7 @@ class CpuDecoder:
     @classmethod
     def load(
         cls,
-        source: Source,
+        source: Checkpoint,
         *,
         dtype: str = "int8",
         context: int | None = None,

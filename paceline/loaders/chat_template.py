@@ -8,11 +8,10 @@ they do wrong ends in a one-line error. The names a template may use are those o
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from jinja2.ext import Extension
@@ -20,64 +19,51 @@ from jinja2.parser import Parser
 
 from paceline.core.errors import ModelFileError, PacelineError, RequestError
 from paceline.loaders.fields import one_line
-from paceline.loaders.template_sandbox import MAX_STRING, BoundedEnvironment, Budget, TooCostly
+from paceline.loaders.template_sandbox import MAX_STRING, BoundedEnvironment, TooCostly
 
 MAX_TEMPLATE = 256 * 2**10  # characters
 MAX_NESTING = 100
 ENDS = ("bos_token", "eos_token")
 
 
-class _Compiled(NamedTuple):
-    environment: BoundedEnvironment
-    template: jinja2.Template
-    lock: threading.Lock  # one render at a time: the budget is the environment's
-
-
-class _Refused(Exception):
-    """A template's own `raise_exception`: about the messages, not the template."""
-
-
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """The chat as text. `variables` are add_generation_prompt (True unless given), tools, bos_token and
     eos_token (undefined where None), and those that only some templates read, such as enable_thinking.
     """
-    _check_messages(messages)
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        example = [{"role": "user", "content": "Hello"}]
+        raise RequestError(f"messages is {messages!r:.60}; give a list such as {example}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"message {index} is {message!r:.60}; give a dict with 'role' and 'content'")
     known = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
     given = {name: v for name, v in variables.items() if v is not None or name not in ENDS}
     plain = _plain(known | given)
-    remedy = "check the messages, or pass another chat template"
     try:
-        environment, compiled, lock = _compile(template)
-        with lock:
-            environment.budget = Budget()
-            text = compiled.render(plain)
+        environment, compiled = _compile(template)
+        text = environment.render(compiled, plain)
     except PacelineError:
         raise
     except TooCostly as error:
-        remedy = "use generate, or pass another chat template"
-        raise ModelFileError(f"the chat template was stopped: {error}; {remedy}") from error
-    except _Refused as error:
-        reason = f"the chat template refuses these messages: {one_line(error)}"
-        raise RequestError(f"{reason}; change the messages") from error
+        raise ModelFileError(f"the chat template was stopped: {error}; pass another one") from error
     except Exception as error:  # untrusted code may raise anything
+        remedy = "check the messages, or pass another chat template"
         raise ModelFileError(f"the chat template fails: {one_line(error)}; {remedy}") from error
     if len(text) > MAX_STRING:
-        remedy = f"shorten the messages to fit {MAX_STRING}"
-        raise ModelFileError(f"the chat template wrote {len(text)} characters; {remedy}")
+        raise ModelFileError(f"the chat template wrote {len(text)} characters, over {MAX_STRING}; shorten it")
     return text
 
 
 @lru_cache(maxsize=16)
-def _compile(template: str) -> _Compiled:
+def _compile(template: str) -> tuple[BoundedEnvironment, jinja2.Template]:
     if len(template) > MAX_TEMPLATE:
-        limit = f"templates over {MAX_TEMPLATE} are not read"
-        raise ModelFileError(f"the chat template has {len(template)} characters; {limit}")
+        raise ModelFileError(f"the chat template is over {MAX_TEMPLATE} characters long; pass another one")
     environment = BoundedEnvironment(
         extensions=["jinja2.ext.loopcontrols", _Generation],
         filters={"tojson": _to_json},
         functions={"raise_exception": _refuse, "strftime_now": _now},
     )
-    return _Compiled(environment, environment.from_string(template), threading.Lock())
+    return environment, environment.from_string(template)
 
 
 class _Generation(Extension):
@@ -90,8 +76,10 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse(message: str) -> None:
-    raise _Refused(message)
+def _refuse(message: Any) -> None:
+    """A template's own `raise_exception`: about the messages, not the template."""
+    shown = " ".join(str(message).split())[:200]
+    raise RequestError(f"the chat template refuses these messages: {shown}; change the messages")
 
 
 def _now(pattern: str) -> str:
@@ -101,26 +89,13 @@ def _now(pattern: str) -> str:
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Without jinja2's escapes for HTML: models were trained on plain JSON."""
     if not 0 <= (indent or 0) <= 16 or max(map(len, separators or ("",))) > 16:
         raise ValueError("tojson takes an indent of 0 to 16 and short separators")
     options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        example = [{"role": "user", "content": "Hello"}]
-        raise RequestError(f"messages is {messages!r:.60}; give a list such as {example}")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {index} is {message!r:.60}; give a dict with 'role' and 'content'")
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -1,40 +1,41 @@
-"""What the engine needs from a model file, whichever format it has.
+"""Opens a model: a file or folder with its weights, a description alone, or random weights of its shape.
 
 Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time, so memory stays
-bounded by the largest tensor. gguf.py and safetensors.py are the two formats; tokenizer.py reads
-`TokenizerSource`.
+bounded by the largest tensor. A description reads or fetches at most a config.json or a GGUF header. A random
+tensor depends on its name and shape alone, so two loads are the same model.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from paceline.core.errors import ConfigError, ModelFileError
+from tokenizers.pre_tokenizers import ByteLevel
+
+from paceline.core.errors import ConfigError, ModelFileError, ModelNotFound
+from paceline.loaders import gguf_config, hf_config, hub
+from paceline.loaders.fields import one_line, read_json
+from paceline.loaders.gguf_header import read_header
+from paceline.loaders.tokenizer import TokenizerSource
+from paceline.models.config import ModelConfig, RopeConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.models.config import ModelConfig
-
-NUM_SAMPLES, SAMPLE_BYTES = 64, 512
-ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerSource:
-    """Where a tokenizer is described. At most one of `json_path` and `gguf_metadata` is set."""
-
-    json_path: Path | None = None
-    gguf_metadata: Mapping[str, Any] | None = None  # full keys, such as "tokenizer.ggml.tokens"
-    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
-    chat_template: str | None = None
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
+CONFIG = "config.json"
+LLAMA_8B = ModelConfig(
+    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32,
+    num_heads=32, num_kv_heads=8, head_dim=128, max_context=16_384, rms_eps=1e-5,
+    rope=RopeConfig(theta=500_000.0),
+)  # fmt: skip
+SMOLLM2_135M = ModelConfig(
+    family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30,
+    num_heads=9, num_kv_heads=3, head_dim=64, max_context=8192, rms_eps=1e-5,
+    rope=RopeConfig(theta=100_000.0), tie_embeddings=True,
+)  # fmt: skip
+SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
 
 
 class Checkpoint(Protocol):
@@ -59,16 +60,11 @@ def open_checkpoint(
     With load_format "dummy" only its config is read (a shape's name is enough); weights are random, made on
     `device`.
     """
-    from paceline.loaders import hub
-
     if load_format == "dummy":
-        from paceline.loaders.dummy import DummyCheckpoint, describe
-
         name, config = describe(model)
         return DummyCheckpoint(config, device, name=name)
     if load_format != "auto":
-        remedy = "use auto, or dummy for random weights of the model's shape"
-        raise ConfigError(f"load_format is {load_format!r}; {remedy}")
+        raise ConfigError(f"load_format is {load_format!r}; use auto, or dummy for random weights")
     path, name = hub.resolve(model, progress=progress), hub.display_name(model)
     if path.is_file():
         from paceline.loaders.gguf import GgufCheckpoint
@@ -79,46 +75,78 @@ def open_checkpoint(
     return SafetensorsCheckpoint(path, name)
 
 
-def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Shapes, layers: str) -> None:
-    """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
+@dataclass(slots=True)
+class DummyCheckpoint:
+    """A `Checkpoint` whose tensors are made on the device that will hold them. Each byte is a token."""
 
-    `names` maps the config's weights to the file's tensors, `layers` begins the name of each layer's tensors.
-    """
-    check_shapes(path, found, {names[name]: shape for name, shape in config.weight_names().items()})
-    others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
-    unused = [name for name in others if not any(part in name for part in ROTARY)]
-    if unused:
-        problem = f"tensor {min(unused)} is not part of a {config.family} decoder"
-        raise ModelFileError(f"{path}: {problem}; this variant is not supported")
+    config: ModelConfig
+    device: str = "cpu"
+    name: str = "dummy"
+    path: Path = Path()
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        self.fingerprint = f"dummy {self.config}"
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """float32, as large as trained weights are: rows of unit length, norms of one."""
+        import torch
+
+        shape = self.config.weight_names()[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(shape, generator=generator, device=self.device) * shape[-1] ** -0.5
+
+    def tokenizer_source(self) -> TokenizerSource:
+        section = {"model": "gpt2", "pre": "default", "tokens": sorted(ByteLevel.alphabet()), "merges": []}
+        return TokenizerSource(gguf_metadata={f"tokenizer.ggml.{key}": v for key, v in section.items()})
 
 
-def check_shapes(path: Path, found: Shapes, wanted: Shapes) -> None:
-    """Every wanted tensor is found with its shape, or one error names the first that is not."""
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise ModelFileError(f"{path}: missing tensor {listed}; the file is incomplete, fetch it again")
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            shapes = f"has shape {list(found[name])} where its config asks for {list(shape)}"
-            remedy = "config and weights are not of the same model"
-            raise ModelFileError(f"{path}: tensor {name} {shapes}; {remedy}")
+class Described(NamedTuple):
+    name: str
+    config: ModelConfig
 
 
-def unique_ids(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...]:
-    """Token ids in order, once each, without the unset and the impossible ones."""
-    return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))
+def describe(model: str) -> Described:
+    """A local folder, config.json or .gguf file, `default`, a shape's name, or a Hugging Face name."""
+    is_default, known = model.lower() in hub.DEFAULT_ALIASES, hub.HF_NAME.fullmatch(model)
+    default = hub.local_models()[0] if is_default else None
+    path = hub.existing(model) or (default.path if default and default.is_here else None)
+    if path is None and known is not None:
+        path = _from_hub(known["repo"], known["file"])
+    if path is not None:
+        return Described(hub.display_name(model), _local(path))
+    shape = "smollm2-135m" if is_default else model
+    if shape not in SHAPES:
+        forms = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name"
+        raise ModelNotFound(f"no model {model[:80]!r} here; give {forms}, or one of {', '.join(SHAPES)}")
+    return Described(shape, SHAPES[shape])
 
 
-def fingerprint(paths: Sequence[Path], header_bytes: int) -> str:
-    """A cheap hash of names, sizes, first bytes and spread samples: a fine-tune differs from its base."""
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(header_bytes))
-            for i in range(NUM_SAMPLES):
-                file.seek(size * i // NUM_SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+def _local(path: Path) -> ModelConfig:
+    path = path / CONFIG if (path / CONFIG).is_file() else path
+    if path.suffix == ".json":
+        return hf_config.read_config(str(path), read_json(path))
+    file = hub.weights_at(path)
+    if file.is_dir():
+        raise ModelFileError(f"{path} has no {CONFIG} and no GGUF file; name one of either kind")
+    return gguf_config.read_config(file, read_header(file))
+
+
+def _from_hub(repo: str, file: str | None) -> Path:
+    """The repository's config.json, fetched if need be, or a GGUF file of it that was fetched before."""
+    import huggingface_hub
+
+    if file is not None:
+        here = huggingface_hub.try_to_load_from_cache(repo, file)
+        if not isinstance(here, str):
+            raise ModelNotFound(f"{repo}:{file} is not here; fetch it, or name {repo} or its original")
+        return Path(here)
+    try:
+        return Path(huggingface_hub.hf_hub_download(repo, CONFIG))
+    except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
+        reason = f"{CONFIG} of {repo} could not be fetched ({one_line(error)})"
+        raise ModelNotFound(f"{reason}; check the name and the connection, or give a local one") from error

@@ -11,8 +11,6 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import ConfigError
-
 if TYPE_CHECKING:
     from paceline.loaders.tokenizer import Tokenizer
 
@@ -21,17 +19,9 @@ class Detokenizer:
     """`min_tokens`: the first that many tokens can complete no stop string."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special: bool = True,
-        min_tokens: int = 0,
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
     ) -> None:
-        if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-            raise ConfigError(f"stop is {stop!r}; give a list of non-empty strings")
-        self._token_bytes = tokenizer.token_bytes
-        self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._token_bytes, self._hidden = tokenizer.token_bytes, tokenizer.special_ids
         self._strips_space = tokenizer.strips_leading_space
         self._stop, self._include_stop = tuple(stop), include_stop
         self._num_unstoppable = min_tokens
@@ -49,9 +39,10 @@ class Detokenizer:
             return False
         can_stop = self._num_unstoppable == 0
         self._num_unstoppable -= not can_stop
-        if self.is_stopped or token in self._hidden:
-            return False
-        return self._add(self._decoder.decode(self._token_bytes(token)), can_stop)
+        if not self.is_stopped and token not in self._hidden:
+            self._add(self._decoder.decode(self._token_bytes(token)), can_stop)
+            return self.is_stopped
+        return False
 
     @property
     def text(self) -> str:
@@ -82,38 +73,24 @@ class Detokenizer:
             self._unread.clear()
             self._add(self._decoder.decode(new), can_stop=False)
 
-    def _add(self, new: str, can_stop: bool) -> bool:
+    def _add(self, new: str, can_stop: bool) -> None:
         if self._strips_space and new:
             new, self._strips_space = new.removeprefix(" "), False
-        if not self._stop:
-            self._tail = new
-            self._settle(len(new))
-            return False
         num_old = len(self._tail)
         self._tail += new
-        found = self._earliest_stop(num_old) if can_stop else None
-        if found is None:
-            self._settle(len(self._tail) - self._num_held())
-            return False
-        start, stop = found
-        self._settle(start + len(stop) * self._include_stop)
-        self._tail, self.is_stopped = "", True
-        return True
-
-    def _earliest_stop(self, num_old: int) -> tuple[int, str] | None:
-        """The stop string that the text beyond `num_old` completes first; of equal ends, the longest."""
-        found = [(self._tail.find(s, max(0, num_old - len(s) + 1)), s) for s in self._stop]
-        complete = [(at + len(s), at, s) for at, s in found if at >= 0]
-        return min(complete)[1:] if complete else None
-
-    def _num_held(self) -> int:
-        """Length of the longest end of the tail that begins a stop string."""
-        longest = max(map(len, self._stop)) - 1
-        for length in range(min(longest, len(self._tail)), 0, -1):
-            end = self._tail[-length:]
-            if any(s.startswith(end) for s in self._stop):
-                return length
-        return 0
+        if can_stop:
+            # the stop string that the new text completes first; of equal ends, the longest
+            found = [(self._tail.find(s, max(0, num_old - len(s) + 1)), s) for s in self._stop]
+            _, start, stop = min(((at + len(s), at, s) for at, s in found if at >= 0), default=(0, 0, ""))
+            if stop:
+                self._settle(start + len(stop) * self._include_stop)
+                self._tail, self.is_stopped = "", True
+                return
+        # held back: the longest end of the tail that begins a stop string
+        num_held = min(max(map(len, self._stop), default=1) - 1, len(self._tail))
+        while num_held and not any(s.startswith(self._tail[-num_held:]) for s in self._stop):
+            num_held -= 1
+        self._settle(len(self._tail) - num_held)
 
     def _settle(self, length: int) -> None:
         if length:

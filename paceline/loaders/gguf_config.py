@@ -59,16 +59,10 @@ def read_config(path: Path, header: GgufHeader, divisors: Divisors = None) -> Mo
     exact = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in header.metadata.items()}
     own = {key.removeprefix(f"{arch}."): v for key, v in exact.items() if key.startswith(f"{arch}.")}
     keys = Fields(f"{path}: {arch} metadata", own)
-    for key in REFUSED:
-        if keys.get(key):
-            raise keys.refuse(key, "is not supported; use a dense model without it")
+    keys.refuse_any(REFUSED, "use a dense model without it")
     # mistral models are stored under the llama architecture; only the name tells them apart.
     if family == "llama" and "mistral" in str(header.metadata.get("general.name", "")).lower():
         family = "mistral"
-    return _config(str(path), family, keys, header, divisors)
-
-
-def _config(source: str, family: Family, keys: Fields, header: GgufHeader, divisors: Divisors) -> ModelConfig:
     is_gemma = family == "gemma3"
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     layers, embedding = keys.count("block_count"), header.tensors.get("token_embd.weight")
@@ -82,8 +76,8 @@ def _config(source: str, family: Family, keys: Fields, header: GgufHeader, divis
     local_theta = keys.number("rope.freq_base_swa", 10_000.0)
     slides = _local_layers(keys, min(layers, MAX_LAYERS + 1), 6 if is_gemma else 0) if window else ()
     return family_config(
-        source, family, hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads, head_dim=head_dim,
-        num_kv_heads=keys.count("attention.head_count_kv", heads),
+        str(path), family, hidden_size=hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads,
+        head_dim=head_dim, num_kv_heads=keys.count("attention.head_count_kv", heads),
         intermediate_size=keys.count("feed_forward_length"), max_context=keys.count("context_length"),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=_rope(keys, 1_000_000.0 if is_gemma else 10_000.0, divisors),

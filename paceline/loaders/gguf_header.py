@@ -63,16 +63,14 @@ class _Cursor:
         self.elements_left = MAX_ELEMENTS
 
     def header(self) -> GgufHeader:
-        if self.take(4) != MAGIC:
-            start = self.data[:4]
+        if (start := self.take(4)) != MAGIC:
             raise ModelFileError(f"{self.path} is not a GGUF file: it starts with {start!r}, not {MAGIC!r}")
         version = self.number(UINT32)
         if version not in VERSIONS:
             raise self.damage(f"GGUF version {version} is not one of {VERSIONS} (big-endian is not read)")
         num_tensors, num_keys = self.number(UINT64), self.number(UINT64)
         if max(num_tensors, num_keys) > MAX_ENTRIES:
-            counts = f"{num_tensors} tensors and {num_keys} metadata keys"
-            raise self.damage(f"{counts}, more than the {MAX_ENTRIES} allowed")
+            raise self.damage(f"{num_tensors} tensors and {num_keys} metadata keys, over {MAX_ENTRIES}")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.text()
@@ -81,35 +79,26 @@ class _Cursor:
             metadata[key] = self.value(key, self.number(UINT32))
         tensors: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
-            info = self.tensor_info()
-            if info.name in tensors:
-                raise self.damage(f"tensor {info.name!r} is there twice")
-            tensors[info.name] = info
-        return GgufHeader(metadata, tensors, self.aligned(metadata.get("general.alignment", 32)), self.size)
-
-    def aligned(self, alignment: Any) -> int:
+            name, num_dims = self.text(), self.number(UINT32)
+            if name in tensors:
+                raise self.damage(f"tensor {name!r} is there twice")
+            if num_dims > MAX_DIMS:
+                raise self.damage(f"tensor {name!r} has {num_dims} dimensions")
+            shape = tuple(self.number(UINT64) for _ in range(num_dims))[::-1]
+            tensors[name] = TensorInfo(name, shape, self.number(UINT32), self.number(UINT64))
+        alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise self.damage(f"general.alignment {alignment!r} is not a power of two")
-        return (self.at + alignment - 1) // alignment * alignment
-
-    def tensor_info(self) -> TensorInfo:
-        name = self.text()
-        num_dims = self.number(UINT32)
-        if num_dims > MAX_DIMS:
-            raise self.damage(f"tensor {name!r} has {num_dims} dimensions")
-        shape = tuple(self.number(UINT64) for _ in range(num_dims))[::-1]
-        return TensorInfo(name, shape, self.number(UINT32), self.number(UINT64))
+        data_start = (self.at + alignment - 1) // alignment * alignment
+        return GgufHeader(metadata, tensors, data_start, self.size)
 
     def value(self, key: str, kind: int) -> Any:
         if kind == STRING:
             return self.text()
         if kind in SCALARS:
             return self.number(SCALARS[kind])
-        if kind == ARRAY:
-            return self.array(key)
-        raise self.damage(f"metadata key {key!r} has the unknown value type {kind}")
-
-    def array(self, key: str) -> list[Any]:
+        if kind != ARRAY:
+            raise self.damage(f"metadata key {key!r} has the unknown value type {kind}")
         kind, length = self.number(UINT32), self.number(UINT64)
         self.elements_left -= length
         if self.elements_left < 0:
@@ -141,8 +130,7 @@ class _Cursor:
         return self.data[start : self.at]
 
     def truncated(self) -> ModelFileError:
-        place = f"it ends inside its header, at {self.size} bytes"
-        return ModelFileError(f"{self.path} is truncated: {place}; fetch it again")
+        return ModelFileError(f"{self.path} is truncated in its header, at byte {self.size}; fetch it again")
 
     def damage(self, what: str) -> ModelFileError:
         return ModelFileError(f"{self.path} has a damaged GGUF header: {what}; fetch it again")

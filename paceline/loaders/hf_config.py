@@ -45,48 +45,43 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
         known = ", ".join(FAMILIES)
         raise ModelFileError(f"{source}: model type {model_type!r} is not supported; use one of {known}")
     family = FAMILIES[model_type]
-    if outer.get("quantization_config"):
-        remedy = "is not supported; use the unquantized model or a GGUF file"
-        raise outer.refuse("quantization_config", remedy)
+    outer.refuse_any(["quantization_config"], "use the unquantized model or a GGUF file")
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
-    _refuse_unsupported(family, keys)
-    return _config(family, keys, outer)
-
-
-def _refuse_unsupported(family: Family, keys: Fields) -> None:
-    for key in REFUSED:
-        if keys.get(key):
-            raise keys.refuse(key, "is not supported; use a dense model without it")
+    keys.refuse_any(REFUSED, "use a dense model without it")
     names = ("gelu_pytorch_tanh", "gelu_tanh") if family == "gemma3" else ("silu", "swish")
     for key in ("hidden_act", "hidden_activation"):
         if keys.text(key, names[0]) not in names:
             raise keys.refuse(key, f"is not supported for {family}; use a model with {names[0]}")
-
-
-def _config(family: Family, keys: Fields, outer: Fields) -> ModelConfig:
-    is_gemma = family == "gemma3"
-    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    head_dim = keys.count("head_dim", hidden // heads or None)
     layers = keys.count("num_hidden_layers")
-    scalar = keys.number("query_pre_attn_scalar") if is_gemma else head_dim
+    sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0)
+    sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
+    sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
     local_layers = _local_layers(family, keys, min(layers, MAX_LAYERS + 1))
-    rope_local = None
-    if is_gemma:
+    if any(local_layers):
+        sizes |= {"sliding_window": keys.count("sliding_window"), "local_layers": local_layers}
+    if family == "gemma3":
         local = keys.section("rope_parameters").section("sliding_attention")
         local_theta = local.number("rope_theta", keys.number("rope_local_base_freq", 10_000.0))
-        rope_local = _scaled_rope(local, local_theta, keys)
-    return family_config(
-        outer.source, family, hidden, num_layers=layers, num_heads=heads, head_dim=head_dim,
-        num_kv_heads=keys.count("num_key_value_heads", heads), vocab_size=keys.count("vocab_size"),
-        intermediate_size=keys.count("intermediate_size"), rms_eps=keys.number("rms_norm_eps", 1e-6),
-        max_context=keys.count("max_position_embeddings"), qkv_bias=family == "qwen2",
-        rope=rope_of(keys, 1_000_000.0 if is_gemma else 10_000.0), rope_local=rope_local,
-        tie_embeddings=outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False)),
-        attention_scale=0.0 if scalar == head_dim else scalar**-0.5,  # 0: that of the head size
-        sliding_window=keys.count("sliding_window") if any(local_layers) else None,
-        local_layers=local_layers if any(local_layers) else (),
-    )  # fmt: skip
+        sizes["rope_local"] = _scaled_rope(local, local_theta, keys)
+        scalar = keys.number("query_pre_attn_scalar")
+        sizes["attention_scale"] = 0.0 if scalar == sizes["head_dim"] else scalar**-0.5
+    return family_config(source, family, qkv_bias=family == "qwen2", **sizes)
+
+
+def layer_sizes(keys: Fields, default_theta: float = 10_000.0) -> dict[str, Any]:
+    """What the configs of models and of heads both say about a layer."""
+    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    return {
+        "vocab_size": keys.count("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": keys.count("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": keys.count("num_key_value_heads", heads),
+        "head_dim": keys.count("head_dim", hidden // heads or None),
+        "rms_eps": keys.number("rms_norm_eps", 1e-6),
+        "rope": _rope(keys, default_theta),
+    }
 
 
 def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]:
@@ -112,8 +107,8 @@ def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]
     return tuple(i >= first for i in range(layers))
 
 
-def rope_of(keys: Fields, default_theta: float = 10_000.0) -> RopeConfig:
-    """Rotary settings of the layers with full attention, in either spelling; heads' configs have them too."""
+def _rope(keys: Fields, default_theta: float) -> RopeConfig:
+    """Rotary settings of the layers with full attention, in either spelling."""
     parameters = keys.section("rope_parameters")
     if "full_attention" in parameters.values:
         parameters = parameters.section("full_attention")
@@ -122,8 +117,7 @@ def rope_of(keys: Fields, default_theta: float = 10_000.0) -> RopeConfig:
     theta = parameters.number("rope_theta", keys.number("rope_theta", default_theta))
     partial = parameters.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        remedy = "is not supported; use a model that rotates whole heads"
-        raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} {remedy}")
+        raise ModelFileError(f"{keys.source}: partial_rotary_factor = {partial} is not supported, only 1")
     return _scaled_rope(parameters, theta, keys)
 
 
@@ -140,16 +134,12 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
         low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
         return RopeConfig(theta, "llama3", factor, low, high, original)
     if kind != "yarn":
-        remedy = "is not supported; use a model with default, linear, llama3 or yarn rotary embedding"
-        raise parameters.refuse(key, remedy)
-    remedy = "is not supported; use a model with plain yarn scaling"
-    for unread in ("mscale", "mscale_all_dim"):
-        if parameters.get(unread):
-            raise parameters.refuse(unread, remedy)
+        raise parameters.refuse(key, "is not supported; use a model with default, linear, llama3 or yarn")
+    parameters.refuse_any(("mscale", "mscale_all_dim"), "use a model with plain yarn scaling")
     if not parameters.flag("truncate", True):
-        raise parameters.refuse("truncate", remedy)
+        raise parameters.refuse("truncate", "is not supported; use a model with plain yarn scaling")
     fast, slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
     rope = RopeConfig(theta, "yarn", factor, original_context=original, beta_fast=fast, beta_slow=slow)
-    if parameters.get("attention_factor") is None:
-        return rope
-    return replace(rope, attention_factor=parameters.number("attention_factor"))
+    if parameters.get("attention_factor") is not None:
+        rope = replace(rope, attention_factor=parameters.number("attention_factor"))
+    return rope

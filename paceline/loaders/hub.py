@@ -48,9 +48,7 @@ class LocalModel(NamedTuple):
 def cache_dir() -> Path:
     """Where Paceline keeps what it fetched."""
     own, shared = os.environ.get("PACELINE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own).expanduser()
-    return (Path(shared) if shared else Path.home() / ".cache") / "paceline"
+    return Path(own).expanduser() if own else Path(shared or Path.home() / ".cache") / "paceline"
 
 
 def fetch_default(progress: bool = True) -> Path:
@@ -64,14 +62,15 @@ def resolve(model: str, progress: bool = True) -> Path:
         raise ModelNotFound(f"the model's name is empty; {VALID_NAMES}")
     path = existing(model)
     if path is not None:
-        return _in_folder(path) if path.is_dir() else _gguf_file(path)
+        return weights_at(path)
     if model.lower() in DEFAULT_ALIASES:
         return fetch_default(progress)
     cached = next((local.path for local in _in_cache() if local.name == model), None)
     if cached is not None:
         return cached
-    name = HF_NAME.fullmatch(model)
-    if name and not _is_like_path(model):
+    name, parent = HF_NAME.fullmatch(model), Path(model).parent
+    is_like_path = model.startswith((".", "~", os.sep)) or (parent.parts and existing(str(parent)))
+    if name and not is_like_path:
         return _from_hub(name["repo"], name["file"], progress)
     known = [*DEFAULT_ALIASES, *(local.name for local in local_models())]
     near = difflib.get_close_matches(model.lower(), known, n=1)
@@ -103,21 +102,13 @@ def existing(model: str) -> Path | None:
         return None
 
 
-def _in_folder(folder: Path) -> Path:
-    files = sorted(folder.glob("*.gguf"))
-    if any(folder.glob("*.safetensors")) or not files:
-        return folder  # the loader refuses a folder without weights: it says what it found instead
-    if len(files) > 1:
-        raise _several(str(folder), [str(file) for file in files])
-    return files[0]
-
-
-def _several(place: str, names: list[str]) -> ModelNotFound:
-    listed = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
-    return ModelNotFound(f"{place} has {len(names)} GGUF files; name one of them: {listed}")
-
-
-def _gguf_file(path: Path) -> Path:
+def weights_at(path: Path) -> Path:
+    """A GGUF file, the one GGUF file of a folder, or a folder for the loader of safetensors."""
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if any(path.glob("*.safetensors")) or not files:
+            return path  # the loader refuses a folder without weights: it says what it found instead
+        return Path(_only(str(path), [str(file) for file in files]))
     if path.suffix.lower() == ".gguf":
         return path
     remedy = "only .gguf files and safetensors folders are read"
@@ -126,10 +117,11 @@ def _gguf_file(path: Path) -> Path:
     raise ModelFileError(f"{path} is not a GGUF file; {remedy}")
 
 
-def _is_like_path(model: str) -> bool:
-    if model.startswith((".", "~", os.sep)):
-        return True
-    return len(Path(model).parts) > 1 and existing(str(Path(model).parent)) is not None
+def _only(place: str, names: list[str]) -> str:
+    if len(names) > 1:
+        listed = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+        raise ModelNotFound(f"{place} has {len(names)} GGUF files; name one of them: {listed}")
+    return names[0]
 
 
 def _in_cache() -> Iterator[LocalModel]:
@@ -163,13 +155,22 @@ def _in_hf_cache() -> Iterator[LocalModel]:
 
 
 def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
+    import huggingface_hub as hf
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_disabled = are_progress_bars_disabled()
     if not progress:
         disable_progress_bars()
     try:
-        return _download_repo(repo, file)
+        if file is not None:
+            return Path(hf.hf_hub_download(repo, file))
+        folder = Path(hf.snapshot_download(repo, allow_patterns=HF_PATTERNS, ignore_patterns=HF_IGNORED))
+        if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):  # GGUF: fetched earlier by name
+            return weights_at(folder)
+        files = [f"{repo}:{name}" for name in hf.list_repo_files(repo) if name.endswith(".gguf")]
+        if not files:
+            raise ModelNotFound(f"{repo} has neither safetensors nor GGUF weights; choose another model")
+        return Path(hf.hf_hub_download(repo, _only(repo, files).removeprefix(f"{repo}:")))
     except ModelNotFound:
         raise
     except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
@@ -178,23 +179,6 @@ def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
     finally:
         if not were_disabled:
             enable_progress_bars()
-
-
-def _download_repo(repo: str, file: str | None) -> Path:
-    import huggingface_hub as hf
-
-    if file is not None:
-        return Path(hf.hf_hub_download(repo, file))
-    folder = Path(hf.snapshot_download(repo, allow_patterns=HF_PATTERNS, ignore_patterns=HF_IGNORED))
-    if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):  # GGUF: fetched earlier by its name
-        return _in_folder(folder)
-    files = [name for name in hf.list_repo_files(repo) if name.endswith(".gguf")]
-    if len(files) > 1:
-        raise _several(repo, [f"{repo}:{name}" for name in files])
-    if not files:
-        reason = "neither safetensors nor GGUF weights; only those are read"
-        raise ModelNotFound(f"{repo} has {reason}, choose another model")
-    return Path(hf.hf_hub_download(repo, files[0]))
 
 
 def _short(name: str) -> str:

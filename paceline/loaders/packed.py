@@ -13,12 +13,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 
+from paceline.loaders.checkpoint import Checkpoint
+from paceline.loaders.hub import cache_dir
 from paceline.models.config import ModelConfig
-from paceline.models.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
+from paceline.models.quantize import BITS, DOT_ROWS, GROUP, head_bits, pack_linear, padded
 
 LAYOUT = 2  # raise it when the layout changes
 ALIGNMENT = 64
@@ -35,17 +37,7 @@ Tensors = dict[str, torch.Tensor]
 Progress = Callable[[int, int], None]  # products done, products in all
 
 
-class Source(Protocol):
-    """The part of a checkpoint that is read here."""
-
-    config: ModelConfig
-    fingerprint: str
-    path: Path
-
-    def tensor(self, name: str) -> torch.Tensor: ...  # float32
-
-
-def load_packed(source: Source, bits: int, progress: Progress | None = None) -> Tensors:
+def load_packed(source: Checkpoint, bits: int, progress: Progress | None = None) -> Tensors:
     """From the cache, or packed and put there. Float weights are too large to keep twice."""
     if bits == 32:
         return pack_model(source, bits, progress)
@@ -59,18 +51,15 @@ def load_packed(source: Source, bits: int, progress: Progress | None = None) -> 
     return found
 
 
-def cache_path(source: Source, bits: int) -> Path:
-    from paceline.loaders.hub import cache_dir
-
-    name = next(name for name, number in BITS.items() if number == bits)
-    return cache_dir() / "packed" / f"{source.fingerprint[:32]}-{name}-{_version(source.path)}.safetensors"
-
-
-def _version(model: Path) -> str:
-    """Of the layout and the files: the fingerprint only samples them, and no changed tensor may be missed."""
+def cache_path(source: Checkpoint, bits: int) -> Path:
+    """Its name tells versions of the layout and of the files apart: the fingerprint only samples them, and no
+    changed tensor may be missed.
+    """
+    model, name = source.path, next(name for name, number in BITS.items() if number == bits)
     files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((LAYOUT, stamps)).encode()).hexdigest()[:12]
+    version = hashlib.sha256(repr((LAYOUT, stamps)).encode()).hexdigest()[:12]
+    return cache_dir() / "packed" / f"{source.fingerprint[:32]}-{name}-{version}.safetensors"
 
 
 def _linears(config: ModelConfig, bits: int) -> Iterator[tuple[str, list[str], int]]:
@@ -93,7 +82,7 @@ def gate_up_order(inner: int) -> list[int]:
     return [row + half for block in blocks for half in (0, inner) for row in block]
 
 
-def pack_model(source: Source, bits: int, progress: Progress | None = None) -> Tensors:
+def pack_model(source: Checkpoint, bits: int, progress: Progress | None = None) -> Tensors:
     """All weights as the kernels read them. One product at a time is in memory in float32."""
     config, names = source.config, source.config.weight_names()
     tensors = {name: source.tensor(name).float().contiguous() for name in _vectors(config)}
@@ -111,17 +100,13 @@ def pack_model(source: Source, bits: int, progress: Progress | None = None) -> T
 
 
 def expected(config: ModelConfig, bits: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name, type and shape of every tensor of a packed model."""
+    """Name, type and shape of every tensor of a quantized model that is packed."""
     shapes = config.weight_names()
     wanted = {name: (torch.float32, tuple(shapes[name])) for name in _vectors(config)}
     for to, parts, its_bits in _linears(config, bits):
         rows, width = sum(shapes[f"{part}.weight"][0] for part in parts), shapes[f"{parts[0]}.weight"][1]
-        size = padded(rows, FLOAT_ROWS if its_bits == 32 else DOT_ROWS)
-        if its_bits == 32:
-            wanted[f"{to}.weight"] = torch.float32, (size // FLOAT_ROWS, width, FLOAT_ROWS)
-        else:
-            groups = padded(width, GROUP[its_bits]) // GROUP[its_bits]
-            wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
+        size, groups = padded(rows, DOT_ROWS), padded(width, GROUP[its_bits]) // GROUP[its_bits]
+        wanted[f"{to}.weight"] = torch.uint8, (size // DOT_ROWS, groups, BLOCK_BYTES[its_bits])
         wanted[f"{to}.bias"] = torch.float32, (size,)
     return wanted
 
@@ -153,8 +138,6 @@ def write(path: Path, tensors: Tensors) -> None:
 
 def read(path: Path, config: ModelConfig, bits: int) -> Tensors | None:
     """Memory-mapped tensors, or None if there is no such file or it is not what it should be."""
-    from safetensors import SafetensorError, safe_open
-
     wanted = expected(config, bits)
     try:
         with safe_open(path, framework="pt") as file:

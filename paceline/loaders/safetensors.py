@@ -8,16 +8,16 @@ multiply as 1 + w: that is folded in here.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.checkpoint import TokenizerSource, check_weights, fingerprint, unique_ids
-from paceline.loaders.fields import Fields, read_json
+from paceline.loaders.fields import Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
+from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    import torch
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -43,7 +43,17 @@ class SafetensorsCheckpoint:
         values = _optional_fields(path / "config.json")
         self.config: ModelConfig = read_config(values.source, values.values)
         files = weight_files(path)
-        self._stored = _weights(path, self.config, tensors_of(files))
+        self._found = tensors_of(files)
+        prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in self._found), "model.")
+        head = next((head for head in HEADS if head in self._found), HEADS[0])
+        weights = self.config.weight_names()
+        self._names = {weight: head if weight == "lm_head.weight" else prefix + weight for weight in weights}
+        shapes = {tensor: stored.shape for tensor, stored in self._found.items()}
+        check_weights(path, self.config, self._names, shapes, layers=prefix + "layers.")
+        for tensor in self._names.values():
+            if self._found[tensor].dtype not in TYPES:
+                kind, known = self._found[tensor].dtype, ", ".join(TYPES)
+                raise ModelFileError(f"{path}: tensor {tensor} has type {kind}; use one of {known}")
         self._tokenizer_config = _optional_fields(path / "tokenizer_config.json").values
         sections = [_optional_fields(path / "generation_config.json"), values, values.section("text_config")]
         self.eos_ids = self._token_ids("eos_token", sections)
@@ -53,26 +63,21 @@ class SafetensorsCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """One weight as float32."""
-        import torch
-
-        assert name in self._stored, f"{name} is not a weight of this config"
-        weight = read_tensor(*self._stored[name]).to(torch.float32)
+        stored = self._names[name]
+        weight = read_tensor(self._found[stored].file, stored).to(torch.float32)
         return weight + 1 if self.config.family == "gemma3" and name.endswith("norm.weight") else weight
 
     def tokenizer_source(self) -> TokenizerSource:
-        path, template = self.path / "tokenizer.json", self._chat_template()
-        config, json_path = self._tokenizer_config, path if path.is_file() else None
-        return TokenizerSource(json_path, None, config, template, self.bos_id, self.eos_ids)
-
-    def _chat_template(self) -> str | None:
-        separate = self.path / "chat_template.jinja"
+        path, separate = self.path / "tokenizer.json", self.path / "chat_template.jinja"
+        config, template = self._tokenizer_config, self._tokenizer_config.get("chat_template")
         if separate.is_file():
-            return separate.read_text(encoding="utf-8", errors="replace")
-        template = self._tokenizer_config.get("chat_template")
-        if isinstance(template, list):  # several templates, each with a name
+            template = separate.read_text(encoding="utf-8", errors="replace")
+        elif isinstance(template, list):  # several templates, each with a name
             entries = [entry for entry in template if isinstance(entry, dict)]
             template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
-        return template if isinstance(template, str) else None
+        template = template if isinstance(template, str) else None
+        json_path = path if path.is_file() else None
+        return TokenizerSource(json_path, None, config, template, self.bos_id, self.eos_ids)
 
     def _token_ids(self, name: str, sections: list[Fields]) -> tuple[int, ...]:
         """The ids that the configs give a special token, then that of the text in tokenizer_config.json."""
@@ -102,8 +107,7 @@ def weight_files(folder: Path) -> list[Path]:
         shards = sorted({str(name) for name in weight_map.values()})
         for shard in shards:
             if Path(shard).name != shard:
-                outside = f"shard {shard!r} is not a plain file name in the folder"
-                raise ModelFileError(f"{index}: {outside}; do not use this model")
+                raise ModelFileError(f"{index}: shard {shard!r} is not a plain file name; do not use it")
         files = [folder / shard for shard in shards]
     else:
         single = folder / "model.safetensors"  # other files beside it are copies in other layouts
@@ -121,8 +125,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
     """Each tensor's file, type and shape, from the headers alone."""
-    from safetensors import SafetensorError, safe_open
-
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
@@ -131,33 +133,15 @@ def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
                     part = opened.get_slice(name)
                     tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            problem = f"{file} is not a whole safetensors file ({error})"
-            raise ModelFileError(f"{problem}; fetch it again") from error
+            raise ModelFileError(f"{file} is not a whole safetensors file ({error}); fetch it") from error
     return tensors
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
     """One tensor in the type it is stored in."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(name)
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error
-
-
-def _weights(
-    path: Path, config: ModelConfig, tensors: dict[str, StoredTensor]
-) -> dict[str, tuple[Path, str]]:
-    """By the config's name, the file and the name there of every weight it asks for."""
-    prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in tensors), "model.")
-    head = next((name for name in HEADS if name in tensors), HEADS[0])
-    names = {name: head if name == "lm_head.weight" else prefix + name for name in config.weight_names()}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    check_weights(path, config, names, shapes, layers=prefix + "layers.")
-    for name in names.values():
-        if tensors[name].dtype not in TYPES:
-            kind = f"has type {tensors[name].dtype}, which is not read"
-            raise ModelFileError(f"{path}: tensor {name} {kind}; use one of {', '.join(TYPES)}")
-    return {name: (tensors[stored].file, stored) for name, stored in names.items()}

@@ -8,12 +8,13 @@ chat_template.py alone.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import Template, nodes, pass_context
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -37,14 +38,12 @@ STR_METHODS = _words("""
     capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace
     istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition
     rsplit rstrip split splitlines startswith strip swapcase title upper""")
-SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
-    str: STR_METHODS, dict: _words("get items keys values copy"), list: _words("index count copy"),
-    tuple: _words("index count"), int: frozenset(), float: frozenset(),
-}  # fmt: skip
+SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {str: STR_METHODS, dict: _words("get items keys values copy")}
+SAFE_ATTRIBUTES |= {list: _words("index count copy"), tuple: _words("index count")}
+SAFE_ATTRIBUTES |= {int: frozenset(), float: frozenset()}
 # Filters that look at the top of their input only; all others are charged for every element below it.
-SHALLOW_FILTERS = _words(
-    "count d default first items last length list map reject rejectattr reverse safe select selectattr"
-)
+SHALLOW_FILTERS = _words("""
+    count d default first items last length list map reject rejectattr reverse safe select selectattr""")
 DEEP_FILTERS = _words("""
     abs attr capitalize dictsort e escape float groupby indent int join lower max min replace round sort
     string title tojson trim unique upper wordcount""")
@@ -54,10 +53,36 @@ class TooCostly(Exception):
     """The template asked for more than a chat can need."""
 
 
-class Budget:
-    def __init__(self) -> None:
-        self.steps_left, self.chars_left = MAX_STEPS, MAX_BUILT
-        self.deadline = time.thread_time() + MAX_CPU_SECONDS
+def _check(size: int, limit: int) -> None:
+    if size > limit:
+        raise TooCostly(f"it builds a value of more than {limit} parts")
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Only the known filters stay, `filters` replace some of them, and templates may call `functions`."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, extensions: Sequence[Any], filters: dict[str, Any], functions: dict[str, Any]) -> None:
+        # Not optimized: constants would be folded, hence work done, before there is a budget.
+        options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "optimized": False}
+        super().__init__(extensions=extensions, finalize=_charged_output, **options)
+        self.lock = threading.Lock()  # one render at a time: the budget is the environment's
+        self.steps_left, self.chars_left, self.deadline = 0, 0, 0.0  # until a render begins
+        self.num_literal = 0  # characters of plain text in the template
+        del self.globals["lipsum"]
+        self.globals.update(functions)
+        self.filters.update(filters)
+        known = {n: f for n, f in self.filters.items() if n in SHALLOW_FILTERS | DEEP_FILTERS}
+        self.filters = {name: self._charged(f, name in DEEP_FILTERS) for name, f in known.items()}
+        self.filters["join"] = self.joined
+        self.tests = {name: self._charged(test, is_deep=True) for name, test in self.tests.items()}
+
+    def render(self, template: Template, variables: dict[str, Any]) -> str:
+        with self.lock:
+            self.steps_left, self.chars_left = MAX_STEPS, MAX_BUILT
+            self.deadline = time.thread_time() + MAX_CPU_SECONDS
+            return template.render(variables)
 
     def charge(self, steps: int, chars: int = 0) -> None:
         self.steps_left -= steps
@@ -75,8 +100,10 @@ class Budget:
             self.charge(1 + len(value))
         return value
 
-    def weigh(self, value: Any) -> Any:
+    def weighed(self, value: Any) -> Any:
         """Charge for all elements of a nested value; it may share parts, and so be larger than its memory."""
+        if not isinstance(value, (list, tuple, dict)):
+            return value
         stack, count = [value], 0
         while stack:
             part = stack.pop()
@@ -89,34 +116,6 @@ class Budget:
         self.charge(count)
         return value
 
-
-def _check(size: int, limit: int) -> None:
-    if size > limit:
-        raise TooCostly(f"it builds a value of more than {limit} parts")
-
-
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """`budget` is set anew by each render; renders of one environment take turns.
-
-    Only the known filters stay, `filters` replace some of them, and templates may call `functions`.
-    """
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self, extensions: Sequence[Any], filters: dict[str, Any], functions: dict[str, Any]) -> None:
-        # Not optimized: constants would be folded, hence work done, before there is a budget.
-        options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "optimized": False}
-        super().__init__(extensions=extensions, finalize=_charged_output, **options)
-        self.budget = Budget()
-        self.num_literal = 0  # characters of plain text in the template
-        del self.globals["lipsum"]
-        self.globals.update(functions)
-        self.filters.update(filters)
-        known = {n: f for n, f in self.filters.items() if n in SHALLOW_FILTERS | DEEP_FILTERS}
-        self.filters = {name: self._charged(f, name in DEEP_FILTERS) for name, f in known.items()}
-        self.filters["join"] = self.joined
-        self.tests = {name: self._charged(test, is_deep=True) for name, test in self.tests.items()}
-
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         for kind, allowed in SAFE_ATTRIBUTES.items():
             if isinstance(obj, kind):
@@ -124,27 +123,31 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __self.budget.charge(1, __self.num_literal if isinstance(__obj, Macro) else 0)
+        __self.charge(1, __self.num_literal if isinstance(__obj, Macro) else 0)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "replace" and len(args) >= 2:
             __self.check_replace(owner, *args[:2])
         if isinstance(owner, str) and name == "join" and args:
             return __self.joined(args[0], owner)
-        return __self.budget.built(super().call(__context, __obj, *args, **kwargs))
+        return __self.built(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
             _check(int(abs(right)) if isinstance(right, (int, float)) else 2**62, 64)
             _check(left.bit_length() if isinstance(left, int) else 0, 64)
         elif operator == "*":
-            _check_product(left, right)
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, SIZED) and isinstance(times, int):
+                    _check(len(value) * max(times, 0), MAX_STRING if isinstance(value, str) else MAX_LENGTH)
+            if isinstance(left, int) and isinstance(right, int):
+                _check(left.bit_length() + right.bit_length(), MAX_INT_BITS)
         elif operator == "%" and isinstance(left, str):
             if re.search(r"\*|\d{4}", left):
                 raise TooCostly("it formats with a width of four digits or more")
-            self.budget.weigh(right)
+            self.weighed(right)
         elif operator == "+" and isinstance(left, SIZED) and isinstance(right, SIZED):
             _check(len(left) + len(right), MAX_STRING)
-        return self.budget.built(super().call_binop(context, operator, left, right))
+        return self.built(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> None:
         """No str.format: its widths may themselves be arguments."""
@@ -156,25 +159,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def turns(self, values: Iterable[Any], num_literal: int) -> Iterator[Any]:
         """What every for loop runs over; `num_literal` characters of plain text are in its body."""
         for value in values:
-            self.budget.charge(1, num_literal)
+            self.charge(1, num_literal)
             yield value
-
-    def weighed(self, value: Any) -> Any:
-        return self.budget.weigh(value) if isinstance(value, (list, tuple, dict)) else value
 
     def joined(self, values: Iterable[Any], d: str = "", attribute: str | int | None = None) -> Any:
         if attribute is not None:
             values = (self.getitem(value, attribute) for value in values)
         texts = [str(self.weighed(value)) for value in self.turns(values, 0)]
         _check(sum(map(len, texts)) + len(d) * len(texts), MAX_STRING)
-        return self.budget.built(str(d).join(texts))
+        return self.built(str(d).join(texts))
 
     def _charged(self, function: Any, is_deep: bool) -> Callable[..., Any]:
         name = function.__name__
 
         @wraps(function)  # keeps jinja2's mark of what is passed first
         def charged(*args: Any, **kwargs: Any) -> Any:
-            self.budget.charge(1)
+            self.charge(1)
             if is_deep:
                 for value in (*args, *kwargs.values()):
                     self.weighed(value)
@@ -183,7 +183,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name == "do_indent":
                 width = args[1] if len(args) > 1 else kwargs.get("width", 4)
                 _check(len(width) if isinstance(width, str) else int(width), MAX_INDENT)
-            return self.budget.built(function(*args, **kwargs))
+            return self.built(function(*args, **kwargs))
 
         return charged
 
@@ -198,15 +198,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 def _charged_output(context: Context, value: Any) -> Any:
     environment = context.environment
     assert isinstance(environment, BoundedEnvironment), "finalize runs in its own environment"
-    return environment.budget.built(value if isinstance(value, str) else str(environment.weighed(value)))
-
-
-def _check_product(left: Any, right: Any) -> None:
-    for value, times in ((left, right), (right, left)):
-        if isinstance(value, SIZED) and isinstance(times, int):
-            _check(len(value) * max(times, 0), MAX_STRING if isinstance(value, str) else MAX_LENGTH)
-    if isinstance(left, int) and isinstance(right, int):
-        _check(left.bit_length() + right.bit_length(), MAX_INT_BITS)
+    return environment.built(value if isinstance(value, str) else str(environment.weighed(value)))
 
 
 def _num_literal(node: nodes.Node) -> int:

@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tokenizers
 
 from paceline.core.errors import ConfigError, ModelFileError, RequestError
-from paceline.loaders.checkpoint import TokenizerSource
 from paceline.loaders.fields import read_text
 from paceline.loaders.tokenizer_gguf import SPACE, rebuild
 
-if TYPE_CHECKING:
-    import tokenizers
-
 MAX_JSON_BYTES = 256 * 2**20
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Byte-level BPE writes each byte as one printable character: itself, or the next from U+0100 on.
+PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+OTHERS = sorted(set(range(256)) - set(PRINTABLE))
+BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(OTHERS)}
 TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 SPACED_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """Where a tokenizer is described. At most one of `json_path` and `gguf_metadata` is set."""
+
+    json_path: Path | None = None
+    gguf_metadata: Mapping[str, Any] | None = None  # full keys, such as "tokenizer.ggml.tokens"
+    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    chat_template: str | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
 
 
 class Tokenizer:
@@ -33,17 +48,23 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self._backend, self._source = backend, source
-        decoders = _decoder_kinds(json.loads(self.json()).get("decoder"))
+        decoders = set(_decoder_kinds(json.loads(self.json()).get("decoder") or {}))
         self._is_byte_level = "ByteLevel" in decoders
         if not self._is_byte_level and not decoders <= SPACED_DECODERS:
-            unknown = f"the tokenizer's decoder {sorted(decoders)} is unknown"
-            raise ModelFileError(f"{unknown}; Paceline reads byte-level and SentencePiece tokenizers")
+            known = "only byte-level and SentencePiece ones are read"
+            raise ModelFileError(f"the tokenizer's decoder {sorted(decoders)} is unknown; {known}")
         self.strips_leading_space = bool(decoders & {"Strip", "Metaspace"})  # that encoding puts in front
         self.bos_id, self.eos_ids = source.bos_id, frozenset(source.eos_ids)
         added = backend.get_added_tokens_decoder()
         bos_ids = frozenset[int]() if self.bos_id is None else frozenset({self.bos_id})
         self.special_ids = self.eos_ids | bos_ids | {i for i, token in added.items() if token.special}
-        self._tokens = _tokens_by_id(backend)
+        vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        size = max(vocab.values(), default=-1) + 1
+        if size > 2 * len(vocab) + 65_536:
+            raise ModelFileError(f"the tokenizer has {len(vocab)} tokens, ids to {size - 1}; fetch it again")
+        self._tokens: list[str | None] = [None] * size
+        for token, index in vocab.items():
+            self._tokens[index] = token
         self._bytes: dict[int, bytes] = {}  # of the tokens asked for so far
 
     @classmethod
@@ -82,8 +103,12 @@ class Tokenizer:
         """What the token adds to a text: maybe a part of a character. Ids without a token add nothing."""
         known = self._bytes.get(token)
         if known is None:  # the whole vocabulary at once would delay the first answer by 0.1 s
-            name = self.token_name(token)
-            known = b"" if name is None else _spelled_bytes(name, self._is_byte_level)
+            name = self.token_name(token) or ""
+            byte = BYTE_TOKEN.fullmatch(name)
+            if self._is_byte_level:  # but added tokens are spelled as they are: one other character tells
+                known = bytes(BYTE_OF[c] for c in name) if all(c in BYTE_OF for c in name) else name.encode()
+            else:
+                known = bytes([int(byte[1], 16)]) if byte else name.replace(SPACE, " ").encode()
             self._bytes[token] = known
         return known
 
@@ -106,8 +131,7 @@ class Tokenizer:
         from paceline.loaders.chat_template import render
 
         if self._source.chat_template is None:
-            remedy = "use generate with a plain prompt, or pass a chat template"
-            raise ConfigError(f"the model has no chat template; {remedy}")
+            raise ConfigError("the model has no chat template; use generate with a plain prompt, or pass one")
         bos = self._end_token("bos", self.bos_id)
         eos = self._end_token("eos", next(iter(self._source.eos_ids), None))
         return render(self._source.chat_template, messages, bos_token=bos, eos_token=eos, **variables)
@@ -134,60 +158,25 @@ class Tokenizer:
 
 
 def _read_json(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    from tokenizers import AddedToken
-    from tokenizers import Tokenizer as Backend
-
     text = read_text(path, MAX_JSON_BYTES)
     try:
-        backend = Backend.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        reason = f"{error!s:.100}"
-        raise ModelFileError(f"{path}: not a tokenizer.json ({reason}); fetch the model again") from error
+        raise ModelFileError(f"{path}: not a tokenizer.json ({error!s:.100}); fetch it again") from error
     listed = config.get("added_tokens_decoder") or {}  # may hold tokens that tokenizer.json lacks
     known = set(backend.get_added_tokens_decoder())
     for index in sorted(int(i) for i in listed if str(i).isdecimal() and int(i) not in known):
         entry = listed[str(index)]
         text = str(entry.get("content", ""))
-        backend.add_tokens([AddedToken(text, **{flag: bool(entry.get(flag, False)) for flag in TOKEN_FLAGS})])
+        flags = {flag: bool(entry.get(flag, False)) for flag in TOKEN_FLAGS}
+        backend.add_tokens([tokenizers.AddedToken(text, **flags)])
         if backend.token_to_id(text) != index:
-            ids = f"tokenizer_config.json gives {text!r} the id {index}, tokenizer.json another"
-            raise ModelFileError(f"{ids}; fetch the model again")
+            raise ModelFileError(f"tokenizer_config.json gives {text!r} another id than {path}; fetch them")
     return backend
 
 
-def _tokens_by_id(backend: tokenizers.Tokenizer) -> list[str | None]:
-    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    size = max(vocab.values(), default=-1) + 1
-    if size > 2 * len(vocab) + 65_536:
-        counts = f"{len(vocab)} tokens with ids up to {size - 1}"
-        raise ModelFileError(f"the tokenizer has {counts}; the file is damaged, fetch it again")
-    tokens: list[str | None] = [None] * size
-    for token, index in vocab.items():
-        tokens[index] = token
-    return tokens
-
-
-def _decoder_kinds(decoder: Mapping[str, Any] | None) -> set[str]:
-    if not decoder:
-        return set()
-    if decoder.get("type") == "Sequence":
-        return set().union(*(_decoder_kinds(part) for part in decoder.get("decoders", ())))
-    return {str(decoder.get("type"))}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: itself, or the next from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-BYTE_OF = _byte_alphabet()
-
-
-def _spelled_bytes(token: str, is_byte_level: bool) -> bytes:
-    # Added tokens are spelled as they are, not in the byte alphabet: one character outside it tells.
-    if is_byte_level:
-        return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else token.encode()
-    byte = BYTE_TOKEN.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
+def _decoder_kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
+    for part in decoder.get("decoders", ()):
+        yield from _decoder_kinds(part)
+    if decoder.get("type", "Sequence") != "Sequence":
+        yield str(decoder["type"])

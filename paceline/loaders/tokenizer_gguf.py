@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from paceline.core.errors import ModelFileError
-
-if TYPE_CHECKING:
-    import tokenizers
 
 PREFIX = "tokenizer.ggml."
 Section = Mapping[str, Any]  # the keys after PREFIX
 MAX_VOCAB = 1_000_000
 MAX_TOKEN_CHARS = 4_096
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
+SPECIAL = (UNKNOWN, CONTROL)
 PADDING_TOKEN = re.compile(r"\[PAD\d+\]")  # fills the vocabulary up to the embedding's rows; no text ever
 SPACE = "▁"  # SentencePiece's visible space
 
@@ -98,11 +99,21 @@ def rebuild(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         remedy = "Paceline reads 'gpt2' and 'llama', or give the folder with tokenizer.json"
         raise ModelFileError(f"{PREFIX}model is {kind!r}; {remedy}")
     vocabulary = _read_vocabulary(section, is_spaced=kind == "llama")
-    build = _byte_level if kind == "gpt2" else _sentence_piece
-    tokenizer = build(section, vocabulary)
-    _add_whole_tokens(tokenizer, vocabulary)
-    adds_bos = kind == "llama" or _splitting(section).adds_bos
-    _add_ends(tokenizer, section, vocabulary.tokens, adds_bos)
+    tokenizer = _byte_level(section, vocabulary) if kind == "gpt2" else _sentence_piece(section, vocabulary)
+    # Control tokens (special) and user-defined ones are found whole in the text, before any splitting.
+    typed = [(t, number) for t, number in zip(*vocabulary[:2], strict=True) if t.strip(SPACE)]
+    special, plain = ([t for t, number in typed if number in types] for types in (SPECIAL, (USER_DEFINED,)))
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
+    ends: dict[str, list[tuple[str, int]]] = {}
+    for name, is_usual in (("bos", kind == "llama" or _splitting(section).adds_bos), ("eos", False)):
+        index = section.get(f"{name}_token_id", -1)
+        is_added = section.get(f"add_{name}_token", is_usual) and 0 <= index < len(vocabulary.tokens)
+        ends[name] = [(vocabulary.tokens[index], index)] if is_added else []
+    if any(ends.values()):
+        single = [*(token for token, _ in ends["bos"]), "$A", *(token for token, _ in ends["eos"])]
+        both = ends["bos"] + ends["eos"]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=both)
     return tokenizer
 
 
@@ -140,12 +151,9 @@ def _splitting(section: Section) -> Splitting:
 
 
 def _byte_level(section: Section, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
-
     splitting, merges = _splitting(section), section.get("merges")
     if merges is None:
-        remedy = "the file cannot encode text, give the folder with tokenizer.json"
-        raise ModelFileError(f"{PREFIX}merges is missing; {remedy}")
+        raise ModelFileError(f"{PREFIX}merges is missing; give the folder with tokenizer.json")
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else () for merge in merges]
     for pair, merge in zip(pairs, merges, strict=True):
         if len(pair) != 2:
@@ -161,17 +169,13 @@ def _byte_level(section: Section, vocabulary: _Vocabulary) -> tokenizers.Tokeniz
 
 
 def _bpe(vocabulary: _Vocabulary, pairs: Sequence[Any], **options: Any) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, models
-
     try:
-        return Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, **options))
+        return tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, **options))
     except Exception as error:  # the library raises bare Exception for merges that name no token
         raise _damaged(f"merges do not fit the vocabulary ({error})") from error
 
 
 def _sentence_piece(section: Section, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    from tokenizers import decoders, normalizers
-
     tokens, types, _ = vocabulary
     unknown = section.get("unknown_token_id", types.index(UNKNOWN) if UNKNOWN in types else None)
     unk_token = tokens[unknown] if unknown is not None and unknown < len(tokens) else None
@@ -202,28 +206,3 @@ def _merges_from_scores(scores: Any, vocabulary: _Vocabulary) -> list[tuple[str,
             if left is not None and right is not None:
                 ranked.append((rank, index, left, right, (token[:cut], token[cut:])))
     return [pair for *_, pair in sorted(ranked)]
-
-
-def _add_whole_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Control tokens (special) and user-defined ones are found whole in the text, before any splitting."""
-    from tokenizers import AddedToken
-
-    kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
-    special = [t for t, kind in kinds if kind in (UNKNOWN, CONTROL) and t.strip(SPACE)]
-    plain = [t for t, kind in kinds if kind == USER_DEFINED and t.strip(SPACE)]
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
-
-
-def _add_ends(tokenizer: tokenizers.Tokenizer, section: Section, tokens: list[str], adds_bos: bool) -> None:
-    from tokenizers import processors
-
-    def end(name: str, by_default: bool) -> list[tuple[str, int]]:
-        index = section.get(f"{name}_token_id", -1)
-        is_added = section.get(f"add_{name}_token", by_default) and 0 <= index < len(tokens)
-        return [(tokens[index], index)] if is_added else []
-
-    bos, eos = end("bos", adds_bos), end("eos", False)
-    if bos or eos:
-        single = [token for token, _ in bos] + ["$A"] + [token for token, _ in eos]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*bos, *eos])

@@ -18,7 +18,7 @@ from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
-from paceline.loaders.dummy import describe
+from paceline.loaders.checkpoint import describe
 from paceline.measure.engines import engine_of, ids_of, load, rows_of
 from paceline.measure.options import Batch
 from paceline.measure.prompts import chosen

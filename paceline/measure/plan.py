@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core import formulas
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest
-from paceline.loaders.dummy import describe
+from paceline.loaders.checkpoint import describe
 from paceline.measure import roofline
 from paceline.measure.options import Paper
 from paceline.measure.results import Table, cell, table_of

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
-from paceline.loaders.dummy import describe
+from paceline.loaders.checkpoint import describe
 from paceline.measure import limits
 from paceline.measure.engines import load
 from paceline.measure.options import Step

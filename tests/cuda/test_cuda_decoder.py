@@ -20,7 +20,7 @@ from paceline.cuda.attention import Tiling
 from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for, bucket_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Graphs, Recording
-from paceline.loaders.dummy import DummyCheckpoint
+from paceline.loaders.checkpoint import DummyCheckpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.runtime.batch import build
