@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import enum
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from paceline.cli import console, options
+from paceline.cli import console
+from paceline.cli.options import MAIN, MODEL_HELP
+from paceline.core.options import option
 
 DEFAULT_VERIFIER = "HuggingFaceTB/SmolLM2-135M-Instruct"  # where the default model comes from
+FORMAT_HELP = "speculators (eagle, dflash), vllm (all), or eagle (its authors')."
 
 
-Form = enum.StrEnum("Form", ["speculators", "vllm", "eagle"])
-
-
-def export(
-    head: Annotated[str, typer.Argument(help="The folder of a head: eagle, medusa or dflash.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where it is written.")],
-    form: Annotated[
-        Form,
-        typer.Option("--format", help="speculators (eagle, dflash), vllm (all), or eagle (its authors')."),
-    ] = Form.vllm,
-    target: Annotated[str, typer.Option("--target", "-m", help=options.MODEL_HELP)] = "default",
-    verifier: Annotated[
-        str | None, typer.Option(help="What the other engine calls the target, if not the same.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Export:
     """Write a head as other engines read it.
 
     vLLM takes the result as "model" of its speculative_config, with method eagle3, medusa, dflash, or dspark
@@ -39,15 +26,25 @@ def export(
 
       paceline export ./head -m ./my-model --format speculators -o ./speculator
     """
+
+    head: str = option(MISSING, MAIN, "The folder of a head: eagle, medusa or dflash.", is_argument=True)
+    out: Path = option(MISSING, MAIN, "Where it is written.", "-o")
+    format: str = option("vllm", MAIN, FORMAT_HELP)
+    target: str = option("default", MAIN, MODEL_HELP, "-m")
+    verifier: str | None = option(None, MAIN, "What the other engine calls the target, if not the same.")
+
+
+def export(asked: Export) -> None:
     from paceline.loaders import hub
     from paceline.loaders.checkpoint import open_checkpoint
     from paceline.loaders.export_heads import export_head
     from paceline.loaders.heads import open_head
 
-    checkpoint = open_checkpoint(target)
-    opened = open_head(head, checkpoint, ("eagle", "medusa", "dflash"))
-    name = verifier or (DEFAULT_VERIFIER if target.lower() in hub.DEFAULT_ALIASES else checkpoint.name)
-    export_head(opened, checkpoint, form.value, out, name)
-    size = (out / "model.safetensors").stat().st_size
-    what = f"{opened.config.kind} head for {name} in the {form.value} format"
-    console.stderr().print(f"{what}: {out} ({size / 1e6:.1f} MB)")
+    checkpoint = open_checkpoint(asked.target)
+    head = open_head(asked.head, checkpoint, ("eagle", "medusa", "dflash"))
+    usual = DEFAULT_VERIFIER if asked.target.lower() in hub.DEFAULT_ALIASES else checkpoint.name
+    name = asked.verifier or usual
+    export_head(head, checkpoint, asked.format, asked.out, name)
+    size = (asked.out / "model.safetensors").stat().st_size
+    what = f"{head.config.kind} head for {name} in the {asked.format} format"
+    console.stderr().print(f"{what}: {asked.out} ({size / 1e6:.1f} MB)")

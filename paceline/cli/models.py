@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
 
-import typer
+from rich.table import Table
 
-from paceline.cli import console, options
+from paceline.cli import console
+from paceline.cli.options import JSON_HELP, MAIN
+from paceline.core.options import option
 
-if TYPE_CHECKING:
-    from paceline.loaders.hub import LocalModel
 
-
-def models(
-    fetch: Annotated[
-        str | None, typer.Option(help="Fetch this first: default, or a Hugging Face name.")
-    ] = None,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Models:
     """List the default model and every model in the caches, with sizes and paths.
 
     Examples:
@@ -26,26 +21,23 @@ def models(
 
       paceline models --fetch default
     """
+
+    fetch: str | None = option(None, MAIN, "Fetch this first: default, or a Hugging Face name.")
+    json: bool = option(False, MAIN, JSON_HELP)
+
+
+def models(asked: Models) -> None:
     from paceline.loaders import hub
 
-    if fetch is not None:
-        hub.resolve(fetch)
-    found = hub.local_models()
-    screen = console.stdout()
-    if as_json:
-        console.write_json(screen, [{**model._asdict(), "path": str(model.path)} for model in found])
-    else:
-        _print_table(found)
-        more = "Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name."
-        console.stderr().print(more, style="dim")
-
-
-def _print_table(found: list[LocalModel]) -> None:
-    from rich.table import Table
-
+    if asked.fetch is not None:
+        hub.resolve(asked.fetch)
+    found, screen = hub.local_models(), console.stdout()
+    if asked.json:
+        return console.write_json(screen, [{**model._asdict(), "path": str(model.path)} for model in found])
     table = Table("model", "kind", "size")
     table.add_column("path", overflow="fold")
     for model in found:
         place = str(model.path) if model.is_here else "[dim]fetched on first use[/dim]"
         table.add_row(model.name, model.kind, f"{model.bytes / 1e6:,.0f} MB", place)
-    console.stdout().print(table)
+    screen.print(table)
+    return console.hint("Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name.")
