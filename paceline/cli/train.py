@@ -90,10 +90,9 @@ def train(asked: Train) -> None:
     from paceline.loaders.checkpoint import open_checkpoint
     from paceline.runtime.device import resolve
     from paceline.train.recipes import recipe_for
-    from paceline.train.session import TrainConfig
     from paceline.train.session import train as run
     from paceline.train.shards import load_shard
-    from paceline.train.trainer import Limit
+    from paceline.train.trainer import Limit, TrainConfig
 
     names, hours = _kinds(asked), asked.hours
     recipes = [recipe_for(name, has_trunk=asked.trunk, **_changes(asked)) for name in names]
@@ -119,9 +118,10 @@ def train(asked: Train) -> None:
             num_measures=10,
             command=sys.argv,
             is_over=lambda: time.monotonic() > end,
+            report=bar.report,
         )
-        checkpoint = open_checkpoint(asked.target, progress=False)
-        found = run(checkpoint, texts, recipes, folders, config, bar.report)
+        made = dict(zip(folders, recipes, strict=True))
+        found = run(open_checkpoint(asked.target, progress=False), texts, made, config)
     for folder, recipe, acceptance in zip(folders, recipes, found, strict=True):
         gain = f"{acceptance.tau:.2f} tokens a step on held-out answers"
         console.write(console.stdout(), f"{folder}: {gain}, drafts of {recipe.num_steps}\n")
@@ -215,6 +215,6 @@ class _Bar(Progress):
             note = f"loss {float(numbers['loss']):.3f}, {self.tau:.2f} tokens a step"
             self.update(self.task, completed=int(1000 * numbers["share"]), note=note)
         elif what == "saved":
-            for name, found in list(numbers["acceptance"].items())[1:]:  # the first is what was held out
+            for name, found in numbers["acceptance"].items():
                 line = f"{numbers['kind']} has {found.tau:.3f} tokens a step on {name}"
                 self.console.print(line, highlight=False)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from paceline.runtime.device import resolve
 from paceline.train.shards import Texts, Written, from_written, load_shard, load_shards, save_shard
 from paceline.train.talk import Style, conversations
 from paceline.train.variations import varied
-from paceline.train.writing import Conversation, Writer
+from paceline.train.writing import Writer
 
 PART = 500_000  # answer tokens of a shard
 KV_BYTES = 6 << 30  # of each engine where several share a GPU
@@ -64,11 +66,11 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
     earlier = [load_shard(path) for path in config.folder.glob(f"text-{number:02d}-*.npz")]
     parts, done = len(earlier), sum(texts.num_answer_tokens for texts in earlier)
     wanted = float("inf") if config.num_tokens is None else config.num_tokens / config.processes
-    is_gpu = resolve(config.device).type == "cuda"
-    sizes: dict[str, Any] = (
-        {"max_num_seqs": 256, "max_num_batched_tokens": 8192} if is_gpu else {"max_num_seqs": 16}
-    )
-    sizes |= {"kv_cache_memory": KV_BYTES} if is_gpu and config.processes > 1 else {}
+    batch, is_alone = 16, config.processes == 1
+    options: dict[str, Any] = {"device": config.device, "enable_prefix_caching": False, "progress": is_alone}
+    if resolve(config.device).type == "cuda":
+        batch = 256
+        options |= {"max_num_batched_tokens": 8192} | ({} if is_alone else {"kv_cache_memory": KV_BYTES})
     made: list[Written] = []
     kept = 0  # answer tokens in `made`
 
@@ -82,16 +84,15 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
 
     if is_over():
         return
-    options: dict[str, Any] = {
-        "device": config.device,
-        "enable_prefix_caching": False,
-        "progress": config.processes == 1,
-    }
-    with LLM(config.model, speculative_config=None, **options, **sizes) as llm:
+    with LLM(config.model, speculative_config=None, max_num_seqs=batch, **options) as llm:
         seed = config.seed + 1000 * parts + 1_000_003 * number  # further shards are other conversations
-        writer = Writer(llm, sizes["max_num_seqs"])
+        if config.is_varied and config.turns and llm.tokenizer.has_chat_template:
+            style, prompts = Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns]
+            talks = varied(style, prompts)
+        else:
+            talks = conversations(llm.tokenizer, config.turns, seed)
         try:
-            for written in writer.write(_conversations(config, llm, seed), is_over):
+            for written in Writer(llm, batch).write(talks, is_over):
                 made.append(written)
                 kept += len(written.answer)
                 tell(done + kept)
@@ -103,20 +104,12 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
                 save()
 
 
-def _conversations(config: WriteConfig, llm: LLM, seed: int) -> Iterator[Conversation]:
-    if config.is_varied and config.turns and llm.tokenizer.has_chat_template:
-        return varied(Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns])
-    return conversations(llm.tokenizer, config.turns, seed)
-
-
 def _write_with_many(config: WriteConfig, deadline: float, tell: Callable[[int], None]) -> None:
     """A process that dies costs its own text since it last saved, and no other's."""
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", config.processes)
-    workers = [
-        context.Process(target=_work, args=(config, number, deadline, counts))
-        for number in range(config.processes)
-    ]
+    shares = [(config, number, deadline, counts) for number in range(config.processes)]
+    workers = [context.Process(target=_work, args=share) for share in shares]
     with _shared_gpu(resolve(config.device).type == "cuda"):
         for worker in workers:
             worker.start()
@@ -130,11 +123,7 @@ def _work(config: WriteConfig, number: int, deadline: float, counts: Any) -> Non
     import torch
 
     torch.set_num_threads(1)
-
-    def tell(count: int) -> None:
-        counts[number] = count
-
-    _write_part(config, number, deadline, tell)
+    _write_part(config, number, deadline, partial(setitem, counts, number))
 
 
 @contextmanager
@@ -155,8 +144,6 @@ def _shared_gpu(is_gpu: bool) -> Iterator[None]:
 
 def _is_done(command: Sequence[str], typed: bytes | None = None) -> bool:
     try:
-        return not subprocess.run(
-            command, input=typed, capture_output=True, timeout=60, check=False
-        ).returncode
+        return subprocess.run(command, input=typed, capture_output=True, timeout=60).returncode == 0
     except subprocess.TimeoutExpired:
         return False

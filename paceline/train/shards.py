@@ -52,9 +52,7 @@ class Texts(NamedTuple):
 def from_written(written: Sequence[Written], vocab_size: int) -> Texts:
     lengths = [len(w.prompt) + len(w.answer) for w in written]
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    tokens = np.fromiter(
-        (t for w in written for part in (w.prompt, w.answer) for t in part), dtype, sum(lengths)
-    )
+    tokens = np.fromiter((t for w in written for t in (*w.prompt, *w.answer)), dtype, sum(lengths))
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     num_prompt = np.array([len(w.prompt) for w in written], np.int32)
     return Texts(tokens, starts, num_prompt, np.array([w.temperature for w in written], np.float32))
@@ -64,10 +62,7 @@ def joined(parts: Sequence[Texts]) -> Texts:
     starts = [np.zeros(1, np.int64)]
     for part in parts:
         starts.append(part.starts[1:] + starts[-1][-1])
-    tokens, num_prompt, temperature = (
-        np.concatenate([getattr(part, name) for part in parts])
-        for name in ("tokens", "num_prompt", "temperature")
-    )
+    tokens, _, num_prompt, temperature = map(np.concatenate, zip(*parts, strict=True))
     return Texts(tokens, np.concatenate(starts), num_prompt, temperature)
 
 
@@ -83,9 +78,8 @@ def load_shard(path: Path) -> Texts:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             texts = Texts(*(stored[name] for name in Texts._fields))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise ModelFileError(
-            f"{path}: is not a whole shard of written text ({error}); write it again"
-        ) from error
+        what = f"{path}: is not a whole shard of written text ({error})"
+        raise ModelFileError(f"{what}; write it again") from error
     lengths = np.diff(texts.starts)
     is_sound = (
         len(texts.starts) == len(texts) + 1 == len(texts.temperature) + 1

@@ -63,13 +63,11 @@ class Batch(NamedTuple):
 
 def split(texts: Texts, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices of sequences to learn from, and of greedy ones that are held out: spread evenly over the data,
-    so the same for every seed.
-    """
+    so the same for every seed."""
     greedy = np.flatnonzero(texts.temperature == 0)
     if len(greedy) < 2:
-        raise ConfigError(
-            f"the text has {len(greedy)} greedy answers; acceptance is measured on such, so write more text"
-        )
+        remedy = "acceptance is measured on such, so write more text"
+        raise ConfigError(f"the text has {len(greedy)} greedy answers; {remedy}")
     held = greedy[:: max(1, len(greedy) // max(1, min(num_held_out, len(greedy) // 8 or 1)))]
     return np.setdiff1d(np.arange(len(texts)), held), held
 
@@ -78,15 +76,18 @@ def batches(
     texts: Texts, chosen: np.ndarray, batch_tokens: int, max_length: int, draw: np.random.Generator | None
 ) -> Iterator[Batch]:
     """All chosen sequences once whose answers begin within the length; in random order, or sorted where
-    nothing is drawn.
-    """
+    nothing is drawn."""
     chosen = chosen[texts.num_prompt[chosen] < max_length - 1]
     order = chosen if draw is None else draw.permutation(chosen)
     groups: list[list[int]] = []
     for begin in range(0, len(order), SORTED_TOGETHER):
         part = order[begin : begin + SORTED_TOGETHER]
         lengths = texts.starts[part + 1] - texts.starts[part]
-        groups += _groups(part[np.argsort(lengths, kind="stable")], texts, batch_tokens, max_length)
+        groups.append([])
+        for index in part[np.argsort(lengths, kind="stable")].tolist():
+            if groups[-1] and (len(groups[-1]) + 1) * _length(texts, index, max_length) > batch_tokens:
+                groups.append([])  # another sequence would make the batch too large
+            groups[-1].append(index)
     for index in range(len(groups)) if draw is None else draw.permutation(len(groups)):
         batch = make_batch(texts, groups[index], max_length)
         if len(batch.rows):
@@ -96,16 +97,6 @@ def batches(
 def _length(texts: Texts, index: int, max_length: int) -> int:
     length = min(int(texts.starts[index + 1] - texts.starts[index]), max_length)
     return -(-length // ROUND) * ROUND
-
-
-def _groups(ordered: np.ndarray, texts: Texts, batch_tokens: int, max_length: int) -> list[list[int]]:
-    """Sequences in order of length, cut where another one would make a batch too large."""
-    groups: list[list[int]] = [[]]
-    for index in ordered.tolist():
-        if groups[-1] and (len(groups[-1]) + 1) * _length(texts, index, max_length) > batch_tokens:
-            groups.append([])
-        groups[-1].append(index)
-    return [group for group in groups if group]
 
 
 def make_batch(texts: Texts, indices: list[int], max_length: int) -> Batch:

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.heads.config import (
-    DflashConfig,
-    DraftConfig,
-    EagleConfig,
-    HeadConfig,
-    LayeredConfig,
-    MedusaConfig,
-)
+from paceline.heads.config import DflashConfig, DraftConfig, HeadConfig, LayeredConfig, MedusaConfig
 from paceline.heads.modules import empty_module
 from paceline.models.layer import causal, masked
 from paceline.models.rope import rotary_tables
@@ -49,9 +42,7 @@ class Guess(NamedTuple):
 class Student:
     """What all kinds share: the definition, the target, and the output layer that is guessed with."""
 
-    def __init__(
-        self, config: Any, target: Target, draft_ids: Tensor, max_length: int, module: Any = None
-    ) -> None:
+    def __init__(self, config: Any, target: Target, draft_ids: Tensor, max_length: int, module: Any = None):
         """module: where the definition is a part of another; otherwise it is made, with first weights."""
         device = target.head.device
         self.config, self.target, self.draft_ids = config, target, draft_ids.to(device)
@@ -140,14 +131,11 @@ class MedusaStudent(Student):
 
 class DraftStudent(Student):
     def __init__(self, config: DraftConfig, target: Target, draft_ids: Tensor, max_length: int) -> None:
-        super().__init__(config, target, draft_ids, max_length)
-        self._copy_layers(dict(target.named_parameters()), target.config.num_layers)
-
-    def _copy_layers(self, theirs: dict[str, nn.Parameter], depth: int) -> None:
         """Where sizes agree a layer starts as one of the target's, the first and the last among them."""
-        own = self.config.num_layers
+        super().__init__(config, target, draft_ids, max_length)
+        theirs, last = dict(target.named_parameters()), target.config.num_layers - 1
         for i, layer in enumerate(self.module.layers):
-            source = f"layers.{round(i * (depth - 1) / max(1, own - 1))}."
+            source = f"layers.{round(i * last / max(1, config.num_layers - 1))}."
             for name, weight in layer.named_parameters():
                 other = theirs.get(source + name)
                 if other is not None and other.shape == weight.shape:
@@ -188,10 +176,11 @@ class DflashStudent(Student):
         tokens[..., 0] = batch.token_after(1)[anchors]
         x = self.target.embed(tokens.flatten(1)).to(module.norm.weight.dtype)  # [B, A * size, hidden]
         positions = (places[..., None] + 1 + torch.arange(size, device=device)).flatten(1)
-        context = module.keys_values(
-            seen.features(config.taps), self.tables.at(torch.arange(length, device=device))
+        angles = self.tables.at(torch.arange(length, device=device))
+        context, visible = (
+            module.keys_values(seen.features(config.taps), angles),
+            _visible(places, length, size),
         )
-        visible = self._visible(places, length, size)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             far_k, far_v = context[i]  # [B, S, kv_heads, dim]
@@ -216,15 +205,6 @@ class DflashStudent(Student):
         chosen = first + torch.minimum((part * count).long(), count - 1)
         return chosen.clamp(max=len(batch.rows) - 1), (batch.size > 0)[:, None].expand(-1, number)
 
-    @staticmethod
-    def _visible(places: Tensor, length: int, size: int) -> Tensor:
-        """[B, 1, A * size, S + A * size]: the context up to t, then the rows of one's own block."""
-        num, anchors = places.shape
-        upto = torch.arange(length, device=places.device) <= places[..., None]  # [B, A, S]
-        block = torch.arange(anchors, device=places.device).repeat_interleave(size)
-        own = (block[:, None] == block).expand(num, -1, -1)
-        return torch.cat([upto.repeat_interleave(size, 1), own], -1)[:, None]
-
     def _guess(self, batch: Batch, hidden: Tensor, base: Tensor, step: int) -> Guess:
         """hidden [n, size, hidden]. The Markov head's part is a product with the token before: both are one
         product."""
@@ -236,12 +216,22 @@ class DflashStudent(Student):
         return Guess(x, weight, batch.row_after(1 + step)[base], base, step)
 
 
-STUDENTS: dict[type[HeadConfig], Any] = {
-    EagleConfig: EagleStudent, MedusaConfig: MedusaStudent, DraftConfig: DraftStudent,
-    DflashConfig: DflashStudent,
-}  # fmt: skip
+def _visible(places: Tensor, length: int, size: int) -> Tensor:
+    """places [B, A] -> [B, 1, A * size, S + A * size]: the context up to t, then the block's own rows."""
+    num, anchors = places.shape
+    upto = torch.arange(length, device=places.device) <= places[..., None]  # [B, A, S]
+    block = torch.arange(anchors, device=places.device).repeat_interleave(size)
+    own = (block[:, None] == block).expand(num, -1, -1)
+    return torch.cat([upto.repeat_interleave(size, 1), own], -1)[:, None]
 
 
 def build_student(config: HeadConfig, target: Target, draft_ids: Tensor, max_length: int) -> Student:
-    found: Student = STUDENTS[type(config)](config, target, draft_ids, max_length)
+    students = {
+        "eagle": EagleStudent,
+        "medusa": MedusaStudent,
+        "draft": DraftStudent,
+        "dflash": DflashStudent,
+    }
+    student: Any = students[config.kind]
+    found: Student = student(config, target, draft_ids, max_length)
     return found

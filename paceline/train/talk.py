@@ -82,7 +82,9 @@ def invented(style: Style, num_turns: int) -> Conversation:
     temperature = style.temperature()
     messages: list[Message] = []
     for _ in range(num_turns):
-        opening = _up_to_user(style.tokenizer, messages)
+        shown = [*messages, {"role": "user", "content": MARK}]
+        template = style.tokenizer.chat(shown, add_generation_prompt=False)
+        opening = style.tokenizer.encode(template[: template.index(MARK)], add_special=False)
         if len(opening) > style.max_prompt:
             return
         turn = yield Ask(opening, style.draw.choice((0.8, 1.0, 1.0)), 160, style.seed(), is_kept=False)
@@ -93,12 +95,6 @@ def invented(style: Style, num_turns: int) -> Conversation:
         prompt = style.tokenizer.encode_chat(messages)
         answer = yield Ask(prompt, temperature, style.length(), style.seed())
         messages.append({"role": "assistant", "content": style.read(answer)})
-
-
-def _up_to_user(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The template up to where the user's next words stand."""
-    text = tokenizer.chat([*messages, {"role": "user", "content": MARK}], add_generation_prompt=False)
-    return tokenizer.encode(text[: text.index(MARK)], add_special=False)
 
 
 def raw(style: Style, text: str) -> Conversation:
@@ -112,8 +108,7 @@ def about(
     style: Style, request: str, use: Callable[[str], str | None], times: int = 1, temperature: float = 0.9
 ) -> Conversation:
     """First the target writes a text (an article, a sentence in German, a question); then it is asked to do
-    something with it.
-    """
+    something with it."""
     opening = style.tokenizer.encode_chat([{"role": "user", "content": request}])
     if len(opening) > style.max_prompt:
         return

@@ -42,31 +42,24 @@ class Writer:
 
     def write(self, conversations: Iterator[Conversation], is_over: Callable[[], bool]) -> Iterator[Written]:
         """Until the conversations end, or `is_over`: what is unfinished then is dropped."""
-        engine, has_more = self.llm.engine, True
+        engine = self.llm.engine
         try:
             while not is_over():
-                if has_more and len(self._open) <= LOW_WATER * self.batch:
-                    has_more = self._admit(conversations)
+                if len(self._open) <= LOW_WATER * self.batch:
+                    while len(self._open) < self.batch and (conversation := next(conversations, None)):
+                        self._resume(conversation, None)
                 if not self._open:
                     return
                 for emission in engine.step():
                     self.num_tokens += len(emission.tokens)
-                    if emission.request.is_finished:
-                        yield from self._finished(emission.request)
+                    if emission.request.is_finished and (written := self._finished(emission.request)):
+                        yield written
         finally:
             for request, _, conversation in self._open.values():
                 engine.abort(request)
                 engine.stats.pop(request.id, None)
                 conversation.close()
             self._open.clear()
-
-    def _admit(self, conversations: Iterator[Conversation]) -> bool:
-        while len(self._open) < self.batch:
-            conversation = next(conversations, None)
-            if conversation is None:
-                return False
-            self._resume(conversation, None)
-        return True
 
     def _resume(self, conversation: Conversation, answer: list[int] | None) -> None:
         """Let it go on to its next question, and put that to the engine."""
@@ -83,12 +76,12 @@ class Writer:
         self.llm.engine.add(request)
         self._open[request.id] = request, ask, conversation
 
-    def _finished(self, request: Request) -> Iterator[Written]:
+    def _finished(self, request: Request) -> Written | None:
+        """What was written, if it is kept; the conversation goes on."""
         _, ask, conversation = self._open.pop(request.id)
         self.llm.engine.stats.pop(request.id, None)
         if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             conversation.close()
-            return
-        if ask.is_kept:
-            yield Written(ask.prompt, request.output, ask.temperature)
+            return None
         self._resume(conversation, request.output)
+        return Written(ask.prompt, request.output, ask.temperature) if ask.is_kept else None
