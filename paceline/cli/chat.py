@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from paceline.api.llm import LLM
     from paceline.core.params import SamplingParams
 
-HELP = (
-    "/exit or Ctrl-D leaves, /reset forgets the conversation, /stats shows how fast it went, Ctrl-C stops an "
-    "answer."
-)
+HELP = "/exit or Ctrl-D leaves, /reset forgets what was said, /stats tells the speed, Ctrl-C stops an answer."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +44,7 @@ class Chat:
 
 
 def chat(asked: Chat) -> None:
-    params = parsing.sampling_params(asked.sampling, max_tokens=asked.max_tokens)
+    params = parsing.sampling_params(asked.sampling | {"max_tokens": asked.max_tokens})
     engine, source = parsing.engine_options(asked.engine), console.stdin()
     opening = [{"role": "system", "content": asked.system}] if asked.system is not None else []
     messages, answers = list(opening), list[Answer]()

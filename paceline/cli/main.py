@@ -20,9 +20,8 @@ from paceline.cli import bench, console
 from paceline.cli.chat import chat
 from paceline.cli.demo import demo
 from paceline.cli.explain import explain
-from paceline.cli.export import export
 from paceline.cli.generate import generate
-from paceline.cli.models import models
+from paceline.cli.models import export, models
 from paceline.cli.options import as_command
 from paceline.cli.serve import serve
 from paceline.cli.train import train

@@ -73,9 +73,7 @@ class Sampling:
 LIVELY: dict[str, Any] = {"temperature": Sampling.temperature, "top_p": Sampling.top_p}
 ENGINE = [*options_of(EngineOptions), *options_of(Drafting)]
 LOADING = options_of(EngineOptions, "model", "dtype", "device", "exact")
-MODEL_HELP, DEVICE_HELP = (
-    options_of(EngineOptions, name)[0][0].metadata["help"] for name in ("model", "device")
-)
+MODEL_HELP, _, DEVICE_HELP, _ = (each.metadata["help"] for each, _ in LOADING)
 PROMPT_HELP = "The prompt, or - to read it from stdin."
 SYSTEM_HELP = "What the model is told before the conversation."
 RAW_HELP = "Give the prompt to the model as it is, without the chat template."
@@ -98,10 +96,11 @@ def as_command(verb: Callable[[Any], None], owner: type | None = None) -> Callab
     def command(ctx: typer.Context, **values: Any) -> None:
         given = {each.name: _value(each.name, kind, values[each.name]) for each, kind in settings}
         written = {name: value for name, value in given.items() if value is not None}
-        if following := ctx.invoked_subcommand:
-            for name in written:  # an option before the sub-command would be read by none
-                remedy = "write it after the sub-command's name"
-                raise ConfigError(f"{_flag(name)} stands before {following}; {remedy}")
+        following = ctx.invoked_subcommand
+        if following and written:  # an option before the sub-command would be read by none
+            what = f"{_flag(next(iter(written)))} stands before {following}"
+            raise ConfigError(f"{what}; write it after the sub-command's name")
+        if following:
             return
         for name, members in groups.items():
             names = [each.name for each, _ in members if each.name in written]
@@ -123,26 +122,22 @@ def _flag(name: str) -> str:
 def _parameter(setting: Option) -> inspect.Parameter:
     """What Typer makes a flag of. Where it is left out the value is None: the default is the field's."""
     each, kind = setting
-    default, more = (
-        each.default,
-        {key: each.metadata[key] for key in ("min", "envvar") if key in each.metadata},
-    )
+    default, told, long = each.default, each.metadata, _flag(each.name)
+    more: dict[str, Any] = {key: told[key] for key in ("min", "envvar") if key in told}
     shown = str(default).lower() if isinstance(default, bool) else default
     is_said = default not in (None, (), "", MISSING)
-    more |= {"help": each.metadata["help"] + (f" [dim]\\[default: {shown}][/dim]" if is_said else "")}
-    long = _flag(each.name)
-    if each.metadata.get("is_argument"):
+    more |= {"help": told["help"] + (f" [dim]\\[default: {shown}][/dim]" if is_said else "")}
+    if told.get("is_argument"):
         made = typer.Argument(show_default=False, **more)
     else:
-        names = (f"{long}/--no{long[1:]}" if kind is bool else long, *each.metadata["flags"])
-        made = typer.Option(*names, rich_help_panel=each.metadata["panel"], show_default=False, **more)
+        names = (f"{long}/--no{long[1:]}" if kind is bool else long, *told["flags"])
+        made = typer.Option(*names, rich_help_panel=told["panel"], show_default=False, **more)
     plain = next((one for one in (bool, int, float, Path) if kind in (one, one | None)), str)
     read: Any = list[get_args(kind)[0]] if get_origin(kind) is tuple else plain  # type: ignore[misc]
-    unwritten = inspect.Parameter.empty if default is MISSING else None
-    annotation = Annotated[read | None, made]
-    return inspect.Parameter(
-        each.name, inspect.Parameter.KEYWORD_ONLY, default=unwritten, annotation=annotation
-    )
+    more = {"annotation": Annotated[read | None, made], "default": inspect.Parameter.empty}
+    if default is not MISSING:
+        more["default"] = None
+    return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, **more)
 
 
 def _value(name: str, kind: Any, value: Any) -> Any:

@@ -21,10 +21,9 @@ STRUCTURED = {"json_schema": "json", "regex": "regex", "choice": "choice", "gram
 RENAMED = {"stop_token_id": "stop_token_ids", "bad_word": "bad_words"}
 
 
-def engine_options(given: Given, **fixed: Any) -> EngineOptions:
-    """What the user wrote, and what the verb itself decides."""
+def engine_options(given: Given) -> EngineOptions:
     chosen = {name: value for name, value in given.items() if name not in SHORT}
-    return EngineOptions(**chosen | {"speculative_config": speculative_config(given)} | fixed)
+    return EngineOptions(**chosen | {"speculative_config": speculative_config(given)})
 
 
 def speculative_config(given: Given) -> dict[str, Any] | str | None:
@@ -51,11 +50,11 @@ def speculative_config(given: Given) -> dict[str, Any] | str | None:
     return None if method in ("none", "off") else {name: v for name, v in made.items() if v is not None}
 
 
-def sampling_params(given: Given, **fixed: Any) -> SamplingParams:
+def sampling_params(given: Given) -> SamplingParams:
     chosen = {RENAMED.get(name, name): v for name, v in given.items() if name not in STRUCTURED}
     if "logit_bias" in chosen:
         chosen["logit_bias"] = dict(map(_bias, chosen["logit_bias"]))
-    return SamplingParams(**LIVELY | chosen | {"structured_outputs": _structured_outputs(given)} | fixed)
+    return SamplingParams(**LIVELY | chosen | {"structured_outputs": _structured_outputs(given)})
 
 
 def _structured_outputs(given: Given) -> StructuredOutputs | None:

@@ -41,12 +41,6 @@ class Limit(NamedTuple):
     tokens: int | None = None
     seconds: float | None = None
 
-    def share(self, place: Place) -> float:
-        """How much of it is done, 0 to 1."""
-        if self.tokens:
-            return min(place.tokens / self.tokens, 1.0)
-        return min(place.seconds / self.seconds, 1.0) if self.seconds else 1.0
-
 
 @dataclass(slots=True)
 class Place:
@@ -107,7 +101,8 @@ class Trainer:
     @property
     def share(self) -> float:
         """How much of the training is done, 0 to 1."""
-        return self.limit.share(self.place)
+        tokens, seconds = self.limit
+        return min(self.place.tokens / tokens if tokens else self.place.seconds / (seconds or 1), 1.0)
 
     def rest_of_round(self) -> Iterator[Batch]:
         """What is left of this time through the data."""
@@ -135,27 +130,22 @@ class Trainer:
             total, weight = total + loss, weight + scale.sum()
             right.append((is_taught & (guessed == best)).sum() / (guess.rows >= 0).sum().clamp(min=1))
         loss = total / weight.clamp(min=1)
-        self._descend(loss)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), recipe.clip)
+        self.optimizer.step()
+        keep = min(recipe.average, (1 + self.place.step) / (10 + self.place.step))
+        for name, average in self.average.items():
+            average.lerp_(self.weights[name].detach(), 1 - keep)
         self.last_loss = loss.detach()
         self.place.step, self.place.batch = self.place.step + 1, self.place.batch + 1
         self.place.tokens += batch.num_tokens
         return {"loss": self.last_loss, "right": torch.stack(right).mean(), **self.numbers()}
 
-    def _descend(self, loss: Tensor) -> None:
-        rate = self._rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.recipe.clip)
-        self.optimizer.step()
-        if self.average:
-            keep = min(self.recipe.average, (1 + self.place.step) / (10 + self.place.step))
-            for name, average in self.average.items():
-                average.lerp_(self.weights[name].detach(), 1 - keep)
-
     def _rate(self) -> float:
-        share, highest = self.limit.share(self.place), self.recipe.rate_for(self.config.hidden_size)
+        share, highest = self.share, self.recipe.rate_for(self.config.hidden_size)
         if share < self.recipe.warm_up:
             return highest * max(share / self.recipe.warm_up, 0.01)
         after = (share - self.recipe.warm_up) / (1 - self.recipe.warm_up)
@@ -164,9 +154,8 @@ class Trainer:
     def measure(self) -> dict[str, Any]:
         """Acceptance on what is held out, noted in the curve."""
         if not math.isfinite(float(self.last_loss)):
-            raise ConfigError(
-                f"the loss is {float(self.last_loss)} after {self.place.step} steps; lower the learning rate"
-            )
+            what = f"the loss is {float(self.last_loss)} after {self.place.step} steps"
+            raise ConfigError(f"{what}; lower the learning rate")
         found = self.accept(self.lessons.texts, self.lessons.held)
         record = {**self.numbers(), "loss": float(self.last_loss), **found.record()}
         self.place.curve.append(record)
