@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
     "api": 720, "core": 1_850, "engine": 2_010, "runtime": 980, "models": 830, "heads": 1_120, "drafters": 2_860,
-    "cpu": 6_080, "cuda": 3_790, "loaders": 3_450, "train": 2_280, "measure": 5_220, "server": 3_410, "cli": 2_890,
+    "cpu": 6_080, "cuda": 3_790, "loaders": 3_450, "train": 2_110, "measure": 5_220, "server": 3_410, "cli": 2_430,
 }  # fmt: skip
-LONGEST = 60  # lines of a function, outside Triton's kernels and the entry points of verbs
+LONGEST = 60  # lines of a function, outside Triton's kernels
 
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in ROOT.iterdir() if path.is_dir()))
@@ -28,7 +28,7 @@ def test_a_folder_keeps_its_budget(folder: str) -> None:
 
 def test_functions_are_short() -> None:
     for path in ROOT.rglob("*.py"):
-        if path.parent.name in ("cuda", "cli"):
+        if path.parent.name == "cuda":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

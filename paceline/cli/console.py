@@ -26,13 +26,6 @@ from paceline.measure.results import Table, Tell
 ESCAPES = {0x1B: None, 0x9B: None}  # what begins a command to a terminal
 
 
-def prepare_streams() -> None:
-    """A character that the stream cannot write becomes a question mark, not a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 def stdin() -> TextIO:
     """UTF-8 whatever the locale; bytes that are not become surrogates, which `as_prompt` refuses by name."""
     if sys.stdin is None or sys.stdin.closed:

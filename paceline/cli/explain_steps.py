@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.core.sampling import probabilities
 from paceline.core.types import Verdict
 from paceline.core.watch import Begun, Choice, Coin, Redraw, Rule
 
@@ -119,7 +120,7 @@ class Recorder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.steps: list[Step] = []
         self._text = tokenizer.token_text
-        self._request: Request | None = None
+        self._request: Request  # being judged
 
     def __call__(self, event: Begun | Choice | Coin | Redraw | Verdict) -> None:
         if isinstance(event, Begun):
@@ -129,7 +130,9 @@ class Recorder:
         step = self.steps[-1]
         match event:
             case Choice():
-                p = self._distribution(event.logits)
+                # At temperature 0 the target only seeks the largest, and p is shown as at temperature 1.
+                params, logits = self._request.params, event.logits
+                p = logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)
                 for child in step.children(event.node):
                     child.p, child.draw = float(p[child.token]), self._text(event.token)
                     child.chance = float(child.index == event.child) if step.rule == "greedy" else child.p
@@ -154,7 +157,6 @@ class Recorder:
 
     def settle(self, tokens: list[int]) -> None:
         """After the commit: what was emitted, and what the cache holds now."""
-        assert self._request is not None, "a step was judged before it is settled"
         step, cache = self.steps[-1], self._request.cache
         step.emitted, step.emitted_ids = [self._text(token) for token in tokens], tokens
         if not self._request.is_finished:
@@ -164,23 +166,15 @@ class Recorder:
         request, draft = event.request, event.draft
         root, tree, depths = request.num_tokens - 1, draft.tree, draft.tree.depths()
         chances = draft.chances or [None] * len(tree.tokens)
-        nodes = [
-            Node(
-                i,
-                parent,
-                token,
-                self._text(token),
-                root + depths[i],
-                root + i,
-                draft.source_of(i),
-                chances[i],
-            )
-            for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
-        ]
+        nodes = []
+        for i in range(1, len(tree.tokens)):
+            token, places = tree.tokens[i], (root + depths[i], root + i)
+            told = (self._text(token), *places, draft.source_of(i), chances[i])
+            nodes.append(Node(i, tree.parents[i], token, *told))
         num_cached, blocks = request.cache.num_cached, list(request.cache.blocks)
         num_rows = request.num_tokens - num_cached + draft.num_drafted
         *before, last = map(self._text, request.tokens[-TAIL - 1 :])
-        rest = (root, num_cached, num_rows, blocks, nodes[1:])
+        rest = (root, num_cached, num_rows, blocks, nodes)
         return Step(len(self.steps) + 1, event.rule, "".join(before), last, *rest)
 
     def _own(self, event: Choice | Redraw, p: torch.Tensor, is_from_rest: bool) -> Own:
@@ -188,15 +182,5 @@ class Recorder:
         top = p.topk(min(NUM_LIKELY, p.numel()))
         likely = zip(map(self._text, top.indices.tolist()), top.values.tolist(), strict=True)
         kind: Kind = "plain" if not step.nodes else "replacement" if step.children(event.node) else "bonus"
-        return Own(
-            token, self._text(token), event.position, float(p[token]), kind, is_from_rest, list(likely)
-        )
-
-    def _distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the target chooses from; at temperature 0 it only looks for the largest, and p is shown as at
-        temperature 1."""
-        from paceline.core.sampling import probabilities
-
-        assert self._request is not None, "a step begins before its choices"
-        params = self._request.params
-        return logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)
+        text, chance = self._text(token), float(p[token])
+        return Own(token, text, event.position, chance, kind, is_from_rest, list(likely))

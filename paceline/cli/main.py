@@ -8,6 +8,7 @@ interrupted.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -52,7 +53,9 @@ class _Verbs(TyperGroup):
         return _without_flag_types(super().get_params(ctx))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        console.prepare_streams()
+        for stream in (sys.stdout, sys.stderr):  # a character it cannot write becomes a question mark
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
         sys.exit(self._status(*args, **{**kwargs, "prog_name": "paceline", "standalone_mode": False}))
 
     def _status(self, *args: Any, **kwargs: Any) -> int:

@@ -44,9 +44,7 @@ class Drafting:
 @dataclass(frozen=True)
 class Sampling:
     temperature: float = option(0.7, SAMPLING, "0 is greedy; higher is more varied.")
-    top_p: float = option(
-        0.95, SAMPLING, "Keep the fewest tokens with this share of probability; 1 keeps all."
-    )
+    top_p: float = option(0.95, SAMPLING, "Keep the fewest tokens with this share of probability; 1: all.")
     top_k: int | None = option(None, SAMPLING, "Keep the k most likely tokens.")
     min_p: float | None = option(None, SAMPLING, "Keep tokens at least this likely relative to the best.")
     seed: int | None = option(None, SAMPLING, "Same seed, same text, with or without drafts.")

@@ -15,7 +15,7 @@ from paceline.cli.options import LIVELY, Given
 from paceline.core.errors import ConfigError
 from paceline.core.options import json_object
 
-FILE_NAME = re.compile(r"[^\s{}\[\]:\"']*\.[A-Za-z]\w*")  # no grammar and no JSON object looks like this
+FILE_NAME = re.compile(r"[^\s{}\[\]:\"']*\.[A-Za-z]\w*")  # no grammar and no JSON object is like this
 SHORT = ("method", "num_speculative_tokens", "draft_model")
 STRUCTURED = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 RENAMED = {"stop_token_id": "stop_token_ids", "bad_word": "bad_words"}

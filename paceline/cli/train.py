@@ -15,15 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich import progress
 
 from paceline.cli import console
 from paceline.cli.options import DEVICE_HELP, MAIN, MODEL_HELP
@@ -189,15 +181,16 @@ def _texts(asked: Train, folders: Sequence[Path], bar: _Bar) -> Texts:
     return write_texts(config, bar.reach)
 
 
-class _Bar(Progress):
+class _Bar(progress.Progress):
     """Two bars, one after the other."""
 
-    task, tau = TaskID(0), 0.0
+    task, tau = progress.TaskID(0), 0.0
 
     @classmethod
-    def get_default_columns(cls) -> tuple[ProgressColumn, ...]:
-        texts = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
-        return texts[0], BarColumn(), texts[1], TimeElapsedColumn(), TimeRemainingColumn()
+    def get_default_columns(cls) -> tuple[progress.ProgressColumn, ...]:
+        what, note = progress.TextColumn("{task.description}"), progress.TextColumn("{task.fields[note]}")
+        times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+        return what, progress.BarColumn(), note, *times
 
     def begin(self, what: str, total: int | None) -> None:
         self.task = self.add_task(what, total=total, note="")

@@ -131,7 +131,7 @@ def provenance(trainer: Trainer, command: Sequence[str], found: Mapping[str, Acc
         "trained": {**trained, "seconds": round(place.seconds, 1)},
         "torch": torch.__version__,
         "device": device_name(trainer.device),
-        "acceptance": {name: acceptance.record() for name, acceptance in found.items()},
+        "acceptance": {name: acceptance._asdict() for name, acceptance in found.items()},
         "curve": place.curve,
     }
 

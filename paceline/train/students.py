@@ -42,7 +42,9 @@ class Guess(NamedTuple):
 class Student:
     """What all kinds share: the definition, the target, and the output layer that is guessed with."""
 
-    def __init__(self, config: Any, target: Target, draft_ids: Tensor, max_length: int, module: Any = None):
+    def __init__(
+        self, config: Any, target: Target, draft_ids: Tensor, max_length: int, module: Any = None
+    ) -> None:
         """module: where the definition is a part of another; otherwise it is made, with first weights."""
         device = target.head.device
         self.config, self.target, self.draft_ids = config, target, draft_ids.to(device)
@@ -177,10 +179,8 @@ class DflashStudent(Student):
         x = self.target.embed(tokens.flatten(1)).to(module.norm.weight.dtype)  # [B, A * size, hidden]
         positions = (places[..., None] + 1 + torch.arange(size, device=device)).flatten(1)
         angles = self.tables.at(torch.arange(length, device=device))
-        context, visible = (
-            module.keys_values(seen.features(config.taps), angles),
-            _visible(places, length, size),
-        )
+        context = module.keys_values(seen.features(config.taps), angles)
+        visible = _visible(places, length, size)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             far_k, far_v = context[i]  # [B, S, kv_heads, dim]
@@ -225,13 +225,14 @@ def _visible(places: Tensor, length: int, size: int) -> Tensor:
     return torch.cat([upto.repeat_interleave(size, 1), own], -1)[:, None]
 
 
+STUDENTS: dict[str, Any] = {
+    "eagle": EagleStudent,
+    "medusa": MedusaStudent,
+    "draft": DraftStudent,
+    "dflash": DflashStudent,
+}
+
+
 def build_student(config: HeadConfig, target: Target, draft_ids: Tensor, max_length: int) -> Student:
-    students = {
-        "eagle": EagleStudent,
-        "medusa": MedusaStudent,
-        "draft": DraftStudent,
-        "dflash": DflashStudent,
-    }
-    student: Any = students[config.kind]
-    found: Student = student(config, target, draft_ids, max_length)
+    found: Student = STUDENTS[config.kind](config, target, draft_ids, max_length)
     return found

@@ -86,14 +86,9 @@ class Trainer:
         ids = torch.from_numpy(lessons.draft_ids)
         self.head = build_student(self.config, lessons.target, ids, recipe.max_length)
         self.weights: dict[str, torch.nn.Parameter] = dict(self.head.module.named_parameters())
-        decay, is_gpu = recipe.weight_decay, self.device.type == "cuda"
-        made: dict[str, Any] = {
-            "lr": recipe.rate,
-            "betas": (0.9, 0.95),
-            "weight_decay": decay,
-            "fused": is_gpu,
-        }
-        self.optimizer = torch.optim.AdamW(self.weights.values(), **made)
+        fixed: dict[str, Any] = {"betas": (0.9, 0.95), "fused": self.device.type == "cuda"}
+        weights, decay = self.weights.values(), recipe.weight_decay
+        self.optimizer = torch.optim.AdamW(weights, lr=recipe.rate, weight_decay=decay, **fixed)
         kept = self.weights if recipe.average else {}
         self.average = {name: weight.detach().clone() for name, weight in kept.items()}
         self.place, self.last_loss, self.is_fresh = Place(), torch.zeros(()), True
@@ -157,7 +152,7 @@ class Trainer:
             what = f"the loss is {float(self.last_loss)} after {self.place.step} steps"
             raise ConfigError(f"{what}; lower the learning rate")
         found = self.accept(self.lessons.texts, self.lessons.held)
-        record = {**self.numbers(), "loss": float(self.last_loss), **found.record()}
+        record = {**self.numbers(), "loss": float(self.last_loss), **found._asdict()}
         self.place.curve.append(record)
         return record
 
