@@ -150,8 +150,8 @@ def _compared(plain: Answer, drafted: Answer) -> dict[str, Any]:
 def _print_table(screen: Console, found: dict[str, Any]) -> None:
     same = "[green]yes[/green]" if found["identical"] else "[bold red]no[/bold red]"
     plain, drafted = (cell(found[name]["tokens_per_second"], "{:.1f}") for name in ("plain", "drafted"))
-    tau, alpha, speedup = (cell(found[name], "{:.2f}") for name in ("tau", "alpha", "speedup"))
-    first = ("plain", plain, "1.00", "-", "-" if found["speedup"] is None else "1.00", "")
-    rows = [first, (found["method"], drafted, tau, alpha, speedup, same)]
+    tau, alpha, speedup = cell(found["tau"], "{:.2f}"), cell(found["alpha"], "{:.2f}"), found["speedup"]
+    first = ("plain", plain, "1.00", "-", "-" if speedup is None else "1.00x", "")
+    rows = [first, (found["method"], drafted, tau, alpha, cell(speedup, "{:.2f}x"), same)]
     console.show(screen, Table("", ("",), ("tokens/s", "τ", "α", "speedup", "identical"), rows))
-    console.write(screen, LEGEND + (UNTIMED if found["speedup"] is None else ""), style="dim")
+    console.write(screen, LEGEND + (UNTIMED if speedup is None else ""), style="dim")

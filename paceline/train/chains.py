@@ -111,7 +111,9 @@ def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
     rows = torch.tensor([3, 7, 8, 13], device=device)
     try:
         with torch.enable_grad():
-            outputs = [way(*inputs, rows, dim**-0.5) for way in (_fused_way, plain_chain_attention)]
+            outputs = [
+                way(*inputs, rows, dim**-0.5) for way in (_ChainAttention.apply, plain_chain_attention)
+            ]
             found = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
     except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
         return False
@@ -120,19 +122,16 @@ def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
     return all(torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in pairs)
 
 
-def _fused_way(*arguments: Any) -> Tensor:
-    found: Tensor = _ChainAttention.apply(*arguments)
-    return found
-
-
 def chain_attention(
     q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
     """q [N, H, D] of the rows (b * S + t); own_k, own_v [N, K, H, D] of their chains, K may be 0; k, v [B, H,
     S, D] of the text. A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D]."""
-    way = _fused_way if _is_fused_exact(str(q.device), q.dtype, q.shape[-1]) else plain_chain_attention
+    is_fused = _is_fused_exact(str(q.device), q.dtype, q.shape[-1])
+    way: Any = _ChainAttention.apply if is_fused else plain_chain_attention
     with torch.autocast(q.device.type, enabled=False):  # sums and exponents stay in float32
-        return way(q, own_k, own_v, k, v, rows, scale)
+        found: Tensor = way(q, own_k, own_v, k, v, rows, scale)
+    return found
 
 
 class Chains:
