@@ -17,7 +17,7 @@ from paceline.core.formulas import speedup
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request, ScheduledRequest
 from paceline.engine.policy.auto import AutoPolicy
-from paceline.engine.policy.base import FixedPolicy, Policy
+from paceline.engine.policy.base import FixedPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.policy.switch import CREDIT, FIRST_OFF, MOST_OFF, NUM_PLAIN, Switch
 from paceline.engine.stats import AFTER, SpecStats, Suspicion
@@ -376,7 +376,7 @@ def test_where_no_time_is_told_drafts_are_made_all_the_same() -> None:
                 policy.observe = observe  # type: ignore[method-assign]
 
     world = Untimed(policy, FLAT)
-    world.run(1, 20)
+    world.run(1, NUM_PLAIN + 20)
     assert world.num_checked > 100
 
 
