@@ -22,7 +22,7 @@ from paceline.cli.options import DEVICE_HELP, MAIN, MODEL_HELP
 from paceline.core.options import nearest, option, require
 
 if TYPE_CHECKING:
-    from paceline.train.shards import Texts
+    from paceline.train.texts import Texts
 
 WRITING = 0.4  # of the time where hours are given
 DEFAULT_TOKENS = 2_000_000
@@ -83,7 +83,7 @@ def train(asked: Train) -> None:
     from paceline.runtime.device import resolve
     from paceline.train.recipes import recipe_for
     from paceline.train.session import train as run
-    from paceline.train.shards import load_shard
+    from paceline.train.texts import load_shard
     from paceline.train.trainer import Limit, TrainConfig
 
     names, hours = _kinds(asked), asked.hours
@@ -159,7 +159,7 @@ def _texts(asked: Train, folders: Sequence[Path], bar: _Bar) -> Texts:
     """Given, left by a training that goes on, or written now."""
     from paceline.measure.prompts import load
     from paceline.train.data import WriteConfig, write_texts
-    from paceline.train.shards import joined, load_shards
+    from paceline.train.texts import joined, load_shards
 
     own, hours = asked.out / "text", asked.hours
     is_begun = asked.resume and any((folder / "state").is_dir() for folder in folders)

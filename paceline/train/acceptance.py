@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.train.losses import Mix, agreement
-from paceline.train.stream import Batch
 from paceline.train.students import Student
+from paceline.train.texts import Batch
 
 
 class Acceptance(NamedTuple):

@@ -54,10 +54,6 @@ class Recipe:
         remedy = "use a number from 0 to below 1, such as 0.999"
         require(0 <= self.average < 1, "average", self.average, remedy)
 
-    def rate_for(self, width: int) -> float:
-        """Wide layers add up more of every step, so they take smaller ones."""
-        return self.rate * min(max(WIDTH / width, 0.2), 4.0)
-
 
 RECIPES: dict[str, Recipe] = {
     "eagle": Recipe("eagle", Mix(soft=1.0), decay=0.8),

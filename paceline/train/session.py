@@ -22,10 +22,10 @@ from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import read_json
 from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
+from paceline.train.lessons import Known, prepare
 from paceline.train.recipes import RECIPES, Recipe
 from paceline.train.save import PROVENANCE, STATE, load_state, read_head, save_head
-from paceline.train.shards import Texts
-from paceline.train.target import Known, prepare
+from paceline.train.texts import Texts
 from paceline.train.trainer import TrainConfig, Trainer, run
 
 
@@ -38,7 +38,10 @@ def train(
     if begun is not None and not config.is_resumed:
         remedy = "resume it (--resume), or choose another folder"
         raise ConfigError(f"{begun} holds a training that was begun; {remedy}")
-    starts = [_start_of(recipe, config.start) for recipe in recipes.values()]
+    start, kinds = config.start, [recipe.kind for recipe in recipes.values()]
+    starts = [start] * len(kinds)
+    if start is not None and any((start / kind).is_dir() for kind in RECIPES):  # a head for some of the kinds
+        starts = [start / kind if (start / kind).is_dir() else None for kind in kinds]
     lessons = prepare(checkpoint, texts, next(iter(recipes.values())), config.device, known=_known(starts))
     trainers = [Trainer(lessons, recipe, config.limit, config.seed) for recipe in recipes.values()]
     for trainer, state, first in zip(trainers, states, starts, strict=True):
@@ -63,13 +66,6 @@ def _finish(trainer: Trainer, folder: Path, first: Path | None, config: TrainCon
     draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)
     config.report("saved", {"kind": trainer.recipe.kind, "acceptance": apart})
     return held_out
-
-
-def _start_of(recipe: Recipe, start: Path | None) -> Path | None:
-    """The head that a recipe's training starts from; none where a folder has heads of other kinds only."""
-    if start is None or not any((start / kind).is_dir() for kind in RECIPES):
-        return start
-    return start / recipe.kind if (start / recipe.kind).is_dir() else None
 
 
 def _known(starts: Sequence[Path | None]) -> Known | None:

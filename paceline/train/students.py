@@ -18,8 +18,8 @@ from paceline.heads.modules import empty_module
 from paceline.models.layer import causal, masked
 from paceline.models.rope import rotary_tables
 from paceline.train.chains import Chains
-from paceline.train.stream import Batch
-from paceline.train.target import Seen, Target
+from paceline.train.lessons import Seen, Target
+from paceline.train.texts import Batch
 
 # Of first weights whose names hold these; all others have 1 / sqrt(width).
 DEVIATIONS = {"o_proj": 0.01, "down_proj": 0.01, "blocks.": 0.01, "markov_w1": 0.02, "markov_w2": 1e-3}
@@ -65,11 +65,10 @@ class Student:
         return found
 
     def start_from(self, seen: Seen, batch: Batch) -> None:
-        """A look at a first batch before training: nothing by default."""
-
-    def _even_out(self, seen: Seen, batch: Batch) -> None:
-        """Some channels of a residual stream are a thousand times larger than others: start with all of them
-        alike."""
+        """A look at a first batch before training. Some channels of a residual stream are a thousand times
+        larger than others: kinds that fuse several start with all of them alike."""
+        if self.config.kind not in ("eagle", "dflash"):
+            return
         features = seen.features(self.config.hidden_layers).flatten(0, 1)[batch.rows].float()
         self.module.fc.weight.data /= features.square().mean(0).sqrt().clamp(min=1e-6)
 
@@ -92,9 +91,6 @@ def first_weights(config: HeadConfig, rows: Tensor) -> Any:
 
 
 class EagleStudent(Student):
-    def start_from(self, seen: Seen, batch: Batch) -> None:
-        self._even_out(seen, batch)
-
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         module, rows, embed = self.module, batch.rows, self.target.embed
         fused = module.source(seen.features(self.config.taps))  # [B, S, hidden]
@@ -166,9 +162,6 @@ class DflashStudent(Student):
         self._draft_of = torch.full_like(target.head[:, 0], config.draft_vocab_size, dtype=torch.int64)
         self._draft_of[self.draft_ids] = torch.arange(len(draft_ids), device=self._draft_of.device)
 
-    def start_from(self, seen: Seen, batch: Batch) -> None:
-        self._even_out(seen, batch)
-
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         config, module, device = self.config, self.module, batch.ids.device
         anchors, is_real = self._anchors(batch, draw)  # [B, A]: rows, and which of them count
@@ -225,14 +218,7 @@ def _visible(places: Tensor, length: int, size: int) -> Tensor:
     return torch.cat([upto.repeat_interleave(size, 1), own], -1)[:, None]
 
 
-STUDENTS: dict[str, Any] = {
-    "eagle": EagleStudent,
-    "medusa": MedusaStudent,
-    "draft": DraftStudent,
-    "dflash": DflashStudent,
-}
-
-
 def build_student(config: HeadConfig, target: Target, draft_ids: Tensor, max_length: int) -> Student:
-    found: Student = STUDENTS[config.kind](config, target, draft_ids, max_length)
-    return found
+    kinds = {"eagle": EagleStudent, "medusa": MedusaStudent, "dflash": DflashStudent, "draft": DraftStudent}
+    student: Student = kinds[config.kind](config, target, draft_ids, max_length)
+    return student

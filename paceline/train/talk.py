@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.loaders.tokenizer import Tokenizer
-from paceline.train.writing import Ask, Conversation
 
 Message = Mapping[str, str]
 MARK = "\u2021\u2021here\u2021\u2021"  # stands for a user's words while the template is looked through
@@ -35,6 +35,19 @@ SYSTEM_PROMPTS = (
 FIRST_WORDS = (
     "The", "A", "In", "When", "How", "It", "def", "1.", "#", "Dear", "We", "I", "There", "What", "On", "If",
 )  # fmt: skip
+
+
+class Ask(NamedTuple):
+    """One completion that a conversation wants."""
+
+    prompt: Sequence[int]
+    temperature: float
+    max_tokens: int
+    seed: int
+    is_kept: bool = True  # a text to learn from; else a step towards one, such as an invented prompt
+
+
+Conversation = Generator[Ask, list[int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,12 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.heads.config import HeadConfig
 from paceline.train.acceptance import Acceptance, measure
+from paceline.train.lessons import Lessons, Seen
 from paceline.train.losses import Teacher, agreement
-from paceline.train.recipes import Recipe, head_config
+from paceline.train.recipes import WIDTH, Recipe, head_config
 from paceline.train.save import save_state
-from paceline.train.shards import Texts
-from paceline.train.stream import Batch, batches, prefetched
 from paceline.train.students import build_student
-from paceline.train.target import Lessons, Seen
+from paceline.train.texts import Batch, Texts, batches, prefetched
 
 
 class Limit(NamedTuple):
@@ -140,10 +139,13 @@ class Trainer:
         return {"loss": self.last_loss, "right": torch.stack(right).mean(), **self.numbers()}
 
     def _rate(self) -> float:
-        share, highest = self.share, self.recipe.rate_for(self.config.hidden_size)
-        if share < self.recipe.warm_up:
-            return highest * max(share / self.recipe.warm_up, 0.01)
-        after = (share - self.recipe.warm_up) / (1 - self.recipe.warm_up)
+        """Rises to the recipe's rate, then falls as a cosine; wide layers add up more of every step, so they
+        take smaller ones."""
+        share, warm_up = self.share, self.recipe.warm_up
+        highest = self.recipe.rate * min(max(WIDTH / self.config.hidden_size, 0.2), 4.0)
+        if share < warm_up:
+            return highest * max(share / warm_up, 0.01)
+        after = (share - warm_up) / (1 - warm_up)
         return highest * max(0.5 + 0.5 * math.cos(math.pi * after), 0.01)
 
     def measure(self) -> dict[str, Any]:

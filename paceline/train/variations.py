@@ -11,8 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.train.talk import FOLLOW_UPS, Style, about, chat, invented, questions_in, raw
-from paceline.train.writing import Conversation
+from paceline.train.talk import FOLLOW_UPS, Conversation, Style, about, chat, invented, questions_in, raw
 
 LONGEST_PROMPT = 5000  # characters
 LANGUAGES = ("German",) * 6 + ("French", "Spanish", "Italian", "Dutch", "Portuguese")

@@ -17,17 +17,25 @@ from paceline.core.errors import ConfigError, ModelFileError
 from paceline.heads.config import check_target, read_head_config, target_hash, write_head_config
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
-from paceline.train.data import WriteConfig, write_texts
+from paceline.train.data import WriteConfig, Writer, write_texts
+from paceline.train.lessons import Target, answer_counts, draft_vocabulary, prepare
 from paceline.train.recipes import Recipe, recipe_for
 from paceline.train.save import read_head, save_head
 from paceline.train.session import train
-from paceline.train.shards import Texts, Written, from_written, joined, load_shard, load_shards, save_shard
-from paceline.train.stream import batches, split
 from paceline.train.talk import Style, conversations, questions_in
-from paceline.train.target import Target, answer_counts, draft_vocabulary, prepare
+from paceline.train.texts import (
+    Texts,
+    Written,
+    batches,
+    from_written,
+    joined,
+    load_shard,
+    load_shards,
+    save_shard,
+    split,
+)
 from paceline.train.trainer import Limit, TrainConfig, Trainer
 from paceline.train.variations import varied
-from paceline.train.writing import Writer
 from tests.make_models import VOCAB, tiny_hf
 from tests.train.small import CPU, VARIANTS, head_of, piece, small, some_batch
 

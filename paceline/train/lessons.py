@@ -22,8 +22,7 @@ from paceline.models.decoder import Transformer
 from paceline.models.layer import causal
 from paceline.train.losses import Teacher, teach
 from paceline.train.recipes import Recipe
-from paceline.train.shards import Texts
-from paceline.train.stream import ROUND, Batch, split
+from paceline.train.texts import ROUND, Batch, Texts, split
 
 PIECE = 1 << 14  # sequences that are counted together: an index of every token would be larger than the text
 
