@@ -16,9 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import LLM
-from paceline.cli.explain_html import page
+from paceline.cli.explain_render import page, print_step, shown
 from paceline.cli.explain_steps import EXPLAINED, Recorder, Step
-from paceline.cli.explain_text import print_step, shown
 from paceline.cli.main import app
 from paceline.core.accept import accept, rule_of
 from paceline.core.noise import Noise

@@ -29,9 +29,9 @@ from paceline.models.layer import Linear, rms_norm
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_memory import KvMemory
 from paceline.runtime.torch_backend import TorchBackend
-from paceline.train.stream import Batch
+from paceline.train.lessons import Target
 from paceline.train.students import build_student
-from paceline.train.target import Target
+from paceline.train.texts import Batch
 from tests.heads import Oracle, Tensors, config_of, eagle_1, random_head, random_tensors, trunk_of
 from tests.laws.harness import (
     CONFIG,

@@ -23,7 +23,7 @@ class EngineOptions:
     # at each step; {"method": "auto", "head": False}: without the head; None or "off": plain decoding;
     # {"method": "suffix" | "ngram" | "draft_model" | ..., options}: that drafter, as much as pays; with
     # "num_speculative_tokens": K: always K tokens.
-    speculative_config: dict[str, Any] | str | None = option(  # noqa: RUF009
+    speculative_config: dict[str, Any] | str | None = option(
         "auto",
         SPECULATION,
         'auto, off, or all of it as JSON: {"method": "ngram", "prompt_lookup_max": 4}.',

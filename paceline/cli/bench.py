@@ -1,5 +1,5 @@
-"""`paceline bench`: Paceline and its peers on the same prompts. Alone it runs the comparison; sub-commands
-measure single parts.
+"""The verbs that measure: `paceline bench` (alone it compares Paceline and its peers on the same prompts;
+sub-commands measure single parts), `tune` and `plan`.
 
 Options are the dataclasses of measure/options.py, the work is done in paceline/measure/; here are the
 progress bar, the tables and the exit status.
@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from paceline.cli import console, parsing
-from paceline.cli.bench_console import show, telling
-from paceline.cli.options import Given, as_command, with_options
-from paceline.core.errors import ConfigError
-from paceline.core.options import options_of
+from paceline.cli.options import as_command
 from paceline.measure import options
 
 VERBS = {
@@ -46,28 +43,48 @@ def measured(verb: str, asked: Any) -> None:
         parsing.check_target("--plot", target if is_file else None)
     module = results.module_of(verb)
     run = module.Run(asked)
-    with telling(run.num_turns) as tell:
+    with console.telling(run.num_turns) as tell:
         report = results.described(verb, run.report(tell))
     if asked.json is not None:
         asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     screen = console.stdout()
     for table in module.tables(report):
-        show(screen, table)
+        console.show(screen, table)
     console.write(screen, module.LEGEND, style="dim")
-    for path in plots.draw(verb, report, target) if target is not None else ():
-        console.write(console.stderr(), f"drawn: {path}\n")
+    _draw(verb, report, target)
     if report.get("is_interrupted"):
         raise typer.Exit(INTERRUPTED)
     if not report.get("is_ok", True):
         raise typer.Exit(1)
 
 
-def _compare(ctx: typer.Context, given: Annotated[Given, options_of(options.Compare)]) -> None:
-    if ctx.invoked_subcommand is None:
-        measured("compare", options.Compare(**given))
-    elif given:  # an option before the sub-command would be read by none
-        option, verb = "--" + next(iter(given)).replace("_", "-"), ctx.invoked_subcommand
-        raise ConfigError(f"{option} stands before {verb}; write it after the sub-command's name")
+def tune(asked: options.Tune) -> None:
+    measured("tune", asked)
+
+
+def plan(asked: options.Paper) -> None:
+    from paceline.measure import plan as planning
+    from paceline.measure import plots
+
+    if asked.plot is not None:
+        plots.check()
+        parsing.check_target("--plot", asked.plot)
+    planning.check(asked)
+    with console.stderr().status("measuring this machine"):
+        report = planning.report_of(asked)
+    if asked.json:
+        console.write_json(console.stdout(), report)
+    else:
+        for table in planning.tables(report):
+            console.show(console.stdout(), table)
+    _draw("plan", report, asked.plot)
+
+
+def _draw(verb: str, report: dict[str, Any], target: Path | None) -> None:
+    from paceline.measure import plots
+
+    for path in plots.draw(verb, report, target) if target is not None else ():
+        console.write(console.stderr(), f"drawn: {path}\n")
 
 
 def _tables(asked: options.Tables) -> None:
@@ -77,8 +94,7 @@ def _tables(asked: options.Tables) -> None:
         console.write(console.stderr(), f"wrote {path}\n")
 
 
-_compare.__doc__ = options.Compare.__doc__
-app.callback()(with_options(_compare))
+app.callback()(as_command(partial(measured, "compare"), options.Compare))
 for _name, _options in VERBS.items():
-    app.command(_name)(as_command(_options, partial(measured, _name)))
-app.command("tables")(as_command(options.Tables, _tables))
+    app.command(_name)(as_command(partial(measured, _name), _options))
+app.command("tables")(as_command(_tables))

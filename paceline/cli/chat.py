@@ -8,38 +8,25 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, TextIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
 
-import typer
-
+import paceline
 from paceline.cli import console, options, parsing
-from paceline.cli.options import Given, Sampling
-from paceline.cli.streaming import checked_prompt, collect, on_interrupt
+from paceline.cli.options import ENGINE, MAIN, SAMPLING, Given, Sampling, group
+from paceline.cli.streaming import Answer, checked_prompt, on_interrupt, print_answer
 from paceline.core.errors import RequestError
-from paceline.core.options import options_of
+from paceline.core.options import option, options_of
 
 if TYPE_CHECKING:
     from paceline.api.llm import LLM
-    from paceline.api.results import Chunk
-    from paceline.cli.streaming import Answer
     from paceline.core.params import SamplingParams
 
-HELP = (
-    "/exit or Ctrl-D leaves, /reset forgets the conversation, /stats shows how fast it went, Ctrl-C stops an "
-    "answer."
-)
+HELP = "/exit or Ctrl-D leaves, /reset forgets what was said, /stats tells the speed, Ctrl-C stops an answer."
 
 
-def chat(
-    engine: options.Engine,
-    sampling: Annotated[
-        Given, options_of(Sampling, "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-    ],
-    system: options.System = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.", rich_help_panel="Sampling")] = 512,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Chat:
     """Talk with a model. /help lists what else can be typed.
 
     Examples:
@@ -48,18 +35,51 @@ def chat(
 
       printf 'Hello\\nWhat did I just say?\\n' | paceline chat --temperature 0 --json
     """
-    from paceline import LLM
 
-    params, chosen = parsing.sampling_params(sampling, max_tokens=max_tokens), parsing.engine_options(engine)
-    source = console.stdin()
-    with LLM(chosen) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
-        conversation = Conversation(llm, params, system, as_json)
+    engine: Given = group(ENGINE)
+    sampling: Given = group(options_of(Sampling, "temperature", "top_p", "top_k", "min_p", "seed", "stop"))
+    system: str | None = option(None, MAIN, options.SYSTEM_HELP)
+    max_tokens: int = option(512, SAMPLING, "Longest answer.")
+    json: bool = option(False, MAIN, options.JSON_HELP)
+
+
+def chat(asked: Chat) -> None:
+    params = parsing.sampling_params(asked.sampling | {"max_tokens": asked.max_tokens})
+    engine, source = parsing.engine_options(asked.engine), console.stdin()
+    opening = [{"role": "system", "content": asked.system}] if asked.system is not None else []
+    messages, answers = list(opening), list[Answer]()
+    with paceline.LLM(engine) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
         if source.isatty():
-            console.stderr().print(HELP, style="dim")
+            console.hint(HELP)
         for line in _lines(source):
             if line == "/exit":
                 break
-            conversation.hear(line)
+            if line == "/help":
+                console.hint(HELP)
+            elif line == "/reset":
+                messages = list(opening)
+                console.hint("forgotten")
+            elif line == "/stats":
+                _print_stats(answers)
+            elif line.startswith("/"):
+                console.stderr().print(f"there is no {line.split()[0]}; {HELP}", style="yellow", markup=False)
+            else:
+                asking = [*messages, {"role": "user", "content": line}]
+                if answer := _answer(llm, asking, params, asked.json):
+                    messages = [*asking, {"role": "assistant", "content": answer.text}]
+                    answers.append(answer)
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, as_json: bool) -> Answer | None:
+    try:
+        checked_prompt(messages[-1]["content"])
+        answer = print_answer(llm.stream_chat(messages, params), as_json)
+    except RequestError as error:  # most often the conversation no longer fits: the session goes on
+        console.print_error(f"{error} (in a conversation: /reset starts a new one)")
+        return None
+    if answer.is_interrupted:
+        console.hint("(stopped)")
+    return answer
 
 
 def _lines(source: TextIO) -> Iterator[str]:
@@ -71,87 +91,30 @@ def _lines(source: TextIO) -> Iterator[str]:
 
     while True:
         try:
-            line = _ask().strip()
+            with on_interrupt(signal.default_int_handler):
+                if not sys.stdout.isatty():  # stdout is being collected: keep it to the answers
+                    console.write(console.stderr(), "> ")
+                line = input("> " if sys.stdout.isatty() else "").strip()
         except EOFError:
             console.write(console.stderr(), "\n")
             return
         except KeyboardInterrupt:
-            console.stderr().print("\n/exit or Ctrl-D leaves", style="dim")
+            console.hint("\n/exit or Ctrl-D leaves")
             continue
         if line:
             yield line
 
 
-def _ask() -> str:
-    with on_interrupt(signal.default_int_handler):
-        if sys.stdout.isatty():
-            return input("> ")
-        console.write(console.stderr(), "> ")  # stdout is being collected: keep it to the answers
-        return input()
-
-
-@dataclass(slots=True)
-class Conversation:
-    llm: LLM
-    params: SamplingParams
-    system: str | None
-    as_json: bool
-    messages: list[dict[str, str]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-
-    def hear(self, line: str) -> None:
-        if line == "/help":
-            console.stderr().print(HELP, style="dim")
-        elif line == "/reset":
-            self.reset()
-            console.stderr().print("forgotten", style="dim")
-        elif line == "/stats":
-            self.print_stats()
-        elif line.startswith("/"):
-            console.stderr().print(f"there is no {line.split()[0]}; {HELP}", style="yellow", markup=False)
-        else:
-            self.answer(line)
-
-    def answer(self, text: str) -> None:
-        screen = console.stdout()
-
-        def show(chunk: Chunk) -> None:
-            if not self.as_json:
-                console.write(screen, chunk.text)
-
-        self.messages.append({"role": "user", "content": text})
-        try:
-            checked_prompt(text)
-            answer = collect(self.llm.stream_chat(self.messages, self.params), show)
-        except RequestError as error:  # most often the conversation no longer fits: the session goes on
-            self.messages.pop()
-            console.print_error(RequestError(f"{error} (in a conversation: /reset starts a new one)"))
-            return
-        self.messages.append({"role": "assistant", "content": answer.text})
-        self.answers.append(answer)
-        if self.as_json:
-            console.write_json(screen, answer.to_json())
-        else:
-            console.write(screen, "\n")
-        if answer.is_interrupted:
-            console.stderr().print("(stopped)", style="dim")
-
-    def print_stats(self) -> None:
-        done = [a.completion.stats for a in self.answers if a.completion is not None]
-        num_tokens, num_steps = sum(s.num_tokens for s in done), sum(s.num_steps for s in done)
-        drafted, accepted = sum(s.num_drafted for s in done), sum(s.num_accepted for s in done)
-        timed = [a for a in self.answers if a.last_at > a.first_at]
-        seconds = sum(a.last_at - a.first_at for a in timed)
-        speed = sum(len(a.token_ids) - a.num_first for a in timed) / seconds if seconds else 0.0
-        tau = num_tokens / num_steps if num_steps else 0.0
-        console.stderr().print(
-            f"{len(self.answers)} answers ({len(self.answers) - len(done)} stopped), {num_tokens} tokens, "
-            f"{num_steps} steps (τ {tau:.2f}), {accepted} of {drafted} drafted tokens accepted, "
-            f"{speed:.1f} tokens/s"
-        )
+def _print_stats(answers: list[Answer]) -> None:
+    done = [a.completion.stats for a in answers if a.completion is not None]
+    num_tokens, num_steps = sum(s.num_tokens for s in done), sum(s.num_steps for s in done)
+    drafted, accepted = sum(s.num_drafted for s in done), sum(s.num_accepted for s in done)
+    timed = [a for a in answers if a.last_at > a.first_at]
+    seconds = sum(a.last_at - a.first_at for a in timed)
+    speed = sum(len(a.token_ids) - a.num_first for a in timed) / seconds if seconds else 0.0
+    tau = num_tokens / num_steps if num_steps else 0.0
+    console.stderr().print(
+        f"{len(answers)} answers ({len(answers) - len(done)} stopped), {num_tokens} tokens, "
+        f"{num_steps} steps (τ {tau:.2f}), {accepted} of {drafted} drafted tokens accepted, "
+        f"{speed:.1f} tokens/s"
+    )

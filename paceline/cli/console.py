@@ -11,21 +11,19 @@ from __future__ import annotations
 import io
 import json
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
 
 from paceline.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from paceline.measure.results import Table, Tell
 
 ESCAPES = {0x1B: None, 0x9B: None}  # what begins a command to a terminal
-
-
-def prepare_streams() -> None:
-    """A character that the stream cannot write becomes a question mark, not a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def stdin() -> TextIO:
@@ -38,25 +36,23 @@ def stdin() -> TextIO:
     return sys.stdin
 
 
-def stdout(is_recorded: bool = False) -> Console:
-    """A recorded console can be saved as a picture."""
-    from rich.console import Console
-
-    return Console(highlight=False, record=is_recorded)
+def stdout(is_recorded: bool = False, is_quiet: bool = False) -> Console:
+    """A recorded console can be saved as a picture; a quiet one shows nothing, for those who want JSON."""
+    return Console(highlight=False, record=is_recorded, quiet=is_quiet)
 
 
 def stderr() -> Console:
-    from rich.console import Console
-
     return Console(stderr=True, highlight=False)
 
 
-def has_colours(console: Console) -> bool:
-    return console.record or (console.color_system is not None and not console.no_color)
+def hint(text: str) -> None:
+    stderr().print(text, style="dim", markup=False)
 
 
 def write(console: Console, text: str, style: str | None = None) -> None:
     """Text as it is: no markup, no wrapping, no line end."""
+    if console.quiet:
+        return
     if console.record or (style is not None and console.color_system is not None):
         console.print(text, style=style, end="", markup=False, emoji=False, soft_wrap=True)
         return
@@ -75,3 +71,41 @@ def print_error(error: Exception | str) -> None:
     console = stderr()
     write(console, "error: ", style="bold red")
     write(console, " ".join(str(error).split()).translate(ESCAPES) + "\n", style="red")
+
+
+@contextmanager
+def telling(num_turns: int | None) -> Iterator[Tell]:
+    """A progress bar on stderr. `num_turns` None: not known beforehand."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr()) as progress:
+        task = progress.add_task("starting", total=num_turns)
+        is_terminal, said = progress.console.is_terminal, set[str]()
+
+        def tell(what: str, num_done: int) -> None:
+            progress.update(task, description=what, advance=num_done)
+            if not is_terminal and what not in said:
+                said.add(what)
+                write(progress.console, f"{what}\n")  # a log gets a line where a terminal gets a bar
+
+        yield tell
+
+
+def show(screen: Console, table: Table) -> None:
+    """Columns of words, then columns of numbers; long words may fold where the terminal is narrow."""
+    made = RichTable(
+        title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for name in table.names:  # several columns of words hold short ones, which should stay whole
+        made.add_column(name, overflow="fold", no_wrap=len(table.names) > 2)
+    for name in table.numbers:
+        made.add_column(name, justify="right", overflow="fold")
+    before: Sequence[str] = ()
+    for row in table.rows:  # a name is written once for all its rows
+        names = tuple(row[: len(table.names)])
+        is_repeated = bool(names) and names == before
+        made.add_row(*(("",) * len(names) if is_repeated else names), *row[len(table.names) :])
+        before = names
+    if table.rows:
+        screen.print(made)
+    for note in table.notes:
+        write(screen, f"{note}\n", style="yellow")

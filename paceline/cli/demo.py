@@ -1,40 +1,40 @@
 """`paceline demo`: the same prompt twice, plain and with drafts, and what the drafts changed: the time, and
 nothing else.
+
+Invariant: a speed is only named where something was timed; the tokens of the first step came with the prompt
+and are not.
 """
 
 from __future__ import annotations
 
 import codecs
-import dataclasses
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
-from paceline.cli import console, demo_report, options, parsing
-from paceline.cli.options import LOADING, Drafting, Given
-from paceline.cli.streaming import Answer, Prompt, as_prompt, checked_prompt, collect
+import paceline
+from paceline import SamplingParams
+from paceline.cli import console, parsing
+from paceline.cli.options import JSON_HELP, LOADING, MAIN, Drafting, Given, group
+from paceline.cli.streaming import Answer, as_prompt, checked_prompt, collect
 from paceline.core.errors import ConfigError
-from paceline.core.options import options_of
+from paceline.core.options import option, options_of
+from paceline.measure.results import Table, cell
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from paceline.api.llm import LLM
     from paceline.api.results import Chunk
-    from paceline.core.params import SamplingParams
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
+LEGEND = "τ: tokens a step of the target; α: share of drafted tokens accepted; time: decoding alone.\n"
+UNTIMED = "There is nothing to time: the whole answer came with the first step; raise --max-tokens.\n"
 
 
-def demo(
-    engine: Annotated[Given, [*LOADING, *options_of(Drafting)]],
-    prompt: Annotated[str, typer.Option(help="Your own text, or the number of a shipped prompt.")] = "203",
-    max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Above 0 both runs use the same seed.")] = 0.0,
-    svg: Annotated[Path | None, typer.Option(help="Also save what is shown as a picture.")] = None,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Demo:
     """Show plain and speculative decoding of one prompt side by side.
 
     Examples:
@@ -43,47 +43,45 @@ def demo(
 
       paceline demo --method early_exit --prompt "Tell me about tides." --max-tokens 64
     """
-    from paceline import LLM
 
-    parsing.check_target("--svg", svg)
-    if svg is not None and as_json:
-        raise ConfigError(f"--svg is {svg} but --json shows nothing to draw; use one of them")
-    chosen = parsing.engine_options(engine)
-    config = chosen.speculative_config
+    engine: Given = group([*LOADING, *options_of(Drafting)])
+    prompt: str = option("203", MAIN, "Your own text, or the number of a shipped prompt.")
+    max_tokens: int = option(128, MAIN, "Stop after this many tokens.")
+    temperature: float = option(0.0, MAIN, "Above 0 both runs use the same seed.")
+    svg: Path | None = option(None, MAIN, "Also save what is shown as a picture.")
+    json: bool = option(False, MAIN, JSON_HELP)
+
+
+def demo(asked: Demo) -> None:
+    parsing.check_target("--svg", asked.svg)
+    if asked.svg is not None and asked.json:
+        raise ConfigError(f"--svg is {asked.svg} but --json shows nothing to draw; use one of them")
+    engine = parsing.engine_options(asked.engine)
+    config = engine.speculative_config
     if config is None:
-        remedy = "use auto, suffix, ngram, draft_model or another"
-        raise ConfigError(f"--method is {engine['method']}, so there is nothing to compare; {remedy}")
-    text = checked_prompt(_find_prompt(prompt))
-    plain, drafted = _params(temperature, max_tokens)
-    screen = None if as_json else console.stdout(is_recorded=svg is not None)
-    with LLM(chosen) as llm:
-        prompt_ids = as_prompt(llm, text)
-        _warm_up(llm, prompt_ids)
-        if screen is not None:
-            screen.rule("prompt", style="dim")
-            console.write(screen, text + "\n")
-        name_of_drafts = config if isinstance(config, str) else config["method"]
+        what = f"--method is {asked.engine['method']}, so there is nothing to compare"
+        raise ConfigError(f"{what}; use auto, suffix, ngram, draft_model or another")
+    text = checked_prompt(_find_prompt(asked.prompt))
+    seed = None if asked.temperature == 0 else 7
+    params = SamplingParams(temperature=asked.temperature, seed=seed, max_tokens=asked.max_tokens)
+    method = config if isinstance(config, str) else config["method"]
+    screen = console.stdout(is_recorded=asked.svg is not None, is_quiet=asked.json)
+    with paceline.LLM(engine) as llm:
+        prompt = as_prompt(llm, text)
+        _warm_up(llm, prompt)
+        screen.rule("prompt", style="dim")
+        console.write(screen, text + "\n")
         # Drafts first: a drafter that remembers answers must not have seen plain decoding give this one.
-        with_drafts = _run(screen, llm, prompt_ids, name_of_drafts, drafted)
-        without = _run(screen, llm, prompt_ids, "plain", plain)
-        comparison = demo_report.Comparison(text, name_of_drafts, without, with_drafts)
-    if screen is None:
-        console.write_json(console.stdout(), comparison.to_json())
-    else:
-        demo_report.print_table(screen, comparison)
-    if svg is not None and screen is not None:
-        screen.save_svg(str(svg), title="paceline demo")
-    if not comparison.is_same:
+        drafted = _run(screen, llm, prompt, method, params)
+        plain = _run(screen, llm, prompt, "plain", replace(params, num_speculative_tokens=0))
+    found = {"prompt": text, "method": method, **_compared(plain, drafted)}
+    _print_table(screen, found)
+    if asked.json:
+        console.write_json(console.stdout(), found)
+    if asked.svg is not None:
+        screen.save_svg(str(asked.svg), title="paceline demo")
+    if not found["identical"]:
         raise typer.Exit(1)
-
-
-def _params(temperature: float, max_tokens: int) -> tuple[SamplingParams, SamplingParams]:
-    """Without drafts and with them, otherwise alike."""
-    from paceline import SamplingParams
-
-    seed = None if temperature == 0 else 7
-    drafted = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    return dataclasses.replace(drafted, num_speculative_tokens=0), drafted
 
 
 def _find_prompt(prompt: str) -> str:
@@ -98,29 +96,22 @@ def _find_prompt(prompt: str) -> str:
     return shipped[prompt]
 
 
-def _warm_up(llm: LLM, prompt: Prompt) -> None:
+def _warm_up(llm: LLM, prompt: list[int]) -> None:
     """Compile, page the weights in and cache the prompt, so that both runs are timed under the same
     conditions; of its answer no drafter may learn more than the two tokens that caching takes."""
-    from paceline import SamplingParams
-
+    words: str | list[int] = "one two one two one"
     with console.stderr().status("warming up"):
-        for text, length, limit in (
-            ("one two one two one", 8, 0),
-            ("one two one two one", 8, None),
-            (prompt, 2, 0),
-        ):
+        for text, length, limit in ((words, 8, 0), (words, 8, None), (prompt, 2, 0)):
             params = SamplingParams(temperature=0, max_tokens=length, num_speculative_tokens=limit)
             llm.generate([text], params)
 
 
-def _run(screen: Console | None, llm: LLM, prompt: Prompt, title: str, params: SamplingParams) -> Answer:
-    """One run, shown as it comes, or in silence where there is no screen."""
+def _run(screen: Console, llm: LLM, prompt: list[int], title: str, params: SamplingParams) -> Answer:
+    """One run, shown as it comes."""
     colour_of: dict[str, str] = {}
     to_text = codecs.getincrementaldecoder("utf-8")("replace").decode  # a token may be a part of a character
 
     def show(chunk: Chunk) -> None:
-        if screen is None:
-            return
         for token in chunk.tokens:
             style = None
             if token.source is not None:
@@ -128,16 +119,39 @@ def _run(screen: Console | None, llm: LLM, prompt: Prompt, title: str, params: S
             if token.id not in llm.tokenizer.special_ids:
                 console.write(screen, to_text(llm.tokenizer.token_bytes(token.id)), style=style)
 
-    if screen is not None:
-        screen.rule(title, style="dim")
+    screen.rule(title, style="dim")
     answer = collect(llm.stream(prompt, params), show)
-    if screen is not None:
-        console.write(screen, "\n")
+    console.write(screen, "\n")
     if answer.is_interrupted:
         raise KeyboardInterrupt
-    if screen is not None and console.has_colours(screen):  # without colours a legend of colours says nothing
-        for source, colour in colour_of.items():
-            console.write(screen, "■ ", style=colour)
-            told = f"drafted by {source} and accepted; the rest is the target's own\n"
-            console.write(screen, told, style="dim")
+    has_colours = screen.record or (screen.color_system is not None and not screen.no_color)
+    for source, colour in colour_of.items() if has_colours else ():
+        console.write(screen, "■ ", style=colour)
+        legend = f"drafted by {source} and accepted; the rest is the target's own\n"
+        console.write(screen, legend, style="dim")
     return answer
+
+
+def _compared(plain: Answer, drafted: Answer) -> dict[str, Any]:
+    assert drafted.completion is not None, "a stream that was not interrupted ends with its result"
+    stats, speeds = drafted.completion.stats, (plain.speed, drafted.speed)
+    rounded = [None if speed is None else round(speed, 2) for speed in speeds]
+    speedup = round(speeds[1] / speeds[0], 4) if speeds[0] and speeds[1] else None
+    return {
+        "plain": {"text": plain.text, "token_ids": plain.token_ids, "tokens_per_second": rounded[0]},
+        "drafted": {"text": drafted.text, "token_ids": drafted.token_ids, "tokens_per_second": rounded[1]},
+        "tau": round(stats.tau, 4),
+        "alpha": round(stats.alpha, 4) if stats.num_drafted else None,
+        "speedup": speedup,
+        "identical": plain.token_ids == drafted.token_ids,
+    }
+
+
+def _print_table(screen: Console, found: dict[str, Any]) -> None:
+    same = "[green]yes[/green]" if found["identical"] else "[bold red]no[/bold red]"
+    plain, drafted = (cell(found[name]["tokens_per_second"], "{:.1f}") for name in ("plain", "drafted"))
+    tau, alpha, speedup = cell(found["tau"], "{:.2f}"), cell(found["alpha"], "{:.2f}"), found["speedup"]
+    first = ("plain", plain, "1.00", "-", "-" if speedup is None else "1.00x", "")
+    rows = [first, (found["method"], drafted, tau, alpha, cell(speedup, "{:.2f}x"), same)]
+    console.show(screen, Table("", ("",), ("tokens/s", "τ", "α", "speedup", "identical"), rows))
+    console.write(screen, LEGEND + (UNTIMED if speedup is None else ""), style="dim")

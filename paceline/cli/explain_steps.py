@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.core.sampling import probabilities
 from paceline.core.types import Verdict
 from paceline.core.watch import Begun, Choice, Coin, Redraw, Rule
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.core.params import SamplingParams
     from paceline.core.types import Request
     from paceline.loaders.tokenizer import Tokenizer
 
@@ -106,6 +106,9 @@ class Step:
         """From which slot to which: a tree's path is put in order."""
         return [(self.root_slot + node, self.root_slot + i) for i, node in enumerate(self.path) if node != i]
 
+    def children(self, node: int) -> list[Node]:
+        return [child for child in self.nodes if child.parent == node]
+
     def to_json(self) -> dict[str, Any]:
         kv = {"kept": self.kept, "dropped": self.dropped, "moves": self.moves}
         return {**asdict(self), "kv": kv, "explanation": EXPLAINED[self.rule]}
@@ -115,106 +118,69 @@ class Recorder:
     """Give it to an engine as its `watch`; call `settle` after each step."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
         self.steps: list[Step] = []
-        self._request: Request | None = None
+        self._text = tokenizer.token_text
+        self._request: Request  # being judged
 
     def __call__(self, event: Begun | Choice | Coin | Redraw | Verdict) -> None:
         if isinstance(event, Begun):
-            self._begin(event)
-        elif isinstance(event, Choice):
-            self._choose(event)
-        elif isinstance(event, Coin):
-            self._judge(event)
-        elif isinstance(event, Redraw):
-            total, is_from_rest = event.weights / event.weights.sum(), bool(self._children(event.node))
-            self._end_with(event.node, event.token, event.position, total, is_from_rest)
-        else:
-            self._conclude(event)
+            self._request = event.request
+            self.steps.append(self._begun(event))
+            return
+        step = self.steps[-1]
+        match event:
+            case Choice():
+                # At temperature 0 the target only seeks the largest, and p is shown as at temperature 1.
+                params, logits = self._request.params, event.logits
+                p = logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)
+                for child in step.children(event.node):
+                    child.p, child.draw = float(p[child.token]), self._text(event.token)
+                    child.chance = float(child.index == event.child) if step.rule == "greedy" else child.p
+                if event.child is None:
+                    step.own = self._own(event, p, is_from_rest=False)
+            case Coin():
+                node = step.nodes[event.node - 1]
+                node.p, node.q, node.chance, node.coin = event.p, event.q, min(1.0, event.chance), event.coin
+                node.weight = event.weight if step.rule == "block" else None
+            case Redraw():
+                left = event.weights / event.weights.sum()
+                step.own = self._own(event, left, is_from_rest=bool(step.children(event.node)))
+            case Verdict():
+                step.path = list(event.path)
+                if step.own is not None and step.own.token != event.tokens[-1]:
+                    step.own = None  # the options left no token after the path: the walk went a step back
+                for node in step.nodes:
+                    if node.p is not None:
+                        node.fate = "rejected"
+                    if node.index in event.path:
+                        node.fate = "accepted"
 
     def settle(self, tokens: list[int]) -> None:
         """After the commit: what was emitted, and what the cache holds now."""
-        assert self._request is not None, "a step was judged before it is settled"
         step, cache = self.steps[-1], self._request.cache
         step.emitted, step.emitted_ids = [self._text(token) for token in tokens], tokens
         if not self._request.is_finished:
             step.num_cached_after, step.blocks_after = cache.num_cached, list(cache.blocks)
 
-    def _text(self, token: int) -> str:
-        return self.tokenizer.token_text(token)
-
-    def _begin(self, event: Begun) -> None:
+    def _begun(self, event: Begun) -> Step:
         request, draft = event.request, event.draft
-        self._request = request
         root, tree, depths = request.num_tokens - 1, draft.tree, draft.tree.depths()
-        nodes = [
-            Node(
-                index=i,
-                parent=tree.parents[i],
-                token=tree.tokens[i],
-                text=self._text(tree.tokens[i]),
-                position=root + depths[i],
-                slot=root + i,
-                source=draft.source_of(i),
-                estimate=None if draft.chances is None else draft.chances[i],
-            )
-            for i in range(1, len(tree.tokens))
-        ]
-        step = Step(
-            number=len(self.steps) + 1,
-            rule=event.rule,
-            before="".join(self._text(token) for token in request.tokens[-TAIL - 1 : -1]),
-            root=self._text(request.tokens[-1]),
-            root_slot=root,
-            num_cached=request.cache.num_cached,
-            num_rows=request.num_tokens - request.cache.num_cached + draft.num_drafted,
-            blocks=list(request.cache.blocks),
-            nodes=nodes,
-        )
-        self.steps.append(step)
+        chances = draft.chances or [None] * len(tree.tokens)
+        nodes = []
+        for i in range(1, len(tree.tokens)):
+            token, places = tree.tokens[i], (root + depths[i], root + i)
+            told = (self._text(token), *places, draft.source_of(i), chances[i])
+            nodes.append(Node(i, tree.parents[i], token, *told))
+        num_cached, blocks = request.cache.num_cached, list(request.cache.blocks)
+        num_rows = request.num_tokens - num_cached + draft.num_drafted
+        *before, last = map(self._text, request.tokens[-TAIL - 1 :])
+        rest = (root, num_cached, num_rows, blocks, nodes)
+        return Step(len(self.steps) + 1, event.rule, "".join(before), last, *rest)
 
-    def _children(self, node: int) -> list[Node]:
-        return [child for child in self.steps[-1].nodes if child.parent == node]
-
-    def _choose(self, event: Choice) -> None:
-        assert self._request is not None
-        p = _distribution(self._request.params, event.logits)
-        is_greedy = self.steps[-1].rule == "greedy"
-        for child in self._children(event.node):
-            child.p, child.draw = float(p[child.token]), self._text(event.token)
-            child.chance = float(child.index == event.child) if is_greedy else child.p
-        if event.child is None:
-            self._end_with(event.node, event.token, event.position, p, is_from_rest=False)
-
-    def _judge(self, event: Coin) -> None:
-        node = self.steps[-1].nodes[event.node - 1]
-        node.p, node.q, node.chance, node.coin = event.p, event.q, min(1.0, event.chance), event.coin
-        node.weight = event.weight if self.steps[-1].rule == "block" else None
-
-    def _end_with(self, node: int, token: int, position: int, p: torch.Tensor, is_from_rest: bool) -> None:
-        step = self.steps[-1]
+    def _own(self, event: Choice | Redraw, p: torch.Tensor, is_from_rest: bool) -> Own:
+        step, token = self.steps[-1], event.token
         top = p.topk(min(NUM_LIKELY, p.numel()))
         likely = zip(map(self._text, top.indices.tolist()), top.values.tolist(), strict=True)
-        kind: Kind = "replacement" if self._children(node) else "bonus"
-        kind = kind if step.nodes else "plain"
+        kind: Kind = "plain" if not step.nodes else "replacement" if step.children(event.node) else "bonus"
         text, chance = self._text(token), float(p[token])
-        step.own = Own(token, text, position, chance, kind, is_from_rest, list(likely))
-
-    def _conclude(self, verdict: Verdict) -> None:
-        step = self.steps[-1]
-        step.path = list(verdict.path)
-        if step.own is not None and step.own.token != verdict.tokens[-1]:
-            step.own = None  # the request's options left no token after the path: the walk went a step back
-        for node in step.nodes:
-            if node.index in verdict.path:
-                node.fate = "accepted"
-            elif node.p is not None:
-                node.fate = "rejected"
-
-
-def _distribution(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
-    """What the target chooses from; at temperature 0 it only looks for the largest, and p is shown as at
-    temperature 1."""
-    from paceline.core.sampling import probabilities
-
-    return logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)
+        return Own(token, text, event.position, chance, kind, is_from_rest, list(likely))

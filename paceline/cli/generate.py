@@ -5,28 +5,18 @@ about it.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import MISSING, dataclass
 
-import typer
-
+import paceline
 from paceline.cli import console, options, parsing
-from paceline.cli.streaming import Prompt, as_prompt, checked_prompt, collect, completion_json
+from paceline.cli.options import ENGINE, MAIN, Given, Sampling, group
+from paceline.cli.streaming import as_prompt, completion_json, given_prompt, print_answer
 from paceline.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from paceline.api.llm import LLM
-    from paceline.api.results import Chunk
-    from paceline.core.params import SamplingParams
+from paceline.core.options import option, options_of
 
 
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")],
-    engine: options.Engine,
-    sampling: options.Sampled,
-    system: options.System = None,
-    raw: options.Raw = False,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Generate:
     """Complete one prompt.
 
     Examples:
@@ -37,45 +27,36 @@ def generate(
 
       paceline generate "Is water wet?" --choice yes --choice no
     """
-    from paceline import LLM
 
-    params, chosen = parsing.sampling_params(sampling), parsing.engine_options(engine)
-    if raw and system is not None:
-        raise ConfigError(
-            f"--system is {system[:40]!r} but --raw leaves the chat template out; put it into the prompt"
-        )
-    text = checked_prompt(console.stdin().read() if prompt == "-" else prompt)
-    with LLM(chosen) as llm:
-        answer = _answer_many if params.n > 1 else _answer_one
-        answer(llm, as_prompt(llm, text, raw, system), params, as_json)
+    prompt: str = option(MISSING, MAIN, options.PROMPT_HELP, is_argument=True)
+    engine: Given = group(ENGINE)
+    sampling: Given = group(options_of(Sampling))
+    system: str | None = option(None, MAIN, options.SYSTEM_HELP)
+    raw: bool = option(False, MAIN, options.RAW_HELP)
+    json: bool = option(False, MAIN, options.JSON_HELP)
 
 
-def _answer_one(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
+def generate(asked: Generate) -> None:
+    params, system = parsing.sampling_params(asked.sampling), asked.system
+    engine = parsing.engine_options(asked.engine)
+    if asked.raw and system is not None:
+        what = f"--system is {system[:40]!r} but --raw leaves the chat template out"
+        raise ConfigError(f"{what}; put it into the prompt")
+    text = given_prompt(asked.prompt)
+    with paceline.LLM(engine) as llm:
+        prompt = as_prompt(llm, text, asked.raw, system)
+        if params.n == 1:
+            if print_answer(llm.stream(prompt, params), asked.json).is_interrupted:
+                raise KeyboardInterrupt
+            return
+        started = time.perf_counter()
+        outputs = llm.generate([prompt], params)[0].outputs
+        seconds = time.perf_counter() - started
     screen = console.stdout()
-
-    def show(chunk: Chunk) -> None:
-        if not as_json:
-            console.write(screen, chunk.text)
-
-    answer = collect(llm.stream(prompt, params), show)
-    if as_json:
-        console.write_json(screen, answer.to_json())
-    else:
-        console.write(screen, "\n")
-    if answer.is_interrupted:
-        raise KeyboardInterrupt
-
-
-def _answer_many(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
-    started = time.perf_counter()
-    result = llm.generate([prompt], params)[0]
-    seconds = time.perf_counter() - started
-    screen = console.stdout()
-    if as_json:
-        completions = [completion_json(completion) for completion in result.outputs]
-        timings = {"total_s": round(seconds, 4)}
-        return console.write_json(screen, {**completions[0], "timings": timings, "outputs": completions})
-    for number, completion in enumerate(result.outputs, start=1):
+    if asked.json:
+        made = [completion_json(completion) for completion in outputs]
+        console.write_json(screen, {**made[0], "timings": {"total_s": round(seconds, 4)}, "outputs": made})
+        return
+    for number, completion in enumerate(outputs, start=1):
         console.write(screen, f"[{number}]\n", style="dim")
         console.write(screen, completion.text + "\n")
-    return None

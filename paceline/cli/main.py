@@ -8,7 +8,7 @@ interrupted.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -16,12 +16,29 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import paceline
 from paceline.cli import bench, console
-from paceline.cli.options import with_options
+from paceline.cli.chat import chat
+from paceline.cli.demo import demo
+from paceline.cli.explain import explain
+from paceline.cli.generate import generate
+from paceline.cli.models import export, models
+from paceline.cli.options import as_command
+from paceline.cli.serve import serve
+from paceline.cli.train import train
+from paceline.cli.verify import verify
 from paceline.core.errors import PacelineError
 
 # Typer carries a copy of click or uses click itself; the error it exports leads to the base class of either.
 UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+def _without_flag_types(params: list[Any]) -> list[Any]:
+    """A flag takes no value, so its help names no type."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.display_type_rich = lambda ctx: None
+    return params
 
 
 class _Verb(TyperCommand):
@@ -36,7 +53,9 @@ class _Verbs(TyperGroup):
         return _without_flag_types(super().get_params(ctx))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        console.prepare_streams()
+        for stream in (sys.stdout, sys.stderr):  # a character it cannot write becomes a question mark
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
         sys.exit(self._status(*args, **{**kwargs, "prog_name": "paceline", "standalone_mode": False}))
 
     def _status(self, *args: Any, **kwargs: Any) -> int:
@@ -50,27 +69,14 @@ class _Verbs(TyperGroup):
         except PacelineError as error:
             console.print_error(error)
         except OSError as error:
-            _forget_unwritten()
+            # Else Python would try once more at exit to write what a full disk refused, and complain.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             where, why = error.filename or "a stream", error.strerror or error
             console.print_error(f"{where} cannot be read or written ({why}); choose another")
         except typer.Abort:
             return 130
         return 2
-
-
-def _forget_unwritten() -> None:
-    """Else Python would try once more at exit to write what a full disk refused, and complain in many
-    lines."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _without_flag_types(params: list[Any]) -> list[Any]:
-    """A flag takes no value, so its help names no type."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.display_type_rich = lambda ctx: None
-    return params
 
 
 app = typer.Typer(
@@ -84,33 +90,24 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from paceline import __version__
-
-        typer.echo(f"paceline {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
 def _root(
     ctx: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
+    if version:
+        typer.echo(f"paceline {paceline.__version__}")
+        raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 
 
-VERBS = {  # each a function in the module of its name
-    "Run": ("demo", "generate", "chat", "serve"),
-    "Make": ("train", "export"),
-    "Inspect": ("models", "verify", "tune", "plan", "explain"),
+VERBS = {
+    "Run": (demo, generate, chat, serve),
+    "Make": (train, export),
+    "Inspect": (models, verify, bench.tune, bench.plan, explain),
 }
-for _panel, _names in VERBS.items():
-    for _name in _names:
-        _verb = getattr(importlib.import_module(f"paceline.cli.{_name}"), _name)
-        app.command(cls=_Verb, rich_help_panel=_panel)(with_options(_verb))
+for _panel, _verbs in VERBS.items():
+    for _verb in _verbs:
+        app.command(_verb.__name__, cls=_Verb, rich_help_panel=_panel)(as_command(_verb))
 app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")

@@ -1,23 +1,24 @@
-"""`paceline models`: what can be run here, and fetching what cannot yet."""
+"""`paceline models`: what can be run here, and fetching what cannot yet. `paceline export`: a head of ours in
+a format that other engines read.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import MISSING, dataclass
+from pathlib import Path
 
-import typer
+from rich.table import Table
 
-from paceline.cli import console, options
+from paceline.cli import console
+from paceline.cli.options import JSON_HELP, MAIN, MODEL_HELP
+from paceline.core.options import option
 
-if TYPE_CHECKING:
-    from paceline.loaders.hub import LocalModel
+DEFAULT_VERIFIER = "HuggingFaceTB/SmolLM2-135M-Instruct"  # where the default model comes from
+FORMAT_HELP = "speculators (eagle, dflash), vllm (all), or eagle (its authors')."
 
 
-def models(
-    fetch: Annotated[
-        str | None, typer.Option(help="Fetch this first: default, or a Hugging Face name.")
-    ] = None,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Models:
     """List the default model and every model in the caches, with sizes and paths.
 
     Examples:
@@ -26,26 +27,60 @@ def models(
 
       paceline models --fetch default
     """
+
+    fetch: str | None = option(None, MAIN, "Fetch this first: default, or a Hugging Face name.")
+    json: bool = option(False, MAIN, JSON_HELP)
+
+
+def models(asked: Models) -> None:
     from paceline.loaders import hub
 
-    if fetch is not None:
-        hub.resolve(fetch)
-    found = hub.local_models()
-    screen = console.stdout()
-    if as_json:
-        console.write_json(screen, [{**model._asdict(), "path": str(model.path)} for model in found])
-    else:
-        _print_table(found)
-        more = "Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name."
-        console.stderr().print(more, style="dim")
-
-
-def _print_table(found: list[LocalModel]) -> None:
-    from rich.table import Table
-
+    if asked.fetch is not None:
+        hub.resolve(asked.fetch)
+    found, screen = hub.local_models(), console.stdout()
+    if asked.json:
+        return console.write_json(screen, [{**model._asdict(), "path": str(model.path)} for model in found])
     table = Table("model", "kind", "size")
     table.add_column("path", overflow="fold")
     for model in found:
         place = str(model.path) if model.is_here else "[dim]fetched on first use[/dim]"
         table.add_row(model.name, model.kind, f"{model.bytes / 1e6:,.0f} MB", place)
-    console.stdout().print(table)
+    screen.print(table)
+    return console.hint("Also runs: --model with a .gguf file, a safetensors folder, or a Hugging Face name.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a head as other engines read it.
+
+    vLLM takes the result as "model" of its speculative_config, with method eagle3, medusa, dflash, or dspark
+    for a DFlash head with a Markov head.
+
+    Examples:
+
+      paceline export ./head --format vllm -o ./head-vllm
+
+      paceline export ./head -m ./my-model --format speculators -o ./speculator
+    """
+
+    head: str = option(MISSING, MAIN, "The folder of a head: eagle, medusa or dflash.", is_argument=True)
+    out: Path = option(MISSING, MAIN, "Where it is written.", "-o")
+    format: str = option("vllm", MAIN, FORMAT_HELP)
+    target: str = option("default", MAIN, MODEL_HELP, "-m")
+    verifier: str | None = option(None, MAIN, "What the other engine calls the target, if not the same.")
+
+
+def export(asked: Export) -> None:
+    from paceline.loaders import hub
+    from paceline.loaders.checkpoint import open_checkpoint
+    from paceline.loaders.export_heads import export_head
+    from paceline.loaders.heads import open_head
+
+    checkpoint = open_checkpoint(asked.target)
+    head = open_head(asked.head, checkpoint, ("eagle", "medusa", "dflash"))
+    usual = DEFAULT_VERIFIER if asked.target.lower() in hub.DEFAULT_ALIASES else checkpoint.name
+    name = asked.verifier or usual
+    export_head(head, checkpoint, asked.format, asked.out, name)
+    size = (asked.out / "model.safetensors").stat().st_size
+    what = f"{head.config.kind} head for {name} in the {asked.format} format"
+    console.stderr().print(f"{what}: {asked.out} ({size / 1e6:.1f} MB)")

@@ -1,25 +1,25 @@
-"""Options of the verbs, made from the fields of dataclasses: EngineOptions, and those declared here. What
-they mean to the engine is in parsing.py.
+"""Options of the verbs: fields of dataclasses. A verb is a function of one such value; its docstring is the
+help. What the options mean to the engine is in parsing.py.
 
-Invariant: an option left out is not passed on, so its default lives in one place. The exceptions are the two
-below: a person at a terminal wants livelier text than greedy and a safer one than the whole distribution.
+Invariant: an option left out is not passed on, so its default lives in one place. LIVELY is the exception: a
+person at a terminal wants livelier text than greedy and a safer one than the whole distribution.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from paceline.api.options import SPECULATION, EngineOptions
+from paceline.core.errors import ConfigError
 from paceline.core.options import Option, option, options_of, parsed
 
-SAMPLING, STRUCTURE = "Sampling", "Structure"
-LIVELY: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}
+MAIN, SAMPLING, STRUCTURE = "Options", "Sampling", "Structure"  # panels of --help
 Given = dict[str, Any]  # the options that the user wrote, by name
 
 
@@ -43,12 +43,8 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Sampling:
-    temperature: float = option(LIVELY["temperature"], SAMPLING, "0 is greedy; higher is more varied.")
-    top_p: float = option(
-        LIVELY["top_p"],
-        SAMPLING,
-        "Keep the smallest set of tokens with this share of probability; 1 keeps all.",
-    )
+    temperature: float = option(0.7, SAMPLING, "0 is greedy; higher is more varied.")
+    top_p: float = option(0.95, SAMPLING, "Keep the fewest tokens with this share of probability; 1: all.")
     top_k: int | None = option(None, SAMPLING, "Keep the k most likely tokens.")
     min_p: float | None = option(None, SAMPLING, "Keep tokens at least this likely relative to the best.")
     seed: int | None = option(None, SAMPLING, "Same seed, same text, with or without drafts.")
@@ -61,12 +57,8 @@ class Sampling:
         None, SAMPLING, "Above 1: tokens of the prompt and the answer become less likely."
     )
     presence_penalty: float | None = option(None, SAMPLING, "Taken off each token already in the answer.")
-    frequency_penalty: float | None = option(
-        None, SAMPLING, "Taken off a token for each time it is in the answer."
-    )
-    logit_bias: tuple[str, ...] = option(
-        (), SAMPLING, "ID=VALUE is added to that token's logit; may be repeated."
-    )
+    frequency_penalty: float | None = option(None, SAMPLING, "Taken off for each time it is in the answer.")
+    logit_bias: tuple[str, ...] = option((), SAMPLING, "ID=VALUE, added to that logit; may be repeated.")
     bad_word: tuple[str, ...] = option((), SAMPLING, "Never write this; may be repeated.")
     n: int | None = option(None, SAMPLING, "How many answers.", "-n")
     logprobs: int | None = option(None, SAMPLING, "Report this many likely tokens beside each (in --json).")
@@ -76,96 +68,78 @@ class Sampling:
     grammar: str | None = option(None, STRUCTURE, "A Lark grammar: a file or the text.")
 
 
-def flag(setting: Option) -> Any:
-    """An annotation for Typer. Where the flag is left out the value is None: the default is the field's."""
-    each, kind = setting
-    name, default = each.name.replace("_", "-"), each.default
-    shown = str(default).lower() if isinstance(default, bool) else default
-    text = each.metadata["help"] + ("" if default in (None, (), "") else f" [dim]\\[default: {shown}][/dim]")
-    long = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-    more: dict[str, Any] = {"help": text, "show_default": False}
-    more |= {key: each.metadata[key] for key in ("min", "envvar") if key in each.metadata}
-    if each.metadata.get("is_argument"):
-        made = typer.Argument(**more)
-    else:
-        panel = each.metadata["panel"]
-        made = typer.Option(long, *each.metadata["flags"], rich_help_panel=panel, **more)
-    lists = {tuple[str, ...]: list[str], tuple[int, ...]: list[int], tuple[float, ...]: list[float]}
-    plain = next((each for each in (bool, int, float, Path) if kind in (each, each | None)), str)
-    return Annotated[lists.get(kind, plain) | None, made]
+LIVELY: dict[str, Any] = {"temperature": Sampling.temperature, "top_p": Sampling.top_p}
+ENGINE = [*options_of(EngineOptions), *options_of(Drafting)]
+LOADING = options_of(EngineOptions, "model", "dtype", "device", "exact")
+MODEL_HELP, _, DEVICE_HELP, _ = (each.metadata["help"] for each, _ in LOADING)
+PROMPT_HELP = "The prompt, or - to read it from stdin."
+SYSTEM_HELP = "What the model is told before the conversation."
+RAW_HELP = "Give the prompt to the model as it is, without the chat template."
+JSON_HELP = "Print JSON on stdout instead of text."
 
 
-def as_command(owner: type, run: Callable[[Any], None]) -> Callable[..., None]:
-    """A command that calls `run` with one value of a dataclass: its fields are the options, its docstring is
-    the help."""
-
-    def verb(given: Given) -> None:
-        run(owner(**given))
-
-    verb.__annotations__ = {"given": Annotated[Given, options_of(owner)]}
-    verb.__doc__ = owner.__doc__
-    return with_options(verb)
+def group(settings: Sequence[Option]) -> Any:
+    """A field that holds a dict: what the user wrote of these options, by name."""
+    return field(metadata={"group": settings})
 
 
-def with_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters annotated `Annotated[Given, options]` become one flag for each option; the
-    verb gets a dict of those that were written, as values of their fields' types."""
-    hints = get_type_hints(verb, include_extras=True)
-    groups: dict[str, list[Option]] = {}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(verb).parameters.items():
-        kind, *more = get_args(hints[name]) or (None,)
-        keyword: Any = {"kind": inspect.Parameter.KEYWORD_ONLY}
-        if kind == Given:
-            groups[name] = more[0]
-            made = [
-                inspect.Parameter(each.name, annotation=flag((each, k)), default=None, **keyword)
-                for each, k in more[0]
-            ]
-            parameters += made
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], **keyword))
+def as_command(verb: Callable[[Any], None], owner: type | None = None) -> Callable[..., None]:
+    """A command that calls a verb with one value of a dataclass, made from what the user wrote. `owner`: that
+    dataclass, where the verb's own parameter does not say it."""
+    owner = owner or get_type_hints(verb)["asked"]
+    fields = options_of(owner)
+    groups = {each.name: each.metadata["group"] for each, _ in fields if "group" in each.metadata}
+    settings = [one for each, kind in fields for one in groups.get(each.name, [(each, kind)])]
 
-    def command(**values: Any) -> None:
-        for group, settings in groups.items():
-            values[group] = _written(settings, values)
-        verb(**values)
+    def command(ctx: typer.Context, **values: Any) -> None:
+        given = {each.name: _value(each.name, kind, values[each.name]) for each, kind in settings}
+        written = {name: value for name, value in given.items() if value is not None}
+        following = ctx.invoked_subcommand
+        if following and written:  # an option before the sub-command would be read by none
+            what = f"{_flag(next(iter(written)))} stands before {following}"
+            raise ConfigError(f"{what}; write it after the sub-command's name")
+        if following:
+            return
+        for name, members in groups.items():
+            names = [each.name for each, _ in members if each.name in written]
+            written[name] = {each: written.pop(each) for each in names}
+        verb(owner(**written))
 
-    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+    parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    parameters += map(_parameter, settings)
+    command.__doc__ = owner.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _written(settings: Sequence[Option], values: dict[str, Any]) -> Given:
-    """Takes out of `values` what the user wrote for these options."""
-    written: Given = {}
-    for each, kind in settings:
-        value = values.pop(each.name)
-        if isinstance(value, list) and value:
-            written[each.name] = tuple(value)
-        elif isinstance(value, Path):
-            written[each.name] = value
-        elif value not in (None, []):
-            written[each.name] = parsed("--" + each.name.replace("_", "-"), value, kind)
-    return written
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def _help(name: str) -> str:
-    return str(options_of(EngineOptions, name)[0][0].metadata["help"])
+def _parameter(setting: Option) -> inspect.Parameter:
+    """What Typer makes a flag of. Where it is left out the value is None: the default is the field's."""
+    each, kind = setting
+    default, told, long = each.default, each.metadata, _flag(each.name)
+    more: dict[str, Any] = {key: told[key] for key in ("min", "envvar") if key in told}
+    shown = str(default).lower() if isinstance(default, bool) else default
+    is_said = default not in (None, (), "", MISSING)
+    more |= {"help": told["help"] + (f" [dim]\\[default: {shown}][/dim]" if is_said else "")}
+    if told.get("is_argument"):
+        made = typer.Argument(show_default=False, **more)
+    else:
+        names = (f"{long}/--no{long[1:]}" if kind is bool else long, *told["flags"])
+        made = typer.Option(*names, rich_help_panel=told["panel"], show_default=False, **more)
+    plain = next((one for one in (bool, int, float, Path) if kind in (one, one | None)), str)
+    read: Any = list[get_args(kind)[0]] if get_origin(kind) is tuple else plain  # type: ignore[misc]
+    more = {"annotation": Annotated[read | None, made], "default": inspect.Parameter.empty}
+    if default is not MISSING:
+        more["default"] = None
+    return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, **more)
 
 
-Engine = Annotated[Given, [*options_of(EngineOptions), *options_of(Drafting)]]
-LOADING = options_of(EngineOptions, "model", "dtype", "device", "exact")
-Sampled = Annotated[Given, options_of(Sampling)]
-MODEL_HELP = _help("model")
-Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-Dtype = Annotated[str, typer.Option(help=_help("dtype"))]
-Device = Annotated[str, typer.Option(help=_help("device"))]
-Exact = Annotated[bool, typer.Option("--exact", help=_help("exact"))]
-DraftModel = flag(options_of(Drafting, "draft_model")[0])
-System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
-Raw = Annotated[
-    bool, typer.Option("--raw", help="Give the prompt to the model as it is, without the chat template.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
+def _value(name: str, kind: Any, value: Any) -> Any:
+    """What was written, as a value of its field's type; None for nothing."""
+    if isinstance(value, list):
+        return tuple(value) or None
+    return value if value is None or isinstance(value, Path) else parsed(_flag(name), value, kind)

@@ -7,26 +7,23 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline import SamplingParams, StructuredOutputs
 from paceline.api.options import EngineOptions
 from paceline.cli.options import LIVELY, Given
 from paceline.core.errors import ConfigError
 from paceline.core.options import json_object
 
-if TYPE_CHECKING:
-    from paceline.core.params import SamplingParams, StructuredOutputs
-
-FILE_NAME = re.compile(r"[^\s{}\[\]:\"']*\.[A-Za-z]\w*")  # no grammar and no JSON object looks like this
+FILE_NAME = re.compile(r"[^\s{}\[\]:\"']*\.[A-Za-z]\w*")  # no grammar and no JSON object is like this
 SHORT = ("method", "num_speculative_tokens", "draft_model")
 STRUCTURED = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 RENAMED = {"stop_token_id": "stop_token_ids", "bad_word": "bad_words"}
 
 
-def engine_options(given: Given, **fixed: Any) -> EngineOptions:
-    """What the user wrote, and what the verb itself decides."""
+def engine_options(given: Given) -> EngineOptions:
     chosen = {name: value for name, value in given.items() if name not in SHORT}
-    return EngineOptions(**chosen | {"speculative_config": speculative_config(given)} | fixed)
+    return EngineOptions(**chosen | {"speculative_config": speculative_config(given)})
 
 
 def speculative_config(given: Given) -> dict[str, Any] | str | None:
@@ -53,23 +50,18 @@ def speculative_config(given: Given) -> dict[str, Any] | str | None:
     return None if method in ("none", "off") else {name: v for name, v in made.items() if v is not None}
 
 
-def sampling_params(given: Given, **fixed: Any) -> SamplingParams:
-    from paceline import SamplingParams
-
+def sampling_params(given: Given) -> SamplingParams:
     chosen = {RENAMED.get(name, name): v for name, v in given.items() if name not in STRUCTURED}
     if "logit_bias" in chosen:
-        chosen["logit_bias"] = _logit_bias(chosen["logit_bias"])
-    return SamplingParams(**LIVELY | chosen | {"structured_outputs": _structured_outputs(given)} | fixed)
+        chosen["logit_bias"] = dict(map(_bias, chosen["logit_bias"]))
+    return SamplingParams(**LIVELY | chosen | {"structured_outputs": _structured_outputs(given)})
 
 
 def _structured_outputs(given: Given) -> StructuredOutputs | None:
-    from paceline import StructuredOutputs
-
     wanted = {STRUCTURED[name]: value for name, value in given.items() if name in STRUCTURED}
     if len(wanted) > 1:
-        raise ConfigError(
-            "--json-schema, --regex, --choice and --grammar exclude each other; use one of them"
-        )
+        flags = "--json-schema, --regex, --choice and --grammar"
+        raise ConfigError(f"{flags} exclude each other; use one of them")
     if wanted.get("regex") == "":
         raise ConfigError("--regex is empty, which allows no text; write an expression such as '[a-z]+'")
     if "json" in wanted:
@@ -79,17 +71,13 @@ def _structured_outputs(given: Given) -> StructuredOutputs | None:
     return StructuredOutputs(**wanted) if wanted else None
 
 
-def _logit_bias(pairs: tuple[str, ...]) -> dict[int, float]:
-    """--logit-bias ID=VALUE, once for each token."""
-    biases: dict[int, float] = {}
-    for pair in pairs:
-        token, _, value = pair.partition("=")
-        try:
-            biases[int(token)] = float(value)
-        except ValueError:
-            remedy = "write ID=VALUE, for instance 42=-5 or 42=-inf"
-            raise ConfigError(f"--logit-bias is {pair[:40]!r}; {remedy}") from None
-    return biases
+def _bias(pair: str) -> tuple[int, float]:
+    token, _, value = pair.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        remedy = "write ID=VALUE, for instance 42=-5 or 42=-inf"
+        raise ConfigError(f"--logit-bias is {pair[:40]!r}; {remedy}") from None
 
 
 def _file_or_text(flag: str, value: str) -> str:
@@ -101,21 +89,13 @@ def _file_or_text(flag: str, value: str) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {value}: is not UTF-8 text; save it as UTF-8") from None
     except OSError as error:
-        if _is_file(value):
+        if os.path.isfile(value):  # where Path raises, of a text longer than a name may be, this is False
             why = f"cannot be read ({error.strerror}); give a file you can read"
             raise ConfigError(f"{flag} {value}: {why}") from None
     if FILE_NAME.fullmatch(value):
-        raise ConfigError(
-            f"{flag} {value[:80]}: there is no such file; check the name, or give the text itself"
-        )
+        remedy = "check the name, or give the text itself"
+        raise ConfigError(f"{flag} {value[:80]}: there is no such file; {remedy}")
     return value
-
-
-def _is_file(value: str) -> bool:
-    try:
-        return Path(value).is_file()
-    except OSError:  # longer than a file name may be
-        return False
 
 
 def check_target(flag: str, path: Path | None) -> None:

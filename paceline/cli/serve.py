@@ -5,26 +5,21 @@ flags, variables and the file can never differ.
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from dataclasses import dataclass
 
 import typer
 
-from paceline.cli import options, parsing
-from paceline.cli.options import Drafting, Given
+from paceline.cli import parsing
+from paceline.cli.options import MAIN, MODEL_HELP, Drafting, Given, group
 from paceline.core.errors import ConfigError
-from paceline.core.options import options_of
+from paceline.core.options import option, options_of
 from paceline.server.config import PREFIX, ServerConfig, resolve
 
 SETTINGS = [each for each in options_of(ServerConfig) if each[0].name != "model"]
 
 
-def serve(
-    settings: Annotated[Given, [*options_of(Drafting), *SETTINGS]],
-    model: Annotated[str | None, typer.Argument(help=options.MODEL_HELP)] = None,
-    config: Annotated[
-        str | None, typer.Option(help=f"A TOML file with settings; also {PREFIX}CONFIG.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Serve:
     """Serve a model to OpenAI clients.
 
     Every option can also be a variable (PACELINE_PORT=8001) or a line of a TOML file (port = 8001); flags win
@@ -38,14 +33,20 @@ def serve(
 
       paceline serve --config server.toml --method ngram -k 3
     """
-    flags = {**settings, "model": model}
-    if any(name in settings for name in parsing.SHORT):
-        flags["speculative_config"] = parsing.speculative_config(settings) or "off"
-    chosen = resolve(flags, os.environ, config)
+
+    settings: Given = group([*options_of(Drafting), *SETTINGS])
+    model: str | None = option(None, MAIN, MODEL_HELP, is_argument=True)
+    config: str | None = option(None, MAIN, f"A TOML file with settings; also {PREFIX}CONFIG.")
+
+
+def serve(asked: Serve) -> None:
+    flags = {**asked.settings, "model": asked.model}
+    if any(name in flags for name in parsing.SHORT):
+        flags["speculative_config"] = parsing.speculative_config(asked.settings) or "off"
+    chosen = resolve(flags, os.environ, asked.config)
     try:
         from paceline.server.run import serve as run
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the server needs {error.name}, which is not installed; run: pip install 'paceline[server]'"
-        ) from None
+        remedy = "run: pip install 'paceline[server]'"
+        raise ConfigError(f"the server needs {error.name}, which is not installed; {remedy}") from None
     raise typer.Exit(run(chosen))

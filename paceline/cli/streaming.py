@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli import console
 from paceline.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from paceline.api.llm import LLM
     from paceline.api.results import Chunk, Completion
-
-Prompt = str | list[int]
 
 
 @dataclass(slots=True)
@@ -46,28 +45,22 @@ class Answer:
             self.completion = chunk.result.outputs[0]
 
     @property
-    def tokens_per_second(self) -> float:
-        """Decoding alone: from the first chunk to the last."""
-        seconds = self.last_at - self.first_at
-        return (len(self.token_ids) - self.num_first) / seconds if seconds > 0 else 0.0
-
-    @property
-    def is_timed(self) -> bool:
-        """Has anything come after the first chunk?"""
-        return len(self.token_ids) > self.num_first and self.last_at > self.first_at
-
-    def timings(self) -> dict[str, float]:
-        return {
-            "first_token_s": round(self.first_at - self.started, 4),
-            "total_s": round(self.last_at - self.started, 4),
-            "tokens_per_second": round(self.tokens_per_second, 2),
-        }
+    def speed(self) -> float | None:
+        """Tokens a second of decoding alone, from the first chunk to the last; None where nothing came after
+        the first."""
+        seconds, count = self.last_at - self.first_at, len(self.token_ids) - self.num_first
+        return count / seconds if count > 0 and seconds > 0 else None
 
     def to_json(self) -> dict[str, Any]:
         said = {"text": self.text, "token_ids": self.token_ids, "finish_reason": "abort"}
         if self.completion is not None:
             said = completion_json(self.completion)
-        return {**said, "timings": self.timings()}
+        timings = {
+            "first_token_s": round(self.first_at - self.started, 4),
+            "total_s": round(self.last_at - self.started, 4),
+            "tokens_per_second": round(self.speed or 0.0, 2),
+        }
+        return {**said, "timings": timings}
 
 
 def checked_prompt(text: str) -> str:
@@ -81,23 +74,27 @@ def checked_prompt(text: str) -> str:
     return text
 
 
-def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = None) -> Prompt:
-    """A user's text as the model's chat template puts it; the text itself where that is asked for or there is
-    no template."""
+def given_prompt(text: str) -> str:
+    """What a verb's argument says: the prompt, or - for what stdin holds."""
+    return checked_prompt(console.stdin().read() if text == "-" else text)
+
+
+def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = None) -> list[int]:
+    """The tokens of a user's text as the model's chat template puts it; of the text itself where that is
+    asked for or there is no template."""
     checked_prompt(text)
     if is_raw or llm.checkpoint.tokenizer_source().chat_template is None:
         if system is not None:
             what = f"the system text is {system[:40]!r} but the model has no chat template for it"
             raise ConfigError(f"{what}; put it into the prompt")
-        return text
+        return llm.tokenizer.encode(text)
     before = [{"role": "system", "content": system}] if system is not None else []
     return llm.tokenizer.encode_chat([*before, {"role": "user", "content": text}])
 
 
 def collect(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> Answer:
     """Read chunks to the end or to the first Ctrl-C, showing each."""
-    answer = Answer()
-    interrupts: list[int] = []
+    answer, interrupts = Answer(), list[int]()
 
     def note(number: int, frame: FrameType | None) -> None:
         if interrupts:
@@ -111,9 +108,18 @@ def collect(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> Answer:
             if interrupts:
                 answer.is_interrupted = answer.completion is None
                 break
-    close = getattr(chunks, "close", None)
-    if close is not None:
+    if close := getattr(chunks, "close", None):
         close()  # aborts the request if it is still running
+    return answer
+
+
+def print_answer(chunks: Iterator[Chunk], as_json: bool) -> Answer:
+    """On stdout: the text as it comes, or all that is known about it as one line of JSON."""
+    screen = console.stdout(is_quiet=as_json)
+    answer = collect(chunks, lambda chunk: console.write(screen, chunk.text))
+    console.write(screen, "\n")
+    if as_json:
+        console.write_json(console.stdout(), answer.to_json())
     return answer
 
 

@@ -7,56 +7,37 @@ Two halves: equality of greedy and seeded texts (verify_equality), the law of un
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
+import paceline
 from paceline.api.options import EngineOptions
-from paceline.cli import console, options, parsing
+from paceline.cli import console, parsing
+from paceline.cli.options import LOADING, MAIN, Given, group
+from paceline.cli.streaming import as_prompt
 from paceline.core.errors import ConfigError, RequestError
+from paceline.core.options import nearest, option
+from paceline.measure.results import Table
 
 if TYPE_CHECKING:
     from paceline.api.llm import LLM
     from paceline.cli.verify_distribution import RuleResult
-    from paceline.cli.verify_equality import Check, Examination
+    from paceline.cli.verify_equality import Check
     from paceline.measure.prompts import Prompt
 
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    checks: list[Check]
-    rules: list[RuleResult]
-
-    @property
-    def is_ok(self) -> bool:
-        return all(not check.differences for check in self.checks) and all(rule.is_ok for rule in self.rules)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "ok": self.is_ok,
-            "checks": [check.to_json() for check in self.checks],
-            "distribution": [{"rule": rule.rule, "p_value": rule.p_value} for rule in self.rules],
-        }
+MAX_NAMED = 10  # differences printed for each check
+YES, OK = "[green]yes[/green]", "[green]ok[/green]"
+Configs = dict[str, dict[str, Any]]  # of drafters, by name
 
 
-def verify(
-    loading: Annotated[options.Given, options.LOADING],
-    prompts: Annotated[
-        Path | None, typer.Option(help="Your prompts (.jsonl or .txt) instead of the shipped ones.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the report to this file.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 16,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")] = None,
-    methods: Annotated[str | None, typer.Option(help="Only these drafters, separated by commas.")] = None,
-    draft_model: Annotated[
-        str | None, typer.Option(help="For draft_model (left out: the model itself), or a head's folder.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Verify:
     """Check that every drafter gives the same text as plain decoding, and the same distribution.
 
     Exit status 0: no difference. 1: a difference, which the report names. 2: the check could not be run.
@@ -67,140 +48,148 @@ def verify(
 
       paceline verify --limit 1 --methods ngram,early_exit
     """
-    from paceline.cli.verify_report import print_report
-    from paceline.measure import prompts as prompt_files
 
-    chosen = prompt_files.load(prompts)
-    chosen = prompt_files.first_of_each(chosen, limit) if limit is not None else chosen
-    engine = parsing.engine_options(loading)
-    configs = _drafters(methods, engine.model, draft_model)
-    parsing.check_target("--json", json_file)
+    loading: Given = group(LOADING)
+    prompts: Path | None = option(None, MAIN, "Your prompts (.jsonl or .txt) instead of the shipped ones.")
+    json: Path | None = option(None, MAIN, "Also write the report to this file.")
+    max_tokens: int = option(16, MAIN, "Tokens an answer.", min=1)
+    limit: int | None = option(None, MAIN, "Most prompts of each category.", min=1)
+    methods: str | None = option(None, MAIN, "Only these drafters, separated by commas.")
+    draft_model: str | None = option(
+        None, MAIN, "For draft_model (left out: the model itself), or a head's folder."
+    )
+
+
+def verify(asked: Verify) -> None:
+    from paceline.measure.prompts import chosen
+
+    prompts = chosen(asked.prompts, asked.limit)
+    engine = parsing.engine_options(asked.loading)
+    configs = _drafters(asked, engine.model)
+    parsing.check_target("--json", asked.json)
     _check_draft_model(engine.model, configs)
-    report = _examine(engine, chosen, max_tokens, configs)
-    print_report(console.stdout(), report.checks, report.rules)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-    if not report.is_ok:
+    checks, rules = _examine(engine, prompts, asked.max_tokens, configs)
+    is_ok = not any(check.differences for check in checks) and all(rule.is_ok for rule in rules)
+    _print_report(console.stdout(), checks, rules)
+    if asked.json is not None:
+        told = [{name: v for name, v in c._asdict().items() if name != "differences"} for c in checks]
+        report = {"ok": is_ok, "checks": told, "distribution": [rule._asdict() for rule in rules]}
+        asked.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if not is_ok:
         raise typer.Exit(1)
 
 
-def _drafters(methods: str | None, model: str, draft_model: str | None) -> dict[str, dict[str, Any]]:
+def _drafters(asked: Verify, model: str) -> Configs:
     """All but learned heads if none is named: the target may have none."""
-    from paceline.core.options import nearest
     from paceline.drafters.registry import DRAFTERS, HEADS, parse
 
     known = ["auto", *DRAFTERS]
     names = [name for name in known if name not in HEADS]
-    if methods is not None:
-        names = [name.strip() for name in methods.split(",")]
-    for name in names:
+    if asked.methods is not None:
+        names = [name.strip() for name in asked.methods.split(",")]
+    configs: Configs = {name: {"method": name} for name in names}
+    for name, config in configs.items():
         if name not in known:
             raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
-    configs: dict[str, dict[str, Any]] = {name: {"method": name} for name in names}
-    for name, config in configs.items():
-        if name == "draft_model" or (name in HEADS and draft_model):
-            config["model"] = draft_model or model
+        if name == "draft_model" or (name in HEADS and asked.draft_model):
+            config["model"] = asked.draft_model or model
         if name != "auto":  # a named drafter is checked at its full length, whether that pays here or not
             config["num_speculative_tokens"] = parse(config)[1].num_speculative_tokens
     return configs
 
 
-def _check_draft_model(model: str, configs: dict[str, dict[str, Any]]) -> None:
+def _check_draft_model(model: str, configs: Configs) -> None:
     """Another tokenizer would only be noticed when the drafter is built, after half of the work."""
     from paceline.loaders.checkpoint import open_checkpoint
     from paceline.loaders.tokenizer import Tokenizer
 
     draft = configs.get("draft_model", {}).get("model", model)
-    if draft == model:
-        return
-    sources = [open_checkpoint(name).tokenizer_source() for name in (model, draft)]
-    ours, theirs = map(Tokenizer.from_source, sources)
-    if difference := ours.same_as(theirs):
+    sources = [open_checkpoint(name).tokenizer_source() for name in dict.fromkeys((model, draft))]
+    ours, *theirs = map(Tokenizer.from_source, sources)
+    if difference := next(map(ours.same_as, theirs), None):
         what = f"--draft-model {draft} has another tokenizer than {model} ({difference})"
         raise ConfigError(f"{what}; use a draft of the same family")
 
 
 def _examine(
-    engine: EngineOptions, prompts: list[Prompt], max_tokens: int, configs: dict[str, dict[str, Any]]
-) -> Report:
-    """Run everything under one progress bar, on stderr."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from paceline.cli.verify_distribution import RULES
-    from paceline.cli.verify_equality import BATCHES, MODES
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console.stderr()) as progress:
-        total = len(prompts) * (len(MODES) * (1 + len(BATCHES) * len(configs)) + len(RULES))
-        task = progress.add_task("loading", total=total)
-
-        def begin(what: str) -> Callable[[int], None]:
-            progress.update(task, description=what)
-            if not progress.console.is_terminal:
-                console.write(progress.console, f"{what}\n")  # a log gets a line where a terminal gets a bar
-            return lambda num_done: progress.advance(task, num_done)
-
-        examination, plain, rules = _plain_half(engine, prompts, max_tokens, begin)
-        checks: list[Check] = []
-        for name, config in configs.items():
-            quiet = replace(engine, speculative_config=config, max_num_seqs=max(BATCHES), progress=False)
-            checks += _checks(quiet, name, examination, plain, begin)
-        progress.update(task, description="done")
-    return Report(checks, rules)
-
-
-# Says what begins; returns what to call with the number of prompts done.
-Begin = Callable[[str], Callable[[int], None]]
-PlainTexts = dict[Any, list[list[int]]]  # mode -> token ids of each prompt's answer
-
-
-def _plain_half(
-    engine: EngineOptions, prompts: list[Prompt], max_tokens: int, begin: Begin
-) -> tuple[Examination, PlainTexts, list[RuleResult]]:
-    """What needs no drafter: the texts to compare with, and the accept rules on this model's logits."""
-    from paceline import LLM
+    engine: EngineOptions, prompts: list[Prompt], max_tokens: int, configs: Configs
+) -> tuple[list[Check], list[RuleResult]]:
+    """Run everything under one progress bar; what needs no drafter first."""
     from paceline.cli import verify_distribution as distribution
     from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
-    with LLM(engine, speculative_config=None, max_num_seqs=max(BATCHES)) as llm:
-        examination = Examination(prompts, [input_of(llm, prompt) for prompt in prompts], max_tokens)
-        plain = {}
-        for mode in MODES:
-            advance = begin(f"plain, T={mode.temperature}")
-            plain[mode] = examination.plain(llm, mode)
-            advance(len(prompts))
-        landscape = distribution.survey(llm)
-    rules = []
-    for rule in distribution.RULES:
-        advance = begin(f"distribution, {rule} rule")
-        rules.append(distribution.check_rule(rule, landscape, distribution.NUM_SAMPLES))
-        advance(len(prompts))
-    return examination, plain, rules
+    checks, rules, plain = [], [], {}
+    num_turns = len(MODES) * (1 + len(BATCHES) * len(configs)) + len(distribution.RULES)
+    more: dict[str, Any] = {"max_num_seqs": max(BATCHES)}
+    with console.telling(len(prompts) * num_turns) as tell:
+        with paceline.LLM(engine, speculative_config=None, **more) as llm:
+            examination = Examination(prompts, [_input_of(llm, prompt) for prompt in prompts], max_tokens)
+            for mode in MODES:
+                tell(f"plain, T={mode.temperature}", 0)
+                plain[mode] = examination.plain(llm, mode)
+                tell(f"plain, T={mode.temperature}", len(prompts))
+            landscape = distribution.survey(llm)
+        for rule in distribution.RULES:
+            tell(f"distribution, {rule} rule", 0)
+            rules.append(distribution.check_rule(rule, landscape, distribution.NUM_SAMPLES))
+            tell(f"distribution, {rule} rule", len(prompts))
+        for name, config in configs.items():
+            with paceline.LLM(engine, speculative_config=config, progress=False, **more) as llm:
+                for mode, batch in product(MODES, BATCHES):
+                    advance = partial(tell, f"{name}, T={mode.temperature}, batch {batch}")
+                    advance(0)
+                    checks.append(examination.check(llm, name, mode, batch, plain[mode], advance))
+        tell("done", 0)
+    return checks, rules
 
 
-def input_of(llm: LLM, prompt: Prompt) -> list[int]:
+def _input_of(llm: LLM, prompt: Prompt) -> list[int]:
     """The prompt as the model reads it; one that cannot be run is named."""
-    from paceline.cli.streaming import as_prompt
-    from paceline.core.params import SamplingParams
-    from paceline.core.types import Request
-
     try:
-        text = as_prompt(llm, prompt.text)
-        tokens = llm.tokenizer.encode(text) if isinstance(text, str) else text
-        llm.engine.check_fits(Request(prompt.id, SamplingParams(), tokens, len(tokens), seed=0))
+        tokens = as_prompt(llm, prompt.text)
+        llm.stream(tokens)  # refuses what does not fit; nothing runs before the stream is read
     except RequestError as error:
         raise RequestError(f"prompt {prompt.id}: {error}") from None
     return tokens
 
 
-def _checks(
-    engine: EngineOptions, name: str, examination: Examination, plain: PlainTexts, begin: Begin
-) -> Iterator[Check]:
-    from paceline import LLM
-    from paceline.cli.verify_equality import BATCHES, MODES
+def _print_report(screen: Console, checks: list[Check], rules: list[RuleResult]) -> None:
+    """Two tables, each difference by name, one verdict."""
+    from paceline.cli.verify_equality import NEAR_TIE
 
-    with LLM(engine) as llm:
-        for mode in MODES:
-            for batch in BATCHES:
-                advance = begin(f"{name}, T={mode.temperature}, batch {batch}")
-                yield examination.check(llm, name, mode, batch, plain[mode], advance)
+    names, numbers = ("drafter", "mode"), ("T", "batch", "prompts", "identical", "τ")
+    title, rows = "the same text as plain decoding", [_cells(check) for check in checks]
+    console.show(screen, Table(title, names, numbers, rows))
+    for check in checks:
+        for found in check.differences[:MAX_NAMED]:
+            mode = f"{check.mode}, T={check.temperature}"
+            where = f"{check.drafter}, {mode}, batch {check.batch}, prompt {found.prompt_id}"
+            what = f"token {found.position} is {found.drafted}, plain decoding says {found.plain}"
+            screen.print(f"{where}: {what}", style="red", markup=False, soft_wrap=True)
+        if len(check.differences) > MAX_NAMED:
+            screen.print(f"... and {len(check.differences) - MAX_NAMED} more prompts", style="red")
+    verdicts = [OK if rule.is_ok else "[bold red]differs[/bold red]" for rule in rules]
+    title = "the same distribution as the target (chi-square)"
+    rows = [(rule.rule, f"{rule.p_value:.4f}", said) for rule, said in zip(rules, verdicts, strict=True)]
+    console.show(screen, Table(title, ("rule",), ("p-value", ""), rows))
+    total = len(checks) + len(rules)
+    num_bad = sum(bool(check.differences) for check in checks) + sum(not rule.is_ok for rule in rules)
+    if num_bad:
+        screen.print(f"{num_bad} of {total} checks found a difference", style="bold red")
+    else:
+        passed = f"all {total} checks passed: drafts changed the time and not the text"
+        screen.print(passed, style="bold green")
+    if ties := sum(check.near_ties for check in checks):
+        num_texts = sum(check.prompts for check in checks)
+        what = f"{ties} of {num_texts} texts part at a near tie, where logits are within {NEAR_TIE}: "
+        why = "half precision rounds differently in passes of other shapes; --exact does not"
+        screen.print(what + why, style="yellow")
+
+
+def _cells(check: Check) -> tuple[str, ...]:
+    same, count = YES, check.prompts
+    if check.differences:
+        same = f"[bold red]no[/bold red] ({count - len(check.differences)} of {count})"
+    if check.near_ties:
+        same += f", {check.near_ties} near ties"
+    return (*map(str, check[:5]), same, f"{check.tau:.2f}")

@@ -10,7 +10,7 @@ probabilities. The noise is keyed by the number of the sample, so a run can be r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +37,8 @@ SMALLEST_P_VALUE = 0.001
 
 Path = tuple[int, ...]
 Row = list[tuple[int, float]]  # likely tokens and their log-probabilities
+# Tokens drafted after a path, and the probabilities they were sampled from, if they were.
+Below = tuple[list[int], torch.Tensor | None]
 
 
 class RuleResult(NamedTuple):
@@ -57,18 +59,16 @@ class Landscape:
     draft: dict[Path, torch.Tensor]
     num_tokens: int
 
-    def target_rows(self, emitted: Sequence[int], tree: Tree) -> torch.Tensor:
-        """[nodes, tokens]. A node off the map cannot be accepted, so its row is never read."""
-        unread = torch.zeros(self.num_tokens)
-        below = [[tree.tokens[n] for n in tree.ancestors(i)[1:]] for i in range(len(tree.tokens))]
-        return torch.stack([self.target.get((*emitted, *path), unread) for path in below])
-
 
 def survey(llm: LLM) -> Landscape:
     """Ask the model for its logits along every likely path, as the log-probabilities that `generate`
     reports."""
     context = llm.tokenizer.encode(TEXT)
-    seen = _seen_by_draft(llm, context)
+    # The draft sees the shortest end of the context after which a token is likely that is also likely after
+    # all of it: else nothing would be kept.
+    ends = [context[-count:] for count in range(min(NUM_SEEN_BY_DRAFT, len(context)), len(context) + 1)]
+    likely = [{token for token, _ in row} for row in _likely(llm, ends)]
+    seen = next(end for end, row in zip(ends, likely, strict=True) if row & likely[-1])
     target: dict[Path, Row] = {}
     draft: dict[Path, Row] = {}
     paths: list[Path] = [()]
@@ -79,14 +79,6 @@ def survey(llm: LLM) -> Landscape:
     ids = sorted({token for row in chain(target.values(), draft.values()) for token, _ in row})
     number = {token: i for i, token in enumerate(ids)}
     return Landscape(_renumbered(target, number), _renumbered(draft, number), len(ids))
-
-
-def _seen_by_draft(llm: LLM, context: list[int]) -> list[int]:
-    """The shortest end of the context after which a token is likely that is also likely after all of it: else
-    nothing would be kept."""
-    ends = [context[-count:] for count in range(min(NUM_SEEN_BY_DRAFT, len(context)), len(context) + 1)]
-    rows = [{token for token, _ in row} for row in _likely(llm, ends)]
-    return next(end for end, row in zip(ends, rows, strict=True) if row & rows[-1])
 
 
 def _likely(llm: LLM, contexts: list[list[int]]) -> list[Row]:
@@ -104,74 +96,57 @@ def _renumbered(rows: dict[Path, Row], number: dict[int, int]) -> dict[Path, tor
     return logits
 
 
-def _sampled_chain(request: Request, landscape: Landscape, depth: int) -> Draft:
-    """What a draft model offers: each token sampled after the one before (or guessed with the request's own
+def _guessed(request: Request, path: Path, logits: torch.Tensor) -> Below:
+    """What a draft model offers: one token sampled after the one before (or guessed with the request's own
     seed)."""
-    path: list[int] = []
-    q: dict[int, torch.Tensor] = {}
-    while len(path) < depth and (*request.output, *path) in landscape.draft:
-        token, probability = guess(request, path, landscape.draft[(*request.output, *path)])
-        if probability is not None:
-            q[len(path)] = probability
-        path.append(token)
-    return Draft(Tree.chain(request.tokens[-1], path), "check", q or None)
+    token, probability = guess(request, path, logits)
+    return [token], probability
 
 
-def _one_sampled_token(request: Request, landscape: Landscape, depth: int) -> Draft:
+def _sampled_once(request: Request, path: Path, logits: torch.Tensor) -> Below:
     """One sampled token, then the likeliest: q is known at the root alone, which leads to the token rule."""
-    draft = _sampled_chain(request, landscape, min(depth, 1))
-    after = landscape.draft.get((*request.output, *draft.tree.tokens[1:]))
-    if depth < 2 or after is None:
-        return draft
-    tree = Tree.chain(request.tokens[-1], [*draft.tree.tokens[1:], int(after.argmax())])
-    return Draft(tree, "check", draft.q)
+    if len(path) == 0:
+        return _guessed(request, path, logits)
+    return [int(logits.argmax())] if len(path) == 1 else [], None
 
 
-# After a path: two tokens, and what they were sampled from, if they were.
-Pair = Callable[[Path], tuple[list[int], torch.Tensor | None]]
+def _sampled_pair(request: Request, path: Path, logits: torch.Tensor) -> Below:
+    """Two tokens sampled without replacement."""
+    logits = warped(request.params, logits)
+    weights, noise, position = logits.numpy().copy(), noise_of(request), request.num_tokens + len(path)
+    first = noise.draw(weights, position, Purpose.DRAFT)
+    weights[first] = -torch.inf
+    return [first, noise.draw(weights, position, Purpose.DRAFT)], logits.softmax(0)
 
 
-def _sampled_siblings(request: Request, landscape: Landscape, depth: int) -> Draft:
-    """Two tokens sampled without replacement at each node."""
-
-    def pair(path: Path) -> tuple[list[int], torch.Tensor]:
-        logits = warped(request.params, landscape.draft[(*request.output, *path)])
-        weights, noise, position = logits.numpy().copy(), noise_of(request), request.num_tokens + len(path)
-        first = noise.draw(weights, position, Purpose.DRAFT)
-        weights[first] = -torch.inf
-        return [first, noise.draw(weights, position, Purpose.DRAFT)], logits.softmax(0)
-
-    return _grow(request, landscape, depth, pair)
+def _best_pair(request: Request, path: Path, logits: torch.Tensor) -> Below:
+    """The two likeliest tokens: nothing was sampled, so there is no q."""
+    return logits.topk(2).indices.tolist(), None
 
 
-def _best_siblings(request: Request, landscape: Landscape, depth: int) -> Draft:
-    """The two likeliest tokens at each node: nothing was sampled, so there is no q."""
-    draft = landscape.draft
-    best = lambda path: (draft[(*request.output, *path)].topk(2).indices.tolist(), None)  # noqa: E731
-    return _grow(request, landscape, depth, best)
+RULES: dict[str, Callable[[Request, Path, torch.Tensor], Below]] = {
+    "token": _sampled_once,
+    "block": _guessed,
+    "siblings": _sampled_pair,
+    "deterministic": _best_pair,
+    "coupled": _guessed,
+}
 
 
-def _grow(request: Request, landscape: Landscape, depth: int, pair: Pair) -> Draft:
+def _draft(rule: str, request: Request, landscape: Landscape, depth: int) -> tuple[Draft, list[Path]]:
+    """And the path to each node."""
     paths: list[Path] = [()]
     parents, q = [-1], {}
-    for node, _ in enumerate(paths):  # grows while it is read
-        if len(paths[node]) < depth and (*request.output, *paths[node]) in landscape.draft:
-            pair_tokens, probability = pair(paths[node])
+    for node, path in enumerate(paths):  # grows while it is read
+        logits = landscape.draft.get((*request.output, *path))
+        if len(path) < depth and logits is not None:
+            tokens, probability = RULES[rule](request, path, logits)
             if probability is not None:
                 q[node] = probability
-            paths += [(*paths[node], token) for token in pair_tokens]
-            parents += [node] * len(pair_tokens)
-    tokens = (request.tokens[-1], *(path[-1] for path in paths[1:]))
-    return Draft(Tree(tokens, tuple(parents)), "check", q or None)
-
-
-RULES: dict[str, Callable[[Request, Landscape, int], Draft]] = {
-    "token": _one_sampled_token,
-    "block": _sampled_chain,
-    "siblings": _sampled_siblings,
-    "deterministic": _best_siblings,
-    "coupled": _sampled_chain,
-}
+            paths += [(*path, token) for token in tokens]
+            parents += [node] * len(tokens)
+    tree = Tree((request.tokens[-1], *(path[-1] for path in paths[1:])), tuple(parents))
+    return Draft(tree, "check", q or None), paths
 
 
 def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
@@ -185,9 +160,10 @@ def _sample(rule: str, landscape: Landscape, seed: int) -> Path:
     params = SamplingParams(top_k=WIDTH, seed=seed if rule == "coupled" else None)
     request = Request("check", params, tokens=[0], num_prompt=1, seed=seed)
     while request.num_output < DEPTH:
-        draft = RULES[rule](request, landscape, DEPTH - request.num_output - 1)
-        verdict = accept(request, draft, landscape.target_rows(request.output, draft.tree))
-        request.tokens += verdict.tokens
+        draft, paths = _draft(rule, request, landscape, DEPTH - request.num_output - 1)
+        unread = torch.zeros(landscape.num_tokens)  # a node off the map cannot be accepted
+        rows = [landscape.target.get((*request.output, *path), unread) for path in paths]
+        request.tokens += accept(request, draft, torch.stack(rows)).tokens
         request.num_rounds += 1
     return tuple(request.output)
 

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from paceline.api.results import Result
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.api.llm import LLM
-    from paceline.api.results import Result
     from paceline.measure.prompts import Prompt
 
+Texts = Sequence[list[int]]  # token ids
+Advance = Callable[[int], None]  # is told how many prompts have just been finished
 BATCHES = (1, 8)
 NEAR_TIE = 0.25  # logits: by this much, passes of other shapes may differ where kernels are not exact
 
@@ -42,33 +44,19 @@ class Difference(NamedTuple):
     # by how much plain decoding preferred its own token, in logits; looked up where arithmetic is not exact
     margin: float = math.inf
 
-    @property
-    def is_tie(self) -> bool:
-        return self.margin <= NEAR_TIE
 
+class Check(NamedTuple):
+    """All answers of one drafter in one mode; all but the differences is what the report says."""
 
-@dataclass(frozen=True, slots=True)
-class Check:
     drafter: str
-    mode: Mode
+    mode: str
+    temperature: float
     batch: int
-    num_prompts: int
+    prompts: int
+    identical: bool
+    near_ties: int  # prompts that part where two tokens were as good as equal: only inexact arithmetic may
     tau: float
     differences: tuple[Difference, ...]
-    # prompts that differ first where two tokens were as good as equal, which only inexact arithmetic may
-    num_ties: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "drafter": self.drafter,
-            "mode": self.mode.name,
-            "temperature": self.mode.temperature,
-            "batch": self.batch,
-            "prompts": self.num_prompts,
-            "identical": not self.differences and not self.num_ties,
-            "near_ties": self.num_ties,
-            "tau": round(self.tau, 4),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +77,29 @@ class Examination:
         results = llm.generate(list(self.inputs), self.params(mode, num_speculative_tokens=0))
         return [list(result.token_ids) for result in results]
 
-    def check(
-        self,
-        llm: LLM,
-        drafter: str,
-        mode: Mode,
-        batch: int,
-        plain: list[list[int]],
-        advance: Callable[[int], None],
-    ) -> Check:
-        results, spell = self._run(llm, mode, batch, advance), llm.tokenizer.token_text
+    def check(self, llm: LLM, drafter: str, mode: Mode, batch: int, plain: Texts, advance: Advance) -> Check:
+        """Batch 1: one prompt after the other. Else all at once, and the engine runs as many together as
+        `max_num_seqs` says."""
+        params, results = self.params(mode), list[Result]()
+        step = 1 if batch == 1 else len(params)
+        for start in range(0, len(params), step):
+            results += llm.generate(list(self.inputs[start : start + step]), params[start : start + step])
+            advance(step)
         said = [result.token_ids for result in results]
-        texts = enumerate(zip(self.prompts, plain, said, strict=True))
-        found = {i: d for i, (p, a, b) in texts if (d := first_difference(p.id, a, b, spell)) is not None}
-        if not llm.engine.executor.decoder.is_exact:
-            found = {i: self._weighed(llm, mode, i, d, (plain[i], said[i])) for i, d in found.items()}
-        stats = [result.outputs[0].stats for result in results]
+        is_exact, spell = llm.engine.executor.decoder.is_exact, llm.tokenizer.token_text
+        found = []
+        for i, prompt in enumerate(self.prompts):
+            difference = first_difference(prompt.id, plain[i], said[i], spell)
+            if difference is not None and not is_exact:
+                difference = self._weighed(llm, mode, i, difference, (plain[i], said[i]))
+            found += [difference] if difference is not None else []
+        stats = [result.stats for result in results]
         tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))
-        differences = tuple(d for d in found.values() if not d.is_tie)
-        num_ties = len(found) - len(differences)
-        return Check(drafter, mode, batch, len(self.prompts), tau, differences, num_ties)
+        differences = tuple(d for d in found if d.margin > NEAR_TIE)
+        ties, count = len(found) - len(differences), len(self.prompts)
+        return Check(drafter, *mode, batch, count, not found, ties, round(tau, 4), differences)
 
-    def _weighed(
-        self, llm: LLM, mode: Mode, index: int, found: Difference, texts: tuple[list[int], list[int]]
-    ) -> Difference:
+    def _weighed(self, llm: LLM, mode: Mode, index: int, found: Difference, texts: Texts) -> Difference:
         """With the margin between the two tokens: logits, and where the choice was seeded its noise, times
         the temperature. texts: the plain one and the drafted one."""
         at, (plain, drafted) = found.position, texts
@@ -125,17 +112,6 @@ class Examination:
             logits = [logit + mode.temperature * float(n) for logit, n in zip(logits, noise, strict=True)]
         return found._replace(margin=abs(logits[0] - logits[1]))
 
-    def _run(self, llm: LLM, mode: Mode, batch: int, advance: Callable[[int], None]) -> list[Result]:
-        """Batch 1: one prompt after the other. Else all at once, and the engine runs as many together as
-        `max_num_seqs` says."""
-        params = self.params(mode)
-        step = 1 if batch == 1 else len(params)
-        results: list[Result] = []
-        for start in range(0, len(params), step):
-            results += llm.generate(list(self.inputs[start : start + step]), params[start : start + step])
-            advance(step)
-        return results
-
 
 def _logprob(llm: LLM, context: Sequence[Any], token: int) -> float:
     """Of the raw distribution: what may be chosen does not change it."""
@@ -147,12 +123,12 @@ def _logprob(llm: LLM, context: Sequence[Any], token: int) -> float:
 
 
 def first_difference(
-    prompt_id: str, plain: Sequence[int], drafted: Sequence[int], spell: Callable[[int], str]
+    prompt_id: str, plain: list[int], drafted: list[int], spell: Callable[[int], str]
 ) -> Difference | None:
-    if list(plain) == list(drafted):
+    if plain == drafted:
         return None
     shared = min(len(plain), len(drafted))
     position = next((i for i in range(shared) if plain[i] != drafted[i]), shared)
-    tokens = [list(text[position : position + 1]) for text in (plain, drafted)]
+    tokens = [text[position : position + 1] for text in (plain, drafted)]
     at = [f"{token[0]} {spell(token[0])!r}" if token else "the end" for token in tokens]
     return Difference(prompt_id, position, at[0], at[1])

@@ -21,7 +21,6 @@ LIMIT_HELP = "At most this many prompts of each task."
 TOKENS_HELP = "Most tokens of an answer."
 SHAPE_HELP = "A model as elsewhere, a config.json, or a shape: llama-8b, smollm2-135m. No weights are read."
 SERVER_HELP = "Further options of `paceline serve`, in one text."
-# ruff: noqa: RUF009 - `option` makes a dataclass field
 MAIN, LOAD, REQUESTS, REPORT, PEERS = "Options", "Load", "Requests", "Report", "Beside llama.cpp"
 HARDWARE, DRAFTS = "Hardware", "Drafts"
 

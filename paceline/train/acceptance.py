@@ -9,23 +9,20 @@ decoding would, from one accepted token to the next.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.train.losses import Mix, agreement
-from paceline.train.stream import Batch
 from paceline.train.students import Student
+from paceline.train.texts import Batch
 
 
 class Acceptance(NamedTuple):
     tau: float  # tokens a step, the target's own counted
     by_position: tuple[float, ...]  # chance that the first k + 1 drafted tokens are all right, over all rows
-
-    def record(self) -> dict[str, Any]:
-        return {"tau": self.tau, "by_position": list(self.by_position)}
 
 
 @torch.no_grad()

@@ -87,9 +87,7 @@ def _spread(x: Tensor, rows: Tensor, batch: int, length: int) -> Tensor:
 def plain_chain_attention(
     q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
-    """The same by the book: scores of all positions with all, so memory grows with the square of the
-    length.
-    """
+    """By the book: scores of all positions with all, so memory grows with the square of the length."""
     batch, _, length, _ = k.shape
     b, t = rows // length, rows % length
     far = (_spread(q, rows, batch, length) @ k.transpose(-1, -2))[b, :, t].float() * scale  # [N, H, S]
@@ -103,8 +101,7 @@ def plain_chain_attention(
 @cache
 def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
     """The fused kernels are torch's own business and may change: a small trial says whether they still mean
-    what they did.
-    """
+    what they did."""
     draw = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -114,10 +111,10 @@ def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
     rows = torch.tensor([3, 7, 8, 13], device=device)
     try:
         with torch.enable_grad():
-            sums = [
-                way(*inputs, rows, dim**-0.5).square().sum() for way in (_fused_way, plain_chain_attention)
+            outputs = [
+                way(*inputs, rows, dim**-0.5) for way in (_ChainAttention.apply, plain_chain_attention)
             ]
-            found = [torch.autograd.grad(total, inputs) for total in sums]
+            found = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
     except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
         return False
     loose = 0.1 if dtype != torch.float32 else 1e-3
@@ -125,22 +122,16 @@ def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
     return all(torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in pairs)
 
 
-def _fused_way(*arguments: Any) -> Tensor:
-    found: Tensor = _ChainAttention.apply(*arguments)
-    return found
-
-
 def chain_attention(
     q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
     """q [N, H, D] of the rows (b * S + t); own_k, own_v [N, K, H, D] of their chains, K may be 0; k, v [B, H,
-    S, D] of the text.
-
-    A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D].
-    """
-    way = _fused_way if _is_fused_exact(str(q.device), q.dtype, q.shape[-1]) else plain_chain_attention
+    S, D] of the text. A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D]."""
+    is_fused = _is_fused_exact(str(q.device), q.dtype, q.shape[-1])
+    way: Any = _ChainAttention.apply if is_fused else plain_chain_attention
     with torch.autocast(q.device.type, enabled=False):  # sums and exponents stay in float32
-        return way(q, own_k, own_v, k, v, rows, scale)
+        found: Tensor = way(q, own_k, own_v, k, v, rows, scale)
+    return found
 
 
 class Chains:

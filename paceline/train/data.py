@@ -2,7 +2,7 @@
 since one is bound by Python.
 
 Shards are saved on the way and counted when a run is taken up again. Invariant: every token in the folder was
-chosen by the target.
+chosen by the target; what is asked goes through the engine's own step, with a seed, so a run can be repeated.
 """
 
 from __future__ import annotations
@@ -16,19 +16,82 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 from pathlib import Path
 from typing import Any
 
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
+from paceline.core.types import FinishReason, Request
 from paceline.runtime.device import resolve
-from paceline.train.shards import Texts, Written, from_written, load_shard, load_shards, save_shard
-from paceline.train.talk import Style, conversations
+from paceline.train.talk import Ask, Conversation, Style, conversations
+from paceline.train.texts import Texts, Written, from_written, load_shard, load_shards, save_shard
 from paceline.train.variations import varied
-from paceline.train.writing import Conversation, Writer
 
 PART = 500_000  # answer tokens of a shard
+LOW_WATER = 0.6  # of the batch: below, new conversations are let in
 KV_BYTES = 6 << 30  # of each engine where several share a GPU
+
+
+class Writer:
+    """Drives many conversations at once through one engine; yields what was written, as it comes.
+
+    New ones are admitted many at a time, so that most passes are plain decoding (on a GPU one recorded graph)
+    and prompts are read together."""
+
+    def __init__(self, llm: LLM, batch: int) -> None:
+        self.llm, self.batch = llm, batch
+        self.num_tokens = 0  # written so far, those that are not kept included
+        self._open: dict[str, tuple[Request, Ask, Conversation]] = {}
+        self._limit = llm.engine.config.max_model_len
+
+    def write(self, conversations: Iterator[Conversation], is_over: Callable[[], bool]) -> Iterator[Written]:
+        """Until the conversations end, or `is_over`: what is unfinished then is dropped."""
+        engine = self.llm.engine
+        try:
+            while not is_over():
+                if len(self._open) <= LOW_WATER * self.batch:
+                    while len(self._open) < self.batch and (conversation := next(conversations, None)):
+                        self._resume(conversation, None)
+                if not self._open:
+                    return
+                for emission in engine.step():
+                    self.num_tokens += len(emission.tokens)
+                    if emission.request.is_finished and (written := self._finished(emission.request)):
+                        yield written
+        finally:
+            for request, _, conversation in self._open.values():
+                engine.abort(request)
+                engine.stats.pop(request.id, None)
+                conversation.close()
+            self._open.clear()
+
+    def _resume(self, conversation: Conversation, answer: list[int] | None) -> None:
+        """Let it go on to its next question, and put that to the engine."""
+        try:
+            ask = next(conversation) if answer is None else conversation.send(answer)
+        except StopIteration:
+            return
+        if not 0 < len(ask.prompt) < self._limit - 1:
+            conversation.close()  # grew too long for the context
+            return
+        params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=ask.seed)
+        (request,) = self.llm._intake.requests(list(ask.prompt), params)
+        request.text_stop = None  # no text is streamed, so none is decoded
+        self.llm.engine.add(request)
+        self._open[request.id] = request, ask, conversation
+
+    def _finished(self, request: Request) -> Written | None:
+        """What was written, if it is kept; the conversation goes on."""
+        _, ask, conversation = self._open.pop(request.id)
+        self.llm.engine.stats.pop(request.id, None)
+        if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            conversation.close()
+            return None
+        self._resume(conversation, request.output)
+        return Written(ask.prompt, request.output, ask.temperature) if ask.is_kept else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +127,11 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
     earlier = [load_shard(path) for path in config.folder.glob(f"text-{number:02d}-*.npz")]
     parts, done = len(earlier), sum(texts.num_answer_tokens for texts in earlier)
     wanted = float("inf") if config.num_tokens is None else config.num_tokens / config.processes
-    is_gpu = resolve(config.device).type == "cuda"
-    sizes: dict[str, Any] = (
-        {"max_num_seqs": 256, "max_num_batched_tokens": 8192} if is_gpu else {"max_num_seqs": 16}
-    )
-    sizes |= {"kv_cache_memory": KV_BYTES} if is_gpu and config.processes > 1 else {}
+    batch, is_alone = 16, config.processes == 1
+    options: dict[str, Any] = {"device": config.device, "enable_prefix_caching": False, "progress": is_alone}
+    if resolve(config.device).type == "cuda":
+        batch = 256
+        options |= {"max_num_batched_tokens": 8192} | ({} if is_alone else {"kv_cache_memory": KV_BYTES})
     made: list[Written] = []
     kept = 0  # answer tokens in `made`
 
@@ -82,16 +145,15 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
 
     if is_over():
         return
-    options: dict[str, Any] = {
-        "device": config.device,
-        "enable_prefix_caching": False,
-        "progress": config.processes == 1,
-    }
-    with LLM(config.model, speculative_config=None, **options, **sizes) as llm:
+    with LLM(config.model, speculative_config=None, max_num_seqs=batch, **options) as llm:
         seed = config.seed + 1000 * parts + 1_000_003 * number  # further shards are other conversations
-        writer = Writer(llm, sizes["max_num_seqs"])
+        if config.is_varied and config.turns and llm.tokenizer.has_chat_template:
+            style, prompts = Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns]
+            talks = varied(style, prompts)
+        else:
+            talks = conversations(llm.tokenizer, config.turns, seed)
         try:
-            for written in writer.write(_conversations(config, llm, seed), is_over):
+            for written in Writer(llm, batch).write(talks, is_over):
                 made.append(written)
                 kept += len(written.answer)
                 tell(done + kept)
@@ -103,20 +165,12 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
                 save()
 
 
-def _conversations(config: WriteConfig, llm: LLM, seed: int) -> Iterator[Conversation]:
-    if config.is_varied and config.turns and llm.tokenizer.has_chat_template:
-        return varied(Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns])
-    return conversations(llm.tokenizer, config.turns, seed)
-
-
 def _write_with_many(config: WriteConfig, deadline: float, tell: Callable[[int], None]) -> None:
     """A process that dies costs its own text since it last saved, and no other's."""
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", config.processes)
-    workers = [
-        context.Process(target=_work, args=(config, number, deadline, counts))
-        for number in range(config.processes)
-    ]
+    shares = [(config, number, deadline, counts) for number in range(config.processes)]
+    workers = [context.Process(target=_work, args=share) for share in shares]
     with _shared_gpu(resolve(config.device).type == "cuda"):
         for worker in workers:
             worker.start()
@@ -130,11 +184,7 @@ def _work(config: WriteConfig, number: int, deadline: float, counts: Any) -> Non
     import torch
 
     torch.set_num_threads(1)
-
-    def tell(count: int) -> None:
-        counts[number] = count
-
-    _write_part(config, number, deadline, tell)
+    _write_part(config, number, deadline, partial(setitem, counts, number))
 
 
 @contextmanager
@@ -155,8 +205,6 @@ def _shared_gpu(is_gpu: bool) -> Iterator[None]:
 
 def _is_done(command: Sequence[str], typed: bytes | None = None) -> bool:
     try:
-        return not subprocess.run(
-            command, input=typed, capture_output=True, timeout=60, check=False
-        ).returncode
+        return subprocess.run(command, input=typed, capture_output=True, timeout=60).returncode == 0
     except subprocess.TimeoutExpired:
         return False

@@ -56,7 +56,7 @@ class _Agreement(torch.autograd.Function):
                 if to_weight is not None:
                     to_weight += (slope.T @ x).float()
         ctx.save_for_backward(to_hidden, to_weight)
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.dtype = weight.dtype
         found = torch.cat(guessed)
         ctx.mark_non_differentiable(found)
         return loss, found
@@ -64,11 +64,9 @@ class _Agreement(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         to_hidden, to_weight = ctx.saved_tensors
-        return (
-            None if to_hidden is None else to_hidden * grads[0].to(to_hidden.dtype),
-            None if to_weight is None else (to_weight * grads[0]).to(ctx.dtypes[1]),
-            None, None, None, None,
-        )  # fmt: skip
+        hidden = None if to_hidden is None else to_hidden * grads[0].to(to_hidden.dtype)
+        weight = None if to_weight is None else (to_weight * grads[0]).to(ctx.dtype)
+        return hidden, weight, None, None, None, None
 
 
 def _compare(logits: Tensor, chances: Tensor, best: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
@@ -95,9 +93,7 @@ def agreement(
     hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, scale: Tensor, mix: Mix
 ) -> tuple[Tensor, Tensor]:
     """hidden [n, width], weight [draft vocabulary, width], rows [n] of the teacher (-1: none), scale [n].
-
-    -> the sum of scale * loss, and the draft id guessed in each row [n].
-    """
+    -> the sum of scale * loss, and the draft id guessed in each row [n]."""
     loss, guessed = _Agreement.apply(hidden, weight.to(hidden.dtype), teacher, rows, scale, mix)
     return loss, guessed
 
@@ -105,8 +101,7 @@ def agreement(
 @torch.no_grad()
 def teach(final: Tensor, head: Tensor, draft_ids: Tensor, chunk: int = CHUNK) -> Teacher:
     """final [N, hidden]: what the target's output layer reads. Its first choice is over all tokens, its
-    chances over those of the draft.
-    """
+    chances over those of the draft."""
     size, vocab = len(draft_ids), len(head)
     draft_of = torch.full((vocab,), -1, dtype=torch.int64, device=head.device)
     draft_of[draft_ids] = torch.arange(size, device=head.device)

@@ -12,15 +12,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import require
-from paceline.heads.config import (
-    DflashConfig,
-    DraftConfig,
-    EagleConfig,
-    HeadConfig,
-    MedusaConfig,
-    default_taps,
-    shared_fields,
-)
+from paceline.heads import config as heads
 from paceline.models.config import ModelConfig
 from paceline.train.losses import Mix
 
@@ -62,10 +54,6 @@ class Recipe:
         remedy = "use a number from 0 to below 1, such as 0.999"
         require(0 <= self.average < 1, "average", self.average, remedy)
 
-    def rate_for(self, width: int) -> float:
-        """Wide layers add up more of every step, so they take smaller ones."""
-        return self.rate * min(max(WIDTH / width, 0.2), 4.0)
-
 
 RECIPES: dict[str, Recipe] = {
     "eagle": Recipe("eagle", Mix(soft=1.0), decay=0.8),
@@ -81,11 +69,9 @@ def recipe_for(kind: str, **changes: Any) -> Recipe:
     return replace(RECIPES[kind], **changes)
 
 
-def head_config(
-    recipe: Recipe, target: ModelConfig, name: str, digest: str, mask_token_id: int
-) -> HeadConfig:
+def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, blank: int) -> heads.HeadConfig:
     """The head that a recipe makes for a target; kinds that attend have the target's sizes."""
-    shared = shared_fields(target, name, digest, recipe.draft_vocab_size)
+    shared = heads.shared_fields(target, name, digest, recipe.draft_vocab_size)
     shared["has_lm_head"] = recipe.has_lm_head
     layered = shared | {
         "num_heads": target.num_heads,
@@ -94,14 +80,15 @@ def head_config(
         "intermediate_size": recipe.intermediate_size or target.intermediate_size,
         "rope": target.rope,
     }
-    taps, depth = default_taps(target.num_layers, recipe.num_taps), recipe.num_layers
+    taps, depth = heads.default_taps(target.num_layers, recipe.num_taps), recipe.num_layers
     if recipe.kind == "medusa":
-        trunk = EagleConfig(**(layered | {"has_lm_head": False}), taps=taps) if recipe.has_trunk else None
-        heads, blocks = recipe.num_steps, recipe.num_blocks
-        return MedusaConfig(**shared, num_heads_ahead=heads, num_blocks=blocks, trunk=trunk)
+        layered["has_lm_head"] = False
+        trunk = heads.EagleConfig(**layered, taps=taps) if recipe.has_trunk else None
+        count, blocks = recipe.num_steps, recipe.num_blocks
+        return heads.MedusaConfig(**shared, num_heads_ahead=count, num_blocks=blocks, trunk=trunk)
     if recipe.kind == "eagle":
-        return EagleConfig(**layered, taps=taps)
+        return heads.EagleConfig(**layered, taps=taps)
     if recipe.kind == "dflash":
-        layered |= {"block_size": recipe.num_steps, "mask_token_id": mask_token_id}
-        return DflashConfig(**layered, taps=taps, num_layers=depth, markov_rank=recipe.markov_rank)
-    return DraftConfig(**layered, num_layers=depth)
+        layered |= {"block_size": recipe.num_steps, "mask_token_id": blank}
+        return heads.DflashConfig(**layered, taps=taps, num_layers=depth, markov_rank=recipe.markov_rank)
+    return heads.DraftConfig(**layered, num_layers=depth)

@@ -7,8 +7,8 @@ DIR/state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,93 +17,60 @@ import torch
 
 from paceline import __version__
 from paceline.core.errors import ConfigError
-from paceline.heads.config import TRUNK, DflashConfig, EagleConfig, HeadConfig, MedusaConfig
+from paceline.heads.config import TRUNK, DflashConfig, EagleConfig, MedusaConfig
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import read_json
 from paceline.runtime.device import device_name
 from paceline.train.acceptance import Acceptance
 from paceline.train.lessons import Known, prepare
 from paceline.train.recipes import RECIPES, Recipe
-from paceline.train.resume import STATE, load_state
-from paceline.train.save import PROVENANCE, read_head, save_head
-from paceline.train.shards import Texts
-from paceline.train.trainer import Limit, Report, Trainer, run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """What a training is asked for, beside its text and recipes."""
-
-    limit: Limit
-    device: torch.device
-    seed: int = 0
-    bits: int = 16  # of a weight in the file
-    is_resumed: bool = False
-    start: Path | None = None  # a head whose weights are the first ones, or a folder of one for each kind
-    others: Mapping[str, Texts] = field(default_factory=dict)  # texts to measure acceptance on at the end
-    num_measures: int = 20  # on the way
-    command: Sequence[str] = ()  # for the provenance
-    is_over: Callable[[], bool] = lambda: False  # asked after every step: whether to stop before the limit
+from paceline.train.save import PROVENANCE, STATE, load_state, read_head, save_head
+from paceline.train.texts import Texts
+from paceline.train.trainer import TrainConfig, Trainer, run
 
 
 def train(
-    checkpoint: Checkpoint,
-    texts: Texts,
-    recipes: Sequence[Recipe],
-    folders: Sequence[Path],
-    config: TrainConfig,
-    report: Report,
+    checkpoint: Checkpoint, texts: Texts, recipes: Mapping[Path, Recipe], config: TrainConfig
 ) -> list[Acceptance]:
     """One head a recipe, all on the same passes of the target, each into its folder."""
-    states = [folder / "state" for folder in folders]
+    states = [folder / "state" for folder in recipes]
     begun = next((state for state in states if (state / STATE).exists()), None)
     if begun is not None and not config.is_resumed:
-        raise ConfigError(
-            f"{begun} holds a training that was begun; resume it (--resume), or choose another folder"
-        )
-    starts = [_start_of(recipe, config.start) for recipe in recipes]
-    lessons = prepare(checkpoint, texts, recipes[0], config.device, known=_known(starts))
-    trainers = [Trainer(lessons, recipe, config.limit, config.seed) for recipe in recipes]
+        remedy = "resume it (--resume), or choose another folder"
+        raise ConfigError(f"{begun} holds a training that was begun; {remedy}")
+    start, kinds = config.start, [recipe.kind for recipe in recipes.values()]
+    starts = [start] * len(kinds)
+    if start is not None and any((start / kind).is_dir() for kind in RECIPES):  # a head for some of the kinds
+        starts = [start / kind if (start / kind).is_dir() else None for kind in kinds]
+    lessons = prepare(checkpoint, texts, next(iter(recipes.values())), config.device, known=_known(starts))
+    trainers = [Trainer(lessons, recipe, config.limit, config.seed) for recipe in recipes.values()]
     for trainer, state, first in zip(trainers, states, starts, strict=True):
         if config.is_resumed:
             load_state(trainer, state)
         elif first is not None:
             start_from(trainer, first)
-    run(trainers, states, report, config.is_over, config.num_measures)
-    found = []
-    for trainer, folder, first in zip(trainers, folders, starts, strict=True):
-        found.append(_finish(trainer, folder, first, config))
-        numbers = {"folder": str(folder), "kind": trainer.recipe.kind, "acceptance": found[-1]}
-        report("saved", numbers)
-    return [acceptance["held_out"] for acceptance in found]
+    run(trainers, states, config)
+    return [_finish(*one, config) for one in zip(trainers, recipes, starts, strict=True)]
 
 
-def _finish(trainer: Trainer, folder: Path, first: Path | None, config: TrainConfig) -> dict[str, Acceptance]:
-    """Measure on the other texts, save, draw. -> acceptance by the name of a text."""
+def _finish(trainer: Trainer, folder: Path, first: Path | None, config: TrainConfig) -> Acceptance:
+    """Measure on the other texts, save, draw."""
     last = trainer.place.curve[-1]
     held_out = Acceptance(last["tau"], tuple(last["by_position"]))
     apart = {name: trainer.accept(text, np.arange(len(text))) for name, text in config.others.items()}
-    found = {"held_out": held_out, **apart}
-    notes = provenance(trainer, config.command, found)
+    notes = provenance(trainer, config.command, {"held_out": held_out, **apart})
     if first is not None and (first / PROVENANCE).is_file():
         notes["before"] = {n: value for n, value in read_json(first / PROVENANCE).items() if n != "curve"}
     head = replace(trainer.config, first_accepted=round(held_out.by_position[0], 4))
     save_head(folder, head, trainer.tensors(), notes, config.bits)
     draw_curves(folder / "curves.png", trainer.place.curve, trainer.recipe.kind)
-    return found
-
-
-def _start_of(recipe: Recipe, start: Path | None) -> Path | None:
-    """The head that a recipe's training starts from; none where a folder has heads of other kinds only."""
-    if start is None or not any((start / kind).is_dir() for kind in RECIPES):
-        return start
-    return start / recipe.kind if (start / recipe.kind).is_dir() else None
+    config.report("saved", {"kind": trainer.recipe.kind, "acceptance": apart})
+    return held_out
 
 
 def _known(starts: Sequence[Path | None]) -> Known | None:
     """The tokens that heads draft, and the one that stands for a blank, are their own: other text does not
-    change them.
-    """
+    change them."""
     read = [read_head(folder) for folder in starts if folder is not None]
     ids = next((tensors["draft_ids"].numpy() for _, tensors in read if "draft_ids" in tensors), None)
     blank = next((config.mask_token_id for config, _ in read if isinstance(config, DflashConfig)), 0)
@@ -118,14 +85,15 @@ def start_from(trainer: Trainer, folder: Path) -> None:
         config, wanted = replace(config, has_lm_head=False), wanted.trunk
         shared = ("draft_ids", "lm_head.weight")
         tensors = {name if name in shared else TRUNK + name: tensor for name, tensor in tensors.items()}
-    config = _renamed(config, wanted.target_name)  # the hash says whose it is, not the name
+    # The hash says whose it is, not the name.
+    config = replace(config, first_accepted=0.0, target_name=wanted.target_name)
+    if isinstance(config, MedusaConfig) and config.trunk is not None:
+        config = replace(config, trunk=replace(config.trunk, target_name=wanted.target_name))
     if config != wanted:
         differs = next(n for n in asdict(wanted) if getattr(config, n, None) != getattr(wanted, n))
         theirs, mine = getattr(config, differs, None), getattr(wanted, differs)
-        raise ConfigError(
-            f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}; "
-            "start from a head of the same shape"
-        )
+        what = f"{folder} has {differs} {theirs!r:.60} where the recipe makes {mine!r:.60}"
+        raise ConfigError(f"{what}; start from a head of the same shape")
     ids = tensors.pop("draft_ids", None)
     if ids is not None and not np.array_equal(ids.numpy(), trainer.lessons.draft_ids):
         raise ConfigError(f"{folder} drafts other tokens than the heads beside it; train it by itself")
@@ -138,36 +106,28 @@ def start_from(trainer: Trainer, folder: Path) -> None:
     trainer.is_fresh = False
 
 
-def _renamed(config: HeadConfig, name: str) -> HeadConfig:
-    config = replace(config, first_accepted=0.0, target_name=name)
-    if isinstance(config, MedusaConfig) and config.trunk is not None:
-        config = replace(config, trunk=replace(config.trunk, target_name=name))
-    return config
-
-
 def provenance(trainer: Trainer, command: Sequence[str], found: Mapping[str, Acceptance]) -> dict[str, Any]:
     """How a head came to be."""
     place, lessons = trainer.place, trainer.lessons
-    text = {
-        "sha256": lessons.digest,
-        "sequences": len(lessons.texts),
-        "tokens": int(lessons.texts.starts[-1]),
-        "answer_tokens": lessons.texts.num_answer_tokens,
-        "held_out": len(lessons.held),
-    }
-    seconds = round(place.seconds, 1)
+    trained = {"steps": place.step, "rounds": place.round, "tokens": place.tokens}
     return {
         "version": __version__,
         "command": list(command),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "target": {"name": trainer.config.target_name, "hash": trainer.config.target_hash},
-        "text": text,
+        "text": {
+            "sha256": lessons.digest,
+            "sequences": len(lessons.texts),
+            "tokens": int(lessons.texts.starts[-1]),
+            "answer_tokens": lessons.texts.num_answer_tokens,
+            "held_out": len(lessons.held),
+        },
         "seed": trainer.seed,
         "recipe": asdict(trainer.recipe),
-        "trained": {"steps": place.step, "rounds": place.round, "tokens": place.tokens, "seconds": seconds},
+        "trained": {**trained, "seconds": round(place.seconds, 1)},
         "torch": torch.__version__,
         "device": device_name(trainer.device),
-        "acceptance": {name: acceptance.record() for name, acceptance in found.items()},
+        "acceptance": {name: acceptance._asdict() for name, acceptance in found.items()},
         "curve": place.curve,
     }
 

@@ -13,20 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.heads.config import (
-    DflashConfig,
-    DraftConfig,
-    EagleConfig,
-    HeadConfig,
-    LayeredConfig,
-    MedusaConfig,
-)
+from paceline.heads.config import DflashConfig, DraftConfig, HeadConfig, LayeredConfig, MedusaConfig
 from paceline.heads.modules import empty_module
 from paceline.models.layer import causal, masked
 from paceline.models.rope import rotary_tables
 from paceline.train.chains import Chains
-from paceline.train.stream import Batch
-from paceline.train.target import Seen, Target
+from paceline.train.lessons import Seen, Target
+from paceline.train.texts import Batch
 
 # Of first weights whose names hold these; all others have 1 / sqrt(width).
 DEVIATIONS = {"o_proj": 0.01, "down_proj": 0.01, "blocks.": 0.01, "markov_w1": 0.02, "markov_w2": 1e-3}
@@ -72,11 +65,10 @@ class Student:
         return found
 
     def start_from(self, seen: Seen, batch: Batch) -> None:
-        """A look at a first batch before training: nothing by default."""
-
-    def _even_out(self, seen: Seen, batch: Batch) -> None:
-        """Some channels of a residual stream are a thousand times larger than others: start with all of them
-        alike."""
+        """A look at a first batch before training. Some channels of a residual stream are a thousand times
+        larger than others: kinds that fuse several start with all of them alike."""
+        if self.config.kind not in ("eagle", "dflash"):
+            return
         features = seen.features(self.config.hidden_layers).flatten(0, 1)[batch.rows].float()
         self.module.fc.weight.data /= features.square().mean(0).sqrt().clamp(min=1e-6)
 
@@ -99,9 +91,6 @@ def first_weights(config: HeadConfig, rows: Tensor) -> Any:
 
 
 class EagleStudent(Student):
-    def start_from(self, seen: Seen, batch: Batch) -> None:
-        self._even_out(seen, batch)
-
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         module, rows, embed = self.module, batch.rows, self.target.embed
         fused = module.source(seen.features(self.config.taps))  # [B, S, hidden]
@@ -140,14 +129,11 @@ class MedusaStudent(Student):
 
 class DraftStudent(Student):
     def __init__(self, config: DraftConfig, target: Target, draft_ids: Tensor, max_length: int) -> None:
-        super().__init__(config, target, draft_ids, max_length)
-        self._copy_layers(dict(target.named_parameters()), target.config.num_layers)
-
-    def _copy_layers(self, theirs: dict[str, nn.Parameter], depth: int) -> None:
         """Where sizes agree a layer starts as one of the target's, the first and the last among them."""
-        own = self.config.num_layers
+        super().__init__(config, target, draft_ids, max_length)
+        theirs, last = dict(target.named_parameters()), target.config.num_layers - 1
         for i, layer in enumerate(self.module.layers):
-            source = f"layers.{round(i * (depth - 1) / max(1, own - 1))}."
+            source = f"layers.{round(i * last / max(1, config.num_layers - 1))}."
             for name, weight in layer.named_parameters():
                 other = theirs.get(source + name)
                 if other is not None and other.shape == weight.shape:
@@ -176,9 +162,6 @@ class DflashStudent(Student):
         self._draft_of = torch.full_like(target.head[:, 0], config.draft_vocab_size, dtype=torch.int64)
         self._draft_of[self.draft_ids] = torch.arange(len(draft_ids), device=self._draft_of.device)
 
-    def start_from(self, seen: Seen, batch: Batch) -> None:
-        self._even_out(seen, batch)
-
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         config, module, device = self.config, self.module, batch.ids.device
         anchors, is_real = self._anchors(batch, draw)  # [B, A]: rows, and which of them count
@@ -188,10 +171,9 @@ class DflashStudent(Student):
         tokens[..., 0] = batch.token_after(1)[anchors]
         x = self.target.embed(tokens.flatten(1)).to(module.norm.weight.dtype)  # [B, A * size, hidden]
         positions = (places[..., None] + 1 + torch.arange(size, device=device)).flatten(1)
-        context = module.keys_values(
-            seen.features(config.taps), self.tables.at(torch.arange(length, device=device))
-        )
-        visible = self._visible(places, length, size)
+        angles = self.tables.at(torch.arange(length, device=device))
+        context = module.keys_values(seen.features(config.taps), angles)
+        visible = _visible(places, length, size)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             far_k, far_v = context[i]  # [B, S, kv_heads, dim]
@@ -216,15 +198,6 @@ class DflashStudent(Student):
         chosen = first + torch.minimum((part * count).long(), count - 1)
         return chosen.clamp(max=len(batch.rows) - 1), (batch.size > 0)[:, None].expand(-1, number)
 
-    @staticmethod
-    def _visible(places: Tensor, length: int, size: int) -> Tensor:
-        """[B, 1, A * size, S + A * size]: the context up to t, then the rows of one's own block."""
-        num, anchors = places.shape
-        upto = torch.arange(length, device=places.device) <= places[..., None]  # [B, A, S]
-        block = torch.arange(anchors, device=places.device).repeat_interleave(size)
-        own = (block[:, None] == block).expand(num, -1, -1)
-        return torch.cat([upto.repeat_interleave(size, 1), own], -1)[:, None]
-
     def _guess(self, batch: Batch, hidden: Tensor, base: Tensor, step: int) -> Guess:
         """hidden [n, size, hidden]. The Markov head's part is a product with the token before: both are one
         product."""
@@ -236,12 +209,16 @@ class DflashStudent(Student):
         return Guess(x, weight, batch.row_after(1 + step)[base], base, step)
 
 
-STUDENTS: dict[type[HeadConfig], Any] = {
-    EagleConfig: EagleStudent, MedusaConfig: MedusaStudent, DraftConfig: DraftStudent,
-    DflashConfig: DflashStudent,
-}  # fmt: skip
+def _visible(places: Tensor, length: int, size: int) -> Tensor:
+    """places [B, A] -> [B, 1, A * size, S + A * size]: the context up to t, then the block's own rows."""
+    num, anchors = places.shape
+    upto = torch.arange(length, device=places.device) <= places[..., None]  # [B, A, S]
+    block = torch.arange(anchors, device=places.device).repeat_interleave(size)
+    own = (block[:, None] == block).expand(num, -1, -1)
+    return torch.cat([upto.repeat_interleave(size, 1), own], -1)[:, None]
 
 
 def build_student(config: HeadConfig, target: Target, draft_ids: Tensor, max_length: int) -> Student:
-    found: Student = STUDENTS[type(config)](config, target, draft_ids, max_length)
-    return found
+    kinds = {"eagle": EagleStudent, "medusa": MedusaStudent, "dflash": DflashStudent, "draft": DraftStudent}
+    student: Student = kinds[config.kind](config, target, draft_ids, max_length)
+    return student

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.loaders.tokenizer import Tokenizer
-from paceline.train.writing import Ask, Conversation
 
 Message = Mapping[str, str]
 MARK = "\u2021\u2021here\u2021\u2021"  # stands for a user's words while the template is looked through
@@ -35,6 +35,19 @@ SYSTEM_PROMPTS = (
 FIRST_WORDS = (
     "The", "A", "In", "When", "How", "It", "def", "1.", "#", "Dear", "We", "I", "There", "What", "On", "If",
 )  # fmt: skip
+
+
+class Ask(NamedTuple):
+    """One completion that a conversation wants."""
+
+    prompt: Sequence[int]
+    temperature: float
+    max_tokens: int
+    seed: int
+    is_kept: bool = True  # a text to learn from; else a step towards one, such as an invented prompt
+
+
+Conversation = Generator[Ask, list[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,9 @@ def invented(style: Style, num_turns: int) -> Conversation:
     temperature = style.temperature()
     messages: list[Message] = []
     for _ in range(num_turns):
-        opening = _up_to_user(style.tokenizer, messages)
+        shown = [*messages, {"role": "user", "content": MARK}]
+        template = style.tokenizer.chat(shown, add_generation_prompt=False)
+        opening = style.tokenizer.encode(template[: template.index(MARK)], add_special=False)
         if len(opening) > style.max_prompt:
             return
         turn = yield Ask(opening, style.draw.choice((0.8, 1.0, 1.0)), 160, style.seed(), is_kept=False)
@@ -93,12 +108,6 @@ def invented(style: Style, num_turns: int) -> Conversation:
         prompt = style.tokenizer.encode_chat(messages)
         answer = yield Ask(prompt, temperature, style.length(), style.seed())
         messages.append({"role": "assistant", "content": style.read(answer)})
-
-
-def _up_to_user(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The template up to where the user's next words stand."""
-    text = tokenizer.chat([*messages, {"role": "user", "content": MARK}], add_generation_prompt=False)
-    return tokenizer.encode(text[: text.index(MARK)], add_special=False)
 
 
 def raw(style: Style, text: str) -> Conversation:
@@ -112,8 +121,7 @@ def about(
     style: Style, request: str, use: Callable[[str], str | None], times: int = 1, temperature: float = 0.9
 ) -> Conversation:
     """First the target writes a text (an article, a sentence in German, a question); then it is asked to do
-    something with it.
-    """
+    something with it."""
     opening = style.tokenizer.encode_chat([{"role": "user", "content": request}])
     if len(opening) > style.max_prompt:
         return

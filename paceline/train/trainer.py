@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -26,14 +26,12 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.heads.config import HeadConfig
 from paceline.train.acceptance import Acceptance, measure
-from paceline.train.lessons import Lessons
+from paceline.train.lessons import Lessons, Seen
 from paceline.train.losses import Teacher, agreement
-from paceline.train.recipes import Recipe, head_config
-from paceline.train.resume import save_state
-from paceline.train.shards import Texts
-from paceline.train.stream import Batch, batches, prefetched
+from paceline.train.recipes import WIDTH, Recipe, head_config
+from paceline.train.save import save_state
 from paceline.train.students import build_student
-from paceline.train.target import Seen
+from paceline.train.texts import Batch, Texts, batches, prefetched
 
 
 class Limit(NamedTuple):
@@ -41,12 +39,6 @@ class Limit(NamedTuple):
 
     tokens: int | None = None
     seconds: float | None = None
-
-    def share(self, place: Place) -> float:
-        """How much of it is done, 0 to 1."""
-        if self.tokens:
-            return min(place.tokens / self.tokens, 1.0)
-        return min(place.seconds / self.seconds, 1.0) if self.seconds else 1.0
 
 
 @dataclass(slots=True)
@@ -61,7 +53,22 @@ class Place:
     curve: list[dict[str, Any]] = field(default_factory=list)  # one record for each measurement
 
 
-Report = Callable[[str, dict[str, Any]], None]  # "step", "measured" or "saved", and its numbers
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What a training is asked for, beside its text and recipes."""
+
+    limit: Limit
+    device: torch.device
+    seed: int = 0
+    bits: int = 16  # of a weight in the file
+    is_resumed: bool = False
+    start: Path | None = None  # a head whose weights are the first ones, or a folder of one for each kind
+    others: Mapping[str, Texts] = field(default_factory=dict)  # texts to measure acceptance on at the end
+    num_measures: int = 20  # on the way
+    command: Sequence[str] = ()  # for the provenance
+    is_over: Callable[[], bool] = lambda: False  # asked after every step: whether to stop before the limit
+    # is told of each "step", of what was "measured" and of what was "saved", with its numbers
+    report: Callable[[str, dict[str, Any]], None] = lambda what, numbers: None
 
 
 class Trainer:
@@ -71,26 +78,25 @@ class Trainer:
         is_limited = (limit.tokens or 0) > 0 or (limit.seconds or 0) > 0
         require(is_limited, "limit", tuple(limit), "train for some tokens or seconds")
         self.lessons, self.recipe, self.limit, self.seed = lessons, recipe, limit, seed
-        self.device, self.dtype = lessons.device, lessons.dtype
-        self.config: HeadConfig = head_config(
-            recipe, lessons.config, lessons.name, lessons.target_hash, lessons.blank
-        )
+        self.device, self.dtype = lessons.target.head.device, lessons.target.head.dtype
+        target, name = lessons.target.config, lessons.name
+        self.config: HeadConfig = head_config(recipe, target, name, lessons.target_hash, lessons.blank)
         torch.manual_seed(seed)
         ids = torch.from_numpy(lessons.draft_ids)
         self.head = build_student(self.config, lessons.target, ids, recipe.max_length)
         self.weights: dict[str, torch.nn.Parameter] = dict(self.head.module.named_parameters())
-        self.optimizer = torch.optim.AdamW(
-            self.weights.values(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay,
-            fused=self.device.type == "cuda",
-        )  # fmt: skip
-        is_kept = bool(recipe.average)
-        self.average = {n: p.detach().clone() for n, p in self.weights.items()} if is_kept else {}
+        fixed: dict[str, Any] = {"betas": (0.9, 0.95), "fused": self.device.type == "cuda"}
+        weights, decay = self.weights.values(), recipe.weight_decay
+        self.optimizer = torch.optim.AdamW(weights, lr=recipe.rate, weight_decay=decay, **fixed)
+        kept = self.weights if recipe.average else {}
+        self.average = {name: weight.detach().clone() for name, weight in kept.items()}
         self.place, self.last_loss, self.is_fresh = Place(), torch.zeros(()), True
 
     @property
     def share(self) -> float:
         """How much of the training is done, 0 to 1."""
-        return self.limit.share(self.place)
+        tokens, seconds = self.limit
+        return min(self.place.tokens / tokens if tokens else self.place.seconds / (seconds or 1), 1.0)
 
     def rest_of_round(self) -> Iterator[Batch]:
         """What is left of this time through the data."""
@@ -118,40 +124,37 @@ class Trainer:
             total, weight = total + loss, weight + scale.sum()
             right.append((is_taught & (guessed == best)).sum() / (guess.rows >= 0).sum().clamp(min=1))
         loss = total / weight.clamp(min=1)
-        self._descend(loss)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), recipe.clip)
+        self.optimizer.step()
+        keep = min(recipe.average, (1 + self.place.step) / (10 + self.place.step))
+        for name, average in self.average.items():
+            average.lerp_(self.weights[name].detach(), 1 - keep)
         self.last_loss = loss.detach()
         self.place.step, self.place.batch = self.place.step + 1, self.place.batch + 1
         self.place.tokens += batch.num_tokens
         return {"loss": self.last_loss, "right": torch.stack(right).mean(), **self.numbers()}
 
-    def _descend(self, loss: Tensor) -> None:
-        rate = self._rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.recipe.clip)
-        self.optimizer.step()
-        if self.average:
-            keep = min(self.recipe.average, (1 + self.place.step) / (10 + self.place.step))
-            for name, average in self.average.items():
-                average.lerp_(self.weights[name].detach(), 1 - keep)
-
     def _rate(self) -> float:
-        share, highest = self.limit.share(self.place), self.recipe.rate_for(self.config.hidden_size)
-        if share < self.recipe.warm_up:
-            return highest * max(share / self.recipe.warm_up, 0.01)
-        after = (share - self.recipe.warm_up) / (1 - self.recipe.warm_up)
+        """Rises to the recipe's rate, then falls as a cosine; wide layers add up more of every step, so they
+        take smaller ones."""
+        share, warm_up = self.share, self.recipe.warm_up
+        highest = self.recipe.rate * min(max(WIDTH / self.config.hidden_size, 0.2), 4.0)
+        if share < warm_up:
+            return highest * max(share / warm_up, 0.01)
+        after = (share - warm_up) / (1 - warm_up)
         return highest * max(0.5 + 0.5 * math.cos(math.pi * after), 0.01)
 
     def measure(self) -> dict[str, Any]:
         """Acceptance on what is held out, noted in the curve."""
         if not math.isfinite(float(self.last_loss)):
-            raise ConfigError(
-                f"the loss is {float(self.last_loss)} after {self.place.step} steps; lower the learning rate"
-            )
+            what = f"the loss is {float(self.last_loss)} after {self.place.step} steps"
+            raise ConfigError(f"{what}; lower the learning rate")
         found = self.accept(self.lessons.texts, self.lessons.held)
-        record = {**self.numbers(), "loss": float(self.last_loss), **found.record()}
+        record = {**self.numbers(), "loss": float(self.last_loss), **found._asdict()}
         self.place.curve.append(record)
         return record
 
@@ -164,16 +167,14 @@ class Trainer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """While inside, the head has its averaged weights, if they are kept."""
-        self._swap()
+        own = {name: self.weights[name].data for name in self.average}
+        for name, average in self.average.items():
+            self.weights[name].data = average
         try:
             yield
         finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        for name, average in self.average.items():
-            weight = self.weights[name]
-            weight.data, self.average[name] = average, weight.data
+            for name, data in own.items():
+                self.weights[name].data = data
 
     def tensors(self) -> dict[str, Tensor]:
         """The head as it is shipped."""
@@ -185,49 +186,38 @@ class Trainer:
         return {**place, "kind": self.recipe.kind, "share": self.share, "rate": self._rate()}
 
 
-def run(
-    trainers: Sequence[Trainer],
-    folders: Sequence[Path],
-    report: Report,
-    is_over: Callable[[], bool],
-    num_measures: int = 20,
-) -> None:
+def run(trainers: Sequence[Trainer], folders: Sequence[Path], config: TrainConfig) -> None:
     """Train all of them on the same batches to their limit, or until `is_over`; a checkpoint of each lies in
-    its folder.
-    """
-    first, started = trainers[0], time.perf_counter()
-    assert all(t.lessons is first.lessons and t.limit == first.limit for t in trainers)
+    its folder."""
+    first, started, num_measures = trainers[0], time.perf_counter(), config.num_measures
     assert all(t.place.batch == first.place.batch for t in trainers)
     before, taps = first.place.seconds, sorted({tap for t in trainers for tap in t.config.hidden_layers})
     next_measure = math.floor(first.share * num_measures + 1) / num_measures
-    _measure_all([trainer for trainer in trainers if not trainer.place.curve], report)
-    while first.share < 1 and not is_over():
-        is_whole = True
+
+    def measure_all(chosen: Iterable[Trainer]) -> None:
+        for trainer in chosen:
+            config.report("measured", trainer.measure())
+
+    def save_all() -> None:
+        for trainer, folder in zip(trainers, folders, strict=True):
+            save_state(trainer, folder)
+
+    measure_all(trainer for trainer in trainers if not trainer.place.curve)
+    while first.share < 1 and not config.is_over():
         for batch in first.rest_of_round():
             there = batch.to(first.device)
             seen, teacher = first.lessons.target.observe(there, taps, first.head.draft_ids)
             for trainer in trainers:
                 trainer.place.seconds = before + time.perf_counter() - started
-                report("step", trainer.learn(there, seen, teacher))
+                config.report("step", trainer.learn(there, seen, teacher))
             if first.share >= next_measure:
                 next_measure += 1 / num_measures
-                _measure_all(trainers, report)
-                _save_all(trainers, folders)
-            if first.share >= 1 or is_over():
-                is_whole = False
+                measure_all(trainers)
+                save_all()
+            if first.share >= 1 or config.is_over():
                 break
-        if is_whole:
+        else:
             for trainer in trainers:
                 trainer.place.round, trainer.place.batch = trainer.place.round + 1, 0
-    _save_all(trainers, folders)
-    _measure_all([t for t in trainers if t.place.curve[-1]["step"] < t.place.step], report)
-
-
-def _measure_all(trainers: Sequence[Trainer], report: Report) -> None:
-    for trainer in trainers:
-        report("measured", trainer.measure())
-
-
-def _save_all(trainers: Sequence[Trainer], folders: Sequence[Path]) -> None:
-    for trainer, folder in zip(trainers, folders, strict=True):
-        save_state(trainer, folder)
+    save_all()
+    measure_all(t for t in trainers if t.place.curve[-1]["step"] < t.place.step)

@@ -11,8 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.train.talk import FOLLOW_UPS, Style, about, chat, invented, questions_in, raw
-from paceline.train.writing import Conversation
+from paceline.train.talk import FOLLOW_UPS, Conversation, Style, about, chat, invented, questions_in, raw
 
 LONGEST_PROMPT = 5000  # characters
 LANGUAGES = ("German",) * 6 + ("French", "Spanish", "Italian", "Dutch", "Portuguese")
@@ -85,9 +84,15 @@ def other_numbers(text: str, draw: random.Random) -> str:
     return re.sub(r"(?<![\d.,])\d+(?![\d.,]*\d)", replaced, text)
 
 
-def _first_sentence(text: str, draw: random.Random) -> str | None:
+def _sentence(text: str, draw: random.Random) -> str | None:
     sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+|\n", text) if 20 < len(s.strip()) < 400]
     return draw.choice(sentences) if sentences else None
+
+
+def from_english(style: Style, material: Material) -> Conversation:
+    """Of a text that is not the model's."""
+    sentence = _sentence(style.draw.choice(material.passages), style.draw) or "Good morning."
+    return chat(style, [f"Translate English to {style.draw.choice(LANGUAGES)}: {sentence}"])
 
 
 def translation(style: Style, material: Material) -> Conversation:
@@ -96,20 +101,12 @@ def translation(style: Style, material: Material) -> Conversation:
     shape = draw.choice(TRANSLATIONS)
 
     def use(text: str) -> str | None:
-        chosen = _first_sentence(text, draw)
+        chosen = _sentence(text, draw)
         return shape.format(a=language, b=into, t=chosen) if chosen else None
 
     kinds = ("a news article", "three sentences", "a short news report", "a paragraph", "a press release")
-    wanted = (
-        f"Write {draw.choice(kinds)} in {language} about {draw.choice(TOPICS)}. Answer only in {language}."
-    )
-    return about(style, wanted, use, times=3, temperature=0.6)
-
-
-def of_passage(style: Style, material: Material) -> Conversation:
-    """Into another language, from a text that is not the model's."""
-    sentence = _first_sentence(style.draw.choice(material.passages), style.draw) or "Good morning."
-    return chat(style, [f"Translate English to {style.draw.choice(LANGUAGES)}: {sentence}"])
+    what = f"Write {draw.choice(kinds)} in {language} about {draw.choice(TOPICS)}."
+    return about(style, f"{what} Answer only in {language}.", use, times=3, temperature=0.6)
 
 
 def retrieval(style: Style, material: Material) -> Conversation:
@@ -129,6 +126,7 @@ def retrieval(style: Style, material: Material) -> Conversation:
 
 
 def question(style: Style, material: Material) -> Conversation:
+    """As it stands, or as it would be typed in a hurry."""
     text = style.draw.choice(material.questions)
     is_lower = style.draw.random() < 0.4
     return chat(style, [text.lower().rstrip("?") + "?" if is_lower else text[:1].upper() + text[1:]])
@@ -144,10 +142,6 @@ def exercise(style: Style, material: Material) -> Conversation:
     return chat(style, [text if style.draw.random() < 0.3 else other_numbers(text, style.draw)])
 
 
-def rewriting(style: Style, material: Material) -> Conversation:
-    return chat(style, [f"{style.draw.choice(REWRITES)}\n\n{style.draw.choice(material.passages)}"])
-
-
 Task = Callable[[Style, Material], Conversation]
 # its share, what it is made of, and the task
 TASKS: tuple[tuple[float, str, Task], ...] = (
@@ -159,8 +153,8 @@ TASKS: tuple[tuple[float, str, Task], ...] = (
     (0.16, "articles", lambda s, m: chat(s, [s.draw.choice(SUMMARIES).format(m.article(s.draw))])),
     (0.10, "passages", retrieval),
     (0.05, "prompts", translation),
-    (0.02, "passages", of_passage),
-    (0.05, "passages", rewriting),
+    (0.02, "passages", from_english),
+    (0.05, "passages", lambda s, m: chat(s, [f"{s.draw.choice(REWRITES)}\n\n{s.draw.choice(m.passages)}"])),
     (0.02, "passages", lambda s, m: raw(s, s.draw.choice(m.passages)[: s.draw.randint(40, 400)])),
     (0.04, "prompts", lambda s, m: chat(s, [s.draw.choice(LISTS).format(s.draw.choice(TOPICS))])),
 )

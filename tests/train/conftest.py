@@ -8,10 +8,10 @@ import pytest
 
 from paceline.api.llm import LLM
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
-from paceline.train.shards import Texts, from_written
+from paceline.train.data import Writer
+from paceline.train.lessons import Target
 from paceline.train.talk import conversations
-from paceline.train.target import Target
-from paceline.train.writing import Writer
+from paceline.train.texts import Texts, from_written
 from tests.make_models import VOCAB
 
 

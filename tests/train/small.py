@@ -9,11 +9,10 @@ import torch
 
 from paceline.heads.config import target_hash
 from paceline.loaders.checkpoint import Checkpoint
+from paceline.train.lessons import Target
 from paceline.train.recipes import Recipe, head_config, recipe_for
-from paceline.train.shards import Texts, Written, from_written
-from paceline.train.stream import Batch, make_batch
 from paceline.train.students import Student, build_student
-from paceline.train.target import Target
+from paceline.train.texts import Batch, Texts, Written, from_written, make_batch
 from tests.make_models import VOCAB
 
 CPU = torch.device("cpu")

@@ -20,12 +20,11 @@ from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.torch_backend import TorchBackend
 from paceline.train import chains
 from paceline.train.acceptance import measure, walk
+from paceline.train.lessons import Target
 from paceline.train.losses import Mix, Teacher, agreement, teach
 from paceline.train.recipes import head_config
-from paceline.train.shards import Texts
-from paceline.train.stream import batches, split
 from paceline.train.students import DflashStudent, DraftStudent, EagleStudent, MedusaStudent, build_student
-from paceline.train.target import Target
+from paceline.train.texts import Texts, batches, split
 from tests.make_models import VOCAB, tiny_hf
 from tests.train.small import CPU, head_of, small, some_batch
 

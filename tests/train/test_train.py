@@ -17,18 +17,25 @@ from paceline.core.errors import ConfigError, ModelFileError
 from paceline.heads.config import check_target, read_head_config, target_hash, write_head_config
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
-from paceline.train.data import WriteConfig, write_texts
-from paceline.train.lessons import answer_counts, draft_vocabulary, prepare
+from paceline.train.data import WriteConfig, Writer, write_texts
+from paceline.train.lessons import Target, answer_counts, draft_vocabulary, prepare
 from paceline.train.recipes import Recipe, recipe_for
 from paceline.train.save import read_head, save_head
-from paceline.train.session import TrainConfig, train
-from paceline.train.shards import Texts, Written, from_written, joined, load_shard, load_shards, save_shard
-from paceline.train.stream import batches, split
+from paceline.train.session import train
 from paceline.train.talk import Style, conversations, questions_in
-from paceline.train.target import Target
-from paceline.train.trainer import Limit, Trainer
+from paceline.train.texts import (
+    Texts,
+    Written,
+    batches,
+    from_written,
+    joined,
+    load_shard,
+    load_shards,
+    save_shard,
+    split,
+)
+from paceline.train.trainer import Limit, TrainConfig, Trainer
 from paceline.train.variations import varied
-from paceline.train.writing import Writer
 from tests.make_models import VOCAB, tiny_hf
 from tests.train.small import CPU, VARIANTS, head_of, piece, small, some_batch
 
@@ -133,17 +140,13 @@ def test_the_draft_vocabulary_is_what_answers_are_made_of(texts: Texts) -> None:
 # Whole trainings
 
 
-def silent(what: str, numbers: dict[str, Any]) -> None:
-    """Nobody watches."""
-
-
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_training_raises_held_out_acceptance(
     kind: str, changes: dict[str, Any], checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
     limit, recipe = Limit(tokens=60_000), small(kind, **changes)
     config = TrainConfig(limit=limit, device=CPU, seed=1, command=["test"], num_measures=3)
-    (found,) = train(checkpoint, texts, [recipe], [tmp_path], config, silent)
+    (found,) = train(checkpoint, texts, {tmp_path: recipe}, config)
     notes = json.loads((tmp_path / "provenance.json").read_text())
     first, last = notes["curve"][0], notes["curve"][-1]
     assert last["tau"] == found.tau
@@ -178,8 +181,9 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
             is_resumed=is_resumed,
             is_over=lambda: steps >= most_steps,
             num_measures=2,
+            report=count,
         )
-        train(checkpoint, texts, [recipe], [folder], config, count)
+        train(checkpoint, texts, {folder: recipe}, config)
         return read_head(folder)[1]
 
     whole = run(tmp_path / "whole")
@@ -197,7 +201,7 @@ def test_resuming_with_another_recipe_or_text_is_an_error(
 ) -> None:
     def run(recipe: Recipe, text: Texts, is_resumed: bool) -> None:
         config = TrainConfig(limit=Limit(tokens=3000), device=CPU, seed=1, is_resumed=is_resumed)
-        train(checkpoint, text, [recipe], [tmp_path], config, silent)
+        train(checkpoint, text, {tmp_path: recipe}, config)
 
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         run(small("medusa"), texts, True)
@@ -214,10 +218,10 @@ def test_heads_learn_on_from_other_text_with_their_own_tokens(
     kinds, half = ("eagle", "dflash"), len(texts) // 2
 
     def run(text: Texts, out: str, tokens: int, start: Path | None = None) -> list[Any]:
-        folders = [tmp_path / out / kind for kind in kinds]
+        recipes = {tmp_path / out / kind: small(kind) for kind in kinds}
         config = TrainConfig(limit=Limit(tokens=tokens), device=CPU, seed=1, start=start, num_measures=1)
-        train(checkpoint, text, [small(kind) for kind in kinds], folders, config, silent)
-        return [read_head(folder) for folder in folders]
+        train(checkpoint, text, recipes, config)
+        return [read_head(folder) for folder in recipes]
 
     def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
         return max(
@@ -258,7 +262,7 @@ def test_an_eagle_head_becomes_the_trunk_of_a_medusa_head(
     def run(kind: str, tokens: int, start: Path | None = None, **changes: Any) -> Any:
         recipe = small(kind, **changes)
         config = TrainConfig(limit=Limit(tokens=tokens), device=CPU, seed=1, start=start, num_measures=1)
-        train(checkpoint, texts, [recipe], [tmp_path / kind], config, silent)
+        train(checkpoint, texts, {tmp_path / kind: recipe}, config)
         return read_head(tmp_path / kind)
 
     _, eagle = run("eagle", 20_000)
@@ -319,10 +323,10 @@ def test_heads_that_learn_together_are_those_that_learn_alone(
     checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
     def run(*kinds: str) -> dict[str, dict[str, torch.Tensor]]:
-        folders = [tmp_path / f"{len(kinds)}" / kind for kind in kinds]
+        recipes = {tmp_path / f"{len(kinds)}" / kind: small(kind) for kind in kinds}
         config = TrainConfig(limit=Limit(tokens=9000), device=CPU, seed=2)
-        train(checkpoint, texts, [small(kind) for kind in kinds], folders, config, silent)
-        return {kind: read_head(folder)[1] for kind, folder in zip(kinds, folders, strict=True)}
+        train(checkpoint, texts, recipes, config)
+        return {folder.name: read_head(folder)[1] for folder in recipes}
 
     together, alone = run("medusa", "dflash", "eagle"), run("dflash")
     for name, tensor in alone["dflash"].items():

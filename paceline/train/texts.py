@@ -1,28 +1,114 @@
-"""From written text to batches: sequences of like length together, filled up on the right, and the rows that
-are learned from.
+"""Written text: as shards on disk, and as the batches that heads learn from.
+
+A shard is one .npz of plain arrays: token ids, where each sequence and its answer start, and at which
+temperature it was written. Invariants: a sequence lies whole in one shard and has an answer,
+`starts[i] + num_prompt[i] < starts[i + 1]`; the order of batches is a function of the seed and the round.
 
 A *row* is a position t whose hidden state the drafter starts from, once the target has read up to t and
 chosen the token at t + 1: from the last token of the prompt to the last but one of the text. What is
 predicted from it step by step are the tokens at t + 2, t + 3, ... Rows of a sequence follow one another, so
-the teacher's word on step k of row i is row i + 1 + k, if that is still the same sequence. Invariant: the
-order of batches is a function of the seed and the round.
+the teacher's word on step k of row i is row i + 1 + k, if that is still the same sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import zipfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ConfigError
-from paceline.train.shards import Texts
+from paceline.core.errors import ConfigError, ModelFileError
 
 ROUND = 32  # lengths are filled up to a multiple of this
 SORTED_TOGETHER = 8192  # sequences
+
+
+class Written(NamedTuple):
+    """A prompt and the target's answer to it."""
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    temperature: float
+
+
+class Texts(NamedTuple):
+    """Many sequences, one after the other."""
+
+    tokens: np.ndarray  # [N] uint16 or uint32
+    starts: np.ndarray  # [S + 1] int64
+    num_prompt: np.ndarray  # [S] int32: tokens before the answer
+    temperature: np.ndarray  # [S] float32: 0 where the answer is greedy
+
+    def __len__(self) -> int:
+        return len(self.num_prompt)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return int(self.starts[-1] - self.num_prompt.sum())
+
+    def digest(self) -> str:
+        """Names the data a head was trained on."""
+        found = hashlib.sha256()
+        for part in self:
+            found.update(np.ascontiguousarray(part).tobytes())
+        return found.hexdigest()
+
+
+def from_written(written: Sequence[Written], vocab_size: int) -> Texts:
+    lengths = [len(w.prompt) + len(w.answer) for w in written]
+    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+    tokens = np.fromiter((t for w in written for t in (*w.prompt, *w.answer)), dtype, sum(lengths))
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    num_prompt = np.array([len(w.prompt) for w in written], np.int32)
+    return Texts(tokens, starts, num_prompt, np.array([w.temperature for w in written], np.float32))
+
+
+def joined(parts: Sequence[Texts]) -> Texts:
+    starts = [np.zeros(1, np.int64)]
+    for part in parts:
+        starts.append(part.starts[1:] + starts[-1][-1])
+    tokens, _, num_prompt, temperature = map(np.concatenate, zip(*parts, strict=True))
+    return Texts(tokens, np.concatenate(starts), num_prompt, temperature)
+
+
+def save_shard(path: Path, texts: Texts) -> None:
+    partial = path.with_suffix(".part")
+    with partial.open("wb") as file:
+        np.savez_compressed(file, **texts._asdict())
+    partial.rename(path)
+
+
+def load_shard(path: Path) -> Texts:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            texts = Texts(*(stored[name] for name in Texts._fields))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+        what = f"{path}: is not a whole shard of written text ({error})"
+        raise ModelFileError(f"{what}; write it again") from error
+    lengths = np.diff(texts.starts)
+    is_sound = (
+        len(texts.starts) == len(texts) + 1 == len(texts.temperature) + 1
+        and texts.starts[0] == 0
+        and texts.starts[-1] == len(texts.tokens)
+        and bool((texts.num_prompt >= 0).all() and (lengths > texts.num_prompt).all())
+    )
+    if not is_sound:
+        raise ModelFileError(f"{path}: its index does not fit its tokens; write it again")
+    return texts
+
+
+def load_shards(folder: Path) -> Texts:
+    """All shards of a folder, or one file, in the order of their names."""
+    paths = sorted(folder.glob("*.npz")) if folder.is_dir() else [folder]
+    if not paths or not paths[0].is_file():
+        raise ConfigError(f"{folder} holds no written text (.npz); write some first")
+    return joined([load_shard(path) for path in paths])
 
 
 class Batch(NamedTuple):
@@ -63,13 +149,11 @@ class Batch(NamedTuple):
 
 def split(texts: Texts, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices of sequences to learn from, and of greedy ones that are held out: spread evenly over the data,
-    so the same for every seed.
-    """
+    so the same for every seed."""
     greedy = np.flatnonzero(texts.temperature == 0)
     if len(greedy) < 2:
-        raise ConfigError(
-            f"the text has {len(greedy)} greedy answers; acceptance is measured on such, so write more text"
-        )
+        remedy = "acceptance is measured on such, so write more text"
+        raise ConfigError(f"the text has {len(greedy)} greedy answers; {remedy}")
     held = greedy[:: max(1, len(greedy) // max(1, min(num_held_out, len(greedy) // 8 or 1)))]
     return np.setdiff1d(np.arange(len(texts)), held), held
 
@@ -78,15 +162,18 @@ def batches(
     texts: Texts, chosen: np.ndarray, batch_tokens: int, max_length: int, draw: np.random.Generator | None
 ) -> Iterator[Batch]:
     """All chosen sequences once whose answers begin within the length; in random order, or sorted where
-    nothing is drawn.
-    """
+    nothing is drawn."""
     chosen = chosen[texts.num_prompt[chosen] < max_length - 1]
     order = chosen if draw is None else draw.permutation(chosen)
     groups: list[list[int]] = []
     for begin in range(0, len(order), SORTED_TOGETHER):
         part = order[begin : begin + SORTED_TOGETHER]
         lengths = texts.starts[part + 1] - texts.starts[part]
-        groups += _groups(part[np.argsort(lengths, kind="stable")], texts, batch_tokens, max_length)
+        groups.append([])
+        for index in part[np.argsort(lengths, kind="stable")].tolist():
+            if groups[-1] and (len(groups[-1]) + 1) * _length(texts, index, max_length) > batch_tokens:
+                groups.append([])  # another sequence would make the batch too large
+            groups[-1].append(index)
     for index in range(len(groups)) if draw is None else draw.permutation(len(groups)):
         batch = make_batch(texts, groups[index], max_length)
         if len(batch.rows):
@@ -96,16 +183,6 @@ def batches(
 def _length(texts: Texts, index: int, max_length: int) -> int:
     length = min(int(texts.starts[index + 1] - texts.starts[index]), max_length)
     return -(-length // ROUND) * ROUND
-
-
-def _groups(ordered: np.ndarray, texts: Texts, batch_tokens: int, max_length: int) -> list[list[int]]:
-    """Sequences in order of length, cut where another one would make a batch too large."""
-    groups: list[list[int]] = [[]]
-    for index in ordered.tolist():
-        if groups[-1] and (len(groups[-1]) + 1) * _length(texts, index, max_length) > batch_tokens:
-            groups.append([])
-        groups[-1].append(index)
-    return [group for group in groups if group]
 
 
 def make_batch(texts: Texts, indices: list[int], max_length: int) -> Batch:
