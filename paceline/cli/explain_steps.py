@@ -119,7 +119,7 @@ class Recorder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.steps: list[Step] = []
-        self._text = tokenizer.token_text
+        self.text = tokenizer.token_text
         self._request: Request  # being judged
 
     def __call__(self, event: Begun | Choice | Coin | Redraw | Verdict) -> None:
@@ -134,7 +134,7 @@ class Recorder:
                 params, logits = self._request.params, event.logits
                 p = logits.double().softmax(0) if params.is_greedy else probabilities(params, logits)
                 for child in step.children(event.node):
-                    child.p, child.draw = float(p[child.token]), self._text(event.token)
+                    child.p, child.draw = float(p[child.token]), self.text(event.token)
                     child.chance = float(child.index == event.child) if step.rule == "greedy" else child.p
                 if event.child is None:
                     step.own = self._own(event, p, is_from_rest=False)
@@ -158,7 +158,7 @@ class Recorder:
     def settle(self, tokens: list[int]) -> None:
         """After the commit: what was emitted, and what the cache holds now."""
         step, cache = self.steps[-1], self._request.cache
-        step.emitted, step.emitted_ids = [self._text(token) for token in tokens], tokens
+        step.emitted, step.emitted_ids = [self.text(token) for token in tokens], tokens
         if not self._request.is_finished:
             step.num_cached_after, step.blocks_after = cache.num_cached, list(cache.blocks)
 
@@ -169,18 +169,18 @@ class Recorder:
         nodes = []
         for i in range(1, len(tree.tokens)):
             token, places = tree.tokens[i], (root + depths[i], root + i)
-            told = (self._text(token), *places, draft.source_of(i), chances[i])
+            told = (self.text(token), *places, draft.source_of(i), chances[i])
             nodes.append(Node(i, tree.parents[i], token, *told))
         num_cached, blocks = request.cache.num_cached, list(request.cache.blocks)
         num_rows = request.num_tokens - num_cached + draft.num_drafted
-        *before, last = map(self._text, request.tokens[-TAIL - 1 :])
+        *before, last = map(self.text, request.tokens[-TAIL - 1 :])
         rest = (root, num_cached, num_rows, blocks, nodes)
         return Step(len(self.steps) + 1, event.rule, "".join(before), last, *rest)
 
     def _own(self, event: Choice | Redraw, p: torch.Tensor, is_from_rest: bool) -> Own:
         step, token = self.steps[-1], event.token
         top = p.topk(min(NUM_LIKELY, p.numel()))
-        likely = zip(map(self._text, top.indices.tolist()), top.values.tolist(), strict=True)
+        likely = zip(map(self.text, top.indices.tolist()), top.values.tolist(), strict=True)
         kind: Kind = "plain" if not step.nodes else "replacement" if step.children(event.node) else "bonus"
-        text, chance = self._text(token), float(p[token])
+        text, chance = self.text(token), float(p[token])
         return Own(token, text, event.position, chance, kind, is_from_rest, list(likely))

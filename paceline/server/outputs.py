@@ -84,7 +84,7 @@ def details_json(recorder: Recorder, emission: Emission, number: int) -> dict[st
     for index, token in enumerate(emission.tokens):
         node = step.nodes[step.path[index + 1] - 1] if index < num_accepted else None
         judged = node or step.own
-        shown = {"id": token, "text": recorder.tokenizer.token_text(token), "p": judged.p if judged else None}
+        shown = {"id": token, "text": recorder.text(token), "p": judged.p if judged else None}
         shown |= {"source": emission.sources[index], "q": node.q} if node else {"source": TARGET, "q": None}
         tokens.append({**shown, "step": number, "accepted": num_accepted})
     counts, nodes = {"accepted": num_accepted, "emitted": len(tokens)}, step.nodes
