@@ -20,12 +20,11 @@ from paceline.core.options import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
 from paceline.cuda import head_inputs
-from paceline.cuda.block_head import CudaBlockHead
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.pick import Guessing, guess
+from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
+from paceline.cuda.pick import guess
 from paceline.cuda.recorded_head import HeadCache
-from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.candidates import likeliest
@@ -330,14 +329,13 @@ def guessed(
     def column(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    how = Guessing(
-        column([s.temperature for s in speakers], torch.float64),
-        column([s.seed for s in speakers], torch.int64),
-        column([s.position for s in speakers], torch.int64),
-        None if ids is None else ids.to(device),
-    )  # fmt: skip
+    how = {
+        "temperatures": column([s.temperature for s in speakers], torch.float64),
+        "seeds": column([s.seed for s in speakers], torch.int64),
+        "places": column([s.position for s in speakers], torch.int64),
+    }
     results = torch.zeros((2, len(logits)), dtype=torch.int32, device=device)
-    words = guess(logits.to(device), how, step, results)
+    words = guess(logits.to(device), how, None if ids is None else ids.to(device), step, results)
     return words.tolist(), results[0].tolist(), results[1].view(torch.float32).tolist()
 
 
