@@ -23,7 +23,7 @@ from paceline.cuda.attention import Attending
 from paceline.cuda.batch import REQUESTS, Bucket, Buffer, Column, DeviceBatch, choice_columns, next_size
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.pick import guess, step_results
-from paceline.cuda.recorded_head import RecordedHead
+from paceline.cuda.recorded_head import PagedPlace, RecordedHead
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import TRUNK, DflashConfig, MedusaConfig
 from paceline.heads.rows import BlockFeed, Guesses, Row, Speaker
@@ -36,6 +36,12 @@ class BlockShape(NamedTuple):
     bucket: Bucket  # rows: features of texts; context: places of one text, its block counted
     steps: int
     is_guessed: bool  # else logits are wanted
+
+
+def _spans(spans: Sequence[tuple[PagedPlace, int, int]]) -> tuple[list[int], list[int]]:
+    """Positions and slots of rows `start` to `end` of each place."""
+    positions = [at for _, start, end in spans for at in range(start, end)]
+    return positions, [slot for place, start, end in spans for slot in place.slots(start, end)]
 
 
 class CudaBlockHead(RecordedHead):
@@ -104,28 +110,21 @@ class CudaBlockHead(RecordedHead):
         """Rows of the texts, padding, then the blocks: a root and masks each."""
         size, masked = self.config.block_size, [self.config.mask_token_id] * (self.config.block_size - 1)
         ends = [feed.start + len(feed.rows) for feed in feeds]
-        texts = [(feed.place, feed.start, end) for feed, end in zip(feeds, ends, strict=True)]
-        blocks = [(place, end, end + size) for place, _, end in texts]
-        extra = bucket.rows - sum(end - start for _, start, end in texts)
-        absent = [1 << i for i in range(size)] * (bucket.requests - len(feeds))
+        texts = _spans([(feed.place, feed.start, end) for feed, end in zip(feeds, ends, strict=True)])
+        blocks = _spans([(feed.place, end, end + size) for feed, end in zip(feeds, ends, strict=True)])
+        count = len(texts[0])
+        extra, absent = bucket.rows - count, [1 << i for i in range(size)] * (bucket.requests - len(feeds))
         addresses = [at for feed in feeds for at in inputs.addresses_of(feed.rows, self.config.taps)]
         return {
-            "addresses": np.array(addresses, np.int64).reshape(bucket.rows - extra, len(self.config.taps)),
-            "positions": [
-                *(at for _, start, end in texts for at in range(start, end)), *[0] * extra,
-                *(at for _, start, end in blocks for at in range(start, end)),
-            ],
-            "slots": [
-                *(slot for place, start, end in texts for slot in place.slots(start, end)),
-                *[self._cache.trash_slot] * extra,
-                *(slot for place, start, end in blocks for slot in place.slots(start, end)),
-            ],
+            "addresses": np.array(addresses, np.int64).reshape(count, len(self.config.taps)),
+            "positions": [*texts[0], *[0] * extra, *blocks[0]],
+            "slots": [*texts[1], *[self._cache.trash_slot] * extra, *blocks[1]],
             "tokens": [token for feed in feeds for token in (feed.root, *masked)],
             "masks": np.array([*[0] * (len(feeds) * size), *absent], np.uint64).view(np.int64)[:, None],
             "prefixes": [end + size for end in ends],
             "tables": inputs.block_tables([feed.place for feed in feeds], bucket),
             "words": [self._words[feed.root] for feed in feeds],
-        }  # fmt: skip
+        }
 
     def prepare(self, shape: BlockShape) -> tuple[Callable[[], Any], Buffer]:
         (num_texts, requests, _, _), size = shape.bucket, self.config.block_size
