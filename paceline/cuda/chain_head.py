@@ -22,7 +22,7 @@ from paceline.cuda.batch import REQUESTS, Bucket, Buffer, DeviceBatch, context_f
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import join
 from paceline.cuda.head_inputs import ChainShape, PassRows
-from paceline.cuda.pick import guess, step_results
+from paceline.cuda.pick import guess
 from paceline.cuda.recorded_head import RecordedHead
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import DraftConfig, EagleConfig, LayeredConfig
@@ -143,7 +143,7 @@ class CudaChainHead(RecordedHead):
         return partial(self._run, shape, at), buffer
 
     def _run(self, shape: ChainShape, at: Mapping[str, Tensor]) -> Any:
-        """-> results (`step_results`) of a chain, or logits [wanted, words] and outputs [wanted, hidden]."""
+        """-> results of a chain, or logits [wanted, words] and outputs [wanted, hidden]."""
         how = Attending(self._scale, shape.bucket.context, shape.bucket.rows)
         features = None  # [parts, T, hidden]: of the target and fused, or of this head
         if self.taps:
@@ -155,9 +155,10 @@ class CudaChainHead(RecordedHead):
         logits = self._output_layer(normed)
         if not shape.steps:
             return logits, self._output(x, normed)
-        count = shape.bucket.requests
-        results = step_results(shape.steps, count, self.device)
-        for step in range(shape.steps):
+        count, steps = shape.bucket.requests, shape.steps
+        # [2, steps, R or more]: each step from an aligned address
+        results = torch.empty((2, steps, max(count, inputs.ALIGNED)), dtype=torch.int32, device=self.device)
+        for step in range(steps):
             if step:
                 positions, slots = at["next_positions"][step - 1, :count], at["next_slots"][step - 1, :count]
                 tables, tokens = at["block_tables"][:-1], results[0, step - 1, :count]

@@ -87,7 +87,9 @@ class CudaDecoder:
 
     @property
     def num_bytes(self) -> int:
-        return self.weights.num_bytes
+        """Of the matrices, which a pass reads in full."""
+        matrices = [m for each in self.weights.layers for m in (each.qkv, each.out, each.gate_up, each.down)]
+        return sum(matrix.num_bytes for matrix in (*matrices, self.weights.head))
 
     @torch.inference_mode()
     def forward(

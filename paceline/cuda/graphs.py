@@ -90,9 +90,6 @@ class Graphs:
         self._capture, self._limit = capture, limit
         self._recordings: OrderedDict[Hashable, tuple[Recording, Any]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._recordings)
-
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recordings
 

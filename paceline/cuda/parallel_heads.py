@@ -22,7 +22,7 @@ from paceline.cuda import rows
 from paceline.cuda.attention import Attending
 from paceline.cuda.batch import REQUESTS, Bucket, Buffer, Column, DeviceBatch, choice_columns, next_size
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.pick import guess, step_results
+from paceline.cuda.pick import guess
 from paceline.cuda.recorded_head import PagedPlace, RecordedHead
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import TRUNK, DflashConfig, MedusaConfig
@@ -154,7 +154,8 @@ class CudaBlockHead(RecordedHead):
             results = torch.empty((2, steps, requests), dtype=torch.int32, device=self.device)
             guess(logits, at, self._ids, 0, results.flatten(1))
             return results
-        results = step_results(steps, requests, self.device)
+        most = max(requests, inputs.ALIGNED)  # each step from an aligned address
+        results = torch.empty((2, steps, most), dtype=torch.int32, device=self.device)
         (table, matrix), words = self._markov, at["words"]
         for step, some in enumerate(logits.split(requests)):
             added = matrix(rows.embed(words, table, 1.0))

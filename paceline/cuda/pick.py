@@ -156,11 +156,6 @@ def _guess_rows(
     tl.store(chances_ptr + row, tl.where(is_finite, 1.0 / total, 0.0))
 
 
-def step_results(steps: int, num_requests: int, device: torch.device) -> Tensor:
-    """[2, steps, R or more] int32: `guess` fills it step by step, each from an aligned address."""
-    return torch.empty((2, steps, max(num_requests, 4)), dtype=torch.int32, device=device)
-
-
 def guess(
     logits: Tensor,  # [steps * R, words]: the first step's, then the next one's
     how: Mapping[str, Tensor],  # choice_columns (cuda/batch.py) of each request

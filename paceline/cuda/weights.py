@@ -74,12 +74,6 @@ class Weights(NamedTuple):
     norm: Tensor
     head: Matrix
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the matrices, which a pass reads in full."""
-        matrices = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return sum(matrix.num_bytes for matrix in (*matrices, self.head))
-
 
 def dtype_of(name: str) -> torch.dtype:
     """Of activations."""

@@ -270,7 +270,7 @@ def test_the_recording_unused_for_longest_goes() -> None:
     for name in ("a", "b", "a", "c", "a", "b"):
         assert graphs.get(name, lambda name=name: make(name))[1] == name
     assert made == ["a", "b", "c", "b"]
-    assert len(graphs) == 2
+    assert len(graphs._recordings) == 2
 
 
 def columns_of(*segments: Segment) -> Columns:
