@@ -40,8 +40,7 @@ from paceline.cpu.compile import entry_of, numbers, size_of
 from paceline.cpu.decoder import CpuDecoder, LayerCache
 from paceline.cpu.forward import FORWARD
 from paceline.cpu.head_memory import address
-from paceline.cpu.recycle import Recycled
-from paceline.cpu.taps import Taps
+from paceline.cpu.recycle import Recycled, Taps
 from paceline.heads.rows import BurstInput
 
 MOST_ROUNDS = 16  # in a row

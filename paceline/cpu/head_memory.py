@@ -20,9 +20,8 @@ from paceline.cpu.heads import Work
 from paceline.cpu.lanes import LANES
 from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.recycle import Workspace
+from paceline.cpu.recycle import Workspace, address_in
 from paceline.cpu.sync import Team
-from paceline.cpu.taps import address_in
 from paceline.heads.config import LayeredConfig
 from paceline.heads.rows import Row
 from paceline.loaders.packed import gate_up_order

@@ -1,18 +1,21 @@
 """What the decoder's layer and those of drafting heads share: the steps between their products.
 
-`put` and `product` are of the kind of weights, `m` is a Model, `w` the memory of the pass (forward.Work
-or heads.Work). Invariant: a step reads only what was finished before the
-last barrier, or by the same thread since. Rows of the residual stream belong to one thread for the whole
-pass; tiles of a product and groups of columns are shared out anew in each step.
+`put` and `product` are of the kind of weights, `m` is a Model, `w` the memory of the pass. Invariant: a step
+reads only what was finished before the last barrier, or by the same thread since. Rows of the residual stream
+belong to one thread for the whole pass; tiles of a product and groups of columns are shared out anew in each
+step.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from numba import carray
+
 from paceline.cpu.compile import piece, size_of, struct, unrolled
+from paceline.cpu.lanes import float_pointer, fma
 from paceline.cpu.matmul import Activations, Matrix
-from paceline.cpu.rows import add, copy, fill, gate, normalize, turn
+from paceline.cpu.rows import add, copy, fill, gate, normalize
 from paceline.cpu.sync import barrier, range_of
 
 COLUMNS = 64  # columns a thread takes at a time: a multiple of every group
@@ -37,9 +40,9 @@ class Model(NamedTuple):
     embed_scale: float
     is_gelu: bool
     vocab: int  # outputs of the head but for what fills up its last tile
-    key_bytes: (
-        int  # of a head of a query or a cached key: its floats, or fewer if they and values are rounded
-    )
+    is_rounded: bool  # queries, keys and values are integers with scales
+    key_bytes: int  # of a head of a query or a cached key
+    value_bytes: int  # of a head of a cached value
 
 
 class LayerRow(NamedTuple):
@@ -104,11 +107,16 @@ def put_norms(put, share, rows, m, w, weight):  # type: ignore[no-untyped-def]
 
 @piece
 def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
-    """Norm, where there is a weight, and rotate a head in place."""
-    angle = position * (m.dim // 2) * 4
+    """Norm, where there is a weight, and rotate a head in place; pairs are (i, i + half)."""
+    half = m.dim // 2
     if norm != 0:
         normalize(here, norm, here, m.dim, m.eps)
-    turn(here, here, layer.cos + angle, layer.sin + angle, m.dim)
+    x, cos = carray(float_pointer(here), m.dim), carray(float_pointer(layer.cos + position * half * 4), half)
+    sin = carray(float_pointer(layer.sin + position * half * 4), half)
+    for i in range(half):
+        left, right = x[i], x[half + i]
+        x[i] = fma(left, cos[i], -(right * sin[i]))
+        x[half + i] = fma(right, cos[i], left * sin[i])
 
 
 @unrolled

@@ -20,9 +20,9 @@ from paceline.cpu.heads import Work, multiply_8, put_8_row
 from paceline.cpu.lanes import double_pointer, int_pointer, seed_pointer
 from paceline.cpu.layer import matrix_at
 from paceline.cpu.matmul import Matrix
+from paceline.cpu.recycle import address_in
 from paceline.cpu.rows import add, copy, gate, normalize
 from paceline.cpu.sync import barrier, close_region, join, num_threads, open_region
-from paceline.cpu.taps import address_in
 from paceline.heads.config import MedusaConfig
 from paceline.heads.rows import Guesses, Row, Speaker
 

@@ -22,9 +22,8 @@ from numba import carray, prange
 from paceline.core.errors import ConfigError
 from paceline.core.types import BLOCK_SIZE
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.dots import SCALE_SHIFT
 from paceline.cpu.lanes import int_pointer
-from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
+from paceline.cpu.matmul import SCALE_SHIFT, Activations, Matrix, product_4, product_8, product_32
 from paceline.cpu.sync import num_threads
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.packed import LINEARS, Tensors
