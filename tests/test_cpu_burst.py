@@ -207,7 +207,7 @@ def test_drafts_are_weighed_and_the_text_is_plain(head: str) -> None:
 def ring_of(made: object) -> list[list[int]]:
     """What the kernel wrote about each round."""
     assert isinstance(made, CpuBurst)
-    return made._ring
+    return made.ring
 
 
 @pytest.mark.parametrize("has_policy", [True, False])
@@ -351,7 +351,7 @@ def test_drafts_are_weighed_as_the_policy_weighs_them() -> None:
 
         arrays = [np.array(each) for each in (added, calibration.table(), np.zeros(length))]
         more, rates, scratch = (each.ctypes.data for each in arrays)
-        weights = WeightsPart(load.seconds, 0.0, 1.0, 1.0, more, rates, rates, scratch)
+        weights = WeightsPart(load.seconds, more, 0.0, rates, 1.0, rates, 1.0, scratch)
         call, out = numbers(BurstCall(*zeros, weights, length, 1, 0, 0, 0, 0, 0)), np.zeros(2)
         _weigh(
             call.buffer_info()[0],

@@ -88,4 +88,4 @@ class CpuBackend:
 
         if head is not None and length > LONGEST:
             return None
-        return CpuBurstBackend(head, decoder, kv, length)
+        return CpuBurstBackend(head, decoder, kv)

@@ -22,9 +22,8 @@ from paceline.cpu.forward import FORWARD, Pass, Work
 from paceline.cpu.key_tiles import TAIL
 from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.recycle import Recycled, Workspace
+from paceline.cpu.recycle import Recycled, Taps, Workspace
 from paceline.cpu.sync import Team, num_threads
-from paceline.cpu.taps import Taps
 from paceline.cpu.tiles import PLACE
 from paceline.cpu.value_tiles import CHUNK, LONGEST
 from paceline.loaders.packed import Progress, Source, Tensors, load_packed, pack_model
