@@ -16,26 +16,9 @@ import torch
 
 from paceline.core.tree import Tree
 from paceline.core.types import Batch, Draft, Round
-from paceline.cpu.burst_kernel import (
-    COUNT,
-    FLOATS,
-    HEAD_SECONDS,
-    MATCH,
-    NUM_HEAD,
-    NUM_MATCH,
-    NUM_READ,
-    ROUND_SECONDS,
-    SOURCE,
-    WIDTH,
-    BurstCall,
-    HeadPart,
-    MatchPart,
-    TargetPart,
-    WeightsPart,
-    run_burst,
-)
-from paceline.cpu.chain_head import ChainHead
-from paceline.cpu.chains import draft_chains
+from paceline.cpu import burst_kernel as kernel
+from paceline.cpu.burst_kernel import BurstCall, HeadPart, MatchPart, TargetPart, WeightsPart
+from paceline.cpu.chain_head import ChainHead, draft_chains
 from paceline.cpu.compile import entry_of, numbers, size_of
 from paceline.cpu.decoder import CpuDecoder, LayerCache, Prepared
 from paceline.cpu.forward import FORWARD
@@ -68,25 +51,26 @@ class CpuBurst:
     def hidden(self, number: int) -> Mapping[int, torch.Tensor]:
         if not self.layers:
             return {}
-        rows, (_, width) = self.ring[number][COUNT] + 1, self.memory.shape
+        rows, (_, width) = self.ring[number][kernel.COUNT] + 1, self.memory.shape
         size = len(self.layers) * width
-        first = sum(row[COUNT] + 1 for row in self.ring[:number]) * size
+        first = sum(row[kernel.COUNT] + 1 for row in self.ring[:number]) * size
         return Taps(self.layers, self.memory.reshape(-1)[first : first + rows * size], rows, width)
 
     def round(self, number: int, roots: Sequence[int]) -> Round:
-        row, floats, picked_at = self.ring[number], self.floats[number], WIDTH + 2 * self.length
+        row, floats = self.ring[number], self.floats[number]
+        source, count, num_match, num_head, num_read = row[: kernel.WIDTH]
+        head_seconds, seconds = floats[: kernel.FLOATS]
 
         def chain(which: int, num: int) -> Draft:
-            at = which * self.length
-            tree = Tree.chain(roots[0], row[WIDTH + at : WIDTH + at + num])
-            reach = floats[FLOATS + at : FLOATS + at + num]
+            at, reach_at = kernel.WIDTH + which * self.length, kernel.FLOATS + which * self.length
+            tree, reach = Tree.chain(roots[0], row[at : at + num]), floats[reach_at : reach_at + num]
             return Draft(tree, self.names[which], None, (1.0, *reach))
 
-        drafts, which = (chain(0, row[NUM_MATCH]), chain(1, row[NUM_HEAD])), int(row[SOURCE] != MATCH)
-        checked = drafts[which] if drafts[which].num_drafted == row[COUNT] else chain(which, row[COUNT])
-        picked = row[picked_at : picked_at + row[COUNT] + 1]
+        drafts, which = (chain(0, num_match), chain(1, num_head)), int(source != kernel.MATCH)
+        checked = drafts[which] if drafts[which].num_drafted == count else chain(which, count)
+        picked_at = kernel.WIDTH + 2 * self.length
         answers = tuple((draft.source, draft) for draft in drafts if draft.num_drafted)
-        return Round([checked], [picked], answers, floats[ROUND_SECONDS], floats[HEAD_SECONDS], row[NUM_READ])
+        return Round([checked], [row[picked_at:][: count + 1]], answers, seconds, head_seconds, num_read)
 
 
 class CpuBurstBackend:
@@ -105,7 +89,7 @@ class CpuBurstBackend:
         # Compiled now: no request waits for it. The numbers have a name, since they must live as long as the
         # call, before which a kernel may be compiled for half a minute.
         nothing = array("q", [0] * size_of(BurstCall))
-        run_burst(nothing.buffer_info()[0])
+        kernel.run_burst(nothing.buffer_info()[0])
 
     def can_run(self, temperature: float) -> bool:
         return temperature == 0
@@ -119,8 +103,8 @@ class CpuBurstBackend:
         length, num_more = rows - 1, rounds * rows
         states = num_more * len(self._layers)
         memory = self._features.block(states * width).reshape(states, width)
-        ring = np.empty((rounds, WIDTH + 3 * length + 1), np.int64)
-        floats, scores = np.empty((rounds, FLOATS + 2 * length)), np.empty(rows)
+        ring = np.empty((rounds, kernel.WIDTH + 3 * length + 1), np.int64)
+        floats, scores = np.empty((rounds, kernel.FLOATS + 2 * length)), np.empty(rows)
         ready = self._decoder.prepare(batch, self._kv, num_more)
         pushed = array("i", [0] * rows)
         match = MatchPart(0, 0, 0, 0, 0, 0, 0, pushed.buffer_info()[0])
@@ -136,7 +120,7 @@ class CpuBurstBackend:
         parts = self._target(batch, ready, memory), self._head_part(given, length, num_more), match, weighing
         ends = stops.buffer_info()[0], len(stops), state.buffer_info()[0]
         call = numbers(BurstCall(*parts, length, rounds, *ends, address(ring), address(floats)))
-        made = run_burst(call.buffer_info()[0])
+        made = kernel.run_burst(call.buffer_info()[0])
         assert made, "the matcher has read all that was emitted before"
         names = "" if matcher is None else matcher.name, given.head_name
         return CpuBurst(ring[:made].tolist(), floats[:made].tolist(), length, names, self._layers, memory)

@@ -9,14 +9,14 @@ text: the target chooses by itself.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import carray, types
 
 from paceline.core import noise
 from paceline.cpu.compile import piece
-from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction
+from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction, int_pointer
 from paceline.cpu.tiles import LEAST, LOWEST, power_of_two
 from paceline.cpu.top import choose, first_largest
 
@@ -54,19 +54,13 @@ def gumbel(seed, position, token):  # type: ignore[no-untyped-def]
     return -math.log(-math.log((np.float64(word) + 0.5) * 2.0**-32))
 
 
-class Noise(NamedTuple):
-    """With which a token is guessed: none at temperature 0."""
-
-    temperature: float
-    seed: int
-    position: int
-
-
 @piece
-def guess(logits_at, size, count, ids, noise):  # type: ignore[no-untyped-def]
-    """(index, chance) of the best of `count` logits, filled up to `size`, a multiple of 16; ids: of the
-    target's vocabulary, none if they are the same."""
-    temperature, seed, position = noise.temperature, noise.seed, noise.position
+def guess(at, row, one, step):  # type: ignore[no-untyped-def]
+    """(index, chance) of the best token of a row of logits, for a request's guess number `step`. at: a
+    CallMemory, one: a HeadRequest."""
+    seed, temperature, position = np.uint64(one.seed), one.temperature, one.first_guess + step
+    count, size, ids = at.num_words, at.num_outputs, carray(int_pointer(at.ids), at.num_ids)
+    logits_at = at.logits + row * size * 4
     logits, best = carray(float_pointer(logits_at), size), max(first_largest(logits_at, 0, count), 0)
     top = logits[best]
     if temperature == 0.0:

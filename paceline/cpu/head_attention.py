@@ -161,17 +161,6 @@ def _weigh(m, g, n, at, longest):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _add_others(m, g, to, weights):  # type: ignore[no-untyped-def]
-    """The values of the other places of a query."""
-    out, others = carray(float_pointer(to), m.dim), carray(int_pointer(g.others), g.num_others)
-    mine = carray(float_pointer(weights), g.num_others)
-    for j in range(g.num_others):
-        value = carray(float_pointer(g.values + others[j] * m.dim * 4), m.dim)
-        for d in range(m.dim):
-            out[d] += mine[j] * value[d]
-
-
-@piece
 def _attend_group(m, g, scores, longest):  # type: ignore[no-untyped-def]
     blocks, block_bytes, head_bytes = (g.seen + BLOCK - 1) // BLOCK, m.dim * BLOCK * 4, m.dim * 4
     q_stride = g.q_stride if g.size > 1 else head_bytes
@@ -195,9 +184,15 @@ def _attend_group(m, g, scores, longest):  # type: ignore[no-untyped-def]
                 weights = scores + ((n - g.first) * longest + b * BLOCK) * 4
                 mix_values(height, weights, longest * 4, value, head_bytes, turns, to, out_stride)
                 n += height
+    others = carray(int_pointer(g.others), g.num_others)
     for n in range(g.first, g.end if g.num_others else g.first):
-        to = g.out + n % g.size * g.out_stride + n // g.size * head_bytes
-        _add_others(m, g, to, scores + ((n - g.first) * longest + blocks * BLOCK) * 4)
+        out = carray(float_pointer(g.out + n % g.size * g.out_stride + n // g.size * head_bytes), m.dim)
+        weights = scores + ((n - g.first) * longest + blocks * BLOCK) * 4
+        for j in range(g.num_others):
+            weight = carray(float_pointer(weights), g.num_others)[j]
+            value = carray(float_pointer(g.values + others[j] * head_bytes), m.dim)
+            for d in range(m.dim):
+                out[d] += weight * value[d]
 
 
 @piece

@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.cpu.compile import numbers, size_of
-from paceline.cpu.head_attention import ROW_SIZE
+from paceline.cpu.head_attention import ROW_SIZE, TOGETHER
+from paceline.cpu.lanes import LANES
+from paceline.cpu.layer import COLUMNS
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.recycle import address
+from paceline.cpu.recycle import Workspace, address
+from paceline.cpu.sync import Team
 from paceline.heads.rows import Guesses
+from paceline.models.quantize import padded
 
 EAGLE_3, EAGLE_1, PLAIN = 3, 1, 0  # what enters the first layer
 
@@ -109,6 +113,31 @@ REQUEST, TURN = Struct("8qdQ3q"), Struct("6qd")  # as HeadRequest and Turn are w
 REQUEST_SIZE, WORK = size_of(HeadRequest), size_of(Turn)  # in numbers; where a call's Work begins
 MOST_ROWS = 16  # of the usual call: one request, whose rows are the tokens of a few passes
 NO_WORK = Work(*[0] * len(Work._fields))
+
+
+class Room:
+    """The workspace of a head, and the widths in floats that its sizes follow from."""
+
+    def __init__(self, widest: int, hidden: int, wide: int = 0, narrow: int = 0, threads: int = 0) -> None:
+        """widest: of a product's input, wide and narrow: of outputs; threads: that attend."""
+        self._widest, self._queries, self._team = padded(widest, COLUMNS), threads * TOGETHER, Team()
+        outputs = {"wide": padded(wide, 8), "narrow": padded(narrow, 8)}
+        self._floats = {"h": hidden, "ready": self._widest, **outputs}
+        self._workspace, self._longest = Workspace(self._sizes, self._work), 0
+
+    def get(self, rows: int, longest: int = 0) -> Work:
+        """longest: positions that a row may see."""
+        if longest > self._longest:
+            self._longest = padded(2 * longest, LANES)
+        return self._workspace.get(rows, self._longest)
+
+    def _sizes(self, rows: int, longest: int) -> dict[str, int]:
+        sizes = {name: 4 * rows * floats for name, floats in self._floats.items()}
+        sizes |= dict.fromkeys(("scales", "sums"), 4 * rows * self._widest // COLUMNS)
+        return sizes | {"values": rows * self._widest, "scores": 4 * self._queries * (longest + 4 * LANES)}
+
+    def _work(self, places: dict[str, int]) -> Work:
+        return Work(sync=self._team.at, longest=self._longest + 4 * LANES, widest=self._widest, **places)
 
 
 class Capacity(NamedTuple):

@@ -1,5 +1,5 @@
-"""What a drafting head owns on the CPU: weights packed in int8, sequences of keys and values, the memory of a
-pass, and what heads with layers share.
+"""What a drafting head owns on the CPU: weights packed in int8, sequences of keys and values, and what
+heads with layers share.
 
 Invariant: an address given out here stays valid while the object that gave it lives, but for a sequence's,
 which moves when it grows.
@@ -9,31 +9,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.cpu import head_call
 from paceline.cpu.compile import numbers
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.head_attention import BLOCK, TOGETHER
-from paceline.cpu.head_call import (
-    EAGLE_1,
-    EAGLE_3,
-    PLAIN,
-    Entry,
-    HeadCall,
-    HeadKernel,
-    HeadRequest,
-    Turn,
-    Work,
-)
+from paceline.cpu.head_attention import BLOCK
+from paceline.cpu.head_call import Entry, HeadCall, HeadKernel, HeadRequest, Room, Turn
 from paceline.cpu.lanes import LANES
 from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.recycle import Workspace, address, address_in
-from paceline.cpu.sync import Team, num_threads
+from paceline.cpu.recycle import address, address_in
+from paceline.cpu.sync import num_threads
 from paceline.heads.config import DflashConfig, DraftConfig, EagleConfig, LayeredConfig
 from paceline.heads.others import Eagle1Config
 from paceline.heads.rows import BlockFeed, Feed, Row, Speaker
@@ -161,31 +151,6 @@ def draft_ids(tensors: Tensors) -> np.ndarray:
     return np.empty(0, np.int64) if ids is None else ids.to(torch.int64).numpy()
 
 
-class Room:
-    """The workspace of a head, and the widths in floats that its sizes follow from."""
-
-    def __init__(self, widest: int, hidden: int, wide: int = 0, narrow: int = 0, threads: int = 0) -> None:
-        """widest: of a product's input, wide and narrow: of outputs; threads: that attend."""
-        self._widest, self._queries, self._team = padded(widest, COLUMNS), threads * TOGETHER, Team()
-        outputs = {"wide": padded(wide, 8), "narrow": padded(narrow, 8)}
-        self._floats = {"h": hidden, "ready": self._widest, **outputs}
-        self._workspace, self._longest = Workspace(self._sizes, self._work), 0
-
-    def get(self, rows: int, longest: int = 0) -> Work:
-        """longest: positions that a row may see."""
-        if longest > self._longest:
-            self._longest = padded(2 * longest, LANES)
-        return self._workspace.get(rows, self._longest)
-
-    def _sizes(self, rows: int, longest: int) -> dict[str, int]:
-        sizes = {name: 4 * rows * floats for name, floats in self._floats.items()}
-        sizes |= dict.fromkeys(("scales", "sums"), 4 * rows * self._widest // COLUMNS)
-        return sizes | {"values": rows * self._widest, "scores": 4 * self._queries * (longest + 4 * LANES)}
-
-    def _work(self, places: dict[str, int]) -> Work:
-        return Work(sync=self._team.at, longest=self._longest + 4 * LANES, widest=self._widest, **places)
-
-
 def sources_of(rows: Sequence[Row], layers: Sequence[int], hidden_size: int) -> list[int]:
     """Addresses of the features, layer by layer; rows of one pass share their tensors."""
     found: list[int] = []
@@ -212,15 +177,15 @@ class LayeredHead:
         memory, fuse, balance = self._memory, NOTHING, 0
         if "fc.weight" in tensors:
             fuse, balance = memory.balanced(tensors["fc.weight"], tensors.get("fc.bias"))
-        kind, rank, normed, prefixes = PLAIN, 0, (False, False), ["midlayer."]
+        kind, rank, normed, prefixes = head_call.PLAIN, 0, (False, False), ["midlayer."]
         if isinstance(config, (DraftConfig, DflashConfig)):
             prefixes = [f"layers.{i}." for i in range(config.num_layers)]
         if isinstance(config, DflashConfig):
             rank = config.markov_rank
         if isinstance(config, EagleConfig):
-            kind, normed = EAGLE_3, (config.norm_before_residual, config.norm_output)
+            kind, normed = head_call.EAGLE_3, (config.norm_before_residual, config.norm_output)
         elif isinstance(config, Eagle1Config):
-            kind = EAGLE_1
+            kind = head_call.EAGLE_1
         self.model, self.threads = memory.describe(config, prefixes, tensors, target), num_threads()
         feature_norm = memory.vector(norm) if norm is not None else 0
         self._entry = Entry(kind, max(len(self.layers), 1), feature_norm, fuse, balance, *normed)
@@ -230,10 +195,10 @@ class LayeredHead:
         wide = max(padded(qkv, 8), 2 * padded(config.intermediate_size, 8))
         self._room = Room(widest, hidden, wide, hidden, self.threads)
 
-    def _kernel(self, run: Callable[[int, int], None], *constants: Any, **sizes: int) -> HeadKernel:
+    def _kernel(self, run: Callable[[int, int], None], *constants: Any, **sizes: Any) -> HeadKernel:
         model, entry = self.model, self._entry
         shape = self.threads, model.hidden, model.head.n, model.vocab, self._ids, entry.num_sources
-        return replace(HeadKernel(run, (model, entry, *constants), *shape), **sizes)
+        return HeadKernel(run, (model, entry, *constants), *shape, **sizes)
 
     def place(self) -> Place:
         return Place(self.model.num_layers * self.model.num_kv_heads, self.model.dim)

@@ -7,11 +7,9 @@ nothing here has to be the same for every shape of a pass; it is, as it happens.
 
 from __future__ import annotations
 
-import numpy as np
 from numba import carray
 
 from paceline.cpu.compile import piece, struct
-from paceline.cpu.guess import Noise, guess
 from paceline.cpu.head_attention import ROW_SIZE, PlacedRow, Rows, attend_rows, row_of, write_key, write_value
 from paceline.cpu.head_call import EAGLE_1, EAGLE_3, REQUEST_SIZE, HeadRequest, Work
 from paceline.cpu.lanes import double_pointer, float_pointer, int_pointer
@@ -183,15 +181,6 @@ def run_rows(share, c, r, size, is_fused):  # type: ignore[no-untyped-def]
         copy(w.ready + i * w.widest * 4 if e.is_normed_output else h, to, m.hidden)
     if c.turn.has_logits:
         multiply_8(share, m.head, w, c.memory.logits, count)
-
-
-@piece
-def guess_token(c, row, step, i):  # type: ignore[no-untyped-def]
-    """(index, chance) of request i's token of a step, from a row of logits."""
-    one, at = request_of(c, i), c.memory
-    noise = Noise(one.temperature, np.uint64(one.seed), one.first_guess + step)
-    ids = carray(int_pointer(at.ids), at.num_ids)
-    return guess(at.logits + row * at.num_outputs * 4, at.num_outputs, at.num_words, ids, noise)
 
 
 @piece

@@ -14,9 +14,10 @@ import torch
 from numba import carray, prange
 
 from paceline.cpu.compile import kernel, numbers, piece, size_of, struct
-from paceline.cpu.head_call import CallMemory, Capacity, HeadCall, HeadKernel, HeadRequest, Turn, Work
-from paceline.cpu.head_memory import GREEDY, Memory, Room, Tensors, draft_ids, sources_of
-from paceline.cpu.heads import guess_token, multiply_8, put_8_row, write_guess
+from paceline.cpu.guess import guess
+from paceline.cpu.head_call import CallMemory, Capacity, HeadCall, HeadKernel, HeadRequest, Room, Turn, Work
+from paceline.cpu.head_memory import GREEDY, Memory, Tensors, draft_ids, sources_of
+from paceline.cpu.heads import multiply_8, put_8_row, request_of, write_guess
 from paceline.cpu.lanes import int_pointer
 from paceline.cpu.layer import matrix_at
 from paceline.cpu.matmul import Matrix
@@ -100,7 +101,7 @@ def _part(share, c):  # type: ignore[no-untyped-def]
         logits = c.memory.logits + head * num * c.memory.num_outputs * 4
         multiply_8(share, matrix_at(m.outputs + head * MATRIX_BYTES), w, logits, rows)
     for item in range(share.part, num * c.turn.steps, share.threads):
-        best, chance = guess_token(c, item, item // num, item % num)
+        best, chance = guess(c.memory, item, request_of(c, item % num), item // num)
         write_guess(c, item // num, item % num, best, chance)
 
 
