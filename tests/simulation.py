@@ -134,7 +134,7 @@ class World:
         for index, nodes in plan.nodes.items():
             scheduled[index].num_lookahead_tokens = nodes
         for number, asks in enumerate(plan.asks):
-            asks = self.policy.replan(number, asks, scheduled, answers) if asks and answers else asks
+            asks = self.policy.replan(number, asks, scheduled, answers, False) if asks and answers else asks
             if not asks:
                 continue
             drafter = self.policy.drafters[number]

@@ -15,7 +15,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.formulas import best_k, break_even_alpha, expected_tokens, speedup
 from paceline.core.params import SamplingParams
 from paceline.core.types import Cached, Request, ScheduledRequest
-from paceline.engine.policy.cost import REBUILD, WINDOW, CostTable, DraftCost, Load, Median
+from paceline.engine.policy.cost import CORRECT_EVERY, CostTable, Load
+from paceline.engine.profile import VERSION, Profile
+from paceline.engine.stats import WINDOW, Median
 
 MEASURED = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 16: 27.0}
 
@@ -88,18 +90,18 @@ def test_a_pass_never_gets_cheaper_with_more_rows(seconds: dict[int, float]) -> 
 def test_a_profile_of_another_machine_is_corrected(factor: float) -> None:
     """The real machine is faster or slower by a factor, and disturbed one time in five."""
     costs, chance = CostTable(MEASURED), random.Random(2)
-    for _ in range(20 * REBUILD):
+    for _ in range(20 * CORRECT_EVERY):
         rows = chance.choice([1, 2, 4, 8])
-        costs.observe(rows, 0, 0, MEASURED[rows] * factor * (4.0 if chance.random() < 0.2 else 1.0))
+        costs.observe(MEASURED[rows] * factor * (4.0 if chance.random() < 0.2 else 1.0), rows)
     for rows in (1, 2, 3, 4, 6, 8, 16):
         assert costs.pass_seconds(rows) == pytest.approx(MEASURED[rows] * factor, rel=0.1)
 
 
 def test_a_wrong_shape_is_corrected_where_it_was_seen() -> None:
     costs = CostTable({1: 5.0, 2: 5.0, 4: 5.0, 8: 5.0})
-    for i in range(20 * REBUILD):
+    for i in range(20 * CORRECT_EVERY):
         rows = (1, 4)[i % 2]
-        costs.observe(rows, 0, 0, MEASURED[rows])
+        costs.observe(MEASURED[rows], rows)
     assert costs.pass_seconds(4) / costs.pass_seconds(1) == pytest.approx(7.6 / 5.1, rel=0.05)
 
 
@@ -108,16 +110,16 @@ def test_a_row_count_not_seen_for_long_follows_the_others() -> None:
     again.
     """
     costs = CostTable(MEASURED)
-    for i in range(10 * REBUILD):
-        costs.observe((1, 4)[i % 2], 0, 0, 3 * MEASURED[(1, 4)[i % 2]])
-    for _ in range(100 * REBUILD):
-        costs.observe(1, 0, 0, MEASURED[1])
+    for i in range(10 * CORRECT_EVERY):
+        costs.observe(3 * MEASURED[(1, 4)[i % 2]], (1, 4)[i % 2])
+    for _ in range(100 * CORRECT_EVERY):
+        costs.observe(MEASURED[1], 1)
     assert costs.pass_seconds(4) == pytest.approx(MEASURED[4], rel=0.1)
 
 
 def test_a_profile_survives_json() -> None:
     costs = CostTable(MEASURED, 0.002, 0.001)
-    again = CostTable.from_json(json.loads(json.dumps(costs.to_json())))
+    again = CostTable(**json.loads(json.dumps(costs.to_json())))
     assert [again.pass_seconds(n, 50, 70) for n in range(1, 40)] == [
         costs.pass_seconds(n, 50, 70) for n in range(1, 40)
     ]
@@ -139,45 +141,36 @@ SLOPES = {"per_request_token": 0, "per_row_token": 0}
 )
 def test_a_spoilt_profile_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="profile"):
-        CostTable.from_json(data)
+        Profile.from_json({"version": VERSION, "costs": data, "drafters": {}})
 
 
 def test_what_was_learned_stays_out_of_the_profile_and_of_a_fresh_table() -> None:
     costs = CostTable(MEASURED)
-    for _ in range(2 * REBUILD):
-        costs.observe(1, 0, 0, 10.0)
+    for _ in range(2 * CORRECT_EVERY):
+        costs.observe(10.0, 1)
     assert costs.pass_seconds(1) == pytest.approx(10.0)
-    assert costs.version == 2
     assert costs.to_json() == CostTable(MEASURED).to_json()
-    assert costs.fresh().pass_seconds(1) == MEASURED[1]
+    assert CostTable(**costs.to_json()).pass_seconds(1) == MEASURED[1]
 
 
 def test_a_draft_is_a_fixed_part_and_one_for_each_token() -> None:
-    cost = DraftCost(0.5, 0.5)
+    cost = CostTable({1: 1.0, 5: 3.0})
     for i in range(300):
-        cost.add(1 + i % 4, 0.5 + 0.2 * (1 + i % 4))
-    assert cost.fixed == pytest.approx(0.5, abs=0.02)
-    assert cost.each == pytest.approx(0.2, abs=0.02)
-    cost.add(2, 50.0)
-    assert cost.of(2) < 1.2, "one that took very long is not believed"
+        cost.observe(0.5 + 0.2 * (1 + i % 4), 1 + i % 4)
+    assert [cost.pass_seconds(n) for n in range(1, 5)] == pytest.approx([0.7, 0.9, 1.1, 1.3], rel=0.02)
+    cost.observe(50.0, 2)
+    assert cost.pass_seconds(2) < 1.2, "one that took very long is not believed"
 
 
 def test_a_busy_machine_makes_drafts_no_dearer_than_passes() -> None:
     """Of both most timings count: one in four that takes ten times as long changes neither."""
-    cost, costs = DraftCost(0.2, 0.2), CostTable({1: 1.0})
+    cost, costs = CostTable({1: 0.4, 5: 1.2}), CostTable({1: 1.0})
     for i in range(300):
         slow = 10.0 if i % 4 == 0 else 1.0
-        cost.add(1 + i % 3, slow * (0.1 + 0.1 * (1 + i % 3)))
-        costs.observe(1, 0, 0, slow)
+        cost.observe(slow * (0.1 + 0.1 * (1 + i % 3)), 1 + i % 3)
+        costs.observe(slow, 1)
     assert costs.pass_seconds(1) == pytest.approx(1.0)
-    assert cost.of(2) == pytest.approx(0.3, rel=0.25)
-
-
-def test_where_all_drafts_are_alike_only_their_level_is_learned() -> None:
-    cost = DraftCost(0.05, 0.05)
-    for _ in range(200):
-        cost.add(1, 0.5)
-    assert cost.of(1) == pytest.approx(0.5, abs=0.01)
+    assert cost.pass_seconds(2) == pytest.approx(0.3, rel=0.05)
 
 
 def test_a_load_is_the_pass_without_drafts() -> None:
@@ -190,8 +183,8 @@ def test_a_load_is_the_pass_without_drafts() -> None:
     assert (load.rows, load.speaking, load.cached, load.is_decoding) == (2, 2, 20, True)
     assert load.seconds == pytest.approx(5.5 + 20 * 0.011)
     assert load.token_seconds == load.seconds / 2
-    assert load.seen_with(2) == 40
-    assert load.added(2, each=0.5, fixed=0.25) == pytest.approx(
+    assert load.with_nodes(2) == (4, 20, 40)
+    assert load.added(2, [0.0, 1.5, 2.5]) == pytest.approx(
         [0.0, 6.2 - 5.5 + 0.01 + 0.75, 7.6 - 5.5 + 0.02 + 1.25]
     )
     reading = ScheduledRequest(Request("p", SamplingParams(), [1] * 100, 100, 0), 50)

@@ -44,7 +44,8 @@ from paceline.engine import engine as engine_module
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.engine.policy.calibration import Answer, Calibration, Factor
-from paceline.engine.policy.cost import CostTable, Load, Median
+from paceline.engine.policy.cost import CostTable, Load
+from paceline.engine.stats import Median
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_memory import KvMemory
 from paceline.runtime.record import StepRecord
@@ -207,7 +208,7 @@ def test_drafts_are_weighed_and_the_text_is_plain(head: str) -> None:
 def ring_of(made: object) -> list[list[int]]:
     """What the kernel wrote about each round."""
     assert isinstance(made, CpuBurst)
-    return made._ring
+    return made.ring
 
 
 @pytest.mark.parametrize("has_policy", [True, False])
@@ -344,14 +345,14 @@ def test_drafts_are_weighed_as_the_policy_weighs_them() -> None:
         load = load_of(costs, length)
         answer, scores = Answer(0, draft, calibration, factor), []
         for node in range(1, length + 1):
-            chance = answer.set_agreement(node, agreement if node == 1 else ALONE)
+            chance = answer.acceptance(node, agreement if node == 1 else ALONE)
             scores.append(chance * (scores[-1] if scores else 1.0))
         added = load.added(length)
         count, gained = best_count(scores, length, load.speaking, load.seconds + spent, added)
 
-        arrays = [np.array(each) for each in (added, calibration.table(), np.zeros(length))]
+        arrays = [np.array(each) for each in (added, calibration.rates, np.zeros(length))]
         more, rates, scratch = (each.ctypes.data for each in arrays)
-        weights = WeightsPart(load.seconds, 0.0, 1.0, 1.0, more, rates, rates, scratch)
+        weights = WeightsPart(load.seconds, more, 0.0, rates, 1.0, rates, 1.0, scratch)
         call, out = numbers(BurstCall(*zeros, weights, length, 1, 0, 0, 0, 0, 0)), np.zeros(2)
         _weigh(
             call.buffer_info()[0],

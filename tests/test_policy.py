@@ -17,7 +17,7 @@ from paceline.core.formulas import speedup
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request, ScheduledRequest
 from paceline.engine.policy.auto import AutoPolicy
-from paceline.engine.policy.base import FixedPolicy, Policy
+from paceline.engine.policy.base import FixedPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.policy.switch import CREDIT, FIRST_OFF, MOST_OFF, NUM_PLAIN, Switch
 from paceline.engine.stats import AFTER, SpecStats, Suspicion
@@ -69,10 +69,11 @@ def test_what_is_between_is_never_slower_and_near_the_best_fixed_length(
     fixed = []
     for k in (0, 1, 2, 3, 4, 8):
         one = World(FixedPolicy(Skilled(sometimes(share), None, cost, is_free=is_free), k), TABLES[table])
-        one.run(1, 400)
+        for _ in range(5):
+            one.run(1, 200)
         fixed.append(one.speed())
     assert world.speed() >= 0.98
-    assert world.speed() >= 0.95 * max(fixed)
+    assert world.speed() >= 0.98 * max(fixed)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 4, 8, 16, 32])
@@ -81,8 +82,8 @@ def test_what_is_between_is_never_slower_and_near_the_best_fixed_length(
 def test_never_slower_in_a_batch(table: str, share: float, num_requests: int) -> None:
     """A free drafter takes its time for each request, one after the other."""
     world = auto(TABLES[table], Skilled(sometimes(share), 0.8, 0.02))
-    world.run(num_requests, 300)
-    assert world.speed(num_requests) >= 0.975
+    world.run(num_requests, 150)
+    assert world.speed(num_requests) >= 0.98
 
 
 @pytest.mark.parametrize("num_requests", [1, 4, 16])
@@ -105,7 +106,7 @@ def test_bursts_that_do_not_tell_what_drafting_takes_are_never_slower(share: flo
     assert world.speed() >= 0.98
     if share >= 0.6:
         assert world.speed() > 1.9
-        assert world.policy._known[0].cost(1).of(8) == pytest.approx(8 * 0.15, rel=0.1)  # type: ignore[attr-defined]
+        assert world.policy._known[0].seconds(1).pass_seconds(8) == pytest.approx(8 * 0.15, rel=0.1)  # type: ignore[attr-defined]
 
 
 def test_the_hosts_work_counts() -> None:
@@ -236,9 +237,9 @@ def test_both_together_are_not_slower_than_either() -> None:
     assert made("free", "model") > 0.97 * max(made("free"), made("model"))
 
 
-def planned(policy: Policy, request: Request, room: int = 8) -> ScheduledRequest:
+def planned(policy: AutoPolicy, request: Request, room: int = 8) -> ScheduledRequest:
     """After the plain steps that come first, as the engine makes them; slots are reserved."""
-    world = World(policy, {1: 1.0, 64: 1.0001})
+    world = World(policy, policy.costs.seconds)
     for _ in range(NUM_PLAIN):
         assert world.step([request]).is_plain
     scheduled = ScheduledRequest(request, 1, draft_limit=room)
@@ -282,9 +283,9 @@ def test_a_sampled_draft_stands_alone_and_nothing_is_asked_after_it() -> None:
     free = Draft(Tree.chain(root, (7, 8)), "free", chances=(1.0, 0.01, 0.001))
     q = {n: torch.full((8,), 1 / 8) for n in range(2)}
     drawn = Draft(Tree.chain(root, (3, 4)), "a", q, (1.0, 0.9, 0.8))
-    assert policy.replan(1, asks, [one], {0: [(0, free)]}) == asks
+    assert policy.replan(1, asks, [one], {0: [(0, free)]}, False) == asks
     answers = {0: [(0, free), (1, drawn)]}
-    assert policy.replan(2, asks, [one], answers) == []
+    assert policy.replan(2, asks, [one], answers, False) == []
     assert policy.choose([one], answers)[0] is drawn
 
 

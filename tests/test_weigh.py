@@ -22,7 +22,7 @@ from paceline.core.weigh import (
     best_count,
     cell_of,
 )
-from paceline.engine.policy.calibration import UNSAID, Answer, Calibration, Factor, compare
+from paceline.engine.policy.calibration import UNSAID, Answer, Calibration, Factor, joined
 
 PROBABILITIES = st.floats(0.0, 1.0)
 
@@ -72,20 +72,19 @@ def test_acceptance_is_a_probability_and_grows_with_the_factor(
 
 def test_claims_become_what_was_seen() -> None:
     calibration, cell = Calibration(), cell_of(1, 0.9, ALONE)
-    assert calibration.rate(cell) == -1.0
+    assert calibration.rates[cell] == -1.0
     for i in range(200):
         calibration.observe(cell, 0.9, i % 5 == 0)
-    assert calibration.rate(cell) == pytest.approx(0.2, abs=0.05)
+    assert calibration.rates[cell] == pytest.approx(0.2, abs=0.05)
     others = {cell_of(2, 0.9, ALONE), cell_of(1, 0.4, ALONE), cell_of(1, 0.9, AGREED)}
-    assert all(calibration.rate(other) == -1.0 for other in others), "another depth, claim, agreement"
-    assert calibration.table() == [calibration.rate(each) for each in range(NUM_CELLS)]
+    assert all(calibration.rates[other] == -1.0 for other in others), "another depth, claim, agreement"
 
 
 def test_a_text_that_changes_is_followed() -> None:
     calibration, cell = Calibration(), cell_of(1, 0.9, ALONE)
     for is_hit in [True] * 500 + [False] * 300:
         calibration.observe(cell, 0.9, is_hit)
-    assert calibration.rate(cell) < 0.1
+    assert calibration.rates[cell] < 0.1
 
 
 def test_survival_before_anything_is_drafted() -> None:
@@ -133,13 +132,13 @@ def answer_of(draft: Draft, number: int = 0) -> Answer:
 def test_what_was_not_checked_is_judged_by_what_was_emitted() -> None:
     answer = answer_of(Draft(Tree((1, 2, 3, 4), (-1, 0, 1, 2)), "a", chances=(1.0, 0.9, 0.8, 0.7)))
     answer.learn(None, Verdict((0,), (2, 3, 9)))
-    rates = [answer.calibration.rate(cell) for cell in answer.cells[1:]]
+    rates = [answer.calibration.rates[cell] for cell in answer.cells[1:]]
     assert rates[0] > 0.9
     assert rates[1] > 0.8
     assert rates[2] < 0.7, "the third was reached, and wrong"
     answer = answer_of(Draft(Tree.chain(1, (2, 3)), "a"))
     answer.learn(None, Verdict((0,), (7,)))
-    assert answer.calibration.rate(answer.cells[2]) == -1.0, "of what comes after a mistake nothing is known"
+    assert answer.calibration.rates[answer.cells[2]] == -1.0, "of what comes after a mistake nothing is known"
 
 
 def test_a_sampled_draft_is_judged_by_what_was_checked_alone() -> None:
@@ -147,12 +146,12 @@ def test_a_sampled_draft_is_judged_by_what_was_checked_alone() -> None:
     draft = Draft(Tree.chain(1, (2,)), "a", q, (1.0, 0.5))
     answer = answer_of(draft)
     answer.learn(None, Verdict((0,), (2,)))
-    assert answer.calibration.rate(answer.cells[1]) == -1.0, "its token was emitted, but not through it"
+    assert answer.calibration.rates[answer.cells[1]] == -1.0, "its token was emitted, but not through it"
     answer.learn(draft, Verdict((0,), (2,)))
-    assert answer.calibration.rate(answer.cells[1]) < 0.5, "it was rejected, and drawn again"
+    assert answer.calibration.rates[answer.cells[1]] < 0.5, "it was rejected, and drawn again"
     answer = answer_of(draft)
     answer.learn(draft, Verdict((0, 1), (2, 3)))
-    assert answer.calibration.rate(answer.cells[1]) > 0.5
+    assert answer.calibration.rates[answer.cells[1]] > 0.5
 
 
 def test_agreement_and_contradiction_have_cells_of_their_own() -> None:
@@ -160,10 +159,10 @@ def test_agreement_and_contradiction_have_cells_of_their_own() -> None:
     two = answer_of(Draft(Tree((1, 2, 5), (-1, 0, 1)), "b", chances=(1.0, 0.7, 0.3)), 1)
     for _ in range(50):
         two.calibration.observe(cell_of(2, 0.3 / 0.7, CONTRADICTED), 0.4, False)
-    holders = [[(one, 0), (two, 0)], [(one, 1), (two, 1)], [(one, 2)], [(two, 2)]]
-    scores = compare([one, two], holders, [-1, 0, 1, 1])
+    draft, scores = joined([one, two])
+    assert draft.tree == Tree((1, 2, 3, 5), (-1, 0, 1, 1))
     assert [cell // (BINS * DEPTHS) for cell in one.cells[1:]] == [AGREED, CONTRADICTED]
     assert scores[1] == pytest.approx(0.7), "of those that agree, the one believed more"
     assert scores[2] == pytest.approx(0.7 * 0.5 / 0.6)
     assert scores[3] < 0.1
-    assert compare([one], [], []) is one.scores
+    assert joined([one])[1] is one.scores

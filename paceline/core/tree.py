@@ -64,16 +64,20 @@ class Tree:
             node = self.parents[node]
         return path[::-1]
 
+    def best_path(self, scores: Sequence[float] | None = None) -> list[int]:
+        """The root, its best child, that one's best child, and so on; without scores the first child is."""
+        children, path = self.children(), [0]
+        while following := children[path[-1]]:
+            path.append(following[0] if scores is None else max(following, key=scores.__getitem__))
+        return path
+
 
 def join(trees: Sequence[Tree]) -> tuple[list[int], list[int], list[list[int]]]:
     """Tokens and parents of all nodes of trees with the same root, and for each tree where its nodes are
     among them.
     """
-    tokens, parents, places = (
-        list(trees[0].tokens),
-        list(trees[0].parents),
-        [list(range(len(trees[0].tokens)))],
-    )
+    tokens, parents = list(trees[0].tokens), list(trees[0].parents)
+    places = [list(range(len(tokens)))]
     found = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
     for tree in trees[1:]:
         where = [0]

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from paceline.core.tree import Tree
+
 if TYPE_CHECKING:
     import torch
 
     from paceline.core.errors import PacelineError
     from paceline.core.params import SamplingParams
-    from paceline.core.tree import Tree
 
 
 BLOCK_SIZE = 16  # tokens of a block of K/V
@@ -162,6 +163,17 @@ class Draft(NamedTuple):
 
     def source_of(self, node: int) -> str:
         return self.source if self.sources is None else self.sources[node]
+
+    def cut(self, nodes: Sequence[int]) -> Draft:
+        """Of these nodes alone: the root first, and each after its parent."""
+        if len(nodes) == len(self.tree.tokens):
+            return self
+        place = {node: i for i, node in enumerate(nodes)}
+        parents = tuple(place.get(self.tree.parents[node], -1) for node in nodes)
+        tree = Tree(tuple(self.tree.tokens[node] for node in nodes), parents)
+        q = self.q and {place[node]: self.q[node] for node in nodes if node in self.q}
+        chances = self.chances and tuple(self.chances[node] for node in nodes)
+        return Draft(tree, self.source, q, chances, self.sources and tuple(self.sources[n] for n in nodes))
 
     @property
     def num_drafted(self) -> int:

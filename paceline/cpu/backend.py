@@ -68,4 +68,4 @@ class CpuBackend:
         """head: a ChainHead of ours, or None."""
         if head is not None and length > LONGEST:
             return None
-        return CpuBurstBackend(head, decoder, kv, length)
+        return CpuBurstBackend(head, decoder, kv)

@@ -75,6 +75,17 @@ piece = numba.njit(nogil=True, error_model="numpy")  # a part of kernels, compil
 unrolled = numba.njit(inline="always")  # the same, for parts that get constants or kernels as arguments
 
 
+def piece_named(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """A piece that is made more than once. Each needs a name of its own: kernels from the disk cache bring
+    their pieces along and share those of equal names."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = name
+        return piece(function)
+
+    return decorate
+
+
 # A call's arguments lie in memory as int64 numbers and kernels get their address: a hundred numbers in tuples
 # would take longer to hand over than a layer to compute, since the host's caches are cold after a pass.
 Struct = type[tuple[Any, ...]]  # a NamedTuple whose fields are int, float, bool or such NamedTuples

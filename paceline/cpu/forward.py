@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from numba import carray
 
 from paceline.cpu.attend import attend, expand_tables, place, trace_paths
-from paceline.cpu.compile import kernel, piece, struct
+from paceline.cpu.compile import kernel, piece, piece_named, struct
 from paceline.cpu.lanes import int_pointer
 from paceline.cpu.layer import Model, layer_of, leave_layer, multiply, put_norm, put_norms
 from paceline.cpu.matmul import product_4, product_8, product_32
@@ -92,10 +92,10 @@ def _pick(share, b, m, w, logits):  # type: ignore[no-untyped-def]
         picked[row] = choose(logits + row * stride, largest[row])
 
 
-def _pass_of(product: Any, put: Any, head_product: Any, head_put: Any, embed: Any) -> Any:
+def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any, embed: Any) -> Any:
     """What each thread does: of kernels that differ in the kind of weights."""
 
-    @piece
+    @piece_named(f"run_{bits}")
     def run(share, given):  # type: ignore[no-untyped-def]
         b, m, w, logits = pass_at(given[0]), model_at(given[1]), work_at(given[2]), given[3]
         ids, caches = carray(int_pointer(b.input_ids), b.rows), carray(int_pointer(b.caches), (b.depth, 2))
@@ -125,9 +125,9 @@ def _pass_of(product: Any, put: Any, head_product: Any, head_put: Any, embed: An
     return run
 
 
-run_32 = _pass_of(product_32, put_32, product_32, put_32, embed_32)
-run_8 = _pass_of(product_8, put_8, product_8, put_8, embed_8)
-run_4 = _pass_of(product_4, put_4, product_8, put_8, embed_8)
+run_32 = _pass_of(32, product_32, put_32, product_32, put_32, embed_32)
+run_8 = _pass_of(8, product_8, put_8, product_8, put_8, embed_8)
+run_4 = _pass_of(4, product_4, put_4, product_8, put_8, embed_8)
 
 
 @kernel(parallel=True)

@@ -14,7 +14,7 @@ from numba import carray
 
 from paceline.cpu.compile import piece, size_of, struct, unrolled
 from paceline.cpu.lanes import float_pointer, fma
-from paceline.cpu.matmul import Activations, Matrix
+from paceline.cpu.matmul import Matrix
 from paceline.cpu.rows import add, copy, fill, gate, normalize
 from paceline.cpu.sync import barrier, range_of
 
@@ -74,17 +74,12 @@ def layer_of(layers, i):  # type: ignore[no-untyped-def]
     return layer_at(layers + i * LAYER_BYTES)
 
 
-@piece
-def activations(w):  # type: ignore[no-untyped-def]
-    return Activations(w.values, w.scales, w.sums)
-
-
 @unrolled
 def put_row(put, ready, width, w, row, rows):  # type: ignore[no-untyped-def]
     """A whole row of `ready` becomes a row of the next product's input."""
     padded = (width + COLUMNS - 1) // COLUMNS * COLUMNS
     fill(ready, width, padded)
-    put(ready, width, 0, padded, activations(w), row, rows)
+    put(ready, width, 0, padded, w, row, rows)
 
 
 @unrolled
@@ -123,19 +118,8 @@ def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
 def multiply(product, share, matrix, w, y, rows):  # type: ignore[no-untyped-def]
     """Between barriers: before, all rows are put; after, all of y is there."""
     barrier(share)
-    product(share.part, share.threads, matrix, activations(w), y, rows)
+    product(share.part, share.threads, matrix, w, y, rows)
     barrier(share)
-
-
-@unrolled
-def _put_heads(put, share, rows, m, w):  # type: ignore[no-untyped-def]
-    width = m.num_heads * m.dim
-    blocks = (width + COLUMNS - 1) // COLUMNS
-    for item in range(share.part, rows * blocks, share.threads):
-        row, first = item // blocks, item % blocks * COLUMNS
-        ready = w.ready + row * w.widest * 4
-        fill(ready, max(first, width), first + COLUMNS)
-        put(ready, width, first, first + COLUMNS, activations(w), row, rows)
 
 
 @unrolled
@@ -148,7 +132,7 @@ def _put_gate(put, share, rows, m, w, stride):  # type: ignore[no-untyped-def]
             size = min(COLUMNS, m.inner - first)
             gate(m.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
             fill(ready, first + size, first + COLUMNS)
-            put(ready, m.inner, first, first + COLUMNS, activations(w), row, rows)
+            put(ready, m.inner, first, first + COLUMNS, w, row, rows)
 
 
 @piece
@@ -164,8 +148,14 @@ def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def
 @unrolled
 def leave_layer(product, put, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
     """From `ready`, which is what attention found, to the residual stream after the layer."""
+    width = m.num_heads * m.dim
+    blocks = (width + COLUMNS - 1) // COLUMNS
     barrier(share)
-    _put_heads(put, share, rows, m, w)
+    for item in range(share.part, rows * blocks, share.threads):
+        row, first = item // blocks, item % blocks * COLUMNS
+        ready = w.ready + row * w.widest * 4
+        fill(ready, max(first, width), first + COLUMNS)
+        put(ready, width, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.out, w, w.narrow, rows)
     _add_block(share, rows, m, w, layer.after_attention, layer.out.n)
     put_norms(put, share, rows, m, w, layer.mlp_norm)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from paceline.cpu.compile import VARIANT, piece
+from paceline.cpu.compile import VARIANT, piece, piece_named
 from paceline.cpu.lanes import FLOAT, INT32, LANES, Emitter, bytes_, floats, instruction, ints
 from paceline.models.quantize import DOT_ROWS, GROUP
 
@@ -44,14 +44,6 @@ class Matrix(NamedTuple):
     bias: int  # address of a float for each row of the tiles
     k: int  # width of x, rounded up to whole groups
     n: int  # outputs, rounded up to whole tiles
-
-
-class Activations(NamedTuple):
-    """Where the input of a product lies: rows of floats, or int8 with scales and sums [groups, rows]."""
-
-    values: int
-    scales: int
-    sums: int
 
 
 class Tile(NamedTuple):
@@ -179,7 +171,8 @@ def float_tile(emit: Emitter, tokens: int, *operands: Any) -> None:
 
 @piece
 def product_32(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
-    """One thread's share: m is a Matrix, x Activations of `rows` rows, y [rows, n]. A tile of weights meets
+    """One thread's share: m is a Matrix, y [rows, n]; x has the addresses `values` of floats, or of int8 with
+    `scales` and `sums` [groups, rows] (forward.Work). A tile of weights meets
     strips of nearly equal height, FLOAT_TOKENS at most."""
     y_stride, tiles = m.n * 4, m.n // LANES
     step = max(FLOAT_TOKENS, X_BLOCK_BYTES // (m.k * 4) // FLOAT_TOKENS * FLOAT_TOKENS)
@@ -199,7 +192,7 @@ def _integer_product(bits: int) -> Any:
     """The same with integers."""
     group, block_bytes = GROUP[bits], BLOCK[bits]
 
-    @piece
+    @piece_named(f"product_{bits}")
     def product(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
         stride, tiles, groups = m.n * 4, m.n // ROWS, m.k // group
         step = max(USUAL_TOKENS, X_BLOCK_BYTES // m.k // USUAL_TOKENS * USUAL_TOKENS)

@@ -194,14 +194,6 @@ def _mix(a, run, columns, first, last):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _clear(a, run, strip):  # type: ignore[no-untyped-def]
-    """Sums of a strip of columns begin at zero."""
-    query, column = _at(a, run, strip // a.strips), strip % a.strips * LANES * 4
-    for part in range(2 * query, 2 * (query + (run.last - run.first) * a.group)):
-        fill(a.mixed + part * a.m.dim * 4 + column, 0, LANES)
-
-
-@piece
 def _finish(a, run, strip):  # type: ignore[no-untyped-def]
     """Weighted means of a strip of columns, into the input of the next product."""
     m, kv_head, column = a.m, strip // a.strips, strip % a.strips * LANES
@@ -224,7 +216,9 @@ def mix_rows(a, run, common, columns):  # type: ignore[no-untyped-def]
     """Each row's positions in order: those that only some rows still see, that all see, that are its own."""
     highest = min(starts_of(a, run)[1], common)
     for strip in range(columns[0], columns[1]):
-        _clear(a, run, strip)
+        query, column = _at(a, run, strip // a.strips), strip % a.strips * LANES * 4
+        for part in range(2 * query, 2 * (query + (run.last - run.first) * a.group)):
+            fill(a.mixed + part * a.m.dim * 4 + column, 0, LANES)
     for row in range(run.first, run.last):
         _mix(a, row_of(run, row), columns, seen_by(a, run, row)[0], highest)
     _mix(a, run, columns, highest, common)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
-from paceline.cpu.compile import piece
+from paceline.cpu.compile import piece, piece_named
 from paceline.cpu.lanes import LANES, Emitter, byte_pointer, float_pointer, floats, instruction
 from paceline.cpu.matmul import BLOCK, REBASE, stored_scale
 from paceline.models.quantize import DOT_ROWS, GROUP
@@ -93,7 +93,7 @@ def fill(x_at, first, last):  # type: ignore[no-untyped-def]
 
 @piece
 def put_32(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
-    """Columns first to last of a row of `width` floats into `to`, the Activations of the next product."""
+    """Columns first to last of a row of `width` floats into `to`, the input of the next product."""
     copy(x_at + first * 4, to.values + (row * width + first) * 4, min(last, width) - first)
 
 
@@ -101,7 +101,7 @@ def _put_groups(group: int) -> Any:
     """The same in int8. `first` is a multiple of the group, and the row goes on with zeros to the end of its
     last one; `last` may lie in the next row, which another thread writes."""
 
-    @piece
+    @piece_named(f"put_in_groups_of_{group}")
     def put(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
         padded = (width + group - 1) // group * group
         for start in range(first, min(last, padded), group):

@@ -69,30 +69,19 @@ def offer_core(emit: Emitter) -> Any:
     return emit.call("sched_yield", INT32, [])
 
 
-@piece
-def open_region(sync):  # type: ignore[no-untyped-def]
-    """Before a region; `close_region` comes after it."""
+@unrolled
+def in_region(run, sync, threads, given):  # type: ignore[no-untyped-def]
+    """run(share, given) in all threads that come, from a kernel that is parallel."""
     lock = look(sync + LOCK)
     while lock != 0 and not exchange(lock, 0, 1):
         offer_core()
     publish(sync + GATE, 0)
-
-
-@piece
-def close_region(sync):  # type: ignore[no-untyped-def]
-    if look(sync + LOCK) != 0:
-        publish(look(sync + LOCK), 0)
-
-
-@unrolled
-def in_region(run, sync, threads, given):  # type: ignore[no-untyped-def]
-    """run(share, given) in all threads that come, from a kernel that is parallel."""
-    open_region(sync)
     for part in prange(threads):
         share = join(sync, np.int64(part), threads)
         if share.part >= 0:
             run(share, given)
-    close_region(sync)
+    if lock != 0:
+        publish(lock, 0)
 
 
 @piece

@@ -149,7 +149,7 @@ class Staged(Drafter):
         return [by_stage.get(id(s)) or Draft(Tree.chain(s.view.tokens[-1])) for s in stages]
 
     def _segment(self, one: ScheduledRequest, draft: Draft) -> Segment:
-        segment = segment_of(one.request, one.num_new, draft)
+        segment = segment_of(one, draft)._replace(pick=None)
         size = self.middle.executor.config.vocab_size
         if max(segment.tokens) < size:
             return segment

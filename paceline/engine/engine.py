@@ -7,44 +7,30 @@ commit.py alone changes a request. The engine knows token ids and nothing of tex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
 
 from paceline.core.errors import RequestError
 from paceline.core.options import EngineConfig
 from paceline.core.sampling import pick_of
-from paceline.core.tree import Tree
 from paceline.core.types import Answers, Draft, FinishReason, Needs, Request, ScheduledRequest, Segment
 from paceline.core.watch import Watch
 from paceline.drafters.base import Drafter
 from paceline.engine.commit import Commits, Emission
-from paceline.engine.pending import PendingBurst, PendingPasses, _Pass, rooted
+from paceline.engine.pending import BurstParts, Pass, PendingBurst, PendingPasses, rooted
 from paceline.engine.policy.base import Asks, FixedPolicy, Plan, Policy
-from paceline.engine.policy.cost import Median
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.stats import Phases, SpecStats, Suspicion
-from paceline.heads.rows import BurstBackend, BurstInput
+from paceline.engine.stats import Median, SpecStats, Suspicion
+from paceline.heads.rows import BurstInput
 from paceline.runtime.batch import segment_of
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import StepRecord, longest
 
-BURST_SECONDS = (
-    0.12  # of a burst that is over before anything is heard of it; what arrives meanwhile waits as long
-)
+BURST_SECONDS = 0.12  # of a burst that is over before anything is heard of it; what arrives meanwhile waits
 MOST_LENGTH = 32  # tokens of a draft without a head in such a burst,
 MATCH_LENGTH = 8  # where a policy chooses: longer ones do not pay there
 STOP_ROUNDS = 2  # rounds of such a burst for a request with stop strings, which only the host looks for
 LOOK_EVERY = 4  # rounds of a burst between two looks at whether other drafts would be worth more
-
-
-class BurstParts(NamedTuple):
-    """What drafts in a burst."""
-
-    backend: BurstBackend | None
-    head: int | None  # the drafter whose head drafts in it
-    matcher: int | None  # the drafter that runs no model
-    length: int  # of the longest draft
 
 
 class Engine:
@@ -59,7 +45,7 @@ class Engine:
         self.executor, self.drafter, self.config = executor, drafter, config
         self.policy = policy or FixedPolicy(drafter, config.num_speculative_tokens)
         self.scheduler = Scheduler(config, executor.kv)
-        self.totals, self.phases = SpecStats(), Phases()
+        self.totals = SpecStats()
         self.stats: dict[str, SpecStats] = {}  # by request
         self.watch: Watch | None = None  # is shown every draft being judged
         self._commits = Commits(executor.kv, config.max_model_len, self.totals, self.stats, self._finish)
@@ -135,12 +121,9 @@ class Engine:
         if pending is None:
             self._committed = None
             return []
-        started = perf_counter()
         if self.executor.backend.is_async and self.watch is None:
             pending.extend()
-        record = pending.next(self.watch)
-        self.phases.forward += perf_counter() - started
-        emissions = self._land(record)
+        emissions = self._land(pending.next(self.watch))
         if pending.is_under_way:
             self._pending = pending
         elif self.executor.backend.is_async:
@@ -149,33 +132,22 @@ class Engine:
 
     def _launch(self) -> PendingPasses | PendingBurst | None:
         """Schedule, then start a burst where one can do what is planned; else propose and start a pass."""
-        started = perf_counter()
         scheduled = self.scheduler.schedule()
         if not scheduled:
             assert not self.has_work, "requests are waiting and none can run"
             return None
         plan = self.policy.plan(scheduled)
-        planned = perf_counter()
-        self.phases.schedule += planned - started
-        burst = self._launch_burst(scheduled, plan)
         answers, drafting = {}, {}  # type: Answers, dict[int, tuple[int, float | None]]
-        if burst is None:
-            burst = self._propose(scheduled, plan, answers, drafting)
+        burst = self._launch_burst(scheduled, plan) or self._propose(scheduled, plan, answers, drafting)
         if burst is not None:
-            self.phases.forward += perf_counter() - planned
             return burst
         drafts = self._drafts(scheduled, answers)
-        segments = [self._segment(one, draft) for one, draft in zip(scheduled, drafts, strict=True)]
-        drafted = perf_counter()
-        is_learning = not plan.plain_steps
-        output = self.executor.forward(
-            segments,
-            hidden_layers=self._hidden_layers if is_learning else (),
-            top_tokens=self._top_tokens if is_learning else 0,
-        )
-        self.phases.propose += drafted - planned
-        self.phases.forward += perf_counter() - drafted
-        first = _Pass(scheduled, drafts, output, drafted)
+        segments = [segment_of(one, draft) for one, draft in zip(scheduled, drafts, strict=True)]
+        sent, layers, top_tokens = perf_counter(), self._hidden_layers, self._top_tokens
+        if plan.plain_steps:  # nothing will be learned from it
+            layers, top_tokens = (), 0
+        output = self.executor.forward(segments, hidden_layers=layers, top_tokens=top_tokens)
+        first = Pass(scheduled, drafts, output, sent)
         return PendingPasses(self.executor, self.scheduler, first, plan.plain_steps, answers, drafting)
 
     def _propose(
@@ -192,7 +164,7 @@ class Engine:
         for number, asks in enumerate(plan.asks):
             asks = [(i, min(count, scheduled[i].num_lookahead_tokens)) for i, count in asks]
             asks = [(i, count) for i, count in asks if count]
-            asks = self.policy.replan(number, asks, scheduled, answers) if asks and answers else asks
+            asks = self.policy.replan(number, asks, scheduled, answers, False) if asks and answers else asks
             burst = self._launch_head_burst(scheduled, number, asks) if asks else None
             if burst is not None:
                 return burst
@@ -206,11 +178,8 @@ class Engine:
         self, number: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers, least: float
     ) -> float | None:
         """Add a drafter's drafts to the answers; seconds, None if they say nothing about the next time."""
-        drafter, before, started = (
-            self.policy.drafters[number],
-            self.executor.backend.num_recordings,
-            perf_counter(),
-        )
+        drafter, before = self.policy.drafters[number], self.executor.backend.num_recordings
+        started = perf_counter()
         drafter.least = max(least, drafter.floor)
         drafts = drafter.propose([scheduled[i].request for i, _ in asks], [count for _, count in asks])
         taken = perf_counter() - started
@@ -224,17 +193,11 @@ class Engine:
         """For every request that the target speaks for, what it checks: often nothing but the root."""
         chosen = self.policy.choose(scheduled, answers) if answers else {}
         if not self.executor.decoder.checks_trees:
-            chosen = {i: draft if draft.tree.is_chain else first_branch(draft) for i, draft in chosen.items()}
+            chosen = {i: draft.cut(draft.tree.best_path()) for i, draft in chosen.items()}
         return [
             (chosen.get(i) or rooted(one.request.tokens[-1])) if one.is_caught_up else None
             for i, one in enumerate(scheduled)
         ]
-
-    def _segment(self, one: ScheduledRequest, draft: Draft | None) -> Segment:
-        request, pick = one.request, None
-        if draft is not None:
-            pick = request.pick if draft.q is None else pick_of(request, draft)
-        return segment_of(request, one.num_new, draft, pick)
 
     def _launch_burst(self, scheduled: list[ScheduledRequest], plan: Plan) -> PendingBurst | None:
         """Where the device can draft, weigh and check all that is planned for several rounds: plain decoding,
@@ -257,13 +220,11 @@ class Engine:
             length = drafters[head].burst_length([request], most)
         if not length:
             return None
-        if any(
-            drafters[n].needs != Needs(verdicts=False) or drafters[n].matcher(request) is None for n in others
-        ):
+        silent = Needs(verdicts=False)
+        if any(drafters[n].needs != silent or drafters[n].matcher(request) is None for n in others):
             return None
-        return self._start_burst(
-            scheduled, BurstParts(backend, head, others[0] if others else None, length), plan
-        )
+        parts = BurstParts(backend, head, others[0] if others else None, length)
+        return self._start_burst(scheduled, parts, plan)
 
     def _launch_head_burst(
         self, scheduled: list[ScheduledRequest], number: int, asks: Asks
@@ -283,8 +244,7 @@ class Engine:
         self, scheduled: list[ScheduledRequest], parts: BurstParts, plan: Plan
     ) -> PendingBurst | None:
         """None if it cannot be: a request needs the host, or slots run out."""
-        backend, head, matcher, length = parts
-        requests = [one.request for one in scheduled]
+        backend, length, requests = parts.backend, parts.length, [one.request for one in scheduled]
         if backend is None or self.watch is not None or len(requests) > backend.most_requests:
             return None
         if not all(one.num_new == 1 and one.is_caught_up for one in scheduled):
@@ -292,7 +252,7 @@ class Engine:
         if not all(r.pick is not None and backend.can_run(r.pick.temperature) for r in requests):
             return None
         count = min(
-            backend.most_rounds, self._num_rounds(requests, length), plan.plain_steps or backend.most_rounds
+            self._num_rounds(requests, length), plan.plain_steps or backend.most_rounds, backend.most_rounds
         )
         if backend.is_weighing:  # such a burst is over before anything is heard of it
             count = min(count, max(int(BURST_SECONDS / self._round_seconds.value), 1))
@@ -300,9 +260,7 @@ class Engine:
         if count < 1 or not self.scheduler.reserve_burst(scheduled, count * (length + 1)):
             return None
         burst = self.executor.burst(backend, *self._burst_input(requests, parts, count, plan.least))
-        is_plain = head is None and matcher is None
-        drafters, goes_on = self.policy.drafters, self._goes_on
-        return PendingBurst(burst, scheduled, drafters, head, matcher, length, is_plain, goes_on)
+        return PendingBurst(burst, scheduled, self.policy.drafters, parts, self._goes_on)
 
     def _burst_input(
         self, requests: Sequence[Request], parts: BurstParts, count: int, least: float
@@ -336,14 +294,14 @@ class Engine:
         """
         if self.scheduler.waiting:
             return False
-        if pending.head is None or pending.num_landed % LOOK_EVERY:
+        if pending.parts.head is None or pending.num_landed % LOOK_EVERY:
             return True
         answers: Answers = {}
-        asks = [(index, pending.length) for index in range(len(pending.scheduled))]
+        asks = [(index, pending.parts.length) for index in range(len(pending.scheduled))]
         for number, drafter in enumerate(self.policy.drafters):
-            if number != pending.head and drafter.is_free:
+            if number != pending.parts.head and drafter.is_free:
                 self._ask(number, asks, pending.scheduled, answers, 0.0)
-        wanted = self.policy.replan(pending.head, asks, pending.scheduled, answers, is_running=True)
+        wanted = self.policy.replan(pending.parts.head, asks, pending.scheduled, answers, True)
         return len(wanted) == len(asks)
 
     def _land(self, record: StepRecord) -> list[Emission]:
@@ -353,7 +311,6 @@ class Engine:
         started = perf_counter()
         emissions = self._commits.land(record)
         committed = perf_counter()
-        self.phases.commit += committed - started
         since_last = self._since_last(committed)
         if record.seconds is not None:  # the device has measured its part
             record.seconds += committed - started
@@ -366,7 +323,6 @@ class Engine:
                 self._suspicion.judge(self.policy.drafters[number], draft, verdict)
         if self._learners and (not record.is_plain or record.hidden):
             self._show(record)
-        self.phases.observe += perf_counter() - committed
         return emissions
 
     def _show(self, record: StepRecord) -> None:
@@ -375,14 +331,8 @@ class Engine:
             width = drafter.needs.top_tokens
             if drafter.needs.hidden_layers and not record.has_features:
                 continue  # a burst without a head: it reads on without these rows
-            if not width or record.top is None:
-                drafter.observe([one._replace(top=None) for one in seen] if record.top is not None else seen)
-            elif width < record.top.shape[1]:
-                drafter.observe(
-                    [one._replace(top=None if one.top is None else one.top[:, :width]) for one in seen]
-                )
-            else:
-                drafter.observe(seen)
+            tops = [one.top[:, :width] if one.top is not None and width else None for one in seen]
+            drafter.observe([one._replace(top=top) for one, top in zip(seen, tops, strict=True)])
 
     def _since_last(self, committed: float) -> float | None:
         """Seconds since the last commit. None if there was none, or if something was recorded meanwhile: that
@@ -401,19 +351,3 @@ class Engine:
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""
         self.executor.kv.pool.check([r.cache.blocks for r in self.scheduler.requests])
-
-
-def first_branch(draft: Draft) -> Draft:
-    """The path of first children: all that is checked where side branches would not have the bits of plain
-    decoding.
-    """
-    children, path = draft.tree.children(), [0]
-    while children[path[-1]]:
-        path.append(children[path[-1]][0])
-    tree = Tree.chain(draft.tree.tokens[0], [draft.tree.tokens[node] for node in path[1:]])
-    q: Mapping[int, object] | None = None
-    if draft.q:
-        q = {i: draft.q[node] for i, node in enumerate(path[:-1]) if node in draft.q}
-    chances = draft.chances and tuple(draft.chances[node] for node in path)
-    sources = draft.sources and tuple(draft.sources[node] for node in path)
-    return Draft(tree, draft.source, q or None, chances, sources)  # type: ignore[arg-type]

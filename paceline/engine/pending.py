@@ -22,6 +22,7 @@ from paceline.core.types import Answers, Burst, Cached, Draft, Output, Scheduled
 from paceline.core.watch import Watch
 from paceline.drafters.base import Drafter
 from paceline.engine.scheduler import Scheduler
+from paceline.heads.rows import BurstBackend
 from paceline.runtime.check import judge
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import Drafting, StepRecord, longest
@@ -35,7 +36,7 @@ def rooted(token: int) -> Draft:
     return Draft(Tree.chain(token))
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     scheduled: Sequence[ScheduledRequest]
     drafts: Sequence[Draft | None] | None  # None: of roots alone, which were not known when it was sent
     output: Output
@@ -50,11 +51,11 @@ class PendingPasses:
 
     executor: LocalExecutor
     scheduler: Scheduler
-    first: _Pass
+    first: Pass
     plain_steps: int  # that may follow each other, the first included: no draft is wanted in between
     answers: Answers = field(default_factory=dict)
     drafting: Drafting = field(default_factory=dict)
-    _under_way: deque[_Pass] = field(default_factory=deque)
+    _under_way: deque[Pass] = field(default_factory=deque)
     _num_sent: int = 1
 
     def __post_init__(self) -> None:
@@ -78,13 +79,11 @@ class PendingPasses:
         segments = []
         for i, one in going:
             cache = one.request.cache
-            # Of AHEAD passes only one can have landed when this one is sent, so the text is one token
-            # further.
-            segments.append(
-                Segment([-1 - i], Cached(cache.blocks, cache.num_cached + 1), None, 1, one.request.pick)
-            )
+            # Of AHEAD passes only one can have landed when this one is sent: the text is a token further.
+            ahead = Cached(cache.blocks, cache.num_cached + 1)
+            segments.append(Segment([-1 - i], ahead, None, 1, one.request.pick))
         sent = perf_counter()
-        self._under_way.append(_Pass([one for _, one in going], None, self.executor.forward(segments), sent))
+        self._under_way.append(Pass([one for _, one in going], None, self.executor.forward(segments), sent))
         self._num_sent += 1
 
     def next(self, watch: Watch | None) -> StepRecord:
@@ -101,19 +100,27 @@ class PendingPasses:
             one.scheduled, drafts, judged, self.answers, self.drafting, one.output.hidden, one.output.top
         )
         record.has_more, record.is_plain = has_more, self.plain_steps > 0
-        record.pass_seconds = (
-            landed - one.sent if is_first and not has_more and not one.output.is_first else None
-        )
+        if is_first and not has_more and not one.output.is_first:
+            record.pass_seconds = landed - one.sent
         self.answers, self.drafting = {}, {}
         return record
 
 
-def _is_plain(one: _Pass) -> bool:
+def _is_plain(one: Pass) -> bool:
     """Every request has one row, and the device picks all their tokens."""
     if one.drafts is None or one.output.picked is None:
         return one.drafts is None
     pairs = zip(one.scheduled, one.drafts, strict=True)
     return all(draft is not None and len(draft.tree.tokens) == each.num_new == 1 for each, draft in pairs)
+
+
+class BurstParts(NamedTuple):
+    """What drafts in a burst."""
+
+    backend: BurstBackend | None
+    head: int | None  # the drafter whose head drafts in it
+    matcher: int | None  # the drafter that runs no model
+    length: int  # of the longest draft
 
 
 @dataclass(slots=True)
@@ -123,20 +130,14 @@ class PendingBurst:
     burst: Burst
     scheduled: Sequence[ScheduledRequest]
     drafters: Sequence[Drafter]  # of the policy
-    head: int | None  # the drafter whose head drafts in it
-    matcher: int | None
-    length: int  # of the longest draft
-    is_plain: bool
-    goes_on: Callable[
-        [PendingBurst], bool
-    ]  # whether another round is better than whatever else could be done
+    parts: BurstParts
+    goes_on: Callable[[PendingBurst], bool]  # is another round better than whatever else could be done?
     num_landed: int = 0
 
     @property
     def is_under_way(self) -> bool:
-        return self.num_landed < len(self.burst) and not all(
-            one.request.is_finished for one in self.scheduled
-        )
+        is_wanted = not all(one.request.is_finished for one in self.scheduled)
+        return is_wanted and self.num_landed < len(self.burst)
 
     def extend(self) -> None:
         """Send another round if every request will probably have more to say after those under way: half of
@@ -146,14 +147,14 @@ class PendingBurst:
         if num_ahead >= AHEAD or not self.burst.num_left or any(request.is_finished for request in requests):
             return
         left = min(request.params.max_tokens - request.num_output for request in requests)
-        if left > num_ahead * (self.length + 1) / 2 and self.goes_on(self):
+        if left > num_ahead * (self.parts.length + 1) / 2 and self.goes_on(self):
             self.burst.more()
 
     def next(self, watch: Watch | None) -> StepRecord:
-        requests = [one.request for one in self.scheduled]
+        head, matcher, requests = self.parts.head, self.parts.matcher, [one.request for one in self.scheduled]
         number, started = self.num_landed, perf_counter()
         said = self.burst.round(number, [request.tokens[-1] for request in requests])  # waits
-        for drafter in (d for n, d in enumerate(self.drafters) if n in (self.head, self.matcher)):
+        for drafter in (d for n, d in enumerate(self.drafters) if n in (head, matcher)):
             drafter.end_round(requests, said.num_read)
         self.num_landed += 1
         judged = [
@@ -161,18 +162,19 @@ class PendingBurst:
             for request, draft, picked in zip(requests, said.drafts, said.picked, strict=True)
         ]
         record = StepRecord(self.scheduled, said.drafts, judged, self._answers(said.drafts, said.answers))
-        if self.head is not None and said.num_read != 0:
+        if head is not None and said.num_read != 0:
             seconds = said.head_seconds if said.seconds is not None else None
-            record.drafting = {self.head: (longest(record.answers, self.head), seconds)}
-        record.hidden, record.is_plain = self.burst.hidden(number), self.is_plain
-        record.has_features = self.head is not None
+            record.drafting = {head: (longest(record.answers, head), seconds)}
+        record.hidden, record.is_plain = self.burst.hidden(number), head is None and matcher is None
+        record.has_features = head is not None
         record.has_more = self.num_landed < len(self.burst)
         if said.seconds is not None:
             record.seconds = said.seconds + perf_counter() - started
         return record
 
     def _answers(self, drafts: Sequence[Draft], answers: Sequence[tuple[str, Draft]]) -> Answers:
-        numbers = {self.drafters[n].name: n for n in (self.head, self.matcher) if n is not None}
+        asked = (self.parts.head, self.parts.matcher)
+        numbers = {self.drafters[n].name: n for n in asked if n is not None}
         if answers:
             return {0: [(numbers[source], draft) for source, draft in answers]}
         return {i: [(numbers[d.source], d)] for i, d in enumerate(drafts) if d.num_drafted}

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,7 @@ class Profile:
     drafters: Mapping[str, DrafterProfile] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        drafters = {
-            name: {"seconds": d.seconds, "acceptance": list(d.acceptance)}
-            for name, d in self.drafters.items()
-        }
+        drafters = {name: asdict(drafter) for name, drafter in self.drafters.items()}
         return {"version": VERSION, "costs": self.costs.to_json(), "drafters": drafters}
 
     @classmethod
@@ -58,26 +55,20 @@ class Profile:
                 str(name): DrafterProfile(float(d["seconds"]), tuple(float(a) for a in d["acceptance"]))
                 for name, d in data["drafters"].items()
             }
-            costs = CostTable.from_json(data["costs"])
+            costs = CostTable(**data["costs"])
             if 1 not in costs.seconds:
                 raise ValueError("no pass over one row")
             return cls(costs, drafters)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"a profile cannot be read ({error!r:.60}); measure it again with `paceline tune`"
-            ) from None
+            remedy = "measure it again with `paceline tune`"
+            raise ConfigError(f"a profile cannot be read ({error!r:.60}); {remedy}") from None
 
 
 def profile_path(fingerprint: str, dtype: str, executor: LocalExecutor) -> Path:
     """One file for each model, type of weights, machine and number of threads."""
     device = executor.device
-    place = [
-        platform.machine(),
-        platform.processor(),
-        os.cpu_count(),
-        os.environ.get("OMP_NUM_THREADS"),
-        os.environ.get("NUMBA_NUM_THREADS"),
-    ]
+    threads = [os.cpu_count(), os.environ.get("OMP_NUM_THREADS"), os.environ.get("NUMBA_NUM_THREADS")]
+    place = [platform.machine(), platform.processor(), *threads]
     kind = type(executor.backend).__name__
     name = hashlib.sha256(repr((VERSION, kind, device.type, device.index, place)).encode()).hexdigest()[:12]
     return cache_dir() / "profiles" / f"{fingerprint[:32]}-{dtype}-{name}.json"
@@ -95,9 +86,7 @@ def load_profile(path: Path) -> Profile | None:
 
 def save_profile(path: Path, profile: Profile) -> bool:
     """Whether it could be written."""
-    with contextlib.suppress(
-        OSError
-    ):  # a full or read-only disk costs the next start a third of a second, no more
+    with contextlib.suppress(OSError):  # a full disk costs the next start a third of a second, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.part")
         draft.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -41,7 +41,7 @@ class Scheduler:
         self._plan, self._budget = {}, self.config.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         # Requests with one token to compute go first, so that a long prompt delays no stream.
-        for request in [*self._uncached(1, 1), *self._uncached(2, self.config.max_model_len)]:
+        for request in sorted(self.running, key=lambda r: len(r.tokens) - r.cache.num_cached > 1):
             if self._budget and request.status is Status.RUNNING:
                 self._continue(request)
         if self.num_preemptions == num_preemptions:
@@ -52,10 +52,6 @@ class Scheduler:
                 if one.num_new == 1 and one.is_caught_up:
                     one.draft_limit = max(min(self._draft_limit(one.request), self._budget), 0)
         return scheduled
-
-    def _uncached(self, low: int, high: int) -> list[Request]:
-        """The running requests with so many tokens to compute."""
-        return [r for r in self.running if low <= len(r.tokens) - r.cache.num_cached <= high]
 
     def reserve_drafts(self, scheduled: Sequence[ScheduledRequest], nodes: Mapping[int, int]) -> None:
         """Slots for the nodes that are wanted of each, as far as the budget and the free blocks go. nodes: by
@@ -83,16 +79,10 @@ class Scheduler:
         has_seats = bool(self.waiting) and len(self.running) < self.config.max_num_seqs
         if has_seats or len(going) < len(self.running):
             return []
-        lasting = [(i, request) for i, request in going if not self._ends_with_next(request)]
+        lasting = [(i, request) for i, request in going if self._num_left(request) > 1]
         if not all(self.kv.reserve(request.cache, request.cache.num_cached + 2) for _, request in lasting):
             return []
         return [(i, ScheduledRequest(request, 1)) for i, request in lasting]
-
-    def _ends_with_next(self, request: Request) -> bool:
-        return (
-            request.num_output + 1 >= request.params.max_tokens
-            or request.num_tokens + 1 >= self.config.max_model_len
-        )
 
     def _continue(self, request: Request) -> None:
         cache = request.cache
@@ -109,21 +99,14 @@ class Scheduler:
         for request in list(self.waiting):
             if len(self.running) >= self.config.max_num_seqs or not self._budget:
                 return
-            if self._waits_for_leader(request):
-                continue
+            leader = request.leader
+            if leader and leader.status is Status.RUNNING and leader.cache.num_cached < request.num_prompt:
+                continue  # its prompt will be shared
             if not self._start(request):
                 return
             self.waiting.remove(request)
             insort(self.running, request, key=_order)
             request.status = Status.RUNNING
-
-    def _waits_for_leader(self, request: Request) -> bool:
-        leader = request.leader
-        return (
-            leader is not None
-            and leader.status is Status.RUNNING
-            and leader.cache.num_cached < request.num_prompt
-        )
 
     def _start(self, request: Request) -> bool:
         """Find shared blocks, reserve the first chunk. False, with nothing held, if there is no room yet."""
@@ -145,17 +128,15 @@ class Scheduler:
         self._budget -= num_new
         return True
 
+    def _num_left(self, request: Request) -> int:
+        """Tokens that it may still emit."""
+        left = request.params.max_tokens - request.num_output
+        return min(left, self.config.max_model_len - request.num_tokens)
+
     def _draft_limit(self, request: Request) -> int:
         """No more than could still be emitted: the target adds a token of its own to whatever is accepted."""
-        params = request.params
-        asked = self.config.num_speculative_tokens
-        if params.num_speculative_tokens is not None:
-            asked = min(asked, params.num_speculative_tokens)
-        return min(
-            asked,
-            params.max_tokens - request.num_output - 1,
-            self.config.max_model_len - request.num_tokens - 1,
-        )
+        asked, most = self.config.num_speculative_tokens, request.params.num_speculative_tokens
+        return min(asked, asked if most is None else most, self._num_left(request) - 1)
 
     def preempt(self, request: Request) -> None:
         """Take all its blocks; its tokens stay and are computed again when it comes back."""

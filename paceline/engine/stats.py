@@ -5,8 +5,9 @@ num_accepted + num_own, always.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, fields
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from paceline.core.types import Draft, Verdict
 from paceline.drafters.base import Drafter
@@ -15,6 +16,8 @@ from paceline.drafters.base import Drafter
 NEVER_RIGHT, AFTER = (0.01, 200)
 # or less often than this share of what was measured when it was trained: texts differ, but not as much
 TOO_RARE = 0.4
+WINDOW = 15  # numbers of which a median counts
+OUTLIER = 8.0  # times the median: no number counts as more
 
 
 @dataclass(slots=True)
@@ -24,27 +27,14 @@ class Positions:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def record(self, num_drafted: int, num_accepted: int) -> None:
-        """A round that drafted every depth down to one, and accepted down to another."""
-        self._reach(num_drafted)
-        for depth in range(num_drafted):
-            self.drafted_at[depth] += 1
-        for depth in range(num_accepted):
-            self.accepted_at[depth] += 1
-
-    def record_at(self, drafted: Set[int], accepted: Set[int]) -> None:
+    def record(self, drafted: Iterable[int], accepted: Iterable[int]) -> None:
         """A round that drafted and accepted at these depths."""
-        self._reach(max(drafted))
-        for depth in drafted:
-            self.drafted_at[depth - 1] += 1
-        for depth in accepted:
-            self.accepted_at[depth - 1] += 1
-
-    def _reach(self, depth: int) -> None:
-        missing = depth - len(self.drafted_at)
-        if missing > 0:
-            self.drafted_at.extend([0] * missing)
-            self.accepted_at.extend([0] * missing)
+        for counts, depths in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+            for depth in depths:
+                missing = depth - len(self.drafted_at)
+                self.drafted_at.extend([0] * missing)
+                self.accepted_at.extend([0] * missing)
+                counts[depth - 1] += 1
 
     @property
     def acceptance(self) -> list[float]:
@@ -107,29 +97,16 @@ class SpecStats:
 
     def _record_nodes(self, draft: Draft, path: Sequence[int]) -> None:
         """A depth counts once a round, however many siblings were drafted there."""
-        depths = draft.tree.depths()
-        deepest = max(depths)
-        self.positions.record(deepest, len(path))
-        sources = draft.sources
-        if sources is None or len(set(sources[1:])) == 1:
-            self._count(draft.source_of(1), draft.num_drafted, len(path)).record(deepest, len(path))
-            return
-        nodes: dict[str, list[int]] = {}
+        depths, nodes = draft.tree.depths(), defaultdict(list)
+        self.positions.record(range(1, max(depths) + 1), range(1, len(path) + 1))
         for node in range(1, len(depths)):
-            nodes.setdefault(sources[node], []).append(node)
+            nodes[draft.source_of(node)].append(node)
         for source, its_nodes in nodes.items():
             accepted = [node for node in path if node in its_nodes]
-            positions = self._count(source, len(its_nodes), len(accepted))
-            positions.record_at({depths[node] for node in its_nodes}, {depths[node] for node in accepted})
-
-    def _count(self, source: str, num_drafted: int, num_accepted: int) -> Positions:
-        """Nodes of a drafter; returns what is known of it by depth."""
-        self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + num_drafted
-        self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + num_accepted
-        positions = self.by_source.get(source)
-        if positions is None:
-            positions = self.by_source[source] = Positions()
-        return positions
+            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + len(its_nodes)
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + len(accepted)
+            positions = self.by_source.setdefault(source, Positions())
+            positions.record({depths[node] for node in its_nodes}, {depths[node] for node in accepted})
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -153,21 +130,6 @@ class SpecStats:
 
 
 @dataclass(slots=True)
-class Phases:
-    """Seconds of the engine's steps, by what they were spent on."""
-
-    schedule: float = 0.0  # who computes what, and who drafts
-    propose: float = 0.0  # drafting and choosing among what was drafted
-    forward: float = 0.0
-    accept: float = 0.0
-    commit: float = 0.0
-    observe: float = 0.0  # what drafters and policy learn
-
-    def to_dict(self) -> dict[str, float]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(slots=True)
 class Suspicion:
     """Notices a drafter that is never right: a wrong head, layer or model shows so, and nothing else does."""
 
@@ -177,13 +139,10 @@ class Suspicion:
     def judge(self, drafter: Drafter, draft: Draft, verdict: Verdict) -> None:
         if self._seen.get(drafter.name, 0) >= AFTER:
             return
-        if draft.q is None:
-            tree = draft.tree
-            is_right = any(
-                tree.tokens[n] == verdict.tokens[0] for n, parent in enumerate(tree.parents) if parent == 0
-            )
-        else:
-            is_right = verdict.num_accepted > 0
+        is_right, tree = verdict.num_accepted > 0, draft.tree
+        if draft.q is None:  # it may have been right and not checked
+            first = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0]
+            is_right = verdict.tokens[0] in first
         self.note(drafter.name, is_right, drafter.usual)
 
     def note(self, name: str, is_right: bool, usual: float = 0.0) -> None:
@@ -194,9 +153,21 @@ class Suspicion:
         right = self._right[name] = self._right.get(name, 0) + is_right
         if seen == AFTER and right < max(NEVER_RIGHT, TOO_RARE * usual) * AFTER:
             known = f" (where it was trained: {usual * AFTER:.0f})" if usual else ""
-            message = (
-                f"the drafter {name} was right {right} times in its first {AFTER} drafts{known}; "
-                f"check that it fits "
-                "this model and reads the right layers, or leave it out"
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            message = f"the drafter {name} was right {right} times in its first {AFTER} drafts{known}; "
+            remedy = "check that it fits this model and reads the right layers, or leave it out"
+            warnings.warn(message + remedy, RuntimeWarning, stacklevel=2)
+
+
+class Median:
+    """Of the last few numbers, each capped: one that waited for a compiler must not be believed for long."""
+
+    def __init__(self, first: float) -> None:
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self.value = first  # until something is seen
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def add(self, number: float) -> None:
+        self._recent.append(min(number, OUTLIER * self.value) if self.value > 0 else number)
+        self.value = sorted(self._recent)[(len(self._recent) - 1) // 2]

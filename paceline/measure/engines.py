@@ -93,7 +93,8 @@ def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
     drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)
     one, has_trees = costs.pass_seconds(1), executor.decoder.checks_trees
     known = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in drafters if drafter.usual}
-    policy = AutoPolicy(drafters, costs.fresh(), most_nodes=most, has_trees=has_trees, known=known)
+    costs = CostTable(**costs.to_json())  # without what was learned since
+    policy = AutoPolicy(drafters, costs, most_nodes=most, has_trees=has_trees, known=known)
     return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
 
 

@@ -1,11 +1,7 @@
-"""What a kind of device offers: the decoder, learned heads, top-k, and bursts. One class a kind, chosen by
-name once.
+"""What a kind of device offers: the decoder, learned heads, top-k, and bursts. One class a kind, chosen once:
+cpu/backend.py (compiled kernels), cuda/backend.py (Triton, CUDA graphs), torch_backend.py (the reference).
 
-    cpu/backend.py      compiled kernels; cuda/backend.py: Triton and CUDA graphs; runtime/torch_backend.py:
-    the reference
-
-Invariant: nothing else in the project asks which kind of device it runs on in order to choose an
-implementation.
+Invariant: nothing else asks which kind of device it runs on in order to choose an implementation.
 """
 
 from __future__ import annotations
@@ -42,9 +38,7 @@ class Decoder(Protocol):
     @property
     def checks_trees(self) -> bool: ...  # a node has the same bits wherever in a tree it is
     @property
-    def latest(
-        self,
-    ) -> Sequence[int] | None: ...  # picks that the next pass may read by ids below zero (types.Columns)
+    def latest(self) -> Sequence[int] | None: ...  # picks that the next pass may read by ids below zero
     def forward(
         self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
     ) -> Output: ...
@@ -60,9 +54,7 @@ class Backend(Protocol):
     @property
     def most_drafted(self) -> int: ...  # requests of a batch beyond which drafting costs more than it brings
     @property
-    def num_recordings(
-        self,
-    ) -> int: ...  # graphs recorded so far: a step that recorded took longer than usual
+    def num_recordings(self) -> int: ...  # of graphs so far: a step that recorded took longer than usual
     def check_dtype(self, dtype: str) -> None: ...  # a ConfigError for weights that it cannot run
     def kv_format(self, dtype: str, asked: str) -> KvFormat: ...
     def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder: ...
@@ -79,16 +71,12 @@ class Backend(Protocol):
     ) -> ChainHead: ...  # norm: the target's last, for heads that read what comes out of it
     def block_head(self, head: Head, decoder: Any, num_blocks: int, steps: int) -> BlockBackend: ...
     def side_heads(self, head: Head, decoder: Any, norm: torch.Tensor, steps: int) -> SideBackend: ...
-    def top(
-        self, logits: torch.Tensor, k: int
-    ) -> torch.Tensor: ...  # [L, k] int64, best first, lower ids first
+    def top(self, logits: torch.Tensor, k: int) -> torch.Tensor: ...  # [L, k] int64, best first
+    # Passes without the host, with chains of up to `length` tokens drafted by a head and, where the device
+    # can, a matcher; None: it has none for these.
     def burst(
         self, decoder: Any, kv: Sequence[LayerCache], head: ChainHead | None, length: int
-    ) -> BurstBackend | None:
-        """Passes without the host, with chains of up to `length` tokens drafted by a head and, where the
-        device can, a matcher; None: it has none for these.
-        """
-        ...
+    ) -> BurstBackend | None: ...
 
 
 def backend_for(device: torch.device, kernels: str = "exact", exact: bool = False) -> Backend:

@@ -1,6 +1,4 @@
-"""Flattens the requests of one pass into a Batch. Prefill is a longer query, a draft is a few more rows,
-plain decoding is one row.
-"""
+"""Flattens the requests of one pass into a Batch: a prompt is many rows, a draft a few, plain decoding 1."""
 
 from __future__ import annotations
 
@@ -8,29 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.types import BLOCK_SIZE, Batch, Columns, Draft, Pick, Request, Segment
+from paceline.core.sampling import pick_of
+from paceline.core.types import BLOCK_SIZE, Batch, Columns, Draft, Pick, ScheduledRequest, Segment
 from paceline.runtime.kv_cache import KvCache
 
 
-def segment_of(request: Request, num_new: int, draft: Draft | None, pick: Pick | None = None) -> Segment:
-    """A request's rows: `num_new` known tokens, then the nodes of its draft, which hangs from the last known
-    token.
-    """
-    cache = request.cache
-    known = request.tokens[cache.num_cached : cache.num_cached + num_new]
+def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
+    """A request's rows: its known tokens, then the nodes of its draft, which hangs from the last of them."""
+    request, cache = one.request, one.request.cache
+    known = request.tokens[cache.num_cached : cache.num_cached + one.num_new]
     if draft is None:
         return Segment(known, cache, None, 0)
     if len(draft.tree.tokens) == 1:
-        return Segment(known, cache, None, 1, pick)
-    root = num_new - 1
-    before_root = list(range(-1, root - 1))
-    return Segment(
-        [*known, *draft.tree.tokens[1:]],
-        cache,
-        before_root + [root + p for p in draft.tree.parents],
-        num_logits=len(draft.tree.tokens),
-        pick=pick,
-    )
+        return Segment(known, cache, None, 1, request.pick)
+    root, pick = one.num_new - 1, request.pick if draft.q is None else pick_of(request, draft)
+    parents = [*range(-1, root - 1), *(root + parent for parent in draft.tree.parents)]
+    return Segment([*known, *draft.tree.tokens[1:]], cache, parents, len(draft.tree.tokens), pick)
 
 
 def build(segments: Sequence[Segment], kv: KvCache, device: torch.device) -> Batch:
@@ -49,7 +40,12 @@ def build(segments: Sequence[Segment], kv: KvCache, device: torch.device) -> Bat
             parents.append(-1)
             request_of.append(index)
         else:
-            _add_rows(columns, index, first, base, range(-1, count - 1) if local is None else local)
+            depths: list[int] = []
+            for parent in range(-1, count - 1) if local is None else local:
+                depths.append(0 if parent < 0 else depths[parent] + 1)
+                parents.append(-1 if parent < 0 else first + parent)
+            positions += (base + depth for depth in depths)
+            request_of += [index] * count
             slots += kv.slots(cache, base, base + count)
         assert len(slots) == len(parents) == len(ids), "one parent a row"
         starts.append(first + count)
@@ -63,12 +59,3 @@ def build(segments: Sequence[Segment], kv: KvCache, device: torch.device) -> Bat
             else:
                 picks += [pick] * num_logits
     return Batch(columns, device, picks or None, kv.take_moves())
-
-
-def _add_rows(columns: Columns, index: int, first: int, base: int, local: Sequence[int]) -> None:
-    depths: list[int] = []
-    for parent in local:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    columns.positions.extend(base + depth for depth in depths)
-    columns.parents.extend(-1 if parent < 0 else first + parent for parent in local)
-    columns.request_of.extend([index] * len(depths))

@@ -16,9 +16,8 @@ from itertools import pairwise
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The name of a full block: its tokens and everything before them."""
-    return hashlib.blake2b(
-        parent + b"".join(t.to_bytes(4, "little") for t in tokens), digest_size=16
-    ).digest()
+    packed = b"".join(t.to_bytes(4, "little") for t in tokens)
+    return hashlib.blake2b(parent + packed, digest_size=16).digest()
 
 
 class BlockPool:
@@ -40,9 +39,7 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` fresh blocks, or None if there are not enough. Reuses the least recently used; what it held
-        is forgotten.
-        """
+        """`count` blocks, the least recently used ones, or None if there are not enough."""
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -58,9 +55,7 @@ class BlockPool:
         self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder fewer each. The tail of a sequence becomes reusable before its head, which others are
-        likelier to share.
-        """
+        """One holder fewer each. A sequence's tail is reused before its head, which is likelier shared."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             assert self._holders[block] >= 0, f"block {block} released more often than held"
@@ -79,9 +74,7 @@ class BlockPool:
             self._hash_of[block] = name
 
     def is_private(self, block: int) -> bool:
-        """May its holder write to it? Not if there are others, or if others can find it by name: they would
-        read what it held before.
-        """
+        """May its holder write to it? Not if others hold it or can find it: they read what it held before."""
         return self._holders[block] == 1 and block not in self._hash_of
 
     def _forget(self, block: int) -> None:

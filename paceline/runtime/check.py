@@ -1,5 +1,4 @@
-"""What a pass says about each draft it has checked. Changes nothing; used by the engine's step and by staged
-drafting.
+"""What a pass says about each draft it has checked. Used by the engine's step and by staged drafting.
 
 Invariant: a token that the device has picked is the one that `accept` would choose from the same logits.
 """
@@ -17,12 +16,9 @@ from paceline.runtime.record import Judged
 
 
 def judge(
-    scheduled: Sequence[ScheduledRequest],
-    drafts: Sequence[Draft | None],
-    output: Output,
-    watch: Watch | None = None,
-    has_logits: bool = True,
-) -> list[Judged]:
+    scheduled: Sequence[ScheduledRequest], drafts: Sequence[Draft | None], output: Output,
+    watch: Watch | None = None, has_logits: bool = True,
+) -> list[Judged]:  # fmt: skip
     """has_logits: they were not overwritten by a pass that followed."""
     judged: list[Judged] = []
     picked, first = output.picked if watch is None else None, 0  # row of the logits

@@ -22,17 +22,13 @@ def resolve(name: str) -> torch.device:
     if name != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r} and no CUDA device can be used here; choose cpu")
     if name[5:] and int(name[5:]) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device is {name!r} and there are {torch.cuda.device_count()} CUDA devices; "
-            f"choose cuda:0 or another"
-        )
+        count = torch.cuda.device_count()
+        raise ConfigError(f"device is {name!r} and there are {count} CUDA devices; choose cuda:0 or another")
     return torch.device(name)
 
 
 def free_memory(device: torch.device, model: ModelConfig, dtype: str) -> int:
-    """Bytes that a KV cache can have: on a CPU what the system can give without swapping, on a GPU what the
-    weights will leave.
-    """
+    """Bytes that a KV cache can have: without swapping on a CPU, beside the weights on a GPU."""
     if device.type == "cpu":
         return _free_on_cpu()
     weights = sum(torch.Size(shape).numel() for shape in model.weight_names().values())

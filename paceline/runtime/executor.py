@@ -1,5 +1,4 @@
-"""Where passes of a model run: in this process. It alone touches K/V memory; a batch says what to move there
-first.
+"""Where passes of a model run: in this process. It alone touches K/V memory; a batch says what to move first.
 
 Target and draft models both have one. Invariant: moves that the driver has written down are applied before
 the next pass reads or writes anything.
@@ -28,23 +27,13 @@ class LocalExecutor:
 
     @classmethod
     def load(
-        cls,
-        backend: Backend,
-        source: Any,
-        num_blocks: int,
-        *,
-        dtype: str = "",
-        kv: str = "auto",
+        cls, backend: Backend, source: Any, num_blocks: int, *, dtype: str = "", kv: str = "auto",
         context: int | None = None,
-    ) -> LocalExecutor:
+    ) -> LocalExecutor:  # fmt: skip
         """kv: the kv_cache_dtype asked for."""
         dtype = dtype or backend.default_dtype
-        decoder = backend.load(source, dtype, context)
-        return cls(
-            backend,
-            decoder,
-            KvMemory(source.config, num_blocks, backend.device, backend.kv_format(dtype, kv)),
-        )
+        decoder, kept = backend.load(source, dtype, context), backend.kv_format(dtype, kv)
+        return cls(backend, decoder, KvMemory(source.config, num_blocks, backend.device, kept))
 
     @property
     def config(self) -> ModelConfig:
@@ -55,18 +44,12 @@ class LocalExecutor:
         return self.memory.device
 
     def forward(
-        self,
-        segments: Sequence[Segment],
-        *,
-        num_layers: int | None = None,
-        hidden_layers: Sequence[int] = (),
-        top_tokens: int = 0,
-    ) -> Output:
+        self, segments: Sequence[Segment], *, num_layers: int | None = None,
+        hidden_layers: Sequence[int] = (), top_tokens: int = 0,
+    ) -> Output:  # fmt: skip
         """Logits of the rows each segment asks for, in order. Stops after `num_layers` layers if given."""
-        batch = self._ready(segments)
-        output = self.decoder.forward(
-            batch, self.memory.layers, num_layers=num_layers, hidden_layers=hidden_layers
-        )
+        batch, kv = self._ready(segments), self.memory.layers
+        output = self.decoder.forward(batch, kv, num_layers=num_layers, hidden_layers=hidden_layers)
         return output._replace(top=self.backend.top(output.logits, top_tokens)) if top_tokens else output
 
     def burst(self, backend: BurstBackend, segments: Sequence[Segment], given: BurstInput) -> Burst:
@@ -82,9 +65,7 @@ class LocalExecutor:
         return batch
 
     def warm_up(self, top_tokens: int = 0) -> None:
-        """One token through all layers: what is compiled or read lazily is done before a request waits for
-        it.
-        """
+        """One token through all layers: what is compiled or read lazily is done before a request waits."""
         cached = Cached()
         if self.kv.reserve(cached, 1):
             self.forward([Segment([0], cached, num_logits=1)], top_tokens=top_tokens)

@@ -1,5 +1,4 @@
-"""Paged K/V of one model, the driver's side: which slots hold which tokens. No tensors here (see
-kv_memory.py).
+"""Paged K/V of one model, the driver's side: which slots hold which tokens. No tensors (see kv_memory.py).
 
 A sequence's token at index i lives in slot `blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE`. During a
 pass the nodes of a tree take the slots after the cached tokens in node order; `commit` moves the accepted
@@ -23,11 +22,8 @@ class KvCache:
 
     def take_moves(self) -> Moves | None:
         """What the next pass must copy first; the caller sees to it."""
-        if not self._moves:
-            return None
-        moves = Moves(list(self._moves.values()), list(self._moves))
-        self._moves = {}
-        return moves
+        moves, self._moves = self._moves, {}
+        return Moves(list(moves.values()), list(moves)) if moves else None
 
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies as if done now, one call after the other: a slot that is itself to be overwritten is read
@@ -44,9 +40,8 @@ class KvCache:
         if blocks run out.
         """
         first, blocks = cached.num_cached // BLOCK_SIZE, cached.blocks
-        if num_tokens <= len(blocks) * BLOCK_SIZE == (first + 1) * BLOCK_SIZE and self.pool.is_private(
-            blocks[first]
-        ):
+        has_room = num_tokens <= len(blocks) * BLOCK_SIZE == (first + 1) * BLOCK_SIZE
+        if has_room and self.pool.is_private(blocks[first]):
             return True  # nearly always: there is room in the last block
         shared = [i for i in range(first, len(blocks)) if not self.pool.is_private(blocks[i])]
         num_new = -(-num_tokens // BLOCK_SIZE) - len(blocks)
@@ -55,7 +50,8 @@ class KvCache:
             return False
         for i in shared:
             source, copy = blocks[i], fresh.pop()
-            self._move(_slots_of(source), _slots_of(copy))
+            inside = range(BLOCK_SIZE)
+            self._move([source * BLOCK_SIZE + i for i in inside], [copy * BLOCK_SIZE + i for i in inside])
             blocks[i] = copy
             self.pool.release([source])
         blocks.extend(fresh)
@@ -65,10 +61,7 @@ class KvCache:
         self, cached: Cached, first: int, path: Sequence[int], tokens: Sequence[int], has_more: bool = False
     ) -> None:
         """The accepted nodes of a tree rooted at index `first` become tokens first, first + 1, ...; the rest
-        is given back.
-
-        tokens: the sequence's tokens that have K/V now, for naming full blocks. has_more: a pass that is
-        under way writes to the rest, so it is kept.
+        is given back, unless a pass that is under way writes to it. tokens: for naming full blocks.
         """
         self.gather(cached, first, path)
         num_full = cached.num_cached // BLOCK_SIZE
@@ -78,9 +71,7 @@ class KvCache:
             self.register(cached, tokens[: cached.num_cached])
 
     def gather(self, cached: Cached, first: int, path: Sequence[int]) -> None:
-        """Move the nodes on a path into place, one after the other from index `first` on, and keep all
-        blocks.
-        """
+        """Move the nodes on a path into place, one after the other from index `first` on."""
         if path and path[-1] != len(path) - 1:  # else all are in place: nodes of a path rise
             slots = self.slots(cached, first, first + path[-1] + 1)
             moved = [(slots[node], slots[i]) for i, node in enumerate(path) if node != i]
@@ -107,9 +98,7 @@ class KvCache:
         cached.num_cached = 0
 
     def adopt_prefix(self, cached: Cached, tokens: Sequence[int]) -> int:
-        """Start a sequence with the longest known prefix of `tokens`, whole blocks, the last token left to
-        compute.
-        """
+        """Start with the longest known prefix of `tokens` in whole blocks, the last token left to compute."""
         assert not cached.blocks, "only a sequence without blocks can adopt a prefix"
         for start in range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE):
             before = cached.block_hashes[-1] if cached.block_hashes else b""
@@ -124,9 +113,7 @@ class KvCache:
         return cached.num_cached
 
     def fork(self, source: Cached, target: Cached, num_tokens: int) -> None:
-        """`target` shares the first `num_tokens` tokens of `source`, the last block too if it is only part
-        full.
-        """
+        """`target` shares the first tokens of `source`, the last block too if it is only part full."""
         assert not target.blocks
         assert num_tokens <= source.num_cached
         target.blocks.extend(source.blocks[: -(-num_tokens // BLOCK_SIZE)])
@@ -136,22 +123,10 @@ class KvCache:
         target.num_cached = num_tokens
 
     def register(self, cached: Cached, tokens: Sequence[int]) -> None:
-        """Make the full blocks of `tokens`, whose K/V are in place, findable by others with the same
-        prefix.
-        """
+        """Make the full blocks of `tokens`, whose K/V are in place, findable by others with that prefix."""
         known = len(cached.block_hashes)
         if len(tokens) // BLOCK_SIZE == known:
             return
         cached.block_hashes[:] = block_names(tokens, BLOCK_SIZE, cached.block_hashes)
         for block, name in zip(cached.blocks[known:], cached.block_hashes[known:], strict=False):
             self.pool.register(block, name)
-
-    def waste(self, sequences: Sequence[Cached]) -> float:
-        """The share of allocated slots that hold no token."""
-        slots = len({b for s in sequences for b in s.blocks}) * BLOCK_SIZE
-        used = sum(s.num_cached for s in sequences)
-        return 1 - used / slots if slots else 0.0
-
-
-def _slots_of(block: int) -> range:
-    return range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)

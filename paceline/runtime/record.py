@@ -1,6 +1,4 @@
-"""What a step drafted, checked, accepted and took: the same from every driver, to commit, policy, drafters
-and statistics.
-"""
+"""What a step drafted, checked, accepted and took: the same from every driver to policy and drafters."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ class StepRecord:
     has_more: bool = False  # a pass that goes on from this one is under way, and writes to reserved slots
     is_plain: bool = False  # nothing was asked for, by choice: plain decoding's own time
     pass_seconds: float | None = None  # of the pass alone; None where it cannot be told
-    seconds: float | None = (
-        None  # of the whole step, from the commit before to this one; None where that is not known
-    )
+    seconds: float | None = None  # from the commit before to this one; None where that is not known
     verdicts: dict[int, Verdict] = field(default_factory=dict)  # what was committed
 
     def seen(self) -> list[Seen]:

@@ -1,9 +1,7 @@
-"""What passes of a model take here and now: some rows over a cached context, timed. Nothing is committed, so
-every pass is alike.
+"""What passes of a model take here and now: some rows over a cached context, timed; nothing is committed.
 
-Invariant: a pass follows right after another, as in decoding, and of several alike the quickest counts:
-whatever else a machine does can only make them slower. So can more rows, and a pass that was slower than one
-over more rows is taken to have been disturbed.
+Invariant: a pass follows right after another, as in decoding, and of several alike the quickest counts. One
+that was slower than one over more rows is taken to have been disturbed.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ class Timings(NamedTuple):
 
 
 class Timed:
-    """Passes of requests whose context is made up: what lies in their blocks does not change what a pass
-    takes.
-    """
+    """Passes of requests whose context is made up: what lies in their blocks does not change their time."""
 
     def __init__(self, executor: LocalExecutor, most_tokens: int, num_requests: int = 1) -> None:
         self._executor, self._caches = executor, [Cached() for _ in range(num_requests)]
@@ -70,9 +66,7 @@ class Timed:
 
 
 def measure(executor: LocalExecutor, seconds: float = 0.3) -> Timings:
-    """As far as the time goes: every row count once at least where passes are short, the smallest ones where
-    they are long.
-    """
+    """As far as the time goes: every row count where passes are short, the smallest where they are long."""
     rows_of_interest = ROWS if executor.device.type == "cpu" else ROWS_ON_GPU
     passes = Timed(executor, CONTEXT + max(rows_of_interest))
     try:
@@ -89,11 +83,8 @@ def _measure(passes: Timed, sizes: list[int], until: float) -> Timings:
     seen: dict[tuple[int, int], list[float]] = {}
     # A short pass and a long one over the context tell what a request's and what a row's view of it cost.
     wide = max(n for n in sizes if n <= 8)
-    wanted = (
-        [(n, 0) for n in sizes[:4]]
-        + [(1, context), (wide, context)] * (context > 0)
-        + [(n, 0) for n in sizes[4:]]
-    )
+    cached_passes = [(1, context), (wide, context)] if context else []
+    wanted = [*((n, 0) for n in sizes[:4]), *cached_passes, *((n, 0) for n in sizes[4:])]
     for _ in range(MOST_SWEEPS):
         for size, cached in wanted:
             if time.perf_counter() > until and len(seen) >= min(2, len(sizes)):

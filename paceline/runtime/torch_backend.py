@@ -1,6 +1,4 @@
-"""The reference: every pass and every head in plain torch, on any device. Slow, readable, and what tests
-compare with.
-"""
+"""The reference: every pass and head in plain torch on any device. Slow and readable: for tests."""
 
 from __future__ import annotations
 
@@ -61,8 +59,7 @@ class TorchBackend:
         return TorchMedusaHead(head.config, head.tensors, norm, self.device)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
-        order = logits.argsort(dim=-1, descending=True, stable=True)
-        return order[:, :k]
+        return logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
 
     def burst(self, decoder: Any, kv: Sequence[LayerCache], head: Any, length: int) -> None:
         return None

@@ -1,30 +1,25 @@
-"""Chooses each step which drafters to ask, for how much, and which drafted nodes the target checks. No
-tensors, no clock.
+"""Chooses which drafters to ask, for how much, and which drafted nodes to check. No tensors, no clock.
 
 With measured t(rows, context), calibrated acceptance and drafting time counted, it checks the nodes that
 maximise expected tokens over expected time; per batch size, a switch compares what was measured with plain
-decoding and backs off while it loses. Invariant: a sampled token never decides whether it is itself checked:
-a draft with q is as long as was asked for and checked whole. Else a policy could change the text, and only
-its time may change.
+decoding and backs off while it loses. Invariant: a sampled token never decides whether it is itself checked,
+which could change the text: a draft with q is as long as was asked for and checked whole.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from paceline.core.tree import Tree, join
-from paceline.core.types import Answers, Draft, Request, ScheduledRequest
+from paceline.core.types import Answers, Draft, Request
 from paceline.core.weigh import NUM_CELLS, SURE, best_count
 from paceline.drafters.base import Drafter
-from paceline.engine.policy.base import Asks, Plan
-from paceline.engine.policy.calibration import Answer, Calibration, Factor, compare
-from paceline.engine.policy.cost import CostTable, DraftCost, Load
+from paceline.engine.policy.base import Asks, Plan, Policy, Step
+from paceline.engine.policy.calibration import Answer, Calibration, Factor, joined
+from paceline.engine.policy.cost import CostTable, Load
 from paceline.engine.policy.switch import FIRST_OFF, Switch
 from paceline.heads.rows import BurstWeights
-
-if TYPE_CHECKING:
-    from paceline.runtime.record import StepRecord
+from paceline.runtime.record import StepRecord
 
 HEAD_SHARE = 1 / 8  # of a pass: what a draft of one node takes until it is measured
 MOST_PROMPT_ROWS = 1024  # beside more, a pass is bound by arithmetic and nothing is drafted
@@ -36,21 +31,19 @@ PROBE_SHARE = 0.005  # of all time that may go to asking a model from which noth
 class Known:
     """One drafter over all requests: how often it is right, and what a draft takes, by batch size."""
 
-    __slots__ = ("_costs", "calibration", "idle")
-
     def __init__(self, seconds: float, acceptance: Sequence[float]) -> None:
-        self.calibration, self._costs = Calibration(acceptance), {1: DraftCost(seconds / 2, seconds / 2)}
-        self.idle = 0  # steps since it was asked
+        self.calibration, self.idle = Calibration(acceptance), 0  # idle: steps since it was asked
+        self._costs = {1: CostTable({1: max(seconds, 1e-9), 5: max(3 * seconds, 1e-9)})}
 
-    def cost(self, speaking: int) -> DraftCost:
+    def seconds(self, speaking: int) -> CostTable:
         """Until it is measured, what it takes at the nearest batch size: all are drafted for together."""
         if speaking not in self._costs:
             near = self._costs[min(self._costs, key=lambda other: abs(other - speaking))]
-            self._costs[speaking] = DraftCost(near.fixed, near.each)
+            self._costs[speaking] = CostTable({n: near.pass_seconds(n) for n in (1, 5)})
         return self._costs[speaking]
 
 
-class AutoPolicy:
+class AutoPolicy(Policy):
     def __init__(
         self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = 64,
         most_requests: int = 1 << 30, has_trees: bool = True,
@@ -66,26 +59,24 @@ class AutoPolicy:
         self._most_requests = most_requests
         guess = (HEAD_SHARE * costs.pass_seconds(1), ())
         self._known = [Known(*(known or {}).get(drafter.name, guess)) for drafter in self.drafters]
-        self._factors: dict[str, list[Factor]] = {}  # by request: one a drafter
+        # by request: one a drafter
+        self._factors: dict[str, list[Factor]] = defaultdict(lambda: [Factor() for _ in self.drafters])
         self._switches: dict[int, Switch] = {}  # by requests that speak
         self._load = Load.of((), costs, most_nodes)
         self._weighed: dict[int, list[Answer]] = {}  # of this step, by scheduled request
         self._spent = 0.0  # seconds of drafting in the last step: what it will take in this one, about
 
-    def plan(self, scheduled: Sequence[ScheduledRequest]) -> Plan:
+    def plan(self, scheduled: Step) -> Plan:
         load = self._load = Load.of(scheduled, self.costs, self.most_nodes)
         self._weighed = {}
         if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
             return Plan()  # no plain step: heads read what a prompt's pass shows, also while drafting is off
-        switch = self._switches.setdefault(load.speaking, Switch())
-        if switch.plain_steps:
-            return Plan(plain_steps=switch.plain_steps if load.is_decoding else 0)
-        if load.speaking > self._most_requests:
-            return Plan(plain_steps=FIRST_OFF if load.is_decoding else 0)
         most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
-        cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
-        if not cap:  # not even a perfect draft could pay
-            return Plan(plain_steps=FIRST_OFF if load.is_decoding else 0)
+        off, cap = self._switches.setdefault(load.speaking, Switch()).plain_steps, 0
+        if not off and load.speaking <= self._most_requests:
+            cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
+        if not cap:  # it is off, or not even a perfect draft could pay
+            return Plan(plain_steps=(off or FIRST_OFF) if load.is_decoding else 0)
         limits = [(i, one.request, min(one.draft_limit, cap)) for i, one in enumerate(scheduled)]
         asks = [self._asks(n, [limit for limit in limits if limit[2] > 0]) for n in range(len(self.drafters))]
         return Plan(asks, 0, self._least(load))
@@ -98,83 +89,66 @@ class AutoPolicy:
             count = limit if drafter.is_free else self._expected(number, request, limit)[0]
             if count:
                 asks.append((index, limit if drafter.can_stop else count))
-        probe = known.cost(self._load.speaking).of(1) / (PROBE_SHARE * self._load.seconds)
+        probe = known.seconds(self._load.speaking).pass_seconds(1) / (PROBE_SHARE * self._load.seconds)
         if not asks and limits and known.idle >= probe:  # the text may be another by now
             return [(limits[0][0], 1)]
         return asks
 
     def _expected(self, number: int, request: Request, limit: int) -> tuple[int, float]:
-        """Of a draft by a model, before it is made: how many nodes pay, and the seconds they should save. All
-        that speak are drafted for together, and each bears its share.
-        """
-        known, load = self._known[number], self._load
-        cost = known.cost(load.speaking)
-        added = load.added(limit, cost.each / load.speaking, cost.fixed / load.speaking)
-        survival = known.calibration.survival(self._factor(number, request).value, limit)
-        count, gained = best_count(survival, limit, load.speaking, load.seconds, added)
+        """Of a draft by a model, before it is made: how many nodes pay, and the seconds they should save."""
+        known = self._known[number]
+        survival = known.calibration.survival(self._factors[request.id][number].value, limit)
+        return self._best(survival, known.seconds(self._load.speaking).base(limit))
+
+    def _best(self, scores: Sequence[float], drafting: Sequence[float] = ()) -> tuple[int, float]:
+        """How many nodes pay, best first, and the seconds that checking them should save."""
+        load, added = self._load, self._load.added(len(scores), drafting)
+        count, gained = best_count(scores, len(scores), load.speaking, load.seconds, added)
         return count, gained * load.token_seconds - added[count]
 
     def _least(self, load: Load) -> float:
         """The probability from which it pays to draft another token after one, and to check both."""
-        pairs = zip(self.drafters, self._known, strict=True)
-        each = min((known.cost(load.speaking).each for d, known in pairs if not d.is_free), default=0.0)
-        row = load.added(2)[2] - load.added(1)[1] if self.most_nodes > 1 else 0.0
-        return min(STOP_GAIN * (row + each / load.speaking) / load.token_seconds, SURE)
+        models = [known for d, known in zip(self.drafters, self._known, strict=True) if not d.is_free]
+        two = [load.added(2, known.seconds(load.speaking).base(2)) for known in models] or [load.added(2)]
+        return min(STOP_GAIN * min(added[2] - added[1] for added in two) / load.token_seconds, SURE)
 
-    def _factor(self, number: int, request: Request) -> Factor:
-        if request.id not in self._factors:
-            self._factors[request.id] = [Factor() for _ in self.drafters]
-        return self._factors[request.id][number]
-
-    def replan(
-        self, drafter: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers,
-        is_running: bool = False,
-    ) -> Asks:  # fmt: skip
+    def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_running: bool) -> Asks:
         """For which requests it still pays to ask a model, now that others have answered. A sampled draft
         cannot be joined with others, so nothing is asked after one.
         """
-        kept = []
+        if self.drafters[number].is_free:
+            return asks
+        kept, restart = [], RESTART * self._load.seconds if is_running else 0.0
         for index, count in asks:
             request = scheduled[index].request
-            others = [a for a in self._weigh(index, request, answers.get(index, ())) if a.number != drafter]
-            if others and not self.drafters[drafter].is_free:
-                restart = RESTART * self._load.seconds if is_running else 0.0
-                promised = self._expected(drafter, request, count)[1] + restart
-                if any(a.draft.q is not None or self._worth(a) > promised for a in others):
-                    continue
-            kept.append((index, count))
+            others = [a for a in self._weigh(index, request, answers.get(index, ())) if a.number != number]
+            promised = self._expected(number, request, count)[1] + restart if others else 0.0
+            worth = (self._best(sorted(a.scores[1:], reverse=True))[1] for a in others)
+            if not any(a.draft.q is not None for a in others) and promised >= max(worth, default=0.0):
+                kept.append((index, count))
         return kept
 
     def _weigh(self, index: int, request: Request, drafts: Sequence[tuple[int, Draft]]) -> list[Answer]:
         """The drafts of one request with their scores; each is weighed once a step."""
         weighed = self._weighed.setdefault(index, [])
         for number, draft in drafts[len(weighed) :]:
-            factor = self._factor(number, request)
-            weighed.append(Answer(number, draft, self._known[number].calibration, factor))
+            calibration, factor = self._known[number].calibration, self._factors[request.id][number]
+            weighed.append(Answer(number, draft, calibration, factor))
         return weighed
 
-    def _worth(self, answer: Answer) -> float:
-        """Seconds that checking the best of a draft should save."""
-        load, scores = self._load, sorted(answer.scores[1:], reverse=True)
-        added = load.added(len(scores))
-        count, gained = best_count(scores, len(scores), load.speaking, load.seconds, added)
-        return gained * load.token_seconds - added[count]
-
-    def choose(self, scheduled: Sequence[ScheduledRequest], answers: Answers) -> dict[int, Draft]:
-        """Of all drafted nodes of all requests, those with which the batch is expected to emit most tokens a
-        second. Sampled drafts are checked whole.
-        """
+    def choose(self, scheduled: Step, answers: Answers) -> dict[int, Draft]:
+        """Of all drafted nodes, those with which the batch should emit most tokens a second."""
         trees, chosen = {}, {}
         for index, drafts in answers.items():
             sampled = next((draft for _, draft in drafts if draft.q is not None), None)
-            if sampled is not None:  # it stands alone
+            if sampled is not None:  # it stands alone and is checked whole
                 chosen[index] = sampled
             else:
-                trees[index] = _Joined(self._weigh(index, scheduled[index].request, drafts))
+                trees[index] = joined(self._weigh(index, scheduled[index].request, drafts))
         pool = sorted(
-            (-tree.scores[node], index, node)
-            for index, tree in trees.items()
-            for node in (range(1, len(tree.scores)) if self.has_trees else tree.best_chain())
+            (-scores[node], index, node)
+            for index, (draft, scores) in trees.items()
+            for node in (range(1, len(scores)) if self.has_trees else draft.tree.best_path(scores)[1:])
         )
         room, nodes = {index: scheduled[index].num_lookahead_tokens for index in trees}, []
         for score, index, node in pool:
@@ -188,17 +162,16 @@ class AutoPolicy:
         kept: dict[int, list[int]] = {}
         for _, index, node in nodes[:count]:
             kept.setdefault(index, []).append(node)
-        return chosen | {index: trees[index].cut(sorted(some)) for index, some in kept.items()}
+        return chosen | {index: trees[index][0].cut([0, *sorted(some)]) for index, some in kept.items()}
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
         unknown = ([-1.0] * NUM_CELLS, 1.0)
         own, other = (
-            unknown if n is None else (self._known[n].calibration.table(), self._factor(n, request).value)
+            unknown if n is None else (self._known[n].calibration.rates, self._factors[request.id][n].value)
             for n in (head, matcher)
         )
         promised = 0.0 if head is None else self._expected(head, request, length)[1]
-        load = self._load
-        return BurstWeights(load.seconds, load.added(length), promised, *own, *other)
+        return BurstWeights(self._load.seconds, self._load.added(length), promised, *own, *other)
 
     def observe(self, record: StepRecord) -> None:
         load = self._load
@@ -207,15 +180,13 @@ class AutoPolicy:
             for answer in self._weigh(index, request, drafts):
                 answer.learn(record.drafts[index], verdict)
         self._weighed = {}
-        drafted = sum(draft.num_drafted for draft in record.drafts if draft is not None)
-        expected = 0.0
-        if load.speaking:
-            expected = self.costs.pass_seconds(load.rows + drafted, load.cached, load.seen_with(drafted))
+        drafted = load.with_nodes(sum(draft.num_drafted for draft in record.drafts if draft is not None))
+        expected = self.costs.pass_seconds(*drafted) if load.speaking else 0.0
         expected += self._note_drafting(record, expected)
         if not load.is_decoding or not record.verdicts:
             return
         if record.pass_seconds is not None:
-            self.costs.observe(load.rows + drafted, load.cached, load.seen_with(drafted), record.pass_seconds)
+            self.costs.observe(record.pass_seconds, *drafted)
         switch = self._switches.setdefault(load.speaking, Switch())
         seconds = None if record.seconds is None else record.seconds / expected
         if record.is_plain:
@@ -232,48 +203,14 @@ class AutoPolicy:
         for number, known in enumerate(self._known):
             known.idle = 0 if number in record.drafting else known.idle + 1
         for number, (length, seconds) in record.drafting.items():
-            cost = self._known[number].cost(self._load.speaking)
-            total += cost.of(length)
+            cost = self._known[number].seconds(self._load.speaking)
+            total += cost.pass_seconds(length) if length else 0.0
             if seconds is None and record.seconds is not None:
                 seconds = record.seconds - expected
             if seconds is not None:
-                cost.add(length, max(seconds, 0.0))
+                cost.observe(max(seconds, 0.0), max(length, 1))
                 self._spent += max(seconds, 0.0)
         return total
 
     def release(self, request: Request) -> None:
         self._factors.pop(request.id, None)
-
-
-class _Joined:
-    """The drafts of one request as one tree. A node's score is never above its parent's, so the best nodes of
-    a tree are a tree with the same root.
-    """
-
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        self.tokens, self.parents, places = join([answer.draft.tree for answer in answers])
-        self.holders: list[list[tuple[Answer, int]]] = [[] for _ in self.tokens]
-        for answer, where in zip(answers, places, strict=True):
-            for node, place in enumerate(where):
-                self.holders[place].append((answer, node))
-        self.scores = compare(answers, self.holders, self.parents)
-
-    def best_chain(self) -> list[int]:
-        """The best child of the root, its best child, and so on."""
-        path, node = [], 0
-        while following := [n for n, parent in enumerate(self.parents) if parent == node]:
-            node = max(following, key=lambda n: self.scores[n])
-            path.append(node)
-        return path
-
-    def cut(self, nodes: Sequence[int]) -> Draft:
-        """The draft of the root and these nodes, which are in order."""
-        kept = (0, *nodes)
-        place = {node: i for i, node in enumerate(kept)}
-        first = [self.holders[node][0] for node in kept]
-        if len(kept) == len(self.tokens) and all(answer is first[0][0] for answer, _ in first):
-            return first[0][0].draft
-        tree = Tree(tuple(self.tokens[n] for n in kept), tuple(place.get(self.parents[n], -1) for n in kept))
-        sources = tuple(answer.draft.source_of(own) for answer, own in first)
-        chances = tuple((answer.draft.chances or answer.scores)[own] for answer, own in first)
-        return Draft(tree, sources[-1], None, chances, sources)

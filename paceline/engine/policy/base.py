@@ -1,5 +1,4 @@
-"""What a policy is asked, and the one that always does what it was told. See auto.py for the one that weighs
-what pays.
+"""What a policy decides, and the one that does what it was told. auto.py has the one that weighs what pays.
 
 Invariant: a policy decides time, never text.
 """
@@ -7,16 +6,15 @@ Invariant: a policy decides time, never text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.core.types import Answers, Draft, Request, ScheduledRequest
 from paceline.core.weigh import NUM_CELLS
 from paceline.drafters.base import Drafter
 from paceline.heads.rows import BurstWeights
+from paceline.runtime.record import StepRecord
 
-if TYPE_CHECKING:
-    from paceline.runtime.record import StepRecord
-
+Step = Sequence[ScheduledRequest]
 Asks = list[tuple[int, int]]  # (index of the scheduled request, most nodes)
 FOREVER = 1 << 30  # steps
 
@@ -32,66 +30,50 @@ class Plan(NamedTuple):
     def nodes(self) -> dict[int, int]:
         """By scheduled request: the most nodes it is asked about."""
         found: dict[int, int] = {}
-        for asks in self.asks:
-            for index, count in asks:
-                found[index] = max(found.get(index, 0), count)
+        for index, count in (ask for asks in self.asks for ask in asks):
+            found[index] = max(found.get(index, 0), count)
         return found
 
 
 class Policy(Protocol):
     drafters: tuple[Drafter, ...]  # in the order in which they are asked
 
-    def plan(self, scheduled: Sequence[ScheduledRequest]) -> Plan: ...
-    def replan(
-        self,
-        drafter: int,
-        asks: Asks,
-        scheduled: Sequence[ScheduledRequest],
-        answers: Answers,
-        is_running: bool = False,
-    ) -> Asks: ...  # what still pays now that others have answered; is_running: it drafts in a burst already
-    def choose(self, scheduled: Sequence[ScheduledRequest], answers: Answers) -> Mapping[int, Draft]: ...
+    def plan(self, scheduled: Step) -> Plan:
+        """Which drafters to ask in this step, for how much."""
+
+    def choose(self, scheduled: Step, answers: Answers) -> Mapping[int, Draft]:
+        """By scheduled request: what the target checks of all that was drafted."""
+
+    def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_running: bool) -> Asks:
+        """What still pays to ask a drafter now that others have answered; is_running: in a burst."""
+        return asks
+
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
-        """How drafts of one request are weighed in a burst by these drafters."""
-        ...
+        """How a burst weighs these drafts; here all are believed and cost nothing, so all are checked."""
+        sure = [1.0] * NUM_CELLS
+        return BurstWeights(1.0, [0.0] * (length + 1), 0.0, sure, 1.0, sure, 1.0)
 
-    def observe(self, record: StepRecord) -> None: ...
-    def release(self, request: Request) -> None: ...
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a step that was committed."""
+        return None
+
+    def release(self, request: Request) -> None:
+        """Forget a request."""
+        return None
 
 
-class FixedPolicy:
-    """What was asked for: one drafter, K tokens whenever there is room, and every one of them is checked."""
+class FixedPolicy(Policy):
+    """One drafter, K tokens whenever there is room, and every one of them is checked."""
 
     def __init__(self, drafter: Drafter | None, num_speculative_tokens: int) -> None:
-        self.drafters: tuple[Drafter, ...] = () if drafter is None else (drafter,)
+        self.drafters = () if drafter is None else (drafter,)
         self.num_speculative_tokens = num_speculative_tokens
 
-    def plan(self, scheduled: Sequence[ScheduledRequest]) -> Plan:
+    def plan(self, scheduled: Step) -> Plan:
         if not self.drafters:
             return Plan(plain_steps=FOREVER)
         limits = (min(one.draft_limit, self.num_speculative_tokens) for one in scheduled)
         return Plan([[(index, count) for index, count in enumerate(limits) if count > 0]])
 
-    def replan(
-        self,
-        drafter: int,
-        asks: Asks,
-        scheduled: Sequence[ScheduledRequest],
-        answers: Answers,
-        is_running: bool = False,
-    ) -> Asks:
-        return asks
-
-    def choose(self, scheduled: Sequence[ScheduledRequest], answers: Answers) -> dict[int, Draft]:
+    def choose(self, scheduled: Step, answers: Answers) -> dict[int, Draft]:
         return {index: drafts[0][1] for index, drafts in answers.items()}
-
-    def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
-        """Everything is believed and costs nothing, so everything is checked."""
-        sure = [1.0] * NUM_CELLS
-        return BurstWeights(1.0, [0.0] * (length + 1), 0.0, sure, 1.0, sure, 1.0)
-
-    def observe(self, record: StepRecord) -> None:
-        """Nothing depends on it."""
-
-    def release(self, request: Request) -> None:
-        """Nothing is kept for a request."""

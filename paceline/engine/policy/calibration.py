@@ -9,18 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core import weigh
+from paceline.core.tree import Tree, join
 from paceline.core.types import Draft, Verdict
-from paceline.core.weigh import (
-    AGREED,
-    ALONE,
-    BINS,
-    CONTRADICTED,
-    DEPTHS,
-    NUM_CELLS,
-    SURE,
-    acceptance,
-    cell_of,
-)
+from paceline.core.weigh import AGREED, ALONE, CONTRADICTED
 
 TRUST = 2.0  # observations that a claim is worth, or a rate that was measured elsewhere
 MEMORY = 0.99  # of a count, from one observation in its cell to the next
@@ -33,32 +25,23 @@ UNSAID = 0.5  # the claim of a drafter that makes none
 class Calibration:
     """Of one drafter, over all requests."""
 
-    __slots__ = ("_hits", "_known", "_seen")
+    __slots__ = ("_hits", "_known", "_seen", "rates")
 
     def __init__(self, known: Sequence[float] = ()) -> None:
         """known: by depth, how often its nodes were accepted elsewhere."""
-        self._known = tuple(known[:DEPTHS])
-        self._seen, self._hits = [0.0] * NUM_CELLS, [0.0] * NUM_CELLS
-
-    def table(self) -> list[float]:
-        """By cell: the rate seen, -1 where a claim is taken at its word."""
-        return [self.rate(cell) for cell in range(NUM_CELLS)]
-
-    def rate(self, cell: int) -> float:
-        seen = self._seen[cell]
-        return self._hits[cell] / seen if seen else -1.0
+        self._known = tuple(known[: weigh.DEPTHS])
+        self._seen, self._hits = [0.0] * weigh.NUM_CELLS, [0.0] * weigh.NUM_CELLS
+        self.rates = [-1.0] * weigh.NUM_CELLS  # by cell: what was seen, -1 where a claim is taken at its word
 
     def survival(self, factor: float, count: int) -> list[float]:
         """By depth: the probability that a draft is right that far, before anything is drafted."""
-        rates, before = [], UNSAID
-        for depth in range(DEPTHS):
-            before = self._known[depth] if depth < len(self._known) else before
-            cells = slice(BINS * depth, BINS * (depth + 1))
-            before = (sum(self._hits[cells]) + TRUST * before) / (sum(self._seen[cells]) + TRUST)
-            rates.append(min(before * factor, SURE))
-        total, found = 1.0, []
+        total, rate, found = 1.0, UNSAID, []
         for depth in range(count):
-            total *= rates[min(depth, DEPTHS - 1)]
+            if depth < weigh.DEPTHS:
+                rate = self._known[depth] if depth < len(self._known) else rate
+                cells = slice(weigh.BINS * depth, weigh.BINS * (depth + 1))
+                rate = (sum(self._hits[cells]) + TRUST * rate) / (sum(self._seen[cells]) + TRUST)
+            total *= min(rate * factor, weigh.SURE)
             found.append(total)
         return found
 
@@ -69,6 +52,7 @@ class Calibration:
             hits = TRUST * claim
         self._seen[cell] = seen * MEMORY + 1.0
         self._hits[cell] = hits * MEMORY + is_hit
+        self.rates[cell] = self._hits[cell] / self._seen[cell]
         return hits / seen
 
 
@@ -92,72 +76,65 @@ class Factor:
 
 
 class Answer:
-    """One drafter's draft for one request, weighed. By node: the claim given its parent, its cell, its
-    score.
-    """
+    """One drafter's draft for one request, weighed. By node: claim given its parent, cell, score."""
 
-    __slots__ = ("calibration", "cells", "claims", "draft", "factor", "number", "scores")
+    __slots__ = ("_depths", "calibration", "cells", "claims", "draft", "factor", "number", "scores")
 
     def __init__(self, number: int, draft: Draft, calibration: Calibration, factor: Factor) -> None:
         """number: of the drafter."""
         self.number, self.draft, self.calibration, self.factor = number, draft, calibration, factor
-        parents, chances = draft.tree.parents, draft.chances
-        depths, claims, cells, scores = [0], [1.0], [0], [1.0]
+        parents, chances, self._depths = draft.tree.parents, draft.chances, draft.tree.depths()
+        self.claims, self.scores = [1.0], [1.0]
+        self.cells = [0] * len(parents)
         for node in range(1, len(parents)):
             parent, claim = parents[node], UNSAID
             if chances is not None:
                 claim = chances[node] / chances[parent] if chances[node] < chances[parent] else 1.0
-            depths.append(depths[parent] + 1)
-            claims.append(claim)
-            cells.append(cell_of(depths[-1], claim, ALONE))
-            scores.append(scores[parent] * acceptance(claim, calibration.rate(cells[-1]), factor.value))
-        self.claims, self.cells, self.scores = claims, cells, scores
+            self.claims.append(claim)
+            self.scores.append(self.scores[parent] * self.acceptance(node, ALONE))
 
-    def set_agreement(self, node: int, agreement: int) -> float:
-        """What another drafter says at this place: the node's acceptance, given its parent's."""
-        self.cells[node] = self.cells[node] % (BINS * DEPTHS) + BINS * DEPTHS * agreement
-        return acceptance(self.claims[node], self.calibration.rate(self.cells[node]), self.factor.value)
+    def acceptance(self, node: int, agreement: int) -> float:
+        """Of a node, given its parent's. agreement: what another drafter says at this place."""
+        cell = self.cells[node] = weigh.cell_of(self._depths[node], self.claims[node], agreement)
+        return weigh.acceptance(self.claims[node], self.calibration.rates[cell], self.factor.value)
 
     def learn(self, checked: Draft | None, verdict: Verdict) -> None:
         """Which claims came true. A node that was not checked is judged too: had it been there, it would have
         been accepted if and only if its token was emitted. Of a sampled draft only what was checked can be.
         """
-        tokens, parents = self.draft.tree.tokens, self.draft.tree.parents
-        path = verdict.path if self.draft.q is not None else None
-        if path is not None and checked is not self.draft:
+        is_sampled, tree = self.draft.q is not None, self.draft.tree
+        if is_sampled and checked is not self.draft:
             return  # cut to a chain: the numbers of its nodes are others
-        node = 0
-        for depth, token in enumerate(verdict.tokens):
-            reached = 0
-            for child in range(node + 1, len(parents)):
-                if parents[child] != node:
-                    continue
-                if path is None:
-                    is_hit = tokens[child] == token
-                else:
-                    is_hit = depth + 1 < len(path) and path[depth + 1] == child
-                cell = self.cells[child]
-                self.factor.note(self.calibration.observe(cell, self.claims[child], is_hit), is_hit)
-                reached = child if is_hit else reached
-            if not reached:
+        node: int | None = 0
+        for token in verdict.tokens:
+            children, node = [n for n, parent in enumerate(tree.parents) if parent == node], None
+            for child in children:
+                is_hit = child in verdict.path if is_sampled else tree.tokens[child] == token
+                expected = self.calibration.observe(self.cells[child], self.claims[child], is_hit)
+                self.factor.note(expected, is_hit)
+                node = child if is_hit else node
+            if node is None:
                 return
-            node = reached
 
 
-def compare(
-    answers: Sequence[Answer], holders: Sequence[Sequence[tuple[Answer, int]]], parents: Sequence[int]
-) -> list[float]:
-    """The scores of a joined tree: a token that another drafter contradicts is right far less often than one
-    it agrees with. holders: by joined node, the answers that hold it and its number there.
+def joined(answers: Sequence[Answer]) -> tuple[Draft, list[float]]:
+    """The drafts of one request as one tree, and its scores. None is above its parent's: the best nodes are a
+    tree. A token that another drafter contradicts is right far less often than one it agrees with.
     """
     if len(answers) == 1:
-        return answers[0].scores
+        return answers[0].draft, answers[0].scores
+    tokens, parents, places = join([answer.draft.tree for answer in answers])
+    holders: list[list[tuple[Answer, int]]] = [[] for _ in tokens]  # and a node's number there
+    for answer, where in zip(answers, places, strict=True):
+        for own, node in enumerate(where):
+            holders[node].append((answer, own))
     drafting: dict[int, set[int]] = {}  # node -> the drafters with something after it
-    for node, parent in enumerate(parents):
-        drafting.setdefault(parent, set()).update(answer.number for answer, _ in holders[node])
+    for parent, held in zip(parents, holders, strict=True):
+        drafting.setdefault(parent, set()).update(answer.number for answer, _ in held)
     scores = [1.0]
-    for node in range(1, len(parents)):
-        held, parent = holders[node], parents[node]
+    for parent, held in zip(parents[1:], holders[1:], strict=True):
         agreement = AGREED if len(held) > 1 else CONTRADICTED if len(drafting[parent]) > 1 else ALONE
-        scores.append(scores[parent] * max(answer.set_agreement(own, agreement) for answer, own in held))
-    return scores
+        scores.append(scores[parent] * max(answer.acceptance(own, agreement) for answer, own in held))
+    sources = tuple(answer.draft.source_of(own) for (answer, own), *_ in holders)
+    chances = tuple((answer.draft.chances or answer.scores)[own] for (answer, own), *_ in holders)
+    return Draft(Tree(tuple(tokens), tuple(parents)), sources[-1], None, chances, sources), scores

@@ -8,9 +8,9 @@ steps alike the median counts, since a pause of the process is not the drafts' f
 
 from __future__ import annotations
 
-from paceline.engine.policy.cost import Median
+from paceline.engine.stats import Median
 
-CREDIT, MOST_CREDIT = 2.0, 8.0  # plain steps that may be lost: at first, and at most
+CREDIT, MOST_CREDIT = 1.0, 8.0  # plain steps that may be lost: at first, and at most
 FIRST_OFF, MOST_OFF = 16, 1024  # plain steps until the next trial
 NUM_PLAIN = 2  # plain steps before the first trial: without them there is nothing to compare with
 
@@ -31,9 +31,7 @@ class Switch:
         self.plain_steps -= self.plain_steps > 0
 
     def note_drafted(self, seconds: float, expected: float, tokens: float) -> None:
-        """seconds: of a step, over what was expected; expected: in plain passes; tokens: a request has
-        emitted, on average.
-        """
+        """expected: of the step, in plain passes; tokens: a request has emitted, on average."""
         if self.plain_steps:  # the rest of a burst that has failed already
             return
         if not len(self._drafted):
