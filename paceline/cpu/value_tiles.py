@@ -102,18 +102,20 @@ def _turn_four(emit: Emitter, rows: list[Any], out: Any) -> None:
 
 
 @instruction()
-def turn_values(emit: Emitter, values: Any, places: Any, out: Any, asked: Any) -> None:
-    """Sixteen columns of four positions at the offsets `places`, [16][4]. Of the positions a chunk on, two of
-    four are asked for, from the one numbered `asked` on: the processor cannot remember more."""
-    soon = emit.offset(places, PLACE * CHUNK, emit.times(asked, PLACE))
-    for row in addresses(emit, values, soon, 2):
-        emit.prefetch(row)
-    _turn_four(emit, [emit.load(row, bytes_(16)) for row in addresses(emit, values, places, 4)], out)
+def turn_values(emit: Emitter, values: Any, places: Any, fours: Any, out: Any, asked: Any) -> None:
+    """Sixteen columns of 4 * fours positions at the offsets `places`, [fours][16][4]. Of the positions a
+    chunk on, two of four are asked for, from number `asked` on: the processor cannot remember more."""
+    with emit.loop(fours) as four:
+        at = emit.offset(places, emit.times(four, 4 * PLACE))
+        for row in addresses(emit, values, emit.offset(at, PLACE * CHUNK, emit.times(asked, PLACE)), 2):
+            emit.prefetch(row)
+        rows = [emit.load(row, bytes_(16)) for row in addresses(emit, values, at, 4)]
+        _turn_four(emit, rows, emit.offset(out, emit.times(four, 64)))
 
 
 @instruction()
 def turn_some(emit: Emitter, values: Any, places: Any, before: Any, after: Any, out: Any) -> None:
-    """The same, of which positions from `before` to `after` are there, else zeros."""
+    """The same of four positions, of which those from `before` to `after` are there, else zeros."""
     builder, rows = emit.builder, [emit.variable(bytes_(16)([0] * 16)) for _ in range(4)]
     for p, row in enumerate(rows):
         is_first = builder.icmp_signed("<=", before, emit.const(p))
@@ -128,12 +130,13 @@ def turn(values, places, first, last, out, asked):  # type: ignore[no-untyped-de
     """Sixteen columns of positions first to last, and zeros before and after, from one multiple of TURN to
     another; returns the turns. `places` are the values' offsets from position `first` on."""
     begin, end = first // TURN * TURN, (last + TURN - 1) // TURN * TURN
-    for p in range(begin, end, 4):
-        here, to = places + (p - first) * PLACE, out + (p - begin) * LANES
-        if first <= p and p + 4 <= last:
-            turn_values(values, here, to, asked)
-        else:
-            turn_some(values, here, first - p, last - p, to)
+    whole = (first + 3) // 4 * 4
+    fours = max(0, last // 4 - whole // 4)
+    for p in range(begin, min(whole, end), 4):
+        turn_some(values, places + (p - first) * PLACE, first - p, last - p, out + (p - begin) * LANES)
+    turn_values(values, places + (whole - first) * PLACE, fours, out + (whole - begin) * LANES, asked)
+    for p in range(whole + 4 * fours, end, 4):
+        turn_some(values, places + (p - first) * PLACE, 0, last - p, out + (p - begin) * LANES)
     return (end - begin) // TURN
 
 
@@ -157,7 +160,9 @@ def add_turned(emit: Emitter, num_queries: int, *operands: Any) -> None:
                 values = emit.load(emit.offset(first, 64 * four + 16 * c), bytes_(16))
                 for (q, part), of_query in zip(both, sums, strict=True):
                     same = builder.bitcast(emit.splat(rows[q], 2 * four + part, 4), bytes_(16))
-                    builder.store(emit.dot(VARIANT, builder.load(of_query[c]), same, values), of_query[c])
+                    # "vnni" has unsigned bytes first; "sdot" multiplies by a lane that comes second
+                    factors = (same, values) if VARIANT == "vnni" else (values, same)
+                    builder.store(emit.dot(VARIANT, builder.load(of_query[c]), *factors), of_query[c])
     for at, of_query in zip(targets, sums, strict=True):
         for c, total in enumerate(of_query):
             emit.store(builder.load(total), emit.offset(at, 16 * c))
