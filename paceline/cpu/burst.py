@@ -22,7 +22,7 @@ from paceline.cpu.chain_head import ChainHead, draft_chains
 from paceline.cpu.compile import entry_of, numbers, size_of
 from paceline.cpu.decoder import CpuDecoder, LayerCache, Prepared
 from paceline.cpu.forward import FORWARD
-from paceline.cpu.head_call import MOST_ROWS
+from paceline.cpu.head_call import MOST_ROWS, CallMemory
 from paceline.cpu.recycle import Recycled, Taps, address
 from paceline.heads.rows import BurstInput
 
@@ -134,8 +134,7 @@ class CpuBurstBackend:
 
     def _head_part(self, given: BurstInput, length: int, num_more: int) -> HeadPart:
         if self._head is None:
-            return HeadPart(*[0] * len(HeadPart._fields))
+            return HeadPart(0, 0, CallMemory(*[0] * len(CallMemory._fields)), 0, 0)
         call = self._head.open(given.feeds, given.speakers, length, num_more, least=given.least)
-        at, sources = call.memory, self._source_of.buffer_info()[0]
-        waiting, made = (at.requests, at.tokens, at.sources), (at.done, at.guesses, at.chances)
-        return HeadPart(self._drafts, call.at, *waiting, *made, len(self._source_of), sources)
+        sources = len(self._source_of), self._source_of.buffer_info()[0]
+        return HeadPart(self._drafts, call.at, call.memory, *sources)

@@ -40,11 +40,10 @@ CHUNK = 256  # rows read in one pass
 class Place:
     """A sequence's keys and values, [layers * kv heads][blocks][a block's floats]; it moves when it grows."""
 
-    __slots__ = ("_keys", "_shape", "_values", "blocks", "keys_at", "values_at")
+    __slots__ = ("_keys", "_values", "blocks", "keys_at", "values_at")
 
     def __init__(self, num_heads: int, dim: int) -> None:
         """num_heads: KV heads of all layers."""
-        self._shape = num_heads, dim * BLOCK
         nothing = np.empty((num_heads, 0, dim * BLOCK), np.float32)
         self._move(nothing, nothing)
 
@@ -57,16 +56,13 @@ class Place:
         """Room for so many positions."""
         if length > self.blocks * BLOCK:
             blocks = max(-(-length // BLOCK), self.blocks + self.blocks // 2, 8)
-            self._move(self._grown(self._keys, blocks), self._grown(self._values, blocks))
-
-    def _grown(self, old: np.ndarray, blocks: int) -> np.ndarray:
-        new = np.zeros((self._shape[0], blocks, self._shape[1]), np.float32)
-        new[:, : old.shape[1]] = old
-        return new
+            more = (0, 0), (0, blocks - self.blocks), (0, 0)
+            self._move(np.pad(self._keys, more), np.pad(self._values, more))
 
     def fork(self, length: int) -> Place:
         """Another sequence with the same first positions."""
-        fresh, blocks = Place(self._shape[0], self._shape[1] // BLOCK), -(-length // BLOCK)
+        (num_heads, _, size), blocks = self._keys.shape, -(-length // BLOCK)
+        fresh = Place(num_heads, size // BLOCK)
         fresh._move(self._keys[:, :blocks].copy(), self._values[:, :blocks].copy())
         return fresh
 

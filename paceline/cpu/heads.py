@@ -184,15 +184,9 @@ def run_rows(share, c, r, size, is_fused):  # type: ignore[no-untyped-def]
 
 
 @piece
-def write_guess(c, step, i, best, chance):  # type: ignore[no-untyped-def]
+def write_guess(c, step, i, best, chance, is_path):  # type: ignore[no-untyped-def]
+    """Request i's token of a step, and its chance; of the whole path to it where `is_path`."""
     at, shape = c.memory, (c.turn.steps, c.turn.num_requests)
-    ids = carray(int_pointer(at.ids), at.num_ids)
+    ids, chances = carray(int_pointer(at.ids), at.num_ids), carray(double_pointer(at.chances), shape)
     carray(int_pointer(at.guesses), shape)[step, i] = ids[best] if at.num_ids else best
-    carray(double_pointer(at.chances), shape)[step, i] = chance
-
-
-@piece
-def chance_before(c, step, i):  # type: ignore[no-untyped-def]
-    """Of the path to a step."""
-    chances = carray(double_pointer(c.memory.chances), (c.turn.steps, c.turn.num_requests))
-    return chances[step - 1, i] if step else 1.0
+    chances[step, i] = chance * (chances[step - 1, i] if is_path and step else 1.0)

@@ -36,8 +36,10 @@ def insert(best, ids, k, value, token):  # type: ignore[no-untyped-def]
 @instruction(types.boolean)
 def has_larger(emit: Emitter, at: Any, limit: Any) -> Any:
     """Whether one of the BLOCK floats at this address is larger, or not a number."""
-    found = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES)
-    limits = emit.broadcast(limit, LANES)
+    found, limits = (
+        ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES),
+        emit.broadcast(limit, LANES),
+    )
     for step in range(BLOCK // LANES):
         values = emit.load(emit.offset(at, 4 * LANES * step), floats(LANES))
         found = emit.builder.or_(found, emit.builder.fcmp_unordered(">", values, limits))
