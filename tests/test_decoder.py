@@ -274,11 +274,6 @@ def test_loading_reports_progress() -> None:
     seen: list[tuple[int, int]] = []
     Decoder.load(tiny("llama")[0], progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)]
-    seen.clear()
-    CpuDecoder.load(
-        tiny("llama")[0], use_cache=False, progress=lambda done, total: seen.append((done, total))
-    )
-    assert seen == [(i, 10) for i in range(1, 11)]  # four products a layer, embedding and head
 
 
 @pytest.mark.slow

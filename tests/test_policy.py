@@ -17,7 +17,7 @@ from paceline.core.formulas import speedup
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request, ScheduledRequest
 from paceline.engine.policy.auto import AutoPolicy
-from paceline.engine.policy.base import FixedPolicy, Policy
+from paceline.engine.policy.base import FixedPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.policy.switch import CREDIT, FIRST_OFF, MOST_OFF, NUM_PLAIN, Switch
 from paceline.engine.stats import AFTER, SpecStats, Suspicion

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numba import carray, prange
+from numba import carray
 
 from paceline.cpu import heads
 from paceline.cpu.compile import kernel, piece, struct
@@ -25,10 +24,10 @@ from paceline.cpu.head_attention import ROW_SIZE, Rows
 from paceline.cpu.head_call import CallMemory, Capacity, Entry, HeadCall, Turn, Work
 from paceline.cpu.head_memory import CHUNK, GREEDY, NOTHING, LayeredHead, Tensors
 from paceline.cpu.lanes import LANES, double_pointer, int_pointer
-from paceline.cpu.layer import Model, activations, layer_of
+from paceline.cpu.layer import Model, layer_of
 from paceline.cpu.matmul import Matrix, outputs_of, product_8
 from paceline.cpu.rows import add, copy
-from paceline.cpu.sync import barrier, close_region, join, open_region, range_of
+from paceline.cpu.sync import barrier, in_region, range_of
 from paceline.heads.config import DflashConfig
 from paceline.heads.rows import BlockFeed, Guesses, Row, Speaker
 
@@ -121,7 +120,7 @@ def _search(share, c, step):  # type: ignore[no-untyped-def]
     first, last = first * LANES, last * LANES
     mixed = c.memory.scratch + first * num * 4  # [num, last - first]
     if c.block.rank:
-        product_8(0, 1, outputs_of(c.block.markov, first, last - first), activations(c.work), mixed, num)
+        product_8(0, 1, outputs_of(c.block.markov, first, last - first), c.work, mixed, num)
     for i in range(num):
         row = c.memory.logits + (step * num + i) * size * 4
         if c.block.rank:
@@ -146,7 +145,8 @@ def _settle(share, c, step):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _part(share, c):  # type: ignore[no-untyped-def]
+def _part(share, at):  # type: ignore[no-untyped-def]
+    c = call_at(at)
     b, t = c.block, c.turn
     if share.part == 0:
         _write_rows(c)
@@ -166,13 +166,7 @@ def _part(share, c):  # type: ignore[no-untyped-def]
 @kernel(parallel=True)
 def draft_blocks(at, threads):  # type: ignore[no-untyped-def]
     """at: of the numbers of a Call."""
-    sync = call_at(at).work.sync
-    open_region(sync)
-    for part in prange(threads):
-        share = join(sync, np.int64(part), threads)
-        if share.part >= 0:
-            _part(share, call_at(at))
-    close_region(sync)
+    in_region(_part, call_at(at).work.sync, threads, at)
 
 
 class BlockHead(LayeredHead):

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numba import carray, prange
+from numba import carray
 
 from paceline.cpu.compile import kernel, piece, struct
 from paceline.cpu.decoder import CpuDecoder
@@ -27,7 +26,7 @@ from paceline.cpu.heads import request_of, rows_of, run_rows, write_guess, write
 from paceline.cpu.lanes import double_pointer, int_pointer
 from paceline.cpu.layer import Model
 from paceline.cpu.recycle import address
-from paceline.cpu.sync import barrier, close_region, join, open_region
+from paceline.cpu.sync import barrier, in_region
 from paceline.heads.config import LayeredConfig
 from paceline.heads.rows import Feed, Guesses, Node, Row, Said, Speaker
 
@@ -77,7 +76,8 @@ def _move_on(c, step):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _part(share, c):  # type: ignore[no-untyped-def]
+def _part(share, at):  # type: ignore[no-untyped-def]
+    c = call_at(at)
     t, done = c.turn, carray(int_pointer(c.memory.done), 2)
     if share.part == 0:
         _write_rows(c, 0)
@@ -99,13 +99,7 @@ def _part(share, c):  # type: ignore[no-untyped-def]
 @kernel(parallel=True)
 def draft_chains(at, threads):  # type: ignore[no-untyped-def]
     """at: of the numbers of a Call."""
-    sync = call_at(at).work.sync
-    open_region(sync)
-    for part in prange(threads):
-        share = join(sync, np.int64(part), threads)
-        if share.part >= 0:
-            _part(share, call_at(at))
-    close_region(sync)
+    in_region(_part, call_at(at).work.sync, threads, at)
 
 
 class ChainHead(LayeredHead):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import carray
 
 from paceline.cpu.compile import kernel, numbers, piece, size_of, struct
 from paceline.cpu.guess import guess
@@ -22,7 +22,7 @@ from paceline.cpu.lanes import int_pointer
 from paceline.cpu.layer import matrix_at
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.rows import add, copy, gate, normalize
-from paceline.cpu.sync import barrier, close_region, join, num_threads, open_region
+from paceline.cpu.sync import barrier, in_region, num_threads
 from paceline.heads.config import MedusaConfig
 from paceline.heads.rows import Guesses, Row, Speaker
 
@@ -90,7 +90,8 @@ def _run_blocks(share, num, sources, m, w):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _part(share, c):  # type: ignore[no-untyped-def]
+def _part(share, at):  # type: ignore[no-untyped-def]
+    c = call_at(at)
     m, w, num = c.heads, c.work, c.turn.num_requests
     _run_blocks(share, num, carray(int_pointer(c.memory.sources), num), m, w)
     together = m.num_heads if m.is_shared else 1
@@ -108,13 +109,7 @@ def _part(share, c):  # type: ignore[no-untyped-def]
 @kernel(parallel=True)
 def draft_heads(at, threads):  # type: ignore[no-untyped-def]
     """at: of the numbers of a Call."""
-    sync = call_at(at).work.sync
-    open_region(sync)
-    for part in prange(threads):
-        share = join(sync, np.int64(part), threads)
-        if share.part >= 0:
-            _part(share, call_at(at))
-    close_region(sync)
+    in_region(_part, call_at(at).work.sync, threads, at)
 
 
 class MedusaHead:

@@ -1,5 +1,4 @@
-"""Memory of passes, used again: a fresh mapping of a megabyte and a half costs a fault for every page, half a
-millisecond in all.
+"""Memory of passes, used again: fresh pages of a megabyte and a half cost half a millisecond.
 
 Invariant: an output's memory is lent again only when no tensor refers to it any more, so it stays what it was
 however long it is kept; a workspace never outlives the pass that asked for it but for the next to use.
