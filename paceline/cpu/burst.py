@@ -107,9 +107,8 @@ class CpuBurstBackend:
         floats, scores = np.empty((rounds, kernel.FLOATS + 2 * length)), np.empty(rows)
         ready = self._decoder.prepare(batch, self._kv, num_more)
         pushed = array("i", [0] * rows)
-        match = MatchPart(0, 0, 0, 0, 0, 0, 0, pushed.buffer_info()[0])
-        if matcher is not None:
-            match = MatchPart(*matcher[:6], min(matcher.budget, length), pushed.buffer_info()[0])
+        places = (*matcher[:6], min(matcher.budget, length)) if matcher else (0,) * 7
+        match = MatchPart(*places, pushed.buffer_info()[0])
         lists = [array("d", each) for each in (weights.added, weights.head_rates, weights.match_rates)]
         added, head_rates, match_rates = (each.buffer_info()[0] for each in lists)
         of_head, of_match = (head_rates, weights.head_factor), (match_rates, weights.match_factor)

@@ -27,11 +27,9 @@ START, NUM_ROWS, POSITION, SEEN, FIRST_GUESS = (
 CALL_ROWS = Turn._fields.index("num_rows")  # a head's call begins with its turn
 NOTHING, MATCH, HEAD = 0, 1, 2  # whose draft is checked
 # What is written about a round: whole numbers, then the match's tokens, the head's and what was picked;
-SOURCE, COUNT, NUM_MATCH, NUM_HEAD, NUM_READ = range(5)
-WIDTH = 5
+SOURCE, COUNT, NUM_MATCH, NUM_HEAD, NUM_READ, WIDTH = range(6)
 # and floats, then the path probabilities of the match's tokens and of the head's.
-HEAD_SECONDS, ROUND_SECONDS = range(2)
-FLOATS = 2
+HEAD_SECONDS, ROUND_SECONDS, FLOATS = range(3)
 # State: tokens with K/V, the newest token, rows that wait for the head, tokens still wanted, tokens that the
 # matcher has not read.
 CACHED, ROOT, WAITING, WANTED, UNREAD = range(5)

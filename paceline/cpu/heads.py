@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import carray
 
 from paceline.cpu.compile import piece, struct
-from paceline.cpu.head_attention import ROW_SIZE, PlacedRow, Rows, attend_rows, row_of, write_key, write_value
+from paceline.cpu.head_attention import ROW_SIZE, PlacedRow, Rows, attend_rows, first_block, row_of, write_key
 from paceline.cpu.head_call import EAGLE_1, EAGLE_3, REQUEST_SIZE, HeadRequest, Work
 from paceline.cpu.lanes import double_pointer, float_pointer, int_pointer
 from paceline.cpu.layer import layer_of, leave_layer, multiply, put_norm, put_row, turn_head
@@ -138,21 +138,17 @@ def keep_rows(share, r, m, layer, i, w, first):  # type: ignore[no-untyped-def]
                 turn_head(m, layer, layer.k_norm, here, one.position)
                 write_key(m, i, one, unit - m.num_heads, here)
             else:
-                write_value(m, i, one, unit - m.num_heads - m.num_kv_heads, here)
+                at = first_block(m, i, one.room, unit - m.num_heads - m.num_kv_heads) + one.place * m.dim * 4
+                copy(here, one.values + at, m.dim)
 
 
 @piece
-def _only(r, row):  # type: ignore[no-untyped-def]
-    """One of the rows."""
+def _only(r, w, m, layer, row):  # type: ignore[no-untyped-def]
+    """One of the rows, and the memory of a pass in which its residual stream and queries are the first."""
     table, others = r.table + row * ROW_SIZE * 8, r.others + row * r.most_others * 8
-    return Rows(1, r.tokens + row * 8, table, others, r.most_others)
-
-
-@piece
-def _from_row(w, m, layer, row):  # type: ignore[no-untyped-def]
-    """The memory of a pass in which what was the row's residual stream and queries are the first."""
     h, wide = w.h + row * m.hidden * 4, w.wide + row * layer.qkv.n * 4
-    return Work(w.sync, h, w.ready, wide, w.narrow, w.values, w.scales, w.sums, w.scores, w.longest, w.widest)
+    rest = w.narrow, w.values, w.scales, w.sums, w.scores, w.longest, w.widest
+    return Rows(1, r.tokens + row * 8, table, others, r.most_others), Work(w.sync, h, w.ready, wide, *rest)
 
 
 @piece
@@ -169,7 +165,7 @@ def run_rows(share, c, r, size, is_fused):  # type: ignore[no-untyped-def]
         keep_rows(share, r, m, layer, i, w, 0)
         barrier(share)
         if i == last and count == 1:
-            own, w, group = _only(r, speaking[0]), _from_row(w, m, layer, speaking[0]), 1
+            (own, w), group = _only(r, w, m, layer, speaking[0]), 1
         if i < last or count:
             attend_rows(share, own, group, m, layer, i, w)
             leave_layer(product_8, put_8, share, own.num, m, layer, w)
