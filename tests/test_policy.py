@@ -376,7 +376,7 @@ def test_where_no_time_is_told_drafts_are_made_all_the_same() -> None:
                 policy.observe = observe  # type: ignore[method-assign]
 
     world = Untimed(policy, FLAT)
-    world.run(1, 20)
+    world.run(1, NUM_PLAIN + 20)
     assert world.num_checked > 100
 
 

@@ -17,7 +17,7 @@ from paceline.drafters.base import Drafter
 from paceline.engine.policy.base import Asks, Plan, Policy, Step
 from paceline.engine.policy.calibration import Answer, Calibration, Factor, joined
 from paceline.engine.policy.cost import CostTable, Load
-from paceline.engine.policy.switch import FIRST_OFF, Switch
+from paceline.engine.policy.switch import Switch
 from paceline.heads.rows import BurstWeights
 from paceline.runtime.record import StepRecord
 
@@ -25,6 +25,7 @@ HEAD_SHARE = 1 / 8  # of a pass: what a draft of one node takes until it is meas
 MOST_PROMPT_ROWS = 1024  # beside more, a pass is bound by arithmetic and nothing is drafted
 STOP_GAIN = 1.6  # a head drafts on from a token that is worth this many times its row and its drafting
 RESTART = 3.0  # passes: what it costs to end a burst and to begin another
+WHILE_OFF = 64  # plain steps before the next plan where no draft can pay
 PROBE_SHARE = 0.005  # of all time that may go to asking a model from which nothing is expected
 
 
@@ -69,14 +70,16 @@ class AutoPolicy(Policy):
     def plan(self, scheduled: Step) -> Plan:
         load = self._load = Load.of(scheduled, self.costs, self.most_nodes)
         self._weighed = {}
+        if len(scheduled) > self._most_requests:
+            return Plan(plain_steps=WHILE_OFF if load.is_decoding else 1)
         if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
             return Plan()  # no plain step: heads read what a prompt's pass shows, also while drafting is off
         most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
         off, cap = self._switches.setdefault(load.speaking, Switch()).plain_steps, 0
-        if not off and load.speaking <= self._most_requests:
+        if not off:
             cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
         if not cap:  # it is off, or not even a perfect draft could pay
-            return Plan(plain_steps=(off or FIRST_OFF) if load.is_decoding else 0)
+            return Plan(plain_steps=(off or WHILE_OFF) if load.is_decoding else 0)
         limits = [(i, one.request, min(one.draft_limit, cap)) for i, one in enumerate(scheduled)]
         asks = [self._asks(n, [limit for limit in limits if limit[2] > 0]) for n in range(len(self.drafters))]
         return Plan(asks, 0, self._least(load))

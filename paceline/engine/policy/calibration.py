@@ -25,8 +25,6 @@ UNSAID = 0.5  # the claim of a drafter that makes none
 class Calibration:
     """Of one drafter, over all requests."""
 
-    __slots__ = ("_hits", "_known", "_seen", "rates")
-
     def __init__(self, known: Sequence[float] = ()) -> None:
         """known: by depth, how often its nodes were accepted elsewhere."""
         self._known = tuple(known[: weigh.DEPTHS])
@@ -58,8 +56,6 @@ class Calibration:
 
 class Factor:
     """By how much one request's acceptance of one drafter differs from the others'."""
-
-    __slots__ = ("_expected", "_hits", "_streak", "value")
 
     def __init__(self) -> None:
         self._hits = self._expected = REQUEST_PRIOR

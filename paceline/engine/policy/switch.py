@@ -12,7 +12,7 @@ from paceline.engine.stats import Median
 
 CREDIT, MOST_CREDIT = 1.0, 8.0  # plain steps that may be lost: at first, and at most
 FIRST_OFF, MOST_OFF = 16, 1024  # plain steps until the next trial
-NUM_PLAIN = 2  # plain steps before the first trial: without them there is nothing to compare with
+NUM_PLAIN = 8  # plain steps before the first trial: of fewer the median would be that of the first, slow ones
 
 
 class Switch:
