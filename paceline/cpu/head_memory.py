@@ -124,21 +124,13 @@ class Memory:
         cos, sin, inner = self.vector(tables.cos), self.vector(tables.sin), config.intermediate_size
         rows = [self.layer(tensors, prefix, inner, cos, sin) for prefix in prefixes]
         self.tables.append(numbers(rows))
-        return target.model._replace(
-            head=self.output(tensors["lm_head.weight"]),
-            norm=self.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0,
-            layers=self.tables[-1].buffer_info()[0],
-            num_layers=len(rows),
-            hidden=config.hidden_size,
-            inner=inner,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            dim=config.head_dim,
-            eps=float(config.rms_eps),
-            scale=config.head_dim**-0.5,
-            is_gelu=False,
-            vocab=config.draft_vocab_size,
-        )
+        norm = self.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0
+        head, at = self.output(tensors["lm_head.weight"]), self.tables[-1].buffer_info()[0]
+        model = target.model._replace(head=head, norm=norm, layers=at, num_layers=len(rows))
+        model = model._replace(hidden=config.hidden_size, inner=inner, vocab=config.draft_vocab_size)
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        model = model._replace(num_heads=heads, num_kv_heads=kv_heads, dim=dim, scale=dim**-0.5)
+        return model._replace(eps=float(config.rms_eps), is_gelu=False)
 
 
 def draft_ids(tensors: Tensors) -> np.ndarray:

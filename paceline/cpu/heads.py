@@ -124,8 +124,7 @@ def _put_inputs(share, c, r, layer, has_pairs):  # type: ignore[no-untyped-def]
 @piece
 def keep_rows(share, r, m, layer, i, w, first):  # type: ignore[no-untyped-def]
     """From rows that are put as the input of qkv to their queries in `wide` and keys and values in their
-    sequences. Heads before `first` are not wanted. Each thread takes about the columns that it has computed.
-    """
+    sequences; heads before `first` are not wanted. A thread takes about the columns that it has computed."""
     matrix = outputs_of(layer.qkv, first * m.dim, layer.qkv.n - first * m.dim)
     multiply_8(share, matrix, w, w.wide, r.num)
     begin, end = range_of(share, m.num_heads + 2 * m.num_kv_heads - first)
