@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -329,7 +330,7 @@ def _weigh(at, reach_at, num, rates_at, factor, agreement, spent, out_at):  # ty
 
 def test_drafts_are_weighed_as_the_policy_weighs_them() -> None:
     draw, length, seen = random.Random(5), 6, set()
-    zeros = [kind(*[0] * size_of(kind)) for kind in (TargetPart, HeadPart, MatchPart)]
+    zeros: list[Any] = [(0,) * size_of(kind) for kind in (TargetPart, HeadPart, MatchPart)]
     for _ in range(200):
         calibration, factor = Calibration(), Factor()
         costs = CostTable(

@@ -139,7 +139,7 @@ def _settle(share, c, step):  # type: ignore[no-untyped-def]
             best, chance = settle(c.memory.logits + row * c.memory.num_outputs * 4, words[i], sums[i])
         else:
             best, chance = guess(c.memory, row, heads.request_of(c, i), step)
-        heads.write_guess(c, step, i, best, chance * heads.chance_before(c, step, i))
+        heads.write_guess(c, step, i, best, chance, True)
         if c.block.rank:
             _put_word(c, i, best)
 

@@ -22,7 +22,7 @@ from paceline.cpu.chain_head import ChainHead, draft_chains
 from paceline.cpu.compile import entry_of, numbers, size_of
 from paceline.cpu.decoder import CpuDecoder, LayerCache, Prepared
 from paceline.cpu.forward import FORWARD
-from paceline.cpu.head_call import MOST_ROWS
+from paceline.cpu.head_call import MOST_ROWS, CallMemory
 from paceline.cpu.recycle import Recycled, Taps, address
 from paceline.heads.rows import BurstInput
 
@@ -107,9 +107,8 @@ class CpuBurstBackend:
         floats, scores = np.empty((rounds, kernel.FLOATS + 2 * length)), np.empty(rows)
         ready = self._decoder.prepare(batch, self._kv, num_more)
         pushed = array("i", [0] * rows)
-        match = MatchPart(0, 0, 0, 0, 0, 0, 0, pushed.buffer_info()[0])
-        if matcher is not None:
-            match = MatchPart(*matcher[:6], min(matcher.budget, length), pushed.buffer_info()[0])
+        places = (*matcher[:6], min(matcher.budget, length)) if matcher else (0,) * 7
+        match = MatchPart(*places, pushed.buffer_info()[0])
         lists = [array("d", each) for each in (weights.added, weights.head_rates, weights.match_rates)]
         added, head_rates, match_rates = (each.buffer_info()[0] for each in lists)
         of_head, of_match = (head_rates, weights.head_factor), (match_rates, weights.match_factor)
@@ -134,8 +133,7 @@ class CpuBurstBackend:
 
     def _head_part(self, given: BurstInput, length: int, num_more: int) -> HeadPart:
         if self._head is None:
-            return HeadPart(*[0] * len(HeadPart._fields))
+            return HeadPart(0, 0, CallMemory(*[0] * len(CallMemory._fields)), 0, 0)
         call = self._head.open(given.feeds, given.speakers, length, num_more, least=given.least)
-        at, sources = call.memory, self._source_of.buffer_info()[0]
-        waiting, made = (at.requests, at.tokens, at.sources), (at.done, at.guesses, at.chances)
-        return HeadPart(self._drafts, call.at, *waiting, *made, len(self._source_of), sources)
+        sources = len(self._source_of), self._source_of.buffer_info()[0]
+        return HeadPart(self._drafts, call.at, call.memory, *sources)

@@ -17,7 +17,7 @@ from paceline.core.types import BLOCK_SIZE
 from paceline.core.weigh import AGREED, ALONE, CONTRADICTED, NUM_CELLS
 from paceline.cpu.compile import invoke, invoke_for_number, kernel, piece, struct
 from paceline.cpu.forward import Pass
-from paceline.cpu.head_call import MOST_ROWS, REQUEST_SIZE, HeadRequest, Turn
+from paceline.cpu.head_call import MOST_ROWS, REQUEST_SIZE, CallMemory, HeadRequest, Turn
 from paceline.cpu.lanes import double_pointer, int_pointer, seconds_now, word_pointer
 
 SPEC_ROWS, SPEC_OUTPUTS = Pass._fields.index("rows"), Pass._fields.index("num_outputs")
@@ -27,11 +27,9 @@ START, NUM_ROWS, POSITION, SEEN, FIRST_GUESS = (
 CALL_ROWS = Turn._fields.index("num_rows")  # a head's call begins with its turn
 NOTHING, MATCH, HEAD = 0, 1, 2  # whose draft is checked
 # What is written about a round: whole numbers, then the match's tokens, the head's and what was picked;
-SOURCE, COUNT, NUM_MATCH, NUM_HEAD, NUM_READ = range(5)
-WIDTH = 5
+SOURCE, COUNT, NUM_MATCH, NUM_HEAD, NUM_READ, WIDTH = range(6)
 # and floats, then the path probabilities of the match's tokens and of the head's.
-HEAD_SECONDS, ROUND_SECONDS = range(2)
-FLOATS = 2
+HEAD_SECONDS, ROUND_SECONDS, FLOATS = range(3)
 # State: tokens with K/V, the newest token, rows that wait for the head, tokens still wanted, tokens that the
 # matcher has not read.
 CACHED, ROOT, WAITING, WANTED, UNREAD = range(5)
@@ -60,18 +58,13 @@ class TargetPart(NamedTuple):
 
 
 class HeadPart(NamedTuple):
-    """A chain head. Addresses, but for num_sources."""
+    """A chain head, whose call has one request."""
 
     draft: int  # the kernel's entry
-    call: int  # of draft_chains; 0: there is no head
-    request: int  # the call's HeadRequest
-    tokens: int  # of rows that wait, and
-    sources: int  # [rows, num_sources] addresses of their features
-    done: int
-    drafted: int
-    reach: int  # float64: path probabilities
+    call: int  # address; 0: there is no head
+    memory: CallMemory  # of the call
     num_sources: int
-    source_of: int  # [num_sources]: which of the kept layers
+    source_of: int  # address of [num_sources]: which of the kept layers
 
 
 class MatchPart(NamedTuple):
@@ -169,13 +162,14 @@ def draft_by_match(c, state, tokens, reach):  # type: ignore[no-untyped-def]
 @piece
 def draft_by_head(c, state, tokens, reach):  # type: ignore[no-untyped-def]
     """The head reads the rows that wait (`show`) and drafts: how many tokens."""
-    h, one = c.head, carray(int_pointer(c.head.request), REQUEST_SIZE)
+    h, one = c.head, carray(int_pointer(c.head.memory.requests), REQUEST_SIZE)
     rows, start = state[WAITING], one[START]
     one[NUM_ROWS], one[POSITION], one[SEEN], one[FIRST_GUESS] = rows, start, start + 1, state[CACHED] + 1
     carray(int_pointer(h.call), CALL_ROWS + 1)[CALL_ROWS] = rows
     invoke(h.draft, (h.call, c.target.threads))
     one[START], state[WAITING] = start + rows, 0
-    return take(c, h.drafted, h.reach, min(carray(int_pointer(h.done), 1)[0], c.length), tokens, reach)
+    made = min(carray(int_pointer(h.memory.done), 1)[0], c.length)
+    return take(c, h.memory.guesses, h.memory.chances, made, tokens, reach)
 
 
 @piece
@@ -183,8 +177,8 @@ def show(c, state, token, rows, row, hidden):  # type: ignore[no-untyped-def]
     """A row of the last pass, with the token after it, is for the head to read."""
     h, n = c.head, state[WAITING]
     source_of = carray(int_pointer(h.source_of), h.num_sources)
-    carray(int_pointer(h.tokens), n + 1)[n] = token
-    sources = carray(int_pointer(h.sources), (n + 1, h.num_sources))
+    carray(int_pointer(h.memory.tokens), n + 1)[n] = token
+    sources = carray(int_pointer(h.memory.sources), (n + 1, h.num_sources))
     for i in range(h.num_sources):
         sources[n, i] = hidden + (source_of[i] * rows + row) * c.target.width * 4
     state[WAITING] = n + 1

@@ -22,7 +22,7 @@ from paceline.cpu.guess import guess
 from paceline.cpu.head_attention import ROW_SIZE
 from paceline.cpu.head_call import CallMemory, Capacity, Entry, HeadCall, HeadRequest, Turn, Work
 from paceline.cpu.head_memory import CHUNK, GREEDY, LayeredHead, Tensors
-from paceline.cpu.heads import chance_before, request_of, rows_of, run_rows, write_guess, write_row
+from paceline.cpu.heads import request_of, rows_of, run_rows, write_guess, write_row
 from paceline.cpu.lanes import double_pointer, int_pointer
 from paceline.cpu.layer import Model
 from paceline.cpu.recycle import address
@@ -85,7 +85,7 @@ def _part(share, at):  # type: ignore[no-untyped-def]
     for step in range(t.steps):
         for i in range(share.part, t.num_requests, share.threads):
             best, chance = guess(c.memory, i, request_of(c, i), step)
-            write_guess(c, step, i, best, chance * chance_before(c, step, i))
+            write_guess(c, step, i, best, chance, True)
         barrier(share)
         if share.part == 0:
             done[0] = step + 1

@@ -108,16 +108,6 @@ def size_of(kind: Struct) -> int:
     return sum(1 if field in SCALARS else size_of(field) for field in get_type_hints(kind).values())
 
 
-def place_of(kind: Struct, *names: str) -> int:
-    """Which number of a struct is a field's first; further names are of fields of nested structs."""
-    before = 0
-    for name, field in get_type_hints(kind).items():
-        if name == names[0]:
-            return before + (place_of(field, *names[1:]) if names[1:] else 0)
-        before += 1 if field in SCALARS else size_of(field)
-    raise KeyError(names[0])
-
-
 def struct(kind: Struct) -> Any:
     """A function for kernels that reads a `kind` from the numbers at an address."""
 

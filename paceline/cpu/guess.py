@@ -24,7 +24,6 @@ FIRST, SECOND = noise._MULTIPLIERS
 WEYL_FIRST, WEYL_SECOND = (np.uint64(number) for number in noise._WEYL)
 MASK, HALF, FOUR, ZERO = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(4), np.uint64(0)
 FAR = 8.0  # tokens so far behind the best, in nats, are not guessed: noise seldom makes them win
-ONE = np.float32(1)
 
 
 @instruction(types.float32)
@@ -64,7 +63,7 @@ def guess(at, row, one, step):  # type: ignore[no-untyped-def]
     logits, best = carray(float_pointer(logits_at), size), max(first_largest(logits_at, 0, count), 0)
     top = logits[best]
     if temperature == 0.0:
-        chance = ONE / sum_exponentials(logits_at, size // LANES, top)
+        chance = np.float32(1) / sum_exponentials(logits_at, size // LANES, top)
         return best, chance if chance == chance else np.float32(0)
     lead = top / temperature + gumbel(seed, position, ids[best] if len(ids) else best)
     edge, most, total = top - FAR * temperature, lead, 0.0

@@ -16,7 +16,7 @@ from numba import carray
 
 from paceline.cpu.compile import piece, size_of, struct
 from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction, int_pointer
-from paceline.cpu.rows import copy, fill
+from paceline.cpu.rows import fill
 from paceline.cpu.sync import range_of
 from paceline.cpu.tiles import LOWEST, weigh_lanes
 
@@ -108,11 +108,6 @@ def write_key(m, i, row, head, source):  # type: ignore[no-untyped-def]
     to, key = carray(float_pointer(at), m.dim * BLOCK), carray(float_pointer(source), m.dim)
     for d in range(m.dim):
         to[d * BLOCK + row.place % BLOCK] = key[d]
-
-
-@piece
-def write_value(m, i, row, head, source):  # type: ignore[no-untyped-def]
-    copy(source, row.values + first_block(m, i, row.room, head) + row.place * m.dim * 4, m.dim)
 
 
 class Group(NamedTuple):

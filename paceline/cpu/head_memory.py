@@ -40,11 +40,10 @@ CHUNK = 256  # rows read in one pass
 class Place:
     """A sequence's keys and values, [layers * kv heads][blocks][a block's floats]; it moves when it grows."""
 
-    __slots__ = ("_keys", "_shape", "_values", "blocks", "keys_at", "values_at")
+    __slots__ = ("_keys", "_values", "blocks", "keys_at", "values_at")
 
     def __init__(self, num_heads: int, dim: int) -> None:
         """num_heads: KV heads of all layers."""
-        self._shape = num_heads, dim * BLOCK
         nothing = np.empty((num_heads, 0, dim * BLOCK), np.float32)
         self._move(nothing, nothing)
 
@@ -57,16 +56,13 @@ class Place:
         """Room for so many positions."""
         if length > self.blocks * BLOCK:
             blocks = max(-(-length // BLOCK), self.blocks + self.blocks // 2, 8)
-            self._move(self._grown(self._keys, blocks), self._grown(self._values, blocks))
-
-    def _grown(self, old: np.ndarray, blocks: int) -> np.ndarray:
-        new = np.zeros((self._shape[0], blocks, self._shape[1]), np.float32)
-        new[:, : old.shape[1]] = old
-        return new
+            more = (0, 0), (0, blocks - self.blocks), (0, 0)
+            self._move(np.pad(self._keys, more), np.pad(self._values, more))
 
     def fork(self, length: int) -> Place:
         """Another sequence with the same first positions."""
-        fresh, blocks = Place(self._shape[0], self._shape[1] // BLOCK), -(-length // BLOCK)
+        (num_heads, _, size), blocks = self._keys.shape, -(-length // BLOCK)
+        fresh = Place(num_heads, size // BLOCK)
         fresh._move(self._keys[:, :blocks].copy(), self._values[:, :blocks].copy())
         return fresh
 
@@ -128,21 +124,13 @@ class Memory:
         cos, sin, inner = self.vector(tables.cos), self.vector(tables.sin), config.intermediate_size
         rows = [self.layer(tensors, prefix, inner, cos, sin) for prefix in prefixes]
         self.tables.append(numbers(rows))
-        return target.model._replace(
-            head=self.output(tensors["lm_head.weight"]),
-            norm=self.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0,
-            layers=self.tables[-1].buffer_info()[0],
-            num_layers=len(rows),
-            hidden=config.hidden_size,
-            inner=inner,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            dim=config.head_dim,
-            eps=float(config.rms_eps),
-            scale=config.head_dim**-0.5,
-            is_gelu=False,
-            vocab=config.draft_vocab_size,
-        )
+        norm = self.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0
+        head, at = self.output(tensors["lm_head.weight"]), self.tables[-1].buffer_info()[0]
+        model = target.model._replace(head=head, norm=norm, layers=at, num_layers=len(rows))
+        model = model._replace(hidden=config.hidden_size, inner=inner, vocab=config.draft_vocab_size)
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        model = model._replace(num_heads=heads, num_kv_heads=kv_heads, dim=dim, scale=dim**-0.5)
+        return model._replace(eps=float(config.rms_eps), is_gelu=False)
 
 
 def draft_ids(tensors: Tensors) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import carray
 
 from paceline.cpu.compile import piece, struct
-from paceline.cpu.head_attention import ROW_SIZE, PlacedRow, Rows, attend_rows, row_of, write_key, write_value
+from paceline.cpu.head_attention import ROW_SIZE, PlacedRow, Rows, attend_rows, first_block, row_of, write_key
 from paceline.cpu.head_call import EAGLE_1, EAGLE_3, REQUEST_SIZE, HeadRequest, Work
 from paceline.cpu.lanes import double_pointer, float_pointer, int_pointer
 from paceline.cpu.layer import layer_of, leave_layer, multiply, put_norm, put_row, turn_head
@@ -124,8 +124,7 @@ def _put_inputs(share, c, r, layer, has_pairs):  # type: ignore[no-untyped-def]
 @piece
 def keep_rows(share, r, m, layer, i, w, first):  # type: ignore[no-untyped-def]
     """From rows that are put as the input of qkv to their queries in `wide` and keys and values in their
-    sequences. Heads before `first` are not wanted. Each thread takes about the columns that it has computed.
-    """
+    sequences; heads before `first` are not wanted. A thread takes about the columns that it has computed."""
     matrix = outputs_of(layer.qkv, first * m.dim, layer.qkv.n - first * m.dim)
     multiply_8(share, matrix, w, w.wide, r.num)
     begin, end = range_of(share, m.num_heads + 2 * m.num_kv_heads - first)
@@ -138,21 +137,17 @@ def keep_rows(share, r, m, layer, i, w, first):  # type: ignore[no-untyped-def]
                 turn_head(m, layer, layer.k_norm, here, one.position)
                 write_key(m, i, one, unit - m.num_heads, here)
             else:
-                write_value(m, i, one, unit - m.num_heads - m.num_kv_heads, here)
+                at = first_block(m, i, one.room, unit - m.num_heads - m.num_kv_heads) + one.place * m.dim * 4
+                copy(here, one.values + at, m.dim)
 
 
 @piece
-def _only(r, row):  # type: ignore[no-untyped-def]
-    """One of the rows."""
+def _only(r, w, m, layer, row):  # type: ignore[no-untyped-def]
+    """One of the rows, and the memory of a pass in which its residual stream and queries are the first."""
     table, others = r.table + row * ROW_SIZE * 8, r.others + row * r.most_others * 8
-    return Rows(1, r.tokens + row * 8, table, others, r.most_others)
-
-
-@piece
-def _from_row(w, m, layer, row):  # type: ignore[no-untyped-def]
-    """The memory of a pass in which what was the row's residual stream and queries are the first."""
     h, wide = w.h + row * m.hidden * 4, w.wide + row * layer.qkv.n * 4
-    return Work(w.sync, h, w.ready, wide, w.narrow, w.values, w.scales, w.sums, w.scores, w.longest, w.widest)
+    rest = w.narrow, w.values, w.scales, w.sums, w.scores, w.longest, w.widest
+    return Rows(1, r.tokens + row * 8, table, others, r.most_others), Work(w.sync, h, w.ready, wide, *rest)
 
 
 @piece
@@ -169,7 +164,7 @@ def run_rows(share, c, r, size, is_fused):  # type: ignore[no-untyped-def]
         keep_rows(share, r, m, layer, i, w, 0)
         barrier(share)
         if i == last and count == 1:
-            own, w, group = _only(r, speaking[0]), _from_row(w, m, layer, speaking[0]), 1
+            (own, w), group = _only(r, w, m, layer, speaking[0]), 1
         if i < last or count:
             attend_rows(share, own, group, m, layer, i, w)
             leave_layer(product_8, put_8, share, own.num, m, layer, w)
@@ -184,15 +179,9 @@ def run_rows(share, c, r, size, is_fused):  # type: ignore[no-untyped-def]
 
 
 @piece
-def write_guess(c, step, i, best, chance):  # type: ignore[no-untyped-def]
+def write_guess(c, step, i, best, chance, is_path):  # type: ignore[no-untyped-def]
+    """Request i's token of a step, and its chance; of the whole path to it where `is_path`."""
     at, shape = c.memory, (c.turn.steps, c.turn.num_requests)
-    ids = carray(int_pointer(at.ids), at.num_ids)
+    ids, chances = carray(int_pointer(at.ids), at.num_ids), carray(double_pointer(at.chances), shape)
     carray(int_pointer(at.guesses), shape)[step, i] = ids[best] if at.num_ids else best
-    carray(double_pointer(at.chances), shape)[step, i] = chance
-
-
-@piece
-def chance_before(c, step, i):  # type: ignore[no-untyped-def]
-    """Of the path to a step."""
-    chances = carray(double_pointer(c.memory.chances), (c.turn.steps, c.turn.num_requests))
-    return chances[step - 1, i] if step else 1.0
+    chances[step, i] = chance * (chances[step - 1, i] if is_path and step else 1.0)

@@ -103,7 +103,7 @@ def _part(share, at):  # type: ignore[no-untyped-def]
         multiply_8(share, matrix_at(m.outputs + head * MATRIX_BYTES), w, logits, rows)
     for item in range(share.part, num * c.turn.steps, share.threads):
         best, chance = guess(c.memory, item, request_of(c, item % num), item // num)
-        write_guess(c, item // num, item % num, best, chance)
+        write_guess(c, item // num, item % num, best, chance, False)
 
 
 @kernel(parallel=True)

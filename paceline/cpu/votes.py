@@ -175,21 +175,6 @@ def vote(matches, count, live, past, settings, tokens, chances):  # type: ignore
 
 
 @piece
-def offer(scratch, pool_size, parent, reach, found, width):  # type: ignore[no-untyped-def]
-    """The `width` likeliest continuations of a node into the pool. Siblings count where earlier ones fail."""
-    left = reach
-    for _ in range(min(width, found)):
-        best = scratch.chances[:found].argmax()
-        chance = scratch.chances[best]
-        scratch.pool_tokens[pool_size], scratch.pool_parents[pool_size] = scratch.tokens[best], parent
-        scratch.pool_chances[pool_size] = left * chance
-        scratch.chances[best] = -1.0
-        left *= 1.0 - chance
-        pool_size += 1
-    return pool_size
-
-
-@piece
 def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
     """Draft up to `budget` nodes, best first, none below the floor; how many there are with the root."""
     matches, counts, depths, reach = scratch.matches, scratch.counts, scratch.depths, scratch.reach
@@ -204,7 +189,15 @@ def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
         if depths[node] < furthest:
             votes = scratch.settings, scratch.tokens, scratch.chances
             found = vote(matches[node], counts[node], live, past, *votes)
-            pool_size = offer(scratch, pool_size, node, reach[node], found, width)
+            left = reach[node]  # siblings count where earlier ones fail
+            for _ in range(min(width, found)):
+                best = scratch.chances[:found].argmax()
+                chance = scratch.chances[best]
+                scratch.pool_tokens[pool_size], scratch.pool_parents[pool_size] = scratch.tokens[best], node
+                scratch.pool_chances[pool_size] = left * chance
+                scratch.chances[best] = -1.0
+                left *= 1.0 - chance
+                pool_size += 1
         if pool_size == 0 or size > budget:
             return size
         best = scratch.pool_chances[:pool_size].argmax()
