@@ -34,9 +34,7 @@ class CpuBackend:
         bits_of(dtype)
 
     def kv_format(self, dtype: str, asked: str) -> KvFormat:
-        """As exact as the arithmetic of the pass: a quantized model's keys and values are integers, as its
-        weights and activations are.
-        """
+        """As exact as the pass: a quantized model's keys and values are integers, as its weights are."""
         if asked not in ("auto", "int8"):
             raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
         is_integer = bits_of(dtype) < 32

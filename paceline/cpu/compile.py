@@ -2,8 +2,7 @@
 their arguments lie in memory.
 
 Invariant: a cached kernel is used only if neither a source file of this folder nor the instruction set has
-changed. Numba looks at the file of the function alone, but our kernels are built from pieces in several
-files.
+changed. Numba looks at the function's file alone, but kernels are built from pieces in several files.
 """
 
 from __future__ import annotations

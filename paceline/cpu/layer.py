@@ -2,8 +2,7 @@
 
 `put` and `product` are of the kind of weights, `m` is a Model, `w` the memory of the pass. Invariant: a step
 reads only what was finished before the last barrier, or by the same thread since. Rows of the residual stream
-belong to one thread for the whole pass; tiles of a product and groups of columns are shared out anew in each
-step.
+belong to one thread for the whole pass; tiles of a product and groups of columns to one for a step.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ memory. "Queries" are the query heads of one KV head in any number of rows. A ro
 scales of its two halves and the sums of their integers: dim + TAIL bytes. A cached key has the scale of its
 position's value in place of the sums (value_tiles.py). A half ends at a multiple of 16: of 48 numbers the
 first has 32. Invariant: integer sums are exact, and a score, a weight and a column of a sum are each one
-chain of operations on its own query and positions, so neither a tile's shape nor the instruction set changes
-a bit.
+chain of operations on its own query and positions: neither a tile's shape nor the processor changes a bit.
 """
 
 from __future__ import annotations
