@@ -44,7 +44,7 @@ HEADS = ("eagle", "eagle3", "mlp_speculator", "draft", "medusa", "dflash")
 FOLDER = Path(__file__).parent.parent / "data" / "heads"
 # shipped heads, the fastest first, as measured on a CPU with five tokens each; not yet measured on GPUs
 SHIPPED = ("eagle", "dflash", "draft", "medusa")
-LENGTH = 5  # tokens of its longest draft; the policy and the head's own doubts cut it
+LENGTH = 5  # tokens of the longest draft of one; the policy and the head's own doubts cut it
 
 # What "auto" drafts with beside a shipped head: no training, no model; the policy chooses from its drafts.
 # Token recycling beside it gained nothing and costs host time, see docs/decisions.
