@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from paceline.cli.verify_distribution import guess
 from paceline.core.errors import GrammarError
 from paceline.core.noise import Purpose
-from paceline.core.sampling import choose, guess, noise_of, probabilities, processed
+from paceline.core.sampling import choose, noise_of, probabilities, processed
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 from paceline.drafters.base import Drafter, chain, empty
