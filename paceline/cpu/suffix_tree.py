@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from paceline.cpu import suffixes
-from paceline.cpu.head_memory import address
+from paceline.cpu.recycle import address
 from paceline.cpu.suffixes import Arrays
 
 SLOT_BYTES = 8 * 4 + 2 * 4 + 4  # of a node, its two places in the hash table, and a token of text

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from paceline.core.types import Draft, Needs, Request
 from paceline.cpu import votes
 from paceline.cpu.compile import entry_of
-from paceline.cpu.head_memory import address
+from paceline.cpu.recycle import address
 from paceline.cpu.suffix_tree import SuffixTree, header_of
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, tree_draft, within
 from paceline.heads.rows import Matcher
