@@ -30,7 +30,7 @@ class Timed:
 
     def __init__(self, executor: LocalExecutor, most_tokens: int, num_requests: int = 1) -> None:
         self._executor, self._caches = executor, [Cached() for _ in range(num_requests)]
-        free = executor.kv.pool.num_free // num_requests * BLOCK_SIZE
+        free = executor.kv.num_free // num_requests * BLOCK_SIZE
         self.room = min(most_tokens, free, executor.config.max_context)  # tokens of each request
         for cache in self._caches:
             is_reserved = executor.kv.reserve(cache, self.room)

@@ -98,13 +98,13 @@ def error_json(error: PacelineError) -> dict[str, str]:
 
 def figures(engine: Engine) -> dict[str, Any]:
     """Where the engine stands, by the names of /metrics: sizes of now, and counts since it was started."""
-    scheduler, pool = engine.scheduler, engine.executor.kv.pool
+    scheduler, kv = engine.scheduler, engine.executor.kv
     gauges = {
         "num_requests_running": len(scheduler.running),
         "num_requests_waiting": len(scheduler.waiting),
-        "kv_cache_usage_perc": pool.num_used / pool.num_blocks,
-        "kv_cache_blocks_used": pool.num_used,
-        "kv_cache_blocks_total": pool.num_blocks,
+        "kv_cache_usage_perc": kv.num_used / kv.num_blocks,
+        "kv_cache_blocks_used": kv.num_used,
+        "kv_cache_blocks_total": kv.num_blocks,
     }
     counters = {
         "num_preemptions": scheduler.num_preemptions,

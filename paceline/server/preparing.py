@@ -84,7 +84,7 @@ def description(built: Built, config: Mapping[str, Any] | str | None) -> dict[st
     return {
         "max_model_len": engine.config.max_model_len,
         "max_num_seqs": engine.config.max_num_seqs,
-        "num_blocks": engine.executor.kv.pool.num_blocks,
+        "num_blocks": engine.executor.kv.num_blocks,
         "has_template": template is not None,
         "has_tools": template is not None and "tools" in template,
         "speculative": {
