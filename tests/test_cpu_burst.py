@@ -46,8 +46,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy.calibration import Answer, Calibration, Factor
 from paceline.engine.policy.cost import CostTable, Load
 from paceline.engine.stats import Median
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.record import StepRecord
 from tests.calm import (
     CHANGING,

@@ -22,8 +22,7 @@ from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
 from paceline.runtime.backend import backend_for
 from paceline.runtime.device import free_memory, resolve
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory, blocks_in
+from paceline.runtime.executor import KvMemory, LocalExecutor, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
 SPARE = 0.125  # of the free memory, at most, for the KV cache by default

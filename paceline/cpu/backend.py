@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.cpu.chain_head import ChainHead
     from paceline.cpu.decoder import CpuDecoder
     from paceline.cpu.medusa import MedusaHead
-    from paceline.loaders.head_files import Head
+    from paceline.loaders.head_files import HeadInput
 
 
 class CpuBackend:
@@ -51,30 +51,24 @@ class CpuBackend:
 
         return CpuDecoder.load(source, dtype=dtype, context=context, use_cache=self._use_cache)
 
-    def chain_head(
-        self,
-        config: LayeredConfig,
-        tensors: Any,
-        decoder: CpuDecoder,
-        num_blocks: int,
-        norm: torch.Tensor | None,
-        steps: int,
-    ) -> ChainHead:
+    def chain_head(self, given: HeadInput) -> ChainHead:
         from paceline.cpu.chain_head import ChainHead
 
-        return ChainHead(config, tensors, decoder, norm)
+        assert isinstance(given.head.config, LayeredConfig)
+        return ChainHead(given.head.config, given.head.tensors, given.decoder, given.norm)
 
-    def block_head(self, head: Head, decoder: CpuDecoder, num_blocks: int, steps: int) -> BlockHead:
+    def block_head(self, given: HeadInput) -> BlockHead:
         from paceline.cpu.block_head import BlockHead
 
-        assert isinstance(head.config, DflashConfig)
-        return BlockHead(head.config, head.tensors, decoder)
+        assert isinstance(given.head.config, DflashConfig)
+        return BlockHead(given.head.config, given.head.tensors, given.decoder)
 
-    def side_heads(self, head: Head, decoder: CpuDecoder, norm: torch.Tensor, steps: int) -> MedusaHead:
+    def side_heads(self, given: HeadInput) -> MedusaHead:
         from paceline.cpu.medusa import MedusaHead
 
-        assert isinstance(head.config, MedusaConfig)
-        return MedusaHead(head.config, head.tensors, norm)
+        assert isinstance(given.head.config, MedusaConfig)
+        assert given.norm is not None
+        return MedusaHead(given.head.config, given.head.tensors, given.norm)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         from paceline.cpu.top import top

@@ -5,7 +5,7 @@ bursts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,9 +17,10 @@ from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Capture, CudaCapture
 from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.cuda.weights import dtype_of
-from paceline.heads.config import LayeredConfig
-from paceline.loaders.head_files import Head
+from paceline.loaders.head_files import HeadInput
 from paceline.models.attention import FLOATS, KvFormat
+
+Recorded = TypeVar("Recorded", CudaBlockHead, CudaBurstBackend, CudaChainHead, CudaMedusaHead)
 
 
 class CudaBackend:
@@ -65,28 +66,14 @@ class CudaBackend:
             capture=self._capture,
         )
 
-    def chain_head(
-        self,
-        config: LayeredConfig,
-        tensors: Any,
-        decoder: CudaDecoder,
-        num_blocks: int,
-        norm: torch.Tensor | None,
-        steps: int,
-    ) -> CudaChainHead:
-        head = CudaChainHead(Head(config, tensors, "", ""), decoder, num_blocks)
-        self._warm_up(head, steps)
-        return head
+    def chain_head(self, given: HeadInput) -> CudaChainHead:
+        return self._warmed_up(CudaChainHead(given.head, given.decoder, given.num_blocks), given.steps)
 
-    def block_head(self, head: Head, decoder: CudaDecoder, num_blocks: int, steps: int) -> CudaBlockHead:
-        made = CudaBlockHead(head, decoder, num_blocks)
-        self._warm_up(made, steps)
-        return made
+    def block_head(self, given: HeadInput) -> CudaBlockHead:
+        return self._warmed_up(CudaBlockHead(given.head, given.decoder, given.num_blocks), given.steps)
 
-    def side_heads(self, head: Head, decoder: CudaDecoder, norm: torch.Tensor, steps: int) -> CudaMedusaHead:
-        made = CudaMedusaHead(head, decoder)
-        self._warm_up(made, steps)
-        return made
+    def side_heads(self, given: HeadInput) -> CudaMedusaHead:
+        return self._warmed_up(CudaMedusaHead(given.head, given.decoder), given.steps)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits.topk(k).indices
@@ -97,11 +84,10 @@ class CudaBackend:
         """Without a head there is none: plain passes follow each other as they are."""
         if head is None or not head.taps:
             return None
-        made = CudaBurstBackend(head, decoder, kv)
-        self._warm_up(made, length)
-        return made
+        return self._warmed_up(CudaBurstBackend(head, decoder, kv), length)
 
-    def _warm_up(self, recorded: Any, steps: int) -> None:
+    def _warmed_up(self, recorded: Recorded, steps: int) -> Recorded:
         """What a GPU compiles and records on first use, no request should wait for."""
         if self.is_async:
             recorded.warm_up(steps)
+        return recorded

@@ -19,6 +19,7 @@ from paceline.drafters.head_texts import HeadTexts, Text
 from paceline.drafters.heads import HeadDrafter, HeadDrafterConfig, Wanted
 from paceline.heads.config import DflashConfig
 from paceline.heads.rows import BlockBackend, Guesses, Sampler
+from paceline.loaders.head_files import HeadInput
 
 CHUNK = 256  # rows: where more wait, they are taken in before
 
@@ -34,8 +35,8 @@ class Dflash(HeadDrafter):
         assert isinstance(head, DflashConfig)
         self._limit_depth(head.num_drafts)
         self._most, steps = head.num_drafts, min(self.longest_chain, head.num_drafts)
-        blocks = executor.memory.num_blocks
-        self.backend = executor.backend.block_head(self.head, executor.decoder, blocks, steps)
+        given = HeadInput(self.head, executor.decoder, executor.memory.num_blocks, steps)
+        self.backend = executor.backend.block_head(given)
         self.texts = HeadTexts(self.backend, CHUNK, lookahead=0)
         # the Markov head: a token's row of the first factor, which the second turns into logits
         ids = self.head.tensors.get("draft_ids")

@@ -19,6 +19,7 @@ from paceline.drafters.head_texts import HeadTexts, Text
 from paceline.drafters.heads import HeadDrafter, HeadDrafterConfig, Wanted
 from paceline.heads.config import TRUNK, MedusaConfig
 from paceline.heads.rows import ChainHead, Guesses, Row, Sampler, SideBackend
+from paceline.loaders.head_files import Head, HeadInput
 
 CHUNK = 8  # rows, as in eagle.py
 
@@ -32,6 +33,7 @@ class Medusa(HeadDrafter):
         head, executor, tensors = self.head.config, context.executor, self.head.tensors
         assert isinstance(head, MedusaConfig)
         self._limit_depth(head.num_heads_ahead)
+        blocks = executor.memory.num_blocks
         self.is_eager = head.trunk is not None
         self._trunk: ChainHead | None = None
         if head.trunk is None:
@@ -39,9 +41,10 @@ class Medusa(HeadDrafter):
         else:
             norm, length = tensors[f"{TRUNK}norm.weight"], len(TRUNK)
             own = {name[length:]: tensor for name, tensor in tensors.items() if name.startswith(TRUNK)}
-            given, blocks = {**own, "lm_head.weight": tensors["lm_head.weight"]}, executor.memory.num_blocks
-            self._trunk = executor.backend.chain_head(head.trunk, given, executor.decoder, blocks, None, 0)
-        self.backend = executor.backend.side_heads(self.head, executor.decoder, norm, self.longest_chain)
+            trunk = Head(head.trunk, {**own, "lm_head.weight": tensors["lm_head.weight"]}, "", "")
+            self._trunk = executor.backend.chain_head(HeadInput(trunk, executor.decoder, blocks, 0))
+        given = HeadInput(self.head, executor.decoder, blocks, self.longest_chain, norm)
+        self.backend = executor.backend.side_heads(given)
         self.texts = HeadTexts(self._trunk, CHUNK)
 
     def guess(self, texts: Sequence[Text], samplers: Sequence[Sampler], steps: int) -> Guesses:

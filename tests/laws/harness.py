@@ -26,8 +26,7 @@ from paceline.engine.policy.cost import CostTable
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.runtime.backend import Decoder, backend_for
 from paceline.runtime.device import resolve
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.record import StepRecord
 
 VOCAB = 48
