@@ -97,10 +97,7 @@ class SpecStats(DraftCounts):
 
     def to_dict(self) -> dict[str, object]:
         return {
-            "tau": self.tau,
-            "alpha": self.alpha,
-            "num_steps": self.num_steps,
-            "num_tokens": self.num_tokens,
+            **{name: getattr(self, name) for name in ("tau", "alpha", "num_steps", "num_tokens")},
             **self.counts_json(),
             "drafts": {str(length): self.lengths[length] for length in sorted(self.lengths)},
             "by_source": {source: counts.counts_json() for source, counts in self.by_source.items()},

@@ -15,7 +15,6 @@ from paceline.api.build import Built
 from paceline.api.intake import Intake
 from paceline.cli.explain_steps import Recorder
 from paceline.core.errors import PacelineError, RequestError
-from paceline.core.options import brief
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.commit import Emission
@@ -45,9 +44,8 @@ class Preparer:
     def prepare(self, message: Mapping[str, Any]) -> Any:
         """For an `add` its requests, else the answer itself."""
         if message["do"] == "detokenize":
-            tokens, known = message["tokens"], self.intake.vocab_size
-            for token in (each for each in tokens if not 0 <= each < known):
-                raise RequestError(f"tokens holds {brief(token)}; the model's ids go from 0 to {known - 1}")
+            tokens = message["tokens"]
+            self.intake.check_ids("tokens", tokens)
             return {"prompt": self.intake.tokenizer.decode(tokens, skip_special=False)}
         try:
             tokens = self._tokens(message["prompt"])
