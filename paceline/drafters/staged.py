@@ -26,8 +26,7 @@ from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain
 from paceline.drafters.draft_model import ModelDrafter
 from paceline.drafters.reading import GrammarWalk, Reading, likeliest
 from paceline.runtime.batch import segment_of
-from paceline.runtime.check import judge
-from paceline.runtime.record import StepRecord
+from paceline.runtime.record import StepRecord, judge
 
 STAGES = 2**32  # seeds from here on belong to stages: a request has fewer completions
 

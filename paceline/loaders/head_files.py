@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,16 @@ class Head:
     tensors: Tensors  # float32; `draft_ids` int64
     where: str
     dialect: str
+
+
+class HeadInput(NamedTuple):
+    """What a backend makes a head of."""
+
+    head: Head
+    decoder: Any  # the target
+    num_blocks: int  # of K/V
+    steps: int  # tokens of the longest chain that will be asked for, 0 for trees alone
+    norm: torch.Tensor | None = None  # the target's last, for heads that read what comes out of it
 
 
 def scales_of(name: str) -> str:

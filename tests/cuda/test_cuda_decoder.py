@@ -32,9 +32,8 @@ from paceline.loaders.checkpoint import DummyCheckpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.runtime.batch import build
-from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.kv_memory import KvMemory
 from paceline.runtime.torch_backend import TorchBackend
 from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 
