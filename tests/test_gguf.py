@@ -22,8 +22,7 @@ from paceline.core.errors import ModelFileError
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.gguf import GgufCheckpoint
-from paceline.loaders.gguf_config import read_config
-from paceline.loaders.gguf_header import GgufHeader, read_header
+from paceline.loaders.gguf_header import GgufHeader, read_config, read_header
 from paceline.models.config import ModelConfig, RopeConfig
 from tests.make_models import GGUF_FAMILIES, folder_weights, tiny_gguf, tiny_hf, tiny_tokenizer
 

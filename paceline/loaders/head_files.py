@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from paceline.core.errors import ModelFileError
 from paceline.heads.config import HeadConfig
@@ -30,6 +31,15 @@ class Head:
     tensors: Tensors  # float32; `draft_ids` int64
     where: str
     dialect: str
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
+    """Beside the file first, and moved into place when all of it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.part")
+    save_file(tensors, partial, metadata=metadata)
+    partial.chmod(0o644)  # the library makes files that only their owner can read
+    partial.replace(path)
 
 
 def scales_of(name: str) -> str:
