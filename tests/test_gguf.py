@@ -134,7 +134,7 @@ def test_random_blocks_of_every_kind_agree_with_gguf(quant: str, tmp_path: Path)
 
 
 def test_default_model_opens_fast_and_is_what_it_says() -> None:
-    path = hub.fetch_default(progress=False)
+    path = hub.resolve("default", progress=False)
     start = time.process_time()  # not the clock's: others may use the machine
     checkpoint = open_checkpoint("default", progress=False)
     assert time.process_time() - start < 2.0

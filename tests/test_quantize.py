@@ -110,7 +110,7 @@ def test_int4_loses_nothing_of_a_file_in_q4_1(seed: int, num_rows: int, groups: 
 
 
 def test_int4_loses_nothing_of_the_default_model() -> None:
-    opened = open_checkpoint(str(hub.fetch_default(progress=False)), progress=False)
+    opened = open_checkpoint(str(hub.resolve("default", progress=False)), progress=False)
     for name in (
         "layers.0.self_attn.q_proj.weight",
         "layers.17.mlp.down_proj.weight",
