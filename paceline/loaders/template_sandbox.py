@@ -69,7 +69,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals.update(functions)
         self.filters.update(filters)
         shallow, deep = SHALLOW_FILTERS.split(), DEEP_FILTERS.split()
-        self.filters = {name: self._charged(self.filters[name], name in deep) for name in shallow + deep}
+        known = [name for name in shallow + deep if name in self.filters]  # not all in every jinja2
+        self.filters = {name: self._charged(self.filters[name], name in deep) for name in known}
         self.filters["join"] = self.joined
         self.tests = {name: self._charged(test, is_deep=True) for name, test in self.tests.items()}
 
