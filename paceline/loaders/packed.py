@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,17 +34,16 @@ LINEARS = {
     "down": ("mlp.down_proj",),
 }
 Tensors = dict[str, torch.Tensor]
-Progress = Callable[[int, int], None]  # products done, products in all
 
 
-def load_packed(source: Checkpoint, bits: int, progress: Progress | None = None) -> Tensors:
+def load_packed(source: Checkpoint, bits: int) -> Tensors:
     """From the cache, or packed and put there. Float weights are too large to keep twice."""
     if bits == 32:
-        return pack_model(source, bits, progress)
+        return pack_model(source, bits)
     path = cache_path(source, bits)
     if (found := read(path, source.config, bits)) is not None:
         return found
-    tensors = pack_model(source, bits, progress)
+    tensors = pack_model(source, bits)
     with contextlib.suppress(OSError):  # a full or read-only disk only makes the next start slower
         write(path, tensors)
     return read(path, source.config, bits) or tensors
@@ -75,21 +74,18 @@ def gate_up_order(inner: int) -> list[int]:
     return [row + half for block in blocks for half in (0, inner) for row in block]
 
 
-def pack_model(source: Checkpoint, bits: int, progress: Progress | None = None) -> Tensors:
+def pack_model(source: Checkpoint, bits: int) -> Tensors:
     """All weights as the kernels read them. One product at a time is in memory in float32."""
     config, names = source.config, source.config.weight_names()
     norms = [name for name in names if name.endswith("norm.weight")]
     tensors = {name: source.tensor(name).float().contiguous() for name in norms}
-    linears = list(_linears(config, bits))
-    for done, (to, parts, its_bits) in enumerate(linears, start=1):
+    for to, parts, its_bits in _linears(config, bits):
         weight = torch.cat([source.tensor(f"{part}.weight") for part in parts])
         if to.endswith("gate_up"):
             weight = weight[gate_up_order(config.intermediate_size)]
         biases = [source.tensor(f"{part}.bias") for part in parts if f"{part}.bias" in names]
         bias = torch.cat(biases) if biases else None
         tensors[f"{to}.weight"], tensors[f"{to}.bias"] = pack_linear(weight, bias, its_bits)
-        if progress is not None:
-            progress(done, len(linears))
     return tensors
 
 

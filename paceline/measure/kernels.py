@@ -23,9 +23,8 @@ from numba import carray, prange
 from paceline.core.errors import ConfigError
 from paceline.core.types import BLOCK_SIZE
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.dots import SCALE_SHIFT
 from paceline.cpu.lanes import int_pointer
-from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
+from paceline.cpu.matmul import SCALE_SHIFT, Matrix, product_4, product_8, product_32
 from paceline.cpu.sync import num_threads
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.packed import LINEARS, Tensors
@@ -170,6 +169,14 @@ class Llamacpp(NamedTuple):
         return Subject(labels, seconds, lambda tokens: on.work(tokens, 1).plus(further))
 
 
+class Inputs(NamedTuple):
+    """Where the input of a product lies."""
+
+    values: int
+    scales: int
+    sums: int
+
+
 def _over_all(product: Any) -> Any:
     """A kernel that multiplies with one matrix after another, all threads in one region."""
 
@@ -210,7 +217,7 @@ class Product:
         return Work(float(self.num_bytes), **{kind: 2.0 * self.macs * tokens})
 
     def seconds(self, tokens: int) -> float:
-        x = Activations(self._values.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr())
+        x = Inputs(self._values.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr())
         run, table = RUN[self.bits], self.table
         started = time.perf_counter()
         run(table.ctypes.data, len(table), x, self._y.data_ptr(), tokens, num_threads())

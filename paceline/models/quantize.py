@@ -1,4 +1,4 @@
-"""Weights as small integers, and the tiles the CPU kernels read (layout: cpu/dots.py and cpu/matmul.py).
+"""Weights as small integers, and the tiles the CPU kernels read (their layout: cpu/matmul.py).
 
 int8 is w ≈ q * s with q in [-127, 127]; int4 is w ≈ q * s - m with q in [0, 15], as GGUF's Q4_1, so such a
 file loses nothing. s (and m): one for each group of consecutive inputs of a row, in half precision times
