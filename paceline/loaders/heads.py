@@ -136,8 +136,8 @@ def _with_offsets(tensors: Tensors, vocab_size: int) -> Tensors:
     tensors = dict(tensors)
     ids = tensors.pop("draft_ids", None)
     if ids is not None:
-        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        tensors["d2t"] = ids.to(torch.int64) - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids.long(), True)
+        tensors["d2t"] = ids.long() - torch.arange(len(ids))
     return tensors
 
 
