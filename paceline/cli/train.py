@@ -139,8 +139,7 @@ def _kinds(asked: Train) -> list[str]:
 
 def _changes(asked: Train) -> dict[str, Any]:
     """Of the recipe: name=value, the value as JSON."""
-    from paceline.train.losses import Mix
-    from paceline.train.recipes import Recipe
+    from paceline.train.recipes import Mix, Recipe
 
     known, found = [f.name for f in fields(Recipe) if f.name != "kind"], {}
     for setting in asked.set:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
 from paceline.core.errors import ModelFileError
 from paceline.heads.config import HeadConfig
@@ -41,6 +42,15 @@ class HeadInput(NamedTuple):
     num_blocks: int  # of K/V
     steps: int  # tokens of the longest chain that will be asked for, 0 for trees alone
     norm: torch.Tensor | None = None  # the target's last, for heads that read what comes out of it
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
+    """Beside the file first, and moved into place when all of it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.part")
+    save_file(tensors, partial, metadata=metadata)
+    partial.chmod(0o644)  # the library makes files that only their owner can read
+    partial.replace(path)
 
 
 def scales_of(name: str) -> str:
