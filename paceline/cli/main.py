@@ -1,5 +1,4 @@
-"""The command line: `paceline VERB`. Each verb is one module; heavy imports happen when a verb runs, so
-`--help` is quick.
+"""The command line: `paceline VERB`. Heavy imports happen when a verb runs, so `--help` is quick.
 
 Exit status: 0 done, 1 a check found a difference, 2 something the user can mend (one line on stderr), 130
 interrupted.
@@ -18,10 +17,9 @@ from typer.core import TyperCommand, TyperGroup
 
 import paceline
 from paceline.cli import bench, console
-from paceline.cli.chat import chat
 from paceline.cli.demo import demo
 from paceline.cli.explain import explain
-from paceline.cli.generate import generate
+from paceline.cli.generate import chat, generate
 from paceline.cli.models import export, models
 from paceline.cli.options import as_command
 from paceline.cli.serve import serve

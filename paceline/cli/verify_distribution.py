@@ -10,7 +10,6 @@ probabilities. The noise is keyed by the number of the sample, so a run can be r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +33,7 @@ DEPTH = 3  # tokens a sample
 WIDTH = 4  # tokens the target may choose from at each place
 NUM_SAMPLES = 2000
 SMALLEST_P_VALUE = 0.001
+RULES = ("token", "block", "siblings", "deterministic", "coupled")
 
 Path = tuple[int, ...]
 Row = list[tuple[int, float]]  # likely tokens and their log-probabilities
@@ -52,8 +52,7 @@ class RuleResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Landscape:
-    """Logits [tokens] after each path of likely tokens, over the few tokens that matter, renumbered from
-    0."""
+    """Logits [tokens] after each path of likely tokens, over the few that matter, renumbered from 0."""
 
     target: dict[Path, torch.Tensor]
     draft: dict[Path, torch.Tensor]
@@ -61,17 +60,14 @@ class Landscape:
 
 
 def survey(llm: LLM) -> Landscape:
-    """Ask the model for its logits along every likely path, as the log-probabilities that `generate`
-    reports."""
+    """The model's logits along every likely path: the log-probabilities that `generate` reports."""
     context = llm.tokenizer.encode(TEXT)
     # The draft sees the shortest end of the context after which a token is likely that is also likely after
     # all of it: else nothing would be kept.
     ends = [context[-count:] for count in range(min(NUM_SEEN_BY_DRAFT, len(context)), len(context) + 1)]
     likely = [{token for token, _ in row} for row in _likely(llm, ends)]
     seen = next(end for end, row in zip(ends, likely, strict=True) if row & likely[-1])
-    target: dict[Path, Row] = {}
-    draft: dict[Path, Row] = {}
-    paths: list[Path] = [()]
+    target, draft, paths = dict[Path, Row](), dict[Path, Row](), list[Path]([()])
     for _ in range(DEPTH):
         target.update(zip(paths, _likely(llm, [[*context, *path] for path in paths]), strict=True))
         draft.update(zip(paths, _likely(llm, [[*seen, *path] for path in paths]), strict=True))
@@ -96,51 +92,30 @@ def _renumbered(rows: dict[Path, Row], number: dict[int, int]) -> dict[Path, tor
     return logits
 
 
-def _guessed(request: Request, path: Path, logits: torch.Tensor) -> Below:
-    """What a draft model offers: one token sampled after the one before (or guessed with the request's own
-    seed)."""
+def _below(rule: str, request: Request, path: Path, logits: torch.Tensor) -> Below:
+    """What leads to a rule when it is drafted."""
+    if rule == "deterministic":  # the two likeliest tokens: nothing was sampled, so there is no q
+        return logits.topk(2).indices.tolist(), None
+    if rule == "token" and path:  # after one sampled token the likeliest: q is known at the root alone
+        return [int(logits.argmax())] if len(path) == 1 else [], None
+    if rule == "siblings":  # two tokens sampled without replacement
+        logits = warped(request.params, logits)
+        weights, noise, position = logits.numpy().copy(), noise_of(request), request.num_tokens + len(path)
+        first = noise.draw(weights, position, Purpose.DRAFT)
+        weights[first] = -torch.inf
+        return [first, noise.draw(weights, position, Purpose.DRAFT)], logits.softmax(0)
+    # as a draft model does: one token sampled after the one before, or guessed with the request's own seed
     token, probability = guess(request, path, logits)
     return [token], probability
 
 
-def _sampled_once(request: Request, path: Path, logits: torch.Tensor) -> Below:
-    """One sampled token, then the likeliest: q is known at the root alone, which leads to the token rule."""
-    if len(path) == 0:
-        return _guessed(request, path, logits)
-    return [int(logits.argmax())] if len(path) == 1 else [], None
-
-
-def _sampled_pair(request: Request, path: Path, logits: torch.Tensor) -> Below:
-    """Two tokens sampled without replacement."""
-    logits = warped(request.params, logits)
-    weights, noise, position = logits.numpy().copy(), noise_of(request), request.num_tokens + len(path)
-    first = noise.draw(weights, position, Purpose.DRAFT)
-    weights[first] = -torch.inf
-    return [first, noise.draw(weights, position, Purpose.DRAFT)], logits.softmax(0)
-
-
-def _best_pair(request: Request, path: Path, logits: torch.Tensor) -> Below:
-    """The two likeliest tokens: nothing was sampled, so there is no q."""
-    return logits.topk(2).indices.tolist(), None
-
-
-RULES: dict[str, Callable[[Request, Path, torch.Tensor], Below]] = {
-    "token": _sampled_once,
-    "block": _guessed,
-    "siblings": _sampled_pair,
-    "deterministic": _best_pair,
-    "coupled": _guessed,
-}
-
-
 def _draft(rule: str, request: Request, landscape: Landscape, depth: int) -> tuple[Draft, list[Path]]:
     """And the path to each node."""
-    paths: list[Path] = [()]
-    parents, q = [-1], {}
+    paths, parents, q = list[Path]([()]), [-1], {}
     for node, path in enumerate(paths):  # grows while it is read
         logits = landscape.draft.get((*request.output, *path))
         if len(path) < depth and logits is not None:
-            tokens, probability = RULES[rule](request, path, logits)
+            tokens, probability = _below(rule, request, path, logits)
             if probability is not None:
                 q[node] = probability
             paths += [(*path, token) for token in tokens]
@@ -151,7 +126,7 @@ def _draft(rule: str, request: Request, landscape: Landscape, depth: int) -> tup
 
 def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
     """Sample with drafts, count, and compare with the exact probabilities."""
-    first = list(RULES).index(rule) * num_samples  # rules share no noise: their p-values are independent
+    first = RULES.index(rule) * num_samples  # rules share no noise: their p-values are independent
     counts = Counter(_sample(rule, landscape, seed) for seed in range(first, first + num_samples))
     return RuleResult(rule, chi_square_p_value(counts, exact_probabilities(landscape)))
 

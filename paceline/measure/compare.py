@@ -6,8 +6,10 @@ how long each answer naturally is, and then every row writes exactly that many t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from paceline.core.errors import ConfigError
@@ -18,9 +20,9 @@ from paceline.measure.models import gguf_file, hf_folder, main_type
 from paceline.measure.options import Compare
 from paceline.measure.processes import Worker, WorkerError, peer_worker
 from paceline.measure.prompts import chosen
-from paceline.measure.report import Sample, Task, Unit, by_task, report_rows
+from paceline.measure.report import Answer, Task, Unit, by_task, report_rows, samples_of
 from paceline.measure.results import OVERALL, Table, Tell, table_of
-from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Row, in_turn
+from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Row
 
 LEAST_TOKENS = 8  # of an answer
 # Peers get a context that just holds the longest request, rounded up; drafts need a little more.
@@ -52,12 +54,10 @@ class Run:
         self.rows = [Row(OURS, dtype, method) for dtype in dtypes for method in methods]
         self.rows += planning.peer_rows(asked.peers, methods, asked.concurrency)
         if not self.rows:
-            remedy = "so there is nothing to measure; name an engine"
-            raise ConfigError(f"--dtypes and --peers are both none, {remedy}")
+            raise ConfigError("--dtypes and --peers are none: nothing to measure; name an engine")
         for row in self.rows:
             planning.peer_python(row.peer)
-        is_alone = asked.concurrency == 1
-        num_units = len(self.prompts) if is_alone else len({prompt.category for prompt in self.prompts})
+        num_units = len({p.id if asked.concurrency == 1 else p.category for p in self.prompts})
         self.num_turns = asked.repeats * num_units * len(self.rows)  # of the timed repeats
 
     def report(self, tell: Tell) -> dict[str, Any]:
@@ -79,7 +79,14 @@ class Run:
                 kind = main_type(checkpoint.path) if FILE_AS_IS in row.variant else FILE_AS_IS
                 named = row._replace(variant=row.variant.replace(FILE_AS_IS, kind))
                 workers[named] = reader if row == first else start(row, context)
-            samples = list(self._samples(workers, units_of(tasks, self.asked.concurrency), tell))
+            units = units_of(tasks, self.asked.concurrency)
+            runners = {row: partial(self._run, row, worker) for row, worker in workers.items()}
+            # The first unit of each category is enough to compile, to page weights in, to reach every kernel.
+            for unit in {unit[0].category: unit for unit in reversed(units)}.values():
+                for row, run in runners.items():
+                    tell(f"warming up {row}", 0)
+                    run(unit)
+            samples = list(chain(*samples_of(runners, units, self.asked.repeats, tell)))
             peaks = {row: worker.peak_mb() for row, worker in workers.items()}
             notes = {row.engine: worker.note for row, worker in workers.items() if worker.note}
             return {"rows": report_rows(list(workers), samples, peaks), "notes": notes}
@@ -106,19 +113,7 @@ class Run:
             config = {"method": row.method, **model, "num_speculative_tokens": most}
         return {"model": self.asked.model, "dtype": row.variant, "speculative_config": config}
 
-    def _samples(self, workers: dict[Row, Worker], units: list[Unit], tell: Tell) -> Iterator[Sample]:
-        # The first unit of each category: enough to compile, to page weights in and to reach every kernel.
-        for unit in {unit[0].category: unit for unit in reversed(units)}.values():
-            for row in workers:
-                tell(f"warming up {row}", 0)
-                self._sample(workers[row], 0, row, unit)
-        for number in range(self.asked.repeats * len(units)):
-            for row in in_turn(workers, number):
-                tell(str(row), 0)
-                yield self._sample(workers[row], number // len(units), row, units[number % len(units)])
-                tell(str(row), 1)
-
-    def _sample(self, worker: Worker, repeat: int, row: Row, unit: Unit) -> Sample:
+    def _run(self, row: Row, worker: Worker, unit: Unit) -> tuple[float, list[Answer]]:
         prompts = [{"ids": list(task.ids), "num_tokens": task.num_tokens} for task in unit]
         # Slower than a token a second is no answer.
         seconds = 60 + sum(task.num_tokens + 0.2 * len(task.ids) for task in unit)
@@ -127,17 +122,16 @@ class Run:
             if got["num_tokens"] != task.num_tokens:
                 wrote = f"wrote {got['num_tokens']} tokens for prompt {task.id}"
                 raise WorkerError(f"{row} {wrote} where {task.num_tokens} were asked for")
-        return Sample(row, repeat, unit, answer["wall_s"], answer["answers"])
+        return answer["wall_s"], answer["answers"]
 
 
 def units_of(tasks: Sequence[Task], concurrency: int) -> list[Unit]:
     """What runs together: each prompt alone, or all of a category."""
-    if concurrency == 1:
-        return [(task,) for task in tasks]
-    by_category: dict[str, list[Task]] = {}
+    groups: dict[str, Unit] = {}
     for task in tasks:
-        by_category.setdefault(task.category, []).append(task)
-    return [tuple(group) for group in by_category.values()]
+        key = task.id if concurrency == 1 else task.category
+        groups[key] = (*groups.get(key, ()), task)
+    return list(groups.values())
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -146,9 +140,9 @@ def tables(report: dict[str, Any]) -> list[Table]:
     for row in overall:
         row["same"] = None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"
     notes = [f"{engine}: {note}" for engine, note in report["notes"].items()]
-    title = f"overall, {overall[0]['prompts']} prompts"
+    title, names = f"overall, {overall[0]['prompts']} prompts", ("engine", "method")
     return [
-        table_of(title, ("engine", "method"), FIGURES, overall)._replace(notes=notes),
-        by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}"),
-        by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}"),
+        table_of(title, names, FIGURES, overall)._replace(notes=notes),
+        by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}", *names),
+        by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}", *names),
     ]

@@ -10,8 +10,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from paceline.api.build import HEAD_COST
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError
@@ -25,7 +23,6 @@ from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.measure.options import Loaded
 from paceline.measure.rows import AUTO, PLAIN, names_of
-from paceline.runtime.backend import Backend, backend_for
 
 # of SpecStats
 COUNTS = ("num_tokens", "num_steps", "num_drafted", "num_accepted", "drafted_at", "accepted_at")
@@ -92,10 +89,6 @@ def ids_of(llm: LLM, text: str) -> list[int]:
     if llm.checkpoint.tokenizer_source().chat_template is None:
         return llm.tokenizer.encode(text)
     return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
-
-
-def cpu_backend() -> Backend:
-    return backend_for(torch.device("cpu"), "exact", False)
 
 
 def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> dict[str, Any]:

@@ -126,7 +126,17 @@ async def ask(server: Endpoint, timeout_s: float, job: Job, record: Record, bega
     try:
         async with asyncio.timeout(timeout_s):
             async for event in server.events(job.path, job.body):
-                _take(event, record, time.perf_counter() - began)
+                now = time.perf_counter() - began
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    said = delta.get("content") or delta.get("reasoning_content") or choice.get("text")
+                    record.arrivals += [now] if said or delta.get("tool_calls") else []
+                    record.finish, record.end = choice.get("finish_reason") or record.finish, now
+                if isinstance(usage := event.get("usage"), dict):
+                    record.num_tokens = usage.get("completion_tokens") or 0
+                    record.num_prompt = usage.get("prompt_tokens") or 0
+                    details = usage.get("prompt_tokens_details") or {}
+                    record.num_cached = details.get("cached_tokens") or 0
         if record.finish is None:
             record.error = "the answer has no end"
     except Refused as error:
@@ -137,21 +147,6 @@ async def ask(server: Endpoint, timeout_s: float, job: Job, record: Record, bega
         record.end = time.perf_counter() - began
     record.is_counted = record.num_tokens > 0
     record.num_tokens = record.num_tokens or len(record.arrivals)
-
-
-def _take(event: dict[str, Any], record: Record, now: float) -> None:
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        said = delta.get("content") or delta.get("reasoning_content") or choice.get("text")
-        if said or delta.get("tool_calls"):
-            record.arrivals.append(now)
-        record.finish = choice.get("finish_reason") or record.finish
-        record.end = now
-    usage = event.get("usage")
-    if isinstance(usage, dict):
-        record.num_tokens = usage.get("completion_tokens") or 0
-        record.num_prompt = usage.get("prompt_tokens") or 0
-        record.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def goals_of(text: str) -> Goals:
@@ -172,7 +167,12 @@ def level_report(
 ) -> dict[str, Any]:
     answered = [record for record in records if record.error is None]
     latencies = [record.latencies() for record in answered]
-    together = {name: [value for each in latencies for value in each[name]] for name in (*GOALS, "itl")}
+    spreads = dict[str, Figures | None]()
+    for name in (*GOALS, "itl"):
+        values = [value for each in latencies for value in each[name]]
+        marks = zip(percents, np.percentile(values, percents) if values else (), strict=False)
+        spread = {f"p{percent:g}": round(float(value), 3) for percent, value in marks}
+        spreads[f"{name}_ms"] = {"mean": round(fmean(values), 3), **spread} if values else None
     failures = Counter(record.error for record in records if record.error is not None)
     began = min((record.due for record in records), default=0.0)
     seconds = max((record.end for record in records), default=0.0) - began
@@ -204,15 +204,8 @@ def level_report(
         "tokens_counted_by": "server" if all(record.is_counted for record in answered) else "pieces of text",
         "peak_in_flight": peak_in_flight(records),
         "client_lag_ms": round(lag, 3),
-        **{f"{name}_ms": _spread(values, percents) for name, values in together.items()},
+        **spreads,
     }
-
-
-def _spread(values: list[float], percents: Sequence[float]) -> Figures | None:
-    if not values:
-        return None
-    found = zip(percents, np.percentile(values, percents), strict=True)
-    return {"mean": round(fmean(values), 3), **{f"p{percent:g}": round(float(v), 3) for percent, v in found}}
 
 
 def record_json(record: Record) -> dict[str, Any]:

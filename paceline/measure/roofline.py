@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from paceline.core import formulas
@@ -159,7 +158,7 @@ class Deployment:
     def relative(self, num_rows: int) -> float:
         return self.seconds(num_rows) / self.seconds(1)
 
-    @cached_property
+    @property
     def free_rows(self) -> int:
         """The most rows a request may have while the pass is bound by memory; 0 where one is too many."""
         return bisect_left(range(1, MOST_ROWS), True, key=lambda rows: not self.is_memory_bound(rows))

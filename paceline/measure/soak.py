@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.core.errors import ConfigError
-from paceline.core.options import nearest
+from paceline.core.options import nearest, require
 from paceline.measure.endpoint import Endpoint, Refused
 from paceline.measure.load import CHAT, Figures, Job, Record, ask, metrics
 from paceline.measure.options import Soak
@@ -43,8 +42,7 @@ class Run:
     server: Server
 
     def __init__(self, asked: Soak) -> None:
-        if asked.what not in KINDS:
-            raise ConfigError(f"soak {asked.what!r}: {nearest(asked.what, list(KINDS))}")
+        require(asked.what in KINDS, "what is to be soaked", asked.what, nearest(asked.what, list(KINDS)))
         self.asked, self.records = asked, list[Record]()
         self.outcomes = Counter[str]()  # of the requests: ok, left, or an error's code
 
@@ -75,7 +73,7 @@ class Run:
         work = asyncio.create_task(self._clients(until))
         while time.monotonic() - started < self.asked.seconds:
             await asyncio.sleep(min(self.asked.seconds / 20, 5.0))
-            engine = int((await self._metrics())["engine_pid"])
+            engine = int((await metrics(self.server.endpoint))["engine_pid"])
             memory.append((_resident_mb(self.server.process.pid), _resident_mb(engine)))
         until.set()
         await work
@@ -107,7 +105,7 @@ class Run:
         work = asyncio.create_task(self._clients(until, **LONG))
         for _ in range(self.asked.count):
             await asyncio.sleep(1.0)
-            while not (now := await self._metrics())["num_requests_running"]:
+            while not (now := await metrics(endpoint))["num_requests_running"]:
                 await asyncio.sleep(0.02)
             os.kill(int(now["engine_pid"]), signal.SIGKILL)
             async with asyncio.timeout(HANGS_S):  # a dead engine is not healthy, as soon as it is noticed
@@ -129,7 +127,7 @@ class Run:
         work = asyncio.gather(*map(self._one, bodies))
         while num_taken < self.asked.clients:  # running, waiting or done
             await asyncio.sleep(0.02)
-            now = await self._metrics()
+            now = await metrics(self.server.endpoint)
             num_taken = sum(now.get(name, 0) for name in (*BUSY, "request_success"))
         status = await asyncio.to_thread(self.server.stop)
         await work
@@ -155,14 +153,11 @@ class Run:
         self.outcomes["ok" if record.error is None else record.code or "connection"] += 1
         return record
 
-    async def _metrics(self) -> Figures:
-        return await metrics(self.server.endpoint)
-
     async def _settled(self) -> Figures:
         """The figures once nothing runs any more, or after SETTLES_S."""
         end = time.monotonic() + SETTLES_S
         while True:
-            now = await self._metrics()
+            now = await metrics(self.server.endpoint)
             if not any(now[name] for name in (*BUSY, "kv_cache_blocks_used")) or time.monotonic() > end:
                 return now
             await asyncio.sleep(0.1)
