@@ -89,7 +89,13 @@ def demo(asked: Demo) -> None:
     found["tau"], found["alpha"] = round(stats.tau, 4), round(stats.alpha, 4) if stats.num_drafted else None
     found["speedup"] = round(speeds[1] / speeds[0], 4) if speeds[0] and speeds[1] else None
     found["identical"] = plain.token_ids == drafted.token_ids
-    _print_table(screen, found)
+    same = "[green]yes[/green]" if found["identical"] else "[bold red]no[/bold red]"
+    rates = [cell(found[name]["tokens_per_second"], "{:.1f}") for name in ("plain", "drafted")]
+    tau, alpha, speedup = cell(found["tau"], "{:.2f}"), cell(found["alpha"], "{:.2f}"), found["speedup"]
+    first = ("plain", rates[0], "1.00", "-", "-" if speedup is None else "1.00x", "")
+    rows = [first, (method, rates[1], tau, alpha, cell(speedup, "{:.2f}x"), same)]
+    console.show(screen, Table("", ("",), ("tokens/s", "τ", "α", "speedup", "identical"), rows))
+    console.write(screen, LEGEND + (UNTIMED if speedup is None else ""), style="dim")
     if asked.json:
         console.write_json(console.stdout(), found)
     if asked.svg is not None:
@@ -132,13 +138,3 @@ def _run(screen: Console, llm: LLM, prompt: list[int], title: str, params: Sampl
         legend = f"drafted by {source} and accepted; the rest is the target's own\n"
         console.write(screen, legend, style="dim")
     return answer
-
-
-def _print_table(screen: Console, found: dict[str, Any]) -> None:
-    same = "[green]yes[/green]" if found["identical"] else "[bold red]no[/bold red]"
-    plain, drafted = (cell(found[name]["tokens_per_second"], "{:.1f}") for name in ("plain", "drafted"))
-    tau, alpha, speedup = cell(found["tau"], "{:.2f}"), cell(found["alpha"], "{:.2f}"), found["speedup"]
-    first = ("plain", plain, "1.00", "-", "-" if speedup is None else "1.00x", "")
-    rows = [first, (found["method"], drafted, tau, alpha, cell(speedup, "{:.2f}x"), same)]
-    console.show(screen, Table("", ("",), ("tokens/s", "τ", "α", "speedup", "identical"), rows))
-    console.write(screen, LEGEND + (UNTIMED if speedup is None else ""), style="dim")

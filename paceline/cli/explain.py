@@ -24,7 +24,7 @@ from paceline.core.options import option, options_of
 
 if TYPE_CHECKING:
     from paceline.api.results import Chunk
-    from paceline.cli.explain_steps import Node, Own, Step
+    from paceline.cli.explain_steps import Node, Step
 
 NEW_LINE = "⏎"
 # By a node's fate.
@@ -137,18 +137,6 @@ def _facts(node: Node) -> list[str]:
     return [*said, f"by {node.source}"] if node.source else said
 
 
-def _own_line(own: Own) -> str:
-    rest = ", drawn from what p had left" if own.is_from_rest else ""
-    likely = ", ".join(f"{shown(text)} {p:.3f}" for text, p in own.likely)
-    return f"{shown(own.text)} p {own.p:.3f}, {WHENCE[own.kind]}{rest}; most likely there: {likely}"
-
-
-def _rows_line(step: Step) -> str:
-    known = step.num_rows - len(step.nodes)
-    rows = f"{step.num_rows} tokens: {known} known, {len(step.nodes)} drafted"
-    return f"one pass over {rows}; {step.num_cached} were cached before it"
-
-
 def _kv_line(step: Step) -> str:
     if step.num_cached_after is None:
         return "K/V: the request has ended and its blocks are free"
@@ -171,15 +159,19 @@ def print_step(screen: Console, step: Step, is_new_rule: bool) -> None:
     screen.rule(f"step {step.number}: {step.rule}", style="dim", align="left")
     if is_new_rule:
         _print(screen, Text(step.explanation, "dim"))
-    _print(screen, Text(_rows_line(step)))
+    rows = f"{step.num_rows} tokens: {step.num_rows - len(step.nodes)} known, {len(step.nodes)} drafted"
+    _print(screen, Text(f"one pass over {rows}; {step.num_cached} were cached before it"))
     before = Text(f"{shown(step.before)[1:-1]} ", "dim")
     _print(screen, before, Text(shown(step.root), "bold"), Text(f"  position {step.root_slot}", "dim"))
     for guide, node in _drawn(step.nodes, 0):
         mark, style = MARKS[node.fate]
         token, numbers = Text(f"{mark} {shown(node.text)}", style), Text(f"  {'  '.join(_facts(node))}")
         _print(screen, Text(guide, "dim"), token, numbers)
-    if step.own is not None:
-        _print(screen, Text(f"own: {_own_line(step.own)}"))
+    if (own := step.own) is not None:
+        rest = ", drawn from what p had left" if own.is_from_rest else ""
+        likely = ", ".join(f"{shown(text)} {p:.3f}" for text, p in own.likely)
+        came = f"{shown(own.text)} p {own.p:.3f}, {WHENCE[own.kind]}{rest}"
+        _print(screen, Text(f"own: {came}; most likely there: {likely}"))
     _print(screen, Text(_kv_line(step), "dim"))
     _print(screen, Text("said: " + " ".join(shown(text) for text in step.emitted), "bold"))
 

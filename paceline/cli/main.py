@@ -1,6 +1,5 @@
-"""The command line: `paceline VERB`. Heavy imports happen when a verb runs, so `--help` is quick.
-
-Exit status: 0 done, 1 a check found a difference, 2 something the user can mend (one line on stderr), 130
+"""The command line: `paceline VERB`. Heavy imports happen when a verb runs, so `--help` is quick. Exit
+status: 0 done, 1 a check found a difference, 2 something the user can mend (one line on stderr), 130
 interrupted.
 """
 
@@ -54,12 +53,9 @@ class _Verbs(TyperGroup):
         for stream in (sys.stdout, sys.stderr):  # a character it cannot write becomes a question mark
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
-        sys.exit(self._status(*args, **{**kwargs, "prog_name": "paceline", "standalone_mode": False}))
-
-    def _status(self, *args: Any, **kwargs: Any) -> int:
         try:
-            status = super().main(*args, **kwargs)
-            return status if isinstance(status, int) else 0
+            status = super().main(*args, **{**kwargs, "prog_name": "paceline", "standalone_mode": False})
+            sys.exit(status if isinstance(status, int) else 0)
         except UsageError as error:
             path = error.ctx.command_path if error.ctx is not None else "paceline"
             what = error.format_message().rstrip(".")
@@ -73,8 +69,8 @@ class _Verbs(TyperGroup):
             where, why = error.filename or "a stream", error.strerror or error
             console.print_error(f"{where} cannot be read or written ({why}); choose another")
         except typer.Abort:
-            return 130
-        return 2
+            sys.exit(130)
+        sys.exit(2)
 
 
 app = typer.Typer(

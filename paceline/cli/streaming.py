@@ -1,7 +1,6 @@
-"""Reading a stream of chunks at a terminal: collect the answer, time it, and stop it on Ctrl-C.
-
-Invariant: an interrupt takes effect between chunks, never inside an engine step, so the engine can go on with
-the next request.
+"""Reading a stream of chunks at a terminal: collect the answer, time it, and stop it on Ctrl-C. Invariant: an
+interrupt takes effect between chunks, never inside an engine step, so the engine can go on with the next
+request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Does unseeded sampling follow the target's distribution? A chi-square test of every accept rule on the
-model's own logits.
-
-The target's next-token logits are read at one text and after each of its likely continuations; the draft's
-logits are the same model's when it sees only the end of that text, so p and q differ as those of a real pair
-do. Then the engine's own `accept` judges thousands of drafts, and the texts are counted against their exact
-probabilities. The noise is keyed by the number of the sample, so a run can be repeated.
+model's own logits. The target's next-token logits are read at one text and after each of its likely
+continuations; the draft's logits are the same model's when it sees only the end of that text, so p and q
+differ as those of a real pair do. Then the engine's own `accept` judges thousands of drafts, and the texts
+are counted against their exact probabilities. The noise is keyed by the number of the sample, so a run can be
+repeated.
 """
 
 from __future__ import annotations
@@ -109,21 +108,6 @@ def _below(rule: str, request: Request, path: Path, logits: torch.Tensor) -> Bel
     return [token], probability
 
 
-def _draft(rule: str, request: Request, landscape: Landscape, depth: int) -> tuple[Draft, list[Path]]:
-    """And the path to each node."""
-    paths, parents, q = list[Path]([()]), [-1], {}
-    for node, path in enumerate(paths):  # grows while it is read
-        logits = landscape.draft.get((*request.output, *path))
-        if len(path) < depth and logits is not None:
-            tokens, probability = _below(rule, request, path, logits)
-            if probability is not None:
-                q[node] = probability
-            paths += [(*path, token) for token in tokens]
-            parents += [node] * len(tokens)
-    tree = Tree((request.tokens[-1], *(path[-1] for path in paths[1:])), tuple(parents))
-    return Draft(tree, "check", q or None), paths
-
-
 def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
     """Sample with drafts, count, and compare with the exact probabilities."""
     first = RULES.index(rule) * num_samples  # rules share no noise: their p-values are independent
@@ -135,7 +119,16 @@ def _sample(rule: str, landscape: Landscape, seed: int) -> Path:
     params = SamplingParams(top_k=WIDTH, seed=seed if rule == "coupled" else None)
     request = Request("check", params, tokens=[0], num_prompt=1, seed=seed)
     while request.num_output < DEPTH:
-        draft, paths = _draft(rule, request, landscape, DEPTH - request.num_output - 1)
+        paths, parents, q, depth = list[Path]([()]), [-1], {}, DEPTH - request.num_output - 1
+        for node, path in enumerate(paths):  # grows while it is read
+            logits = landscape.draft.get((*request.output, *path))
+            if len(path) < depth and logits is not None:
+                tokens, probability = _below(rule, request, path, logits)
+                q |= {} if probability is None else {node: probability}
+                paths += [(*path, token) for token in tokens]
+                parents += [node] * len(tokens)
+        tree = Tree((request.tokens[-1], *(path[-1] for path in paths[1:])), tuple(parents))
+        draft = Draft(tree, "check", q or None)
         unread = torch.zeros(landscape.num_tokens)  # a node off the map cannot be accepted
         rows = [landscape.target.get((*request.output, *path), unread) for path in paths]
         request.tokens += accept(request, draft, torch.stack(rows)).tokens

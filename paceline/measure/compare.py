@@ -1,5 +1,4 @@
 """`paceline bench`: starts a worker process for each row, lets them take turns, stops them, whatever happens.
-
 Invariant: at most one worker computes at any moment. Lengths come first: an untimed plain run of ours says
 how long each answer naturally is, and then every row writes exactly that many tokens, end token ignored.
 """
@@ -71,7 +70,12 @@ class Run:
 
             first = next((row for row in self.rows if row.peer == OURS), Row(OURS, "float32", PLAIN))
             reader = start(first, None)
-            tasks = self._encode(reader, tell)
+            tell("reading the prompts", 0)
+            texts, most = {prompt.id: prompt.text for prompt in self.prompts}, self.asked.max_new_tokens
+            limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
+            found = reader.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
+            pairs = [(prompt, found[prompt.id]) for prompt in self.prompts]
+            tasks = [Task(p.id, p.category, tuple(each["ids"]), each["num_tokens"]) for p, each in pairs]
             longest = max(len(task.ids) + task.num_tokens for task in tasks) + CONTEXT_SPARE
             context = min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, checkpoint.config.max_context)
             workers = {}
@@ -90,15 +94,6 @@ class Run:
             peaks = {row: worker.peak_mb() for row, worker in workers.items()}
             notes = {row.engine: worker.note for row, worker in workers.items() if worker.note}
             return {"rows": report_rows(list(workers), samples, peaks), "notes": notes}
-
-    def _encode(self, worker: Worker, tell: Tell) -> list[Task]:
-        """Prompts as token ids, with the length of each answer."""
-        tell("reading the prompts", 0)
-        texts, most = {prompt.id: prompt.text for prompt in self.prompts}, self.asked.max_new_tokens
-        limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
-        found = worker.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
-        pairs = [(prompt, found[prompt.id]) for prompt in self.prompts]
-        return [Task(p.id, p.category, tuple(each["ids"]), each["num_tokens"]) for p, each in pairs]
 
     def _model_options(self, row: Row, checkpoint: Checkpoint, tell: Tell) -> dict[str, Any]:
         """What a worker loads. A drafter by its name always drafts its usual length; only "auto" chooses."""

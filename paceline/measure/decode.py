@@ -1,8 +1,6 @@
 """`paceline bench decode`: plain decoding and others take turns on one model, prompt by prompt, and texts are
-compared.
-
-Invariant: where the model is exact, a text that differs from plain decoding's fails the run. A prompt for
-which a CUDA graph was recorded counts for no row.
+compared. Invariant: where the model is exact, a text that differs from plain decoding's fails the run. A
+prompt for which a CUDA graph was recorded counts for no row.
 """
 
 from __future__ import annotations

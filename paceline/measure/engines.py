@@ -1,5 +1,4 @@
 """Several engines over one loaded model: rows of `bench decode`, `bench batch` and `tune`, timed in turns.
-
 The one place where measuring makes engines and policies. Invariant: all of them share the model's executor
 and take turns, so a comparison is of drafting alone; each has drafters of its own.
 """

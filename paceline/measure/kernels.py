@@ -27,14 +27,14 @@ from paceline.cpu.dots import SCALE_SHIFT
 from paceline.cpu.lanes import int_pointer
 from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
 from paceline.cpu.sync import num_threads
-from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.packed import LINEARS, Tensors
 from paceline.measure import limits
 from paceline.measure.models import gguf_file, main_type, matrix_bytes
 from paceline.measure.options import Kernels
 from paceline.measure.processes import Worker, peer_worker
 from paceline.measure.results import Table, Tell, table_of
-from paceline.measure.roofline import Deployment, Hardware, Work
+from paceline.measure.roofline import Deployment, Work
 from paceline.measure.rows import PLAIN, dtypes_of, is_installed, peer_python, peer_rows
 from paceline.measure.step import Labels, Subject, limits_json, passes_of, take_turns
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits
@@ -86,7 +86,13 @@ class Run:
         found = limits.measure()
         tell("loading the models", 0)
         longest = max(length, context + SIZES[-1])
-        models = [Model.load(checkpoint, dtype, found, longest) for dtype in self.dtypes]
+        models, num_blocks = list[Model](), -(-longest // BLOCK_SIZE)
+        for dtype in self.dtypes:
+            backend = backend_for(torch.device("cpu"), "exact", False)
+            executor = LocalExecutor.load(backend, checkpoint, num_blocks, dtype=dtype)
+            assert isinstance(executor.decoder, CpuDecoder), "the CPU's backend loads it"
+            on = Deployment(checkpoint.config, found, dtype, found.kv_dtype(dtype))
+            models.append(Model(on, executor.decoder.tensors, Timed(executor, longest)))
         with ExitStack() as stack:
             prompts = [model.forward(0, 1) for model in models]
             passes = [model.forward(context) for model in models]
@@ -111,14 +117,6 @@ class Model(NamedTuple):
     on: Deployment
     tensors: Tensors
     timed: Timed
-
-    @classmethod
-    def load(cls, checkpoint: Checkpoint, dtype: str, found: Hardware, longest: int) -> Model:
-        backend = backend_for(torch.device("cpu"), "exact", False)
-        executor = LocalExecutor.load(backend, checkpoint, -(-longest // BLOCK_SIZE), dtype=dtype)
-        assert isinstance(executor.decoder, CpuDecoder), "the CPU's backend loads it"
-        on = Deployment(checkpoint.config, found, dtype, found.kv_dtype(dtype))
-        return cls(on, executor.decoder.tensors, Timed(executor, longest))
 
     def products(self) -> Iterator[Subject]:
         config, bits = self.on.config, bits_of(self.on.dtype)

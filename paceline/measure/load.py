@@ -1,8 +1,7 @@
-"""Load on a server: when requests are due, what became of each, and the figures that follow.
-
-Open loop: requests are due at times drawn beforehand, whether or not earlier ones have been answered, and
-time counts from then, so a crowded client or a cap cannot hide waiting. At an infinite rate the cap alone
-paces them, and time counts from the sending. Names are those of vLLM's benchmark: ttft, tpot, itl, e2el.
+"""Load on a server: when requests are due, what became of each, and the figures that follow. Open loop:
+requests are due at times drawn beforehand, whether or not earlier ones have been answered, and time counts
+from then, so a crowded client or a cap cannot hide waiting. At an infinite rate the cap alone paces them, and
+time counts from the sending. Names are those of vLLM's benchmark: ttft, tpot, itl, e2el.
 """
 
 from __future__ import annotations
@@ -76,6 +75,18 @@ class Record:
         gaps = [b - a for a, b in pairwise(self.arrivals)]
         seconds = {"ttft": [first], "tpot": further, "itl": gaps, "e2el": [total]}
         return {name: [1000 * value for value in values] for name, values in seconds.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the text: it may be a user's own."""
+        told: dict[str, Any] = {
+            "prompt": self.prompt,
+            "due_s": round(self.due, 6),
+            "sent_s": round(self.sent, 6),
+        }
+        for name in GOALS:
+            told[f"{name}_ms"] = next((round(value, 3) for value in self.latencies()[name]), None)
+        told |= {"prompt_tokens": self.num_prompt, "output_tokens": self.num_tokens}
+        return {**told, "finish_reason": self.finish, "error": self.error}
 
 
 def job_of(asked: Serve, model: str, extra: dict[str, Any], prompt: Prompt) -> Job:
@@ -206,15 +217,6 @@ def level_report(
         "client_lag_ms": round(lag, 3),
         **spreads,
     }
-
-
-def record_json(record: Record) -> dict[str, Any]:
-    """Without the text: it may be a user's own."""
-    times: dict[str, float | None] = {"due_s": round(record.due, 6), "sent_s": round(record.sent, 6)}
-    for name in GOALS:
-        times[f"{name}_ms"] = next((round(value, 3) for value in record.latencies()[name]), None)
-    counts = {"prompt_tokens": record.num_prompt, "output_tokens": record.num_tokens}
-    return {"prompt": record.prompt, **times, **counts, "finish_reason": record.finish, "error": record.error}
 
 
 def peak_in_flight(records: Sequence[Record]) -> int:

@@ -99,8 +99,7 @@ def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) ->
     """The model as a Hugging Face folder in float32: itself where it is one, else written from GGUF."""
     if checkpoint.path.is_dir():
         return checkpoint.path
-    config = _hf_config(checkpoint)
-    return _made(checkpoint, "hf", tell, lambda part: _write_folder(checkpoint, part, config), folder)
+    return _made(checkpoint, "hf", tell, lambda part: _write_folder(checkpoint, part), folder)
 
 
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -129,18 +128,18 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _write_folder(checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
+def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from paceline.loaders.tokenizer import Tokenizer
 
+    texts = {"config": json.dumps(_hf_config(checkpoint), indent=2)}
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     names = checkpoint.config.weight_names()
     prefixed = {name: name if name == "lm_head.weight" else f"model.{name}" for name in names}
     weights = {there: checkpoint.tensor(name) for name, there in prefixed.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    texts = {"config": json.dumps(config, indent=2)}
     texts["tokenizer"] = Tokenizer.from_source(checkpoint.tokenizer_source()).json()
     texts["tokenizer_config"] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     for name, text in texts.items():

@@ -147,10 +147,6 @@ def tables(report: dict[str, Any]) -> list[Table]:
         f"Plain decoding: at most {speed:,.1f} tokens/s.",
     ]
     passes = table_of("a pass of the target", (), PASSES, report["passes"])._replace(notes=notes)
-    return [Table("", (), (), (), _heading(report)), passes, _gains(report)]
-
-
-def _heading(report: dict[str, Any]) -> list[str]:
     lines = []
     for model in filter(None, (report["model"], report["draft"])):
         weights = f"{model['dtype']} {_amount(model['weight_bytes'])}B"
@@ -163,8 +159,8 @@ def _heading(report: dict[str, Any]) -> list[str]:
     lines.append(f"{machine['name']}: {limits}, ridge at {machine['ridge']:.0f} FLOP a byte")
     fits, most = "fits" if memory["fits"] else "does not fit", memory["most_sequences"]
     room = "" if most is None else f"; at most {most:,} sequences of this context"
-    held = f"{_amount(memory['total'])}B of {_amount(memory['available'])}B"
-    return [*lines, f"memory: {held}, {fits}{room}"]
+    lines.append(f"memory: {_amount(memory['total'])}B of {_amount(memory['available'])}B, {fits}{room}")
+    return [Table("", (), (), (), lines), passes, _gains(report)]
 
 
 def _gains(report: dict[str, Any]) -> Table:

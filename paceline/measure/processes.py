@@ -1,7 +1,6 @@
-"""Processes that are measured: a worker with one engine (load, ask, stop), and `paceline serve`.
-
-Invariant: what was started is stopped with all it started, however the measurement ends. A worker that dies,
-hangs or fails becomes one error with the end of its log; every request has a time limit.
+"""Processes that are measured: a worker with one engine (load, ask, stop), and `paceline serve`. Invariant:
+what was started is stopped with all it started, however the measurement ends. A worker that dies, hangs or
+fails becomes one error with the end of its log; every request has a time limit.
 """
 
 from __future__ import annotations
@@ -146,9 +145,8 @@ def our_server(model: str, options: str) -> Iterator[Server]:
             assert found is not None, "a server that is ready has said where"
             yield Server(process, endpoint_of(found[1], None))
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(STOP_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+            process.terminate()  # harmless when it is gone
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

@@ -1,8 +1,7 @@
-"""Rows take turns over prompts, and from their samples comes the report: no process and no clock.
-
-A rate is taken for each repeat over all its requests; the median is reported with their spread, (largest -
-smallest) / median. Tokens a second are of decoding, from the first token on. Speedup and identity are against
-the plain row of the same engine in the same run.
+"""Rows take turns over prompts, and from their samples comes the report: no process and no clock. A rate is
+taken for each repeat over all its requests; the median is reported with their spread, (largest - smallest) /
+median. Tokens a second are of decoding, from the first token on. Speedup and identity are against the plain
+row of the same engine in the same run.
 """
 
 from __future__ import annotations

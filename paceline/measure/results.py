@@ -1,8 +1,7 @@
 """Reports: the figures of a verb with machine, versions, command and date, and their tables on screens and in
-documents (`paceline bench tables` rewrites those of README.md and docs/results.md).
-
-Each verb's module turns its report into tables, and a result on disk names its verb, so what a document shows
-is what the screen showed. Invariant: a report is JSON as it is; a document changes between its markers alone.
+documents (`paceline bench tables` rewrites those of README.md and docs/results.md). Each verb's module turns
+its report into tables, and a result on disk names its verb, so what a document shows is what the screen
+showed. Invariant: a report is JSON as it is; a document changes between its markers alone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 """The roofline: what a pass must read and multiply, what a machine can do at best, and the time that follows.
-
 A pass reads every weight and each request's cached keys and values once, and multiplies for every row. It
 takes the longer of the two times; while that is reading, further rows are free, which is what a draft lives
 on. Arithmetic of several precisions shares the units, so its times add up. All times are lower bounds.

@@ -126,7 +126,7 @@ class Run:
             self.is_interrupted = True
         report = load.level_report(level, records, len(jobs), self.percents, self.goals)
         drafting = load.difference(before, await self._metrics())
-        requests = [load.record_json(record) for record in sorted(records, key=lambda record: record.due)]
+        requests = [record.to_json() for record in sorted(records, key=lambda record: record.due)]
         return {**report, "speculative_decoding": drafting, "requests": requests}
 
     async def _metrics(self) -> dict[str, float]:

@@ -81,8 +81,8 @@ class Run:
         rate = round(num_tokens / (time.monotonic() - started), 1)
         half, last = memory[len(memory) // 2], memory[-1]
         is_flat = all(b <= a * 1.05 + 8 for a, b in zip(half, last, strict=True))
-        held = {"memory_half_mb": half, "memory_end_mb": last}
-        return {"tokens_per_second": rate, **held, "is_ok": is_flat and set(+self.outcomes) == {"ok"}}
+        is_ok = is_flat and set(+self.outcomes) == {"ok"}
+        return {"tokens_per_second": rate, "memory_half_mb": half, "memory_end_mb": last, "is_ok": is_ok}
 
     async def disconnects(self) -> dict[str, Any]:
         source, gate = random.Random(0), asyncio.Semaphore(self.asked.clients)
@@ -117,14 +117,12 @@ class Run:
         until.set()
         await work
         restarts = (await self._settled())["engine_restarts"]
-        is_known = set(+outcomes) <= {"ok", "engine_lost", "engine_unavailable"}
-        is_ok = is_known and outcomes["ok"] > 0 and restarts == self.asked.count
-        return {"restarts": restarts, "is_ok": is_ok}
+        is_known = set(+outcomes) <= {"ok", "engine_lost", "engine_unavailable"} and outcomes["ok"] > 0
+        return {"restarts": restarts, "is_ok": is_known and restarts == self.asked.count}
 
     async def sigterm(self) -> dict[str, Any]:
         source, num_taken = random.Random(0), 0.0
-        bodies = [_body(source) | LONG for _ in range(self.asked.clients)]
-        work = asyncio.gather(*map(self._one, bodies))
+        work = asyncio.gather(*(self._one(_body(source) | LONG) for _ in range(self.asked.clients)))
         while num_taken < self.asked.clients:  # running, waiting or done
             await asyncio.sleep(0.02)
             now = await metrics(self.server.endpoint)

@@ -149,7 +149,19 @@ class Run:
             tell("timing passes", 0)
             self.costs = CostTable(*time_passes(self.llm.engine.executor, PASS_SECONDS))
             self._measure([ids_of(self.llm, prompt.text) for prompt in self.prompts], tell)
-            report = self._figures()
+            if (plain := self._seconds(PLAIN)) is None:
+                remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
+                raise RequestError(f"no answer was long enough to be timed; {remedy}")
+            report = {
+                "model": self.llm.checkpoint.name,
+                "prompts": self.num_prompts,
+                "prompts_left_out": len(self.prompts) - self.num_prompts,
+                "tokens": self.num_tokens,
+                "plain_tokens_per_second": 1 / plain,
+                "passes": self.costs.to_json(),
+                "drafters": {name: self._drafter(name, plain) for name in self.lengths},
+                "auto": self._speedup(AUTO),
+            }
             return {**report, "recommended": recommended(report), "profile": self._save(report)}
 
     def _measure(self, prompts: Sequence[list[int]], tell: Tell) -> None:
@@ -198,21 +210,6 @@ class Run:
     def _speedup(self, row: str) -> float | None:
         plain, own = self._seconds(PLAIN), self._seconds(row)
         return plain / own if plain and own else None
-
-    def _figures(self) -> dict[str, Any]:
-        if (plain := self._seconds(PLAIN)) is None:
-            remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
-            raise RequestError(f"no answer was long enough to be timed; {remedy}")
-        return {
-            "model": self.llm.checkpoint.name,
-            "prompts": self.num_prompts,
-            "prompts_left_out": len(self.prompts) - self.num_prompts,
-            "tokens": self.num_tokens,
-            "plain_tokens_per_second": 1 / plain,
-            "passes": self.costs.to_json(),
-            "drafters": {name: self._drafter(name, plain) for name in self.lengths},
-            "auto": self._speedup(AUTO),
-        }
 
     def _drafter(self, name: str, plain: float) -> dict[str, Any]:
         lengths, is_free, asking = self.lengths[name], self.clocked[name].is_free, self.clocked[name].asking
