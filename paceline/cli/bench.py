@@ -16,15 +16,9 @@ from paceline.cli import console, parsing
 from paceline.cli.options import as_command
 from paceline.measure import options
 
-VERBS = {
-    "decode": options.Decode,
-    "batch": options.Batch,
-    "step": options.Step,
-    "kernels": options.Kernels,
-    "quality": options.Quality,
-    "serve": options.Serve,
-    "soak": options.Soak,
-}
+VERBS: dict[str, type] = {"decode": options.Decode, "batch": options.Batch, "step": options.Step}
+VERBS |= {"kernels": options.Kernels, "quality": options.Quality}
+VERBS |= {"serve": options.Serve, "soak": options.Soak}
 INTERRUPTED = 130
 app = typer.Typer(invoke_without_command=True)
 

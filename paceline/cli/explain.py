@@ -141,9 +141,8 @@ def _kv_line(step: Step) -> str:
     if step.num_cached_after is None:
         return "K/V: the request has ended and its blocks are free"
     moved = f", moved {', '.join(f'{a}→{b}' for a, b in step.moves)}" if step.moves else ""
-    blocks = ""
-    if step.blocks_after != step.blocks:
-        blocks = f"; blocks {_ranges(step.blocks)} → {_ranges(step.blocks_after)}"
+    is_moved = step.blocks_after != step.blocks
+    blocks = f"; blocks {_ranges(step.blocks)} → {_ranges(step.blocks_after)}" if is_moved else ""
     slots = f"kept {_ranges(step.kept)}, dropped {_ranges(step.dropped) or 'none'}{moved}"
     return f"K/V: slots {slots}; {step.num_cached_after} tokens cached{blocks}"
 

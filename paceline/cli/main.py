@@ -30,24 +30,20 @@ from paceline.core.errors import PacelineError
 UsageError: Any = typer.BadParameter.__bases__[0]
 
 
-def _without_flag_types(params: list[Any]) -> list[Any]:
-    """A flag takes no value, so its help names no type."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.display_type_rich = lambda ctx: None
-    return params
-
-
-class _Verb(TyperCommand):
+class _Flags:
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_flag_types(super().get_params(ctx))
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):  # a flag takes no value, so its help names no type
+                param.display_type_rich = lambda ctx: None
+        return params
 
 
-class _Verbs(TyperGroup):
+class _Verb(_Flags, TyperCommand): ...
+
+
+class _Verbs(_Flags, TyperGroup):
     """Turns what a user can mend into one line, for every verb alike."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_flag_types(super().get_params(ctx))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):  # a character it cannot write becomes a question mark

@@ -75,8 +75,7 @@ def group(settings: Sequence[Option]) -> Any:
 
 
 def as_command(verb: Callable[[Any], None], owner: type | None = None) -> Callable[..., None]:
-    """A command that calls a verb with one value of a dataclass, made from what the user wrote. `owner`: that
-    dataclass, where the verb's own parameter does not say it."""
+    """A command that calls a verb with a value of `owner`, or of its parameter's type: what a user wrote."""
     owner = owner or get_type_hints(verb)["asked"]
     fields = options_of(owner)
     groups = {each.name: each.metadata["group"] for each, _ in fields if "group" in each.metadata}

@@ -27,8 +27,7 @@ def engine_options(given: Given) -> EngineOptions:
 
 
 def speculative_config(given: Given) -> dict[str, Any] | str | None:
-    """The engine's dictionary from either spelling, "auto" where nothing is said, None for plain decoding.
-    The engine itself checks methods and keys."""
+    """From either spelling; "auto" where nothing is said, None for plain decoding. The engine checks it."""
     config, short = given.get("speculative_config"), [name for name in SHORT if name in given]
     method, length, draft = (given.get(name) for name in SHORT)
     if config is not None:

@@ -119,7 +119,8 @@ def _sample(rule: str, landscape: Landscape, seed: int) -> Path:
     params = SamplingParams(top_k=WIDTH, seed=seed if rule == "coupled" else None)
     request = Request("check", params, tokens=[0], num_prompt=1, seed=seed)
     while request.num_output < DEPTH:
-        paths, parents, q, depth = list[Path]([()]), [-1], {}, DEPTH - request.num_output - 1
+        paths, parents, q = list[Path]([()]), [-1], dict[int, torch.Tensor]()
+        depth = DEPTH - request.num_output - 1
         for node, path in enumerate(paths):  # grows while it is read
             logits = landscape.draft.get((*request.output, *path))
             if len(path) < depth and logits is not None:

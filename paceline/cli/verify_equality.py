@@ -97,8 +97,7 @@ class Examination:
         return Check(drafter, *mode, batch, count, not found, ties, round(tau, 4), differences)
 
     def _weighed(self, llm: LLM, mode: Mode, index: int, found: Difference, texts: Texts) -> Difference:
-        """With the margin between the two tokens: logits, and where the choice was seeded its noise, times
-        the temperature. texts: the plain one and the drafted one."""
+        """With the margin between the plain and the drafted token: logits, and seeded noise times T."""
         at, (plain, drafted) = found.position, texts
         if at >= min(len(plain), len(drafted)):
             return found

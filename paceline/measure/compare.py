@@ -26,18 +26,10 @@ from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Row
 LEAST_TOKENS = 8  # of an answer
 # Peers get a context that just holds the longest request, rounded up; drafts need a little more.
 CONTEXT_STEP, CONTEXT_SPARE = 256, 32
-FIGURES = {  # of the table over all tasks
-    "tok/s": ("tokens_per_second", "{:.1f}"),
-    "±": ("spread", "{:.0%}"),
-    "speedup": ("speedup", "{:.2f}"),
-    "τ": ("tau", "{:.2f}"),
-    "α": ("alpha", "{:.2f}"),
-    "same": ("same", "{}"),
-    "TTFT": ("ttft_ms", "{:.0f}"),
-    "TPOT": ("tpot_ms", "{:.1f}"),
-    "e2e": ("end_to_end_tokens_per_second", "{:.1f}"),
-    "MB": ("peak_mb", "{:.0f}"),
-}
+# of the table over all tasks
+FIGURES = {"tok/s": "{tokens_per_second:.1f}", "±": "{spread:.0%}", "speedup": "{speedup:.2f}"}
+FIGURES |= {"τ": "{tau:.2f}", "α": "{alpha:.2f}", "same": "{same}", "TTFT": "{ttft_ms:.0f}"}
+FIGURES |= {"TPOT": "{tpot_ms:.1f}", "e2e": "{end_to_end_tokens_per_second:.1f}", "MB": "{peak_mb:.0f}"}
 LEGEND = """tok/s, speedup: of decoding, after the first token; ±: (largest - smallest) / median of repeats;
 τ: tokens a step; α: share of drafted tokens accepted; same: answers equal to plain decoding's; TTFT, TPOT:
 milliseconds to the first token and for each further one; e2e: tokens a second, reading the prompt included;

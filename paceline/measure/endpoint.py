@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from paceline.core.errors import ConfigError
 
-MAX_ERROR_BYTES = 65_536
 MAX_BODY_BYTES = 16 * 2**20
 READ_BYTES = 65_536
 GET_TIMEOUT_S = 30.0
@@ -51,12 +50,12 @@ class Response(NamedTuple):
             left -= len(part)
             yield part
 
-    async def whole(self, limit: int) -> bytes:
+    async def whole(self) -> bytes:
         body = b""
         async for part in self.parts():
             body += part
-            if len(body) > limit:
-                raise Refused(f"an answer of more than {limit} bytes")
+            if len(body) > MAX_BODY_BYTES:
+                raise Refused(f"an answer of more than {MAX_BODY_BYTES} bytes")
         return body
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -80,7 +79,7 @@ class Endpoint(NamedTuple):
     async def get(self, path: str) -> bytes:
         try:
             async with asyncio.timeout(GET_TIMEOUT_S), self.asked("GET", path) as response:
-                body = await response.whole(MAX_BODY_BYTES)
+                body = await response.whole()
         except TimeoutError:
             raise Refused(f"no answer after {GET_TIMEOUT_S:g} s") from None
         if response.status != 200:
@@ -91,7 +90,7 @@ class Endpoint(NamedTuple):
         """What follows `data:`, until [DONE] or the end of the answer."""
         async with self.asked("POST", path, json.dumps(body).encode()) as response:
             if response.status != 200:
-                raise _refusal(f"HTTP {response.status}", _json(await response.whole(MAX_ERROR_BYTES)))
+                raise _refusal(f"HTTP {response.status}", _json(await response.whole()))
             async for line in response.lines():
                 if line.startswith(b"data:"):
                     if line[5:].strip() == b"[DONE]":

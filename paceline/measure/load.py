@@ -78,11 +78,8 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Without the text: it may be a user's own."""
-        told: dict[str, Any] = {
-            "prompt": self.prompt,
-            "due_s": round(self.due, 6),
-            "sent_s": round(self.sent, 6),
-        }
+        told: dict[str, Any] = {"prompt": self.prompt, "due_s": round(self.due, 6)}
+        told["sent_s"] = round(self.sent, 6)
         for name in GOALS:
             told[f"{name}_ms"] = next((round(value, 3) for value in self.latencies()[name]), None)
         told |= {"prompt_tokens": self.num_prompt, "output_tokens": self.num_tokens}
@@ -226,8 +223,7 @@ def peak_in_flight(records: Sequence[Record]) -> int:
 
 
 async def metrics(server: Endpoint) -> Figures:
-    """A server's figures by name, without its prefix and _total; those of a position in a draft or of a
-    histogram's bucket as NAME:POSITION. vLLM and Paceline write the same names."""
+    """Figures by name, without prefix and _total; of a draft's position or a bucket as NAME:POSITION."""
     found = defaultdict[str, float](float)
     for name, labels, value in SAMPLE.findall((await server.get("/metrics")).decode("utf-8", "replace")):
         position = POSITION.search(labels)

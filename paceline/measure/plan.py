@@ -21,13 +21,8 @@ KS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 1024
 UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-PASSES = {
-    "tokens": ("tokens", "{}"),
-    "FLOP/byte": ("intensity", "{:.1f}"),
-    "bound by": ("bound", "{}"),
-    "ms": ("ms", "{:.3g}"),
-    "t(n)/t(1)": ("relative", "{:.2f}"),
-}
+PASSES = {"tokens": "{tokens}", "FLOP/byte": "{intensity:.1f}", "bound by": "{bound}", "ms": "{ms:.3g}"}
+PASSES["t(n)/t(1)"] = "{relative:.2f}"
 
 
 def report_of(asked: Paper) -> dict[str, Any]:

@@ -100,8 +100,7 @@ class Worker:
 
 @contextlib.contextmanager
 def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worker]:
-    """The worker of a row, loaded and later stopped. `options`: what the engine is loaded with besides the
-    method and the threads. The log of one that fails stays, since the error names it."""
+    """The worker of a row, loaded with these options and later stopped; the log of one that fails stays."""
     tell(f"loading {row}", 0)
     handle, log = tempfile.mkstemp(prefix="paceline-bench-", suffix=".log")
     os.close(handle)

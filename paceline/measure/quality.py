@@ -27,8 +27,7 @@ CONTEXT = 512
 CHUNK = 128  # tokens of a pass: logits of a whole context would take much memory
 SHIPPED = Path(__file__).parent.parent / "data" / "perplexity.txt"
 BASELINE, CPU = "float32", torch.device("cpu")
-FIGURES = {"perplexity": ("perplexity", "{:.3f}"), "change": ("change", "{:+.2%}")}
-FIGURES["tokens"] = ("tokens", "{}")
+FIGURES = {"perplexity": "{perplexity:.3f}", "change": "{change:+.2%}", "tokens": "{tokens}"}
 LEGEND = "change: against float32 of the same file, which is itself quantized where the file is.\n"
 
 

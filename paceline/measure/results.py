@@ -74,7 +74,7 @@ class Table(NamedTuple):
     notes: Sequence[str] = ()  # lines below it
 
 
-Columns = dict[str, tuple[str, str]]  # heading -> a record's field and its form
+Columns = dict[str, str]  # heading -> a record's field and its form, such as "{tau:.2f}"
 
 
 def cell(value: float | str | None, form: str) -> str:
@@ -85,7 +85,8 @@ def table_of(title: str, names: Sequence[str], columns: Columns, records: Sequen
     """A row for each record: its fields `names` as they are, then its figures."""
     rows = []
     for record in records:
-        figures = [cell(record[name], form) for name, form in columns.values()]
+        fields = [(form, record[form[1:-1].partition(":")[0]]) for form in columns.values()]
+        figures = ["-" if value is None else form.format(**record) for form, value in fields]
         rows.append([*(str(record[name]) for name in names), *figures])
     return Table(title, names, tuple(columns), rows)
 

@@ -36,17 +36,10 @@ from paceline.measure.rows import OURS, PLAIN, VARIANTS, Row, in_turn, names_of,
 
 COMPLETIONS = "/v1/completions"
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "between pieces", "e2el": "e2e"}
-COLUMNS = {
-    "done": ("completed", "{}"),
-    "failed": ("failed", "{}"),
-    "req/s": ("request_throughput", "{:.2f}"),
-    "goodput": ("request_goodput", "{:.2f}"),
-    "tok/s": ("output_throughput", "{:,.1f}"),
-    "in flight": ("peak_in_flight", "{}"),
-    "cached": ("cached_prompt_tokens", "{}"),
-    "τ": ("acceptance_length", "{:.2f}"),
-    "α": ("acceptance_rate", "{:.2f}"),
-}
+COLUMNS = {"done": "{completed}", "failed": "{failed}", "req/s": "{request_throughput:.2f}"}
+COLUMNS |= {"goodput": "{request_goodput:.2f}", "tok/s": "{output_throughput:,.1f}"}
+COLUMNS |= {"in flight": "{peak_in_flight}", "cached": "{cached_prompt_tokens}"}
+COLUMNS |= {"τ": "{acceptance_length:.2f}", "α": "{acceptance_rate:.2f}"}
 NO_DRAFTS = {"acceptance_length": None, "acceptance_rate": None}
 LEGEND = """TTFT, TPOT, e2e: milliseconds to the first token, for each further one, and to the end, from when
 it was due; goodput: requests a second that met every goal; cached: prompt tokens that the server
@@ -98,8 +91,14 @@ class Run:
         model = asked.model or await _first_model(self.server)
         chosen = random.Random(asked.seed).sample(self.prompts, len(self.prompts))
         jobs = [job_of(asked, model, self.extra, prompt) for prompt in chosen]
-        await self._warm_up(jobs, tell)
-        levels = []
+        levels, records = [], list[Record]()
+        for i in range(asked.num_warmups):  # untimed; a server that refuses these would refuse all
+            warm_up = Load(self.server, asked.timeout, records.append)
+            await run_level(warm_up, Level(math.inf, 1), [jobs[-1 - i % len(jobs)]])
+            tell("warming up", 1)
+            if (why := records[-1].error) is not None:
+                remedy = "mend that, or give --num-warmups 0"
+                raise RequestError(f"the server refused a request of the warm-up ({why}); {remedy}")
         for number, level in enumerate(self.levels):
             taken = number * asked.num_prompts  # a longer run begins again at the first
             mine = [jobs[(taken + i) % len(jobs)] for i in range(asked.num_prompts)]
@@ -134,17 +133,6 @@ class Run:
             return await load.metrics(self.server)
         return {}
 
-    async def _warm_up(self, jobs: list[Job], tell: Tell) -> None:
-        """Untimed. A server that refuses these would refuse all, so the reason is told at once."""
-        records = list[Record]()
-        given = Load(self.server, self.asked.timeout, records.append)
-        for i in range(self.asked.num_warmups):
-            await run_level(given, Level(math.inf, 1), [jobs[-1 - i % len(jobs)]])
-            tell("warming up", 1)
-            if (why := records[-1].error) is not None:
-                remedy = "mend that, or give --num-warmups 0"
-                raise RequestError(f"the server refused a request of the warm-up ({why}); {remedy}")
-
 
 def _numbers(option: str, text: str, most: float, example: str) -> list[float]:
     numbers = list[float]()
@@ -170,7 +158,13 @@ async def _first_model(server: Endpoint) -> str:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     if "servers" in report:
-        return [_turns_table(report)]
+        names, rows = report["servers"], []
+        for level in report["levels"]:
+            speeds = [f"{level['tokens_per_s'][name]:,.1f}" for name in names]
+            ratio = f"{level['ratio']:.2f} ({level['fastest_peer']})"
+            rows.append((str(level["clients"]), *speeds, ratio, str(level["failed"])))
+        columns = [*(name if name == OURS else f"llama.cpp {name}" for name in names), "ratio", "failed"]
+        return [Table("tokens/s of servers, reading prompts included", ("clients",), columns, rows)]
     levels = report["levels"]
     if not levels:
         return [Table("", (), (), (), ["nothing was measured"])]
@@ -266,13 +260,3 @@ def _summary(clients: int, found: dict[str, list[Round]]) -> dict[str, Any]:
         "ratios_by_round": [round(a[0] / a[1] / (b[0] / b[1]), 3) for a, b in pairs],
         "failed": sum(failed for _, _, failed in sums.values()),
     }
-
-
-def _turns_table(report: dict[str, Any]) -> Table:
-    names, rows = report["servers"], []
-    for level in report["levels"]:
-        speeds = [f"{level['tokens_per_s'][name]:,.1f}" for name in names]
-        ratio = f"{level['ratio']:.2f} ({level['fastest_peer']})"
-        rows.append((str(level["clients"]), *speeds, ratio, str(level["failed"])))
-    columns = [*(name if name == OURS else f"llama.cpp {name}" for name in names), "ratio", "failed"]
-    return Table("tokens/s of servers, reading prompts included", ("clients",), columns, rows)

@@ -24,13 +24,8 @@ from paceline.runtime.timing import Timed
 
 QUEUED = 8  # passes in flight together
 SPARE = 64  # tokens of context that are not asked for
-FIGURES = {
-    "ms": ("ms", "{:.3f}"),
-    "queued": ("queued_ms", "{:.3f}"),
-    "×1": ("ratio", "{:.2f}"),
-    "floor": ("floor_ms", "{:.3f}"),
-    "reached": ("of_floor", "{:.0%}"),
-}
+FIGURES = {"ms": "{ms:.3f}", "queued": "{queued_ms:.3f}", "×1": "{ratio:.2f}"}
+FIGURES |= {"floor": "{floor_ms:.3f}", "reached": "{of_floor:.0%}"}
 LEGEND = """ms: a pass whose result is waited for; queued: a pass among several in flight; ×1: ms relative to
 the first row count; floor: the longer of reading weights and cached tokens at the measured bandwidth and
 multiplying at the measured rate; reached: its share of ms.

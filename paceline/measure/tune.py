@@ -85,8 +85,7 @@ class Prices(NamedTuple):
 
 
 def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: Prices) -> dict[str, Any]:
-    """What drafts of k tokens would gain. Of longer drafts, `lengths` counts steps by the tokens they
-    drafted, `accepted_at` by the depth they got right."""
+    """What drafts of k tokens would gain, from steps by tokens drafted and by the depth they got right."""
     steps = sum(lengths.values())
     if k == 0 or not steps:
         return {"k": k, "speedup": 1.0, "tau": 1.0, "num_drafted": 0.0, "draft_cost": 0.0, "verify_cost": 1.0}
