@@ -12,8 +12,8 @@ from functools import cache
 
 import torch
 
+from paceline.cpu.compile import VARIANT
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.features import VARIANT
 from paceline.models.config import ModelConfig, RopeConfig
 from tests.laws.harness import RandomCheckpoint
 from tests.passes import Rows, batch_of, new_kv, random_parents, shuffled_blocks

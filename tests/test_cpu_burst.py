@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,7 +209,7 @@ def test_drafts_are_weighed_and_the_text_is_plain(head: str) -> None:
 def ring_of(made: object) -> list[list[int]]:
     """What the kernel wrote about each round."""
     assert isinstance(made, CpuBurst)
-    return made._ring
+    return made.ring
 
 
 @pytest.mark.parametrize("has_policy", [True, False])
@@ -329,7 +330,7 @@ def _weigh(at, reach_at, num, rates_at, factor, agreement, spent, out_at):  # ty
 
 def test_drafts_are_weighed_as_the_policy_weighs_them() -> None:
     draw, length, seen = random.Random(5), 6, set()
-    zeros = [kind(*[0] * size_of(kind)) for kind in (TargetPart, HeadPart, MatchPart)]
+    zeros: list[Any] = [(0,) * size_of(kind) for kind in (TargetPart, HeadPart, MatchPart)]
     for _ in range(200):
         calibration, factor = Calibration(), Factor()
         costs = CostTable(
@@ -352,7 +353,7 @@ def test_drafts_are_weighed_as_the_policy_weighs_them() -> None:
 
         arrays = [np.array(each) for each in (added, calibration.rates, np.zeros(length))]
         more, rates, scratch = (each.ctypes.data for each in arrays)
-        weights = WeightsPart(load.seconds, 0.0, 1.0, 1.0, more, rates, rates, scratch)
+        weights = WeightsPart(load.seconds, more, 0.0, rates, 1.0, rates, 1.0, scratch)
         call, out = numbers(BurstCall(*zeros, weights, length, 1, 0, 0, 0, 0, 0)), np.zeros(2)
         _weigh(
             call.buffer_info()[0],

@@ -21,8 +21,8 @@ from paceline.core.types import BLOCK_SIZE, SCALE_BYTES, Batch, Output
 from paceline.cpu.attend import FEW_ROWS
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.lanes import address
-from paceline.cpu.paged import CHUNK
 from paceline.cpu.rows import gate, normalize
+from paceline.cpu.value_tiles import CHUNK
 from paceline.loaders.packed import pack_model
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cpu.key_tiles import TAIL, round_head, score_rounded
 from paceline.cpu.lanes import address
-from paceline.cpu.tiles import AHEAD, PLACE, SCORED, SPAN
+from paceline.cpu.tiles import AHEAD, PLACE, SCORED, SPAN, TAIL, round_head, score_rounded
 from paceline.models.attention import round_halves
 
 DIMS = (16, 32, 48, 64, 80, 128, 256)
@@ -25,7 +24,7 @@ POSITIONS = SLOTS - AHEAD
 @numba.njit
 def round_all(x, out):  # type: ignore[no-untyped-def]
     for i in range(len(x)):
-        round_head(address(x) + i * x.shape[1] * 4, x.shape[1], address(out) + i * out.shape[1])
+        round_head(1, address(x) + i * x.shape[1] * 4, x.shape[1], address(out) + i * out.shape[1])
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -52,7 +51,7 @@ def scorer(queries: int, span: int, dim: int) -> Callable[..., None]:
     def score(q, keys, places, out):  # type: ignore[no-untyped-def]
         for p in range(0, POSITIONS, span):
             at, to = address(places) + p * PLACE, address(out) + p * 4
-            score_rounded(span, queries, address(q), address(keys), at, dim, to, POSITIONS * 4)
+            score_rounded(queries, address(q), address(keys), at, span, dim, to, POSITIONS * 4)
 
     return score
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, ModelFileError
-from paceline.cpu import dots
+from paceline.cpu import matmul
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.models.quantize import (
@@ -126,7 +126,7 @@ def test_packing_is_undone_by_unpacking(seed: int, num_rows: int, width: int, bi
     packed = pack_quantized(quantized, bits)
     groups = -(-width // GROUP[bits])
     assert packed.dtype is torch.uint8
-    assert packed.shape == (-(-num_rows // DOT_ROWS), groups, dots.BLOCK[bits])
+    assert packed.shape == (-(-num_rows // DOT_ROWS), groups, matmul.BLOCK[bits])
     unpacked = unpack_quantized(packed, bits)
     for before, after in zip(quantized, unpacked, strict=True):
         if before is None:
@@ -139,8 +139,8 @@ def test_packing_is_undone_by_unpacking(seed: int, num_rows: int, width: int, bi
 
 
 def test_the_kernels_and_the_packer_agree_on_the_layout() -> None:
-    assert dots.GROUP == GROUP
-    assert dots.ROWS == DOT_ROWS
+    assert matmul.GROUP == GROUP
+    assert matmul.ROWS == DOT_ROWS
 
 
 @pytest.mark.parametrize("bits", BITS.values())

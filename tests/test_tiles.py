@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cpu.lanes import LANES, address
-from paceline.cpu.tiles import AHEAD, LEAST, MIXED, PLACE, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
+from paceline.cpu.tiles import AHEAD, LEAST, MIXED, PLACE, SCORED, SPAN, mix_floats, score_floats, weigh_lanes
 
 DIM, HEADS, SLOTS = 48, 2, 120  # of a cache; the list of places goes on behind the positions that are used
 POSITIONS = SLOTS - AHEAD
@@ -22,16 +22,8 @@ def scorer(queries: int, span: int) -> Callable[..., None]:
     @numba.njit
     def score(q, keys, places, out):  # type: ignore[no-untyped-def]
         for p in range(0, POSITIONS, span):
-            score_tile(
-                span,
-                queries,
-                address(q),
-                address(keys),
-                address(places) + p * PLACE,
-                DIM,
-                address(out) + p * 4,
-                POSITIONS * 4,
-            )
+            at, to = address(places) + p * PLACE, address(out) + p * 4
+            score_floats(queries, address(q), address(keys), at, span, DIM, to, POSITIONS * 4)
 
     return score
 
@@ -40,7 +32,7 @@ def mixer(queries: int) -> Callable[..., None]:
     @numba.njit
     def mix(weights, values, places, first, last, out):  # type: ignore[no-untyped-def]
         here, at = address(weights) + first * 4, address(places) + first * PLACE
-        mix_tile(queries, here, POSITIONS * 4, address(values), at, last - first, address(out), LANES * 4)
+        mix_floats(queries, here, POSITIONS * 4, address(values), at, last - first, address(out), LANES * 4)
 
     return mix
 

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from paceline.cpu.lanes import LANES, address
-from paceline.cpu.paged import TURNED, _turn
 from paceline.cpu.tiles import PLACE
 from paceline.cpu.value_tiles import (
     ADDED,
     CHUNK,
     LARGEST,
     LONGEST,
+    TURNED,
     add_turned,
     combine,
     round_value,
+    turn,
     weigh_rounded,
 )
 
@@ -55,7 +56,7 @@ def rounded(x, out, scales):  # type: ignore[no-untyped-def]
 def adder(queries: int) -> Callable[..., None]:
     @numba.njit
     def add(weights, values, places, first, last, turned, out):  # type: ignore[no-untyped-def]
-        turns = _turn(address(values), address(places) + first * PLACE, first, last, address(turned), 0)
+        turns = turn(address(values), address(places) + first * PLACE, first, last, address(turned), 0)
         at = address(weights) + first // 8 * 16
         add_turned(queries, at, weights.shape[1], address(turned), turns, address(out), 2 * LANES * 4)
 

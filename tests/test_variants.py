@@ -21,7 +21,7 @@ import torch
 from llvmlite import binding, ir
 
 from paceline.core.errors import ConfigError
-from paceline.cpu import dots, features, key_tiles
+from paceline.cpu import compile, matmul, tiles
 from paceline.cpu.lanes import INT64, Emitter
 from paceline.cpu.tiles import AHEAD, PLACE, SCORED, SPAN
 from paceline.models.quantize import GROUP, Quantized, pack_quantized
@@ -50,14 +50,14 @@ def emulation(sums: int) -> str:
 
 
 RUNNABLE = [
-    *features.available(),
-    *({"vnni"} - set(features.available())),
+    *compile.available(),
+    *({"vnni"} - set(compile.available())),
 ]  # vnni runs everywhere, emulated where it must be
 
 
 def variant_of(module: ModuleType, variant: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module as it is on a processor with these instructions."""
-    monkeypatch.setattr(features, "VARIANT", variant)
+    monkeypatch.setattr(compile, "VARIANT", variant)
     spec = importlib.util.spec_from_file_location(f"{module.__name__}_{variant}", str(module.__file__))
     assert spec is not None
     assert spec.loader is not None
@@ -67,7 +67,7 @@ def variant_of(module: ModuleType, variant: str, monkeypatch: pytest.MonkeyPatch
 
 
 def dots_of(variant: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return variant_of(dots, variant, monkeypatch)
+    return variant_of(matmul, variant, monkeypatch)
 
 
 def function_source(num_arguments: int, write: Callable[..., None]) -> str:
@@ -81,9 +81,7 @@ def function_source(num_arguments: int, write: Callable[..., None]) -> str:
 
 
 def tile_source(kind: ModuleType, bits: int, tokens: int) -> str:
-    return function_source(
-        10, lambda emit, *at: kind._tile(emit, bits, tokens, kind.Sources(*at[:7]), *at[7:])
-    )
+    return function_source(10, lambda emit, *at: kind._tile(emit, bits, tokens, *at))
 
 
 class Compiled:
@@ -91,7 +89,7 @@ class Compiled:
 
     def __init__(self, source: str, num_arguments: int) -> None:
         for sums, name in VNNI.items():
-            if name in source and "vnni" not in features.available():
+            if name in source and "vnni" not in compile.available():
                 source = re.sub(rf'declare .*@"?{re.escape(name)}"?.*', "", source)
                 source = source.replace(f'@"{name}"', f"@emulated{sums}") + emulation(sums)
         binding.initialize_native_target()
@@ -178,14 +176,14 @@ CASES: dict[str, Callable[..., Any]] = {
 def test_a_tile_is_right_and_every_variant_and_height_gives_the_same_bits(
     variant: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heights = range(1, dots.MAX_TOKENS + 1)
+    heights = range(1, matmul.MAX_TOKENS + 1)
     tiles = {n: Tile(dots_of(variant, monkeypatch), bits, n) for n in heights}
     plain = {n: Tile(dots_of("plain", monkeypatch), bits, n) for n in heights}
-    rebase = np.float32(2.0**dots.SCALE_SHIFT)
+    rebase = np.float32(2.0**matmul.SCALE_SHIFT)
     for draw in CASES.values():
-        case = Case(bits, dots.MAX_TOKENS, draw)
+        case = Case(bits, matmul.MAX_TOKENS, draw)
         rebased = case.token_scales * rebase
-        whole = tiles[dots.MAX_TOKENS](case.packed, case.x, rebased, case.bias)
+        whole = tiles[matmul.MAX_TOKENS](case.packed, case.x, rebased, case.bias)
         size = np.abs(case.exact()).max()
         np.testing.assert_allclose(whole, case.exact(), rtol=0, atol=2e-6 * size * len(rebased))
         for n in heights:
@@ -218,8 +216,8 @@ def test_x86_code_uses_the_dot_product_instruction(
 def test_scores_of_every_variant_are_those_of_the_plain_one(
     variant: str, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = [variant_of(key_tiles, name, monkeypatch) for name in (variant, "plain")]
-    rng, width, slots = np.random.default_rng(dim), dim + key_tiles.TAIL, 2 * AHEAD
+    kinds = [variant_of(tiles, name, monkeypatch) for name in (variant, "plain")]
+    rng, width, slots = np.random.default_rng(dim), dim + tiles.TAIL, 2 * AHEAD
     for limits in ((-127, 128), (127, 128), (-127, -126)):
         heads = rng.integers(*limits, (slots + SCORED, width)).astype(np.int8)
         middle = -(-dim // 32) * 16
@@ -229,21 +227,18 @@ def test_scores_of_every_variant_are_those_of_the_plain_one(
         places = np.stack([rng.permutation(slots) * width] * 2, 1)
         found = []
         for kind in kinds:
+            tile = Compiled(
+                function_source(7, lambda emit, *at, kind=kind: kind._score(emit, SCORED, *at)), 7
+            )
             for span in (SPAN, 1):
                 out = np.zeros((SCORED, SPAN), np.float32)
-                tile = Compiled(
-                    function_source(
-                        6, lambda emit, *at, kind=kind, span=span: kind._tile(emit, span, SCORED, *at)
-                    ),
-                    6,
-                )
                 for p in range(0, SPAN, span):
                     at = [
                         heads.ctypes.data + slots * width,
                         heads.ctypes.data,
                         places.ctypes.data + p * PLACE,
                     ]
-                    tile.run(*at, dim, out.ctypes.data + 4 * p, 4 * SPAN)
+                    tile.run(*at, span, dim, out.ctypes.data + 4 * p, 4 * SPAN)
                 found.append(out.tobytes())
         assert len(set(found)) == 1
         assert any(found[0])
@@ -256,11 +251,13 @@ def test_x86_scores_use_the_dot_product_instruction(extensions: str, monkeypatch
     target = binding.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(
         features=extensions, opt=3
     )
-    kind = variant_of(key_tiles, "vnni", monkeypatch)
-    module = binding.parse_assembly(function_source(6, lambda emit, *at: kind._tile(emit, SPAN, 3, *at)))
+    kind = variant_of(tiles, "vnni", monkeypatch)
+    module = binding.parse_assembly(function_source(7, lambda emit, *at: kind._score(emit, 3, *at)))
     module.verify()
     code = target.emit_assembly(module)
-    assert code.count("vpdpbusd") == 2 * 3 * SPAN  # one in each half's loop for each query and position
+    assert code.count("vpdpbusd") == 2 * 3 * (
+        SPAN + 1
+    )  # of each half and query, SPAN positions at a time and one
     assert "call" not in code
 
 
@@ -289,22 +286,22 @@ def test_a_processor_without_dot_products_gives_the_same_logits(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_changes_no_bit(dtype: str) -> None:
     found = other_process(dtype, "2", "1", "3", NUMBA_NUM_THREADS="3", OMP_NUM_THREADS="3")
-    assert found == [features.VARIANT, *[digest(dtype)] * 3]
+    assert found == [compile.VARIANT, *[digest(dtype)] * 3]
 
 
 def test_a_limit_on_threads_is_noticed_and_nothing_hangs() -> None:
     found = other_process(
         "int8", "2", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2", OMP_THREAD_LIMIT="1", timeout=300
     )
-    assert found == [features.VARIANT, digest("int8")]
+    assert found == [compile.VARIANT, digest("int8")]
 
 
 @pytest.mark.parametrize(
-    "wanted", ["neon", "SDOT", *(v for v in features.VARIANTS if v not in features.available())]
+    "wanted", ["neon", "SDOT", *(v for v in compile.VARIANTS if v not in compile.available())]
 )
 def test_instructions_that_are_not_there_are_refused(wanted: str) -> None:
     with pytest.raises(ConfigError, match=f"PACELINE_CPU is '{wanted}'; this processor can use .*plain"):
-        features.choose(wanted)
+        compile.choose(wanted)
 
 
 def test_a_wrong_choice_is_one_line_for_the_user() -> None:
@@ -323,8 +320,8 @@ def test_a_wrong_choice_is_one_line_for_the_user() -> None:
 
 
 def test_what_is_usable_starts_with_the_best_and_ends_with_plain() -> None:
-    usable = features.available()
+    usable = compile.available()
     assert usable[-1] == "plain"
-    assert features.choose(None) == usable[0]
-    assert features.choose("plain") == "plain"
-    assert set(usable) <= set(features.VARIANTS)
+    assert compile.choose(None) == usable[0]
+    assert compile.choose("plain") == "plain"
+    assert set(usable) <= set(compile.VARIANTS)

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.cpu.block_head import BlockHead
+from paceline.cpu.burst import LONGEST, CpuBurstBackend
+from paceline.cpu.chain_head import ChainHead
+from paceline.cpu.decoder import CpuDecoder
+from paceline.cpu.medusa import MedusaHead
+from paceline.cpu.top import top
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
 from paceline.models.attention import FLOATS, KvFormat
 from paceline.models.quantize import bits_of
 
 if TYPE_CHECKING:
-    from paceline.cpu.block_head import BlockHead
-    from paceline.cpu.burst import CpuBurstBackend
-    from paceline.cpu.chain_head import ChainHead
-    from paceline.cpu.decoder import CpuDecoder
-    from paceline.cpu.medusa import MedusaHead
     from paceline.loaders.head_files import Head
 
 
@@ -33,59 +34,36 @@ class CpuBackend:
         bits_of(dtype)
 
     def kv_format(self, dtype: str, asked: str) -> KvFormat:
-        """As exact as the arithmetic of the pass: a quantized model's keys and values are integers, as its
-        weights and activations are.
-        """
+        """As exact as the pass: a quantized model's keys and values are integers, as its weights are."""
         if asked not in ("auto", "int8"):
             raise ConfigError(f"kv_cache_dtype is {asked!r}; choose auto or int8")
         is_integer = bits_of(dtype) < 32
         if asked == "int8" and not is_integer:
-            raise ConfigError(
-                "kv_cache_dtype is 'int8' and the weights are float32; "
-                "on a CPU choose dtype int8 or int4, or leave it out"
-            )
+            remedy = "on a CPU choose dtype int8 or int4, or leave it out"
+            raise ConfigError(f"kv_cache_dtype is 'int8' and the weights are float32; {remedy}")
         return KvFormat(torch.int8, torch.int8, has_value_scales=False) if is_integer else FLOATS
 
     def load(self, source: Any, dtype: str, context: int | None = None) -> CpuDecoder:
-        from paceline.cpu.decoder import CpuDecoder
-
-        return CpuDecoder.load(source, dtype=dtype, context=context, use_cache=self._use_cache)
+        return CpuDecoder.load(source, dtype, context, self._use_cache)
 
     def chain_head(
-        self,
-        config: LayeredConfig,
-        tensors: Any,
-        decoder: CpuDecoder,
-        num_blocks: int,
-        norm: torch.Tensor | None,
-        steps: int,
+        self, config: LayeredConfig, tensors: Any, decoder: CpuDecoder, num_blocks: int, norm: Any, steps: int
     ) -> ChainHead:
-        from paceline.cpu.chain_head import ChainHead
-
         return ChainHead(config, tensors, decoder, norm)
 
     def block_head(self, head: Head, decoder: CpuDecoder, num_blocks: int, steps: int) -> BlockHead:
-        from paceline.cpu.block_head import BlockHead
-
         assert isinstance(head.config, DflashConfig)
         return BlockHead(head.config, head.tensors, decoder)
 
     def side_heads(self, head: Head, decoder: CpuDecoder, norm: torch.Tensor, steps: int) -> MedusaHead:
-        from paceline.cpu.medusa import MedusaHead
-
         assert isinstance(head.config, MedusaConfig)
         return MedusaHead(head.config, head.tensors, norm)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
-        from paceline.cpu.top import top
-
         return top(logits, k)
 
-    def burst(
-        self, decoder: CpuDecoder, kv: Sequence[Any], head: Any, length: int
-    ) -> CpuBurstBackend | None:  # head: a ChainHead of ours, or None
-        from paceline.cpu.burst import LONGEST, CpuBurstBackend
-
+    def burst(self, decoder: CpuDecoder, kv: Sequence[Any], head: Any, length: int) -> CpuBurstBackend | None:
+        """head: a ChainHead of ours, or None."""
         if head is not None and length > LONGEST:
             return None
-        return CpuBurstBackend(head, decoder, kv, length)
+        return CpuBurstBackend(head, decoder, kv)

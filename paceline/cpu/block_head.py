@@ -1,221 +1,215 @@
-"""DFlash on the CPU: its weights in int8, its sequences, and what the calls of cpu/blocks.py are given.
+"""DFlash on the CPU: the target's features become keys and values of every layer, and a whole block is
+drafted in one pass.
 
-Invariant: the kernels read and write where they are told, so every address handed to them lies in memory that
-this call keeps alive, and a sequence has room for its context and a block.
+Rows of a block see all of the context and each other. Their keys and values lie behind the context's and are
+overwritten by what the target shows next. With a Markov head a token's logits also depend on the token before
+it: each thread adds what that token makes likely to its share of all words and looks through them while they
+are in its caches; what the threads found is settled by one of them. Invariant: every address handed to the
+kernel lies in memory that the head keeps alive, and a sequence has room for its context and a block.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
+from numba import carray
 
-from paceline.cpu.blocks import Block, Call, Context, RequestNumbers, draft_blocks
-from paceline.cpu.compile import numbers, place_of
+from paceline.cpu import heads
+from paceline.cpu.compile import kernel, piece, struct
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.head_memory import (
-    NO_WORK,
-    NOTHING,
-    Memory,
-    Place,
-    Room,
-    Tensors,
-    address,
-    draft_ids,
-    sources_of,
-)
-from paceline.cpu.heads import Rows, Work
-from paceline.cpu.layer import Model
-from paceline.cpu.matmul import Matrix
-from paceline.cpu.sync import num_threads
+from paceline.cpu.guess import guess, look_through, settle
+from paceline.cpu.head_attention import ROW_SIZE, Rows
+from paceline.cpu.head_call import CallMemory, Capacity, Entry, HeadCall, Turn, Work
+from paceline.cpu.head_memory import CHUNK, GREEDY, NOTHING, LayeredHead, Tensors
+from paceline.cpu.lanes import LANES, double_pointer, int_pointer
+from paceline.cpu.layer import Model, layer_of
+from paceline.cpu.matmul import Matrix, outputs_of, product_8
+from paceline.cpu.rows import add, copy
+from paceline.cpu.sync import barrier, in_region, range_of
 from paceline.heads.config import DflashConfig
 from paceline.heads.rows import Feed, Guesses, Row, Sampler
 
-CHUNK = 256  # rows read in one pass
-MOST_ROWS = 16  # usually, beside those of a prompt
-GREEDY = Sampler(0.0, 0, 0)
-CONTEXT, ROWS, BLOCK, WORK = (place_of(Call, name) for name in ("context", "rows", "block", "work"))
-NUM, STEPS, IS_GUESSING = (place_of(Call, "block", name) for name in ("num", "steps", "is_guessing"))
-NUM_COLUMNS = len(RequestNumbers._fields)
+
+class Block(NamedTuple):
+    """What is guessed in the blocks. Rows of a request follow each other."""
+
+    size: int  # rows of a block
+    mask: int  # the token of all rows but the first
+    first: int  # row of a block that guesses the first token
+    hidden_norm: int  # of fused features
+    rank: int  # of the Markov head; 0: none
+    before: int  # its first matrix: [vocabulary + 1, rank] floats
+    markov: Matrix  # its second
 
 
-class BlockHead:
+class Call(NamedTuple):
+    """What `draft_blocks` is given the address of. Scratch: [requests, num_outputs] floats that the Markov
+    head adds, then [requests, threads] words, the largest in a thread's share of a row, and the sums of
+    exponentials there."""
+
+    turn: Turn
+    work: Work
+    memory: CallMemory
+    model: Model
+    entry: Entry
+    block: Block
+
+
+call_at = struct(Call)
+
+
+@piece
+def _write_rows(c):  # type: ignore[no-untyped-def]
+    """Rows of features, and after them those of the blocks; rows of blocks that guess, step by step."""
+    b, num, row = c.block, c.turn.num_requests, 0
+    table = carray(int_pointer(c.memory.table), (c.turn.num_rows + num * b.size, ROW_SIZE))
+    tokens = carray(int_pointer(c.memory.tokens), num * b.size)
+    speaking = carray(int_pointer(c.memory.speaking), c.turn.num_speaking)
+    for i in range(num):
+        one = heads.request_of(c, i)
+        end = one.start + one.num_rows
+        for ahead in range(one.num_rows):
+            heads.write_row(table, row, one, ahead, 0)
+            row += 1
+        for at in range(b.size):
+            own = i * b.size + at
+            tokens[own] = b.mask if at else one.root
+            heads.write_row(table, c.turn.num_rows + own, one, one.num_rows + at, end + b.size)
+    for i in range(c.turn.num_speaking):
+        speaking[i] = i % num * b.size + b.first + i // num
+
+
+@piece
+def _take_in(share, c):  # type: ignore[no-untyped-def]
+    """Features, fused and normed, as keys and values of every layer."""
+    m, e, w, num = c.model, c.entry, c.work, c.turn.num_rows
+    sources = carray(int_pointer(c.memory.sources), (num, e.num_sources))
+    for row in range(share.part, num, share.threads):
+        heads.put_features(e, sources[row], 0, 0, m, w, row, num)
+    heads.multiply_8(share, e.fuse, w, w.narrow, num)
+    for row in range(share.part, num, share.threads):
+        heads.put_8_norm(w.narrow + row * e.fuse.n * 4, c.block.hidden_norm, m, w, row, num)
+    for i in range(m.num_layers):
+        heads.keep_rows(share, heads.rows_of(c, num), m, layer_of(m.layers, i), i, w, m.num_heads)
+
+
+@piece
+def _put_word(c, i, word):  # type: ignore[no-untyped-def]
+    """The input of the Markov head's second matrix."""
+    w, rank = c.work, c.block.rank
+    ready = w.ready + i * w.widest * 4
+    copy(c.block.before + word * rank * 4, ready, rank)
+    heads.put_8_row(ready, rank, w, i, c.turn.num_requests)
+
+
+@piece
+def _found(share, c):  # type: ignore[no-untyped-def]
+    """The part of the scratch that tells what threads found: words and sums."""
+    num = c.turn.num_requests
+    at, shape = c.memory.scratch + num * c.memory.num_outputs * 4, (num, share.threads)
+    return carray(int_pointer(at), shape), carray(double_pointer(at + num * share.threads * 8), shape)
+
+
+@piece
+def _search(share, c, step):  # type: ignore[no-untyped-def]
+    """A thread's share of the words of all requests."""
+    num, size, (words, sums) = c.turn.num_requests, c.memory.num_outputs, _found(share, c)
+    first, last = range_of(share, size // LANES)
+    first, last = first * LANES, last * LANES
+    mixed = c.memory.scratch + first * num * 4  # [num, last - first]
+    if c.block.rank:
+        product_8(0, 1, outputs_of(c.block.markov, first, last - first), c.work, mixed, num)
+    for i in range(num):
+        row = c.memory.logits + (step * num + i) * size * 4
+        if c.block.rank:
+            add(row + first * 4, mixed + i * (last - first) * 4, last - first)
+        if heads.request_of(c, i).temperature == 0.0:
+            words[i, share.part], sums[i, share.part] = look_through(row, first, last, c.memory.num_words)
+
+
+@piece
+def _settle(share, c, step):  # type: ignore[no-untyped-def]
+    """The words of a step, and what the next step needs of them."""
+    num, (words, sums) = c.turn.num_requests, _found(share, c)
+    for i in range(share.part, num, share.threads):
+        row = step * num + i
+        if heads.request_of(c, i).temperature == 0.0:
+            best, chance = settle(c.memory.logits + row * c.memory.num_outputs * 4, words[i], sums[i])
+        else:
+            best, chance = guess(c.memory, row, heads.request_of(c, i), step)
+        heads.write_guess(c, step, i, best, chance, True)
+        if c.block.rank:
+            _put_word(c, i, best)
+
+
+@piece
+def _part(share, at):  # type: ignore[no-untyped-def]
+    c = call_at(at)
+    b, t = c.block, c.turn
+    if share.part == 0:
+        _write_rows(c)
+    _take_in(share, c)
+    if t.num_speaking:
+        table = c.memory.table + t.num_rows * ROW_SIZE * 8
+        heads.run_rows(share, c, Rows(t.num_requests * b.size, c.memory.tokens, table, 0, 0), b.size, False)
+    for i in range(share.part, t.num_requests if b.rank and t.steps else 0, share.threads):
+        _put_word(c, i, heads.request_of(c, i).word)
+    for step in range(t.steps):
+        barrier(share)
+        _search(share, c, step)
+        barrier(share)
+        _settle(share, c, step)
+
+
+@kernel(parallel=True)
+def draft_blocks(at, threads):  # type: ignore[no-untyped-def]
+    """at: of the numbers of a Call."""
+    in_region(_part, call_at(at).work.sync, threads, at)
+
+
+class BlockHead(LayeredHead):
     def __init__(self, config: DflashConfig, tensors: Tensors, target: CpuDecoder) -> None:
-        self.config, self._memory = config, Memory()
-        memory, rank = self._memory, config.markov_rank
-        fuse, balance = memory.balanced(tensors["fc.weight"])
-        markov = memory.output(tensors["markov_w2.weight"], fill=0.0) if rank else NOTHING
-        prefixes = [f"layers.{i}." for i in range(config.num_layers)]
-        self.model, threads = memory.describe(config, prefixes, tensors, target), num_threads()
-        widest = max(fuse.k, config.intermediate_size, config.num_heads * config.head_dim, rank)
-        self._room, self._ids = Room.of(self.model, widest, threads), draft_ids(tensors)
+        super().__init__(config, tensors, target)
+        self.config, memory, size, rank = config, self._memory, config.block_size, config.markov_rank
         self._words = {int(token): i for i, token in enumerate(self._ids)}
-        self._layers = config.hidden_layers
-        before = memory.vector(tensors["markov_w1.weight"]) if rank else 0
-        self._constants = Constants(
-            threads, config.block_size, config.mask_token_id, 0 if config.sample_from_anchor else 1,
-            config.num_drafts, self._ids, rank, before, markov, len(config.taps), fuse, balance,
-            memory.vector(tensors["hidden_norm.weight"]),
-        )  # fmt: skip
-        self._call = BlockCall(self._constants, self.model, 1, MOST_ROWS)
-        self._warm_up()
-
-    def _warm_up(self) -> None:
-        """What is compiled on first use is not the first request's to wait for, nor a cost of drafting."""
-        nothing = torch.zeros(1, self.config.hidden_size)
-        row = Row(0, dict.fromkeys(self._layers, nothing), 0)
+        markov, before = NOTHING, 0
+        if rank:
+            markov = memory.output(tensors["markov_w2.weight"], fill=0.0)
+            before = memory.vector(tensors["markov_w1.weight"])
+        norm, first = memory.vector(tensors["hidden_norm.weight"]), 0 if config.sample_from_anchor else 1
+        block = Block(size, config.mask_token_id, first, norm, rank, before, markov)
+        scratch, steps = 4 * self.model.head.n + 16 * self.threads, config.num_drafts
+        sizes = {"num_speaking": steps, "block": size, "scratch": scratch}
+        self._call = HeadCall(self._kernel(draft_blocks, block, **sizes), Capacity(steps=steps))
+        # What is compiled on first use is not the first request's to wait for, nor a cost of drafting.
+        row = Row(0, dict.fromkeys(self.layers, torch.zeros(1, config.hidden_size)), 0)
         self.guess([Feed(self.place(), 0, [0], [row])], [GREEDY], 1)
-
-    def place(self) -> Place:
-        return Place(self.model.num_layers * self.config.num_kv_heads, self.config.head_dim)
-
-    def fork(self, place: Place, length: int) -> Place:
-        return place.fork(length)
-
-    def can_guess(self, temperature: float) -> bool:
-        return True
 
     def read(self, feed: Feed) -> None:
         """Take features into a sequence; nothing is guessed."""
         for first in range(0, len(feed.rows), CHUNK):
             part = feed._replace(start=feed.start + first, rows=feed.rows[first : first + CHUNK])
-            self._run([part], [GREEDY], 0, is_guessing=False)
+            self._run([part], [GREEDY], 0, 0)
 
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses:
-        return self._run(feeds, samplers, steps, is_guessing=True).guesses(len(feeds), steps)
+        return self._run(feeds, samplers, steps, steps).guesses
 
     def logits(self, feeds: Sequence[Feed], steps: int) -> torch.Tensor:
         """[steps, requests, draft vocabulary], without the Markov head."""
-        found = self._run(feeds, [GREEDY] * len(feeds), steps, is_guessing=False).logits(len(feeds), steps)
-        return torch.from_numpy(found[:, :, : self.config.draft_vocab_size].copy())
+        found = self._run(feeds, [GREEDY] * len(feeds), steps, 0).logits.copy()
+        return torch.from_numpy(found.reshape(steps, len(feeds), -1))
 
     def word(self, token: int) -> int:
         """A token of the target as a draft id; the last one is for all others."""
         return self._words.get(token, self.config.draft_vocab_size) if len(self._ids) else token
 
-    def _run(
-        self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, *, is_guessing: bool
-    ) -> BlockCall:
-        """The call that was made, which knows what came of it."""
-        size = self.config.block_size if steps else 0
-        rows = longest = 0
-        for feed in feeds:
-            end = feed.start + len(feed.rows) + size
-            feed.place.reserve(end)
-            rows, longest = rows + len(feed.rows), max(longest, end)
-        sources = sources_of([row for feed in feeds for row in feed.rows], self._layers, self.model.hidden)
-        if len(feeds) > self._call.most_requests or rows > self._call.most_rows:
-            most = max(len(feeds), self._call.most_requests), max(rows, self._call.most_rows)
-            self._call = BlockCall(self._constants, self.model, *most)
-        work = self._room.get(max(rows, len(feeds) * size), longest)
-        words = [self.word(feed.tokens[-1]) for feed in feeds]
-        self._call.open(feeds, words, sources, samplers, work)
-        self._call.run(steps, is_guessing)
-        return self._call
-
-
-class Constants(NamedTuple):
-    """What is the same in all calls of a head."""
-
-    threads: int
-    size: int  # rows of a block
-    mask: int
-    first: int
-    most_steps: int
-    ids: np.ndarray  # of the draft's vocabulary in the target's; empty where they are the same
-    rank: int
-    before: int
-    markov: Matrix
-    num_sources: int
-    fuse: Matrix
-    balance: int
-    hidden_norm: int
-
-
-class BlockCall:
-    """A call with nothing made anew, as chain_call.py's: its addresses are of memory that never moves."""
-
-    def __init__(self, constants: Constants, model: Model, most_requests: int, most_rows: int) -> None:
-        """With memory for `most_requests` requests and `most_rows` rows of features."""
-        self.most_requests, self.most_rows = most_requests, most_rows
-        self._constants, self._model, self._work, self._count = constants, model, NO_WORK, 0
-        rows, steps = most_requests * constants.size, constants.most_steps * most_requests
-        shares, sources = most_requests * constants.threads, most_rows * constants.num_sources
-        sizes = [most_requests * NUM_COLUMNS, *[most_rows] * 4, *[rows] * 7, steps, sources, shares]
-        starts = np.cumsum([0, *sizes]).tolist()
-        self._tokens, self._sources = starts[12:14]
-        self._numbers = array("q", [0] * starts[-1])
-        self._seeds, self._temperatures = array("Q", [0] * most_requests), array("d", [0.0] * most_requests)
-        self._chances, self._sums = array("d", [0.0] * steps), array("d", [0.0] * shares)
-        self._mixed = np.empty((most_requests, model.head.n), np.float32)
-        self._logits = np.empty((steps, model.head.n), np.float32)
-        base = self._numbers.buffer_info()[0]
-        self._call = numbers(self._first_call([base + 8 * start for start in starts]))
-        self._at = self._call.buffer_info()[0]
-
-    def _first_call(self, at: Sequence[int]) -> Call:
-        """Of nothing yet. at: addresses of the arrays of whole numbers."""
-        k = self._constants
-        tokens, places, keys, values, rooms, seen, zeros = at[5:12]
-        context = Context(
-            0, at[13], k.num_sources, k.fuse, k.balance, k.hidden_norm, at[1], at[2], at[3], at[4]
-        )
-        rows = Rows(0, tokens, places, keys, values, rooms, places, seen, 0, zeros, 0)
-        temperatures, seeds = self._temperatures.buffer_info()[0], self._seeds.buffer_info()[0]
-        chances, sums = self._chances.buffer_info()[0], self._sums.buffer_info()[0]
-        block = Block(
-            0, at[0], k.size, k.mask, k.first, 0, temperatures, seeds, address(k.ids), len(k.ids), k.rank,
-            k.before, k.markov, address(self._mixed), address(self._logits), at[12], chances, at[14], sums,
-            False,
-        )  # fmt: skip
-        return Call(context, rows, block, self._model, NO_WORK)
-
-    def open(
-        self, feeds: Sequence[Feed], words: Sequence[int], sources: Sequence[int],
-        samplers: Sequence[Sampler], work: Work,
-    ) -> None:  # fmt: skip
-        """words: the feeds' roots as draft ids; sources: addresses of all rows' features."""
-        given, at, self._count = self._numbers, 0, len(feeds)
-        for i, (feed, word, sampler) in enumerate(zip(feeds, words, samplers, strict=True)):
-            place, start, count = feed.place, feed.start, len(feed.rows)
-            own = (
-                place.keys_at,
-                place.values_at,
-                place.blocks,
-                start,
-                count,
-                feed.tokens[-1],
-                word,
-                sampler.position,
-            )
-            given[at : at + NUM_COLUMNS] = array("q", own)
-            self._temperatures[i], self._seeds[i] = sampler.temperature, sampler.seed
-            at += NUM_COLUMNS
-        given[self._sources : self._sources + len(sources)] = array("q", sources)
-        self._call[CONTEXT] = len(sources) // self._constants.num_sources
-        if work is not self._work:
-            self._work = work
-            self._call[WORK : WORK + len(work)] = array("q", work)
-
-    def run(self, steps: int, is_guessing: bool) -> None:
-        """Without steps nothing is guessed."""
-        call = self._call
-        call[ROWS] = self._count * self._constants.size if steps else 0
-        call[NUM], call[STEPS], call[IS_GUESSING] = self._count, steps, is_guessing
-        draft_blocks(self._at, self._constants.threads)
-
-    def guesses(self, count: int, steps: int) -> Guesses:
-        """Of the last call, with `count` requests."""
-        tokens, chances = self._numbers[self._tokens : self._tokens + steps * count], self._chances
-        starts = range(0, steps * count, count)
-        return Guesses(
-            [tokens[i : i + count].tolist() for i in starts],
-            [chances[i : i + count].tolist() for i in starts],
-        )
-
-    def logits(self, count: int, steps: int) -> np.ndarray:
-        """[steps, requests, outputs] of the last call; the next one overwrites them."""
-        return self._logits[: steps * count].reshape(steps, count, -1)
+    def _run(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], speaking: int, steps: int) -> HeadCall:
+        """speaking: rows of a block whose logits are wanted; of the first `steps` tokens are guessed."""
+        ahead, requests = self.config.block_size if speaking else 0, []
+        for feed, sampler in zip(feeds, samplers, strict=True):
+            root = feed.tokens[-1], self.word(feed.tokens[-1])
+            requests.append(self._request(feed, len(feed.rows), ahead, sampler, *root))
+        rows, count = [row for feed in feeds for row in feed.rows], len(feeds)
+        return self._open(Turn(count, len(rows), count * speaking, steps), requests, [], rows, ahead).run()

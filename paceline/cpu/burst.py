@@ -1,198 +1,139 @@
 """Bursts of one greedy request on the CPU: made in one compiled call (burst_kernel.py), then landed round by
 round.
 
-Invariant: whatever the kernel is given the address of lives until it returns, and what it wrote is copied
-before the next burst; slots for the longest drafts of all rounds are reserved.
+Invariant: whatever the kernel is given the address of lives until it returns; slots for the longest drafts of
+all rounds are reserved.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from paceline.core.tree import Tree
 from paceline.core.types import Batch, Draft, Round
-from paceline.cpu.burst_kernel import (
-    COUNT,
-    FLOATS,
-    HEAD_SECONDS,
-    MATCH,
-    NUM_HEAD,
-    NUM_MATCH,
-    NUM_READ,
-    ROUND_SECONDS,
-    SOURCE,
-    WIDTH,
-    BurstCall,
-    HeadPart,
-    MatchPart,
-    TargetPart,
-    WeightsPart,
-    run_burst,
-)
-from paceline.cpu.chain_call import MOST_ROWS
-from paceline.cpu.chain_head import ChainHead
-from paceline.cpu.chains import draft_chains
+from paceline.cpu import burst_kernel as kernel
+from paceline.cpu.burst_kernel import BurstCall, HeadPart, MatchPart, TargetPart, WeightsPart
+from paceline.cpu.chain_head import ChainHead, draft_chains
 from paceline.cpu.compile import entry_of, numbers, size_of
-from paceline.cpu.decoder import CpuDecoder, LayerCache
+from paceline.cpu.decoder import CpuDecoder, LayerCache, Prepared
 from paceline.cpu.forward import FORWARD
-from paceline.cpu.head_memory import address
-from paceline.cpu.recycle import Recycled
-from paceline.cpu.taps import Taps
+from paceline.cpu.head_call import MOST_ROWS, CallMemory
+from paceline.cpu.recycle import Recycled, Taps, address
 from paceline.heads.rows import BurstInput
 
 MOST_ROUNDS = 16  # in a row
 LONGEST = MOST_ROWS // 2 - 1  # tokens of a draft: the head must be able to read what two rounds emit
 
 
+@dataclass(frozen=True, slots=True)
 class CpuBurst:
     """Rounds that are over: what each emitted, as the kernel wrote it down."""
 
-    num_left = 0
-
-    def __init__(
-        self,
-        backend: CpuBurstBackend,
-        num_rounds: int,
-        length: int,
-        memory: np.ndarray,
-        sources: tuple[str, str],
-    ) -> None:
-        """memory: the hidden states of all rounds, one after the other. sources: the names of the drafters
-        that match, and whose head drafts.
-        """
-        self._length, self._layers, self._width = length, backend.layers, backend.width
-        self._memory, self._sources = memory, sources
-        self._ring, self._floats = backend.written(num_rounds, length)
+    ring: list[list[int]]
+    floats: list[list[float]]
+    length: int  # of the longest draft
+    names: tuple[str, str]  # of the drafters that match, and whose head drafts
+    layers: tuple[int, ...]
+    memory: np.ndarray  # the layers' hidden states, of one round after the other
+    num_left: int = 0
 
     def __len__(self) -> int:
-        return len(self._ring)
+        return len(self.ring)
 
     def more(self) -> None:
         raise AssertionError("all rounds are over")
 
     def hidden(self, number: int) -> Mapping[int, torch.Tensor]:
-        if not self._layers:
+        if not self.layers:
             return {}
-        rows, size = self._ring[number][COUNT] + 1, len(self._layers) * self._width
-        first = sum(row[COUNT] + 1 for row in self._ring[:number]) * size
-        return Taps(self._layers, self._memory[first : first + rows * size], rows, self._width)
+        rows, (_, width) = self.ring[number][kernel.COUNT] + 1, self.memory.shape
+        size = len(self.layers) * width
+        first = sum(row[kernel.COUNT] + 1 for row in self.ring[:number]) * size
+        return Taps(self.layers, self.memory.reshape(-1)[first : first + rows * size], rows, width)
 
     def round(self, number: int, roots: Sequence[int]) -> Round:
-        row, floats, length = self._ring[number], self._floats[number], self._length
-        drafts = []
-        for source, at, num in ((0, 0, row[NUM_MATCH]), (1, length, row[NUM_HEAD])):
-            tree = Tree.chain(roots[0], row[WIDTH + at : WIDTH + at + num])
-            reach = tuple(floats[FLOATS + at : FLOATS + at + num])
-            drafts.append(Draft(tree, self._sources[source], None, (1.0, *reach)))
-        checked = _first_nodes(drafts[row[SOURCE] != MATCH], row[COUNT])
-        picked_at = WIDTH + 2 * length
-        picked = row[picked_at : picked_at + row[COUNT] + 1]
+        row, floats = self.ring[number], self.floats[number]
+        source, count, num_match, num_head, num_read = row[: kernel.WIDTH]
+        head_seconds, seconds = floats[: kernel.FLOATS]
+
+        def chain(which: int, num: int) -> Draft:
+            at, reach_at = kernel.WIDTH + which * self.length, kernel.FLOATS + which * self.length
+            tree, reach = Tree.chain(roots[0], row[at : at + num]), floats[reach_at : reach_at + num]
+            return Draft(tree, self.names[which], None, (1.0, *reach))
+
+        drafts, which = (chain(0, num_match), chain(1, num_head)), int(source != kernel.MATCH)
+        checked = drafts[which] if drafts[which].num_drafted == count else chain(which, count)
+        picked_at = kernel.WIDTH + 2 * self.length
         answers = tuple((draft.source, draft) for draft in drafts if draft.num_drafted)
-        return Round([checked], [picked], answers, floats[ROUND_SECONDS], floats[HEAD_SECONDS], row[NUM_READ])
-
-
-def _first_nodes(draft: Draft, count: int) -> Draft:
-    if count == draft.num_drafted:
-        return draft
-    tree, end = draft.tree, count + 1
-    assert draft.chances is not None
-    return Draft(Tree.known(tree.tokens[:end], tree.parents[:end]), draft.source, None, draft.chances[:end])
+        return Round([checked], [row[picked_at:][: count + 1]], answers, seconds, head_seconds, num_read)
 
 
 class CpuBurstBackend:
     most_rounds, most_requests, is_weighing = MOST_ROUNDS, 1, True
 
-    def __init__(
-        self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache], length: int
-    ) -> None:
-        """head: None for a matcher alone, or nothing. length: of the longest draft, LONGEST at most with a
-        head.
-        """
-        self._head, self._decoder, self._kv = head, decoder, kv
-        self.width = decoder.config.hidden_size
-        sources = () if head is None else head.config.hidden_layers
-        self.layers = tuple(dict.fromkeys(sources))
-        self._layers_at = array("q", self.layers)
-        self._source_of = array("q", [self.layers.index(layer) for layer in sources])
-        self._ring = np.zeros((MOST_ROUNDS, WIDTH + 3 * length + 1), np.int64)
-        self._floats = np.zeros((MOST_ROUNDS, FLOATS + 2 * length))
-        self._scores = np.zeros(length + 1)
-        self._pushed = array("i", [0] * (length + 1))
+    def __init__(self, head: ChainHead | None, decoder: CpuDecoder, kv: Sequence[LayerCache]) -> None:
+        """head: None for a matcher alone, or nothing."""
+        self._head, self._decoder, self._kv, self._features = head, decoder, kv, Recycled()
+        sources = () if head is None else head.layers
+        self._layers = tuple(dict.fromkeys(sources))
+        self._layers_at = array("q", self._layers)
+        self._source_of = array("q", [self._layers.index(layer) for layer in sources])
         # needed, and compiled, for a head alone
         self._drafts = 0 if head is None else entry_of(draft_chains, 2)
         self._forward = entry_of(FORWARD[decoder.bits], 5)
-        self._features = Recycled()
         # Compiled now: no request waits for it. The numbers have a name, since they must live as long as the
         # call, before which a kernel may be compiled for half a minute.
         nothing = array("q", [0] * size_of(BurstCall))
-        run_burst(nothing.buffer_info()[0])
+        kernel.run_burst(nothing.buffer_info()[0])
 
     def can_run(self, temperature: float) -> bool:
         return temperature == 0
 
     def launch(self, batch: Batch, given: BurstInput) -> CpuBurst:
         """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has
-        not read, few rows.
-        """
-        weights, length, columns = given.weights, len(batch.columns.rows) - 1, batch.columns
+        not read, few rows."""
+        columns, rounds, matcher, weights = batch.columns, given.num_rounds, given.matcher, given.weights
         assert weights is not None, "drafts are weighed"
-        assert 1 <= given.num_rounds <= MOST_ROUNDS, "the ring holds no more rounds"
-        assert self._ring.shape[1] >= WIDTH + 3 * length + 1, "and no longer drafts"
-        memory = self._features.block(given.num_rounds * (length + 1) * len(self.layers) * self.width)
-        target, kept = self._target(batch, given, length, memory)
-        matcher = given.matcher
-        match = MatchPart(0, 0, 0, 0, 0, 0, 0, self._pushed.buffer_info()[0])
-        if matcher is not None:
-            budget, (*places, _, _) = min(matcher.budget, length), matcher
-            match = MatchPart(*places, budget, self._pushed.buffer_info()[0])  # type: ignore[call-arg]
+        rows, width = len(columns.rows), self._decoder.config.hidden_size
+        length, num_more = rows - 1, rounds * rows
+        states = num_more * len(self._layers)
+        memory = self._features.block(states * width).reshape(states, width)
+        ring = np.empty((rounds, kernel.WIDTH + 3 * length + 1), np.int64)
+        floats, scores = np.empty((rounds, kernel.FLOATS + 2 * length)), np.empty(rows)
+        ready = self._decoder.prepare(batch, self._kv, num_more)
+        pushed = array("i", [0] * rows)
+        places = (*matcher[:6], min(matcher.budget, length)) if matcher else (0,) * 7
+        match = MatchPart(*places, pushed.buffer_info()[0])
         lists = [array("d", each) for each in (weights.added, weights.head_rates, weights.match_rates)]
         added, head_rates, match_rates = (each.buffer_info()[0] for each in lists)
-        weighing = WeightsPart(
-            weights.seconds, weights.promised, weights.head_factor, weights.match_factor, added, head_rates,
-            match_rates,
-            address(self._scores),
-        )  # fmt: skip
+        of_head, of_match = (head_rates, weights.head_factor), (match_rates, weights.match_factor)
+        weighing = WeightsPart(weights.seconds, added, weights.promised, *of_head, *of_match, address(scores))
         waiting = sum(len(feed.tokens) for feed in given.feeds)
         state = array("q", (columns.prefix_lens[0], columns.input_ids[0], waiting, given.wanted, 0))
         stops = array("q", given.stops)
-        call = numbers(BurstCall(
-            target, self._head_part(given, length), match, weighing, length, given.num_rounds,
-            stops.buffer_info()[0], len(stops), state.buffer_info()[0], address(self._ring),
-            address(self._floats),
-        ))  # fmt: skip
-        made = run_burst(call.buffer_info()[0])
+        parts = self._target(batch, ready, memory), self._head_part(given, length, num_more), match, weighing
+        ends = stops.buffer_info()[0], len(stops), state.buffer_info()[0]
+        call = numbers(BurstCall(*parts, length, rounds, *ends, address(ring), address(floats)))
+        made = kernel.run_burst(call.buffer_info()[0])
         assert made, "the matcher has read all that was emitted before"
-        del kept
-        sources = "" if matcher is None else matcher.name, given.head_name
-        return CpuBurst(self, made, length, memory, sources)
+        names = "" if matcher is None else matcher.name, given.head_name
+        return CpuBurst(ring[:made].tolist(), floats[:made].tolist(), length, names, self._layers, memory)
 
-    def _target(
-        self, batch: Batch, given: BurstInput, length: int, memory: np.ndarray
-    ) -> tuple[TargetPart, object]:
-        """The decoder's part, and what must live until the call returns."""
-        ready = self._decoder.prepare(batch, self._kv, given.num_rounds * (length + 1))
+    def _target(self, batch: Batch, ready: Prepared, memory: np.ndarray) -> TargetPart:
         ids, positions, slots, _, _, _, blocks, prefix, _ = batch.addresses()
-        part = TargetPart(
-            self._forward, ready.spec.buffer_info()[0], ready.model, ready.work, ready.logits.data_ptr(),
-            ready.threads,
-            ids, positions, slots, blocks, prefix, ready.picked, ready.taps.buffer_info()[0],
-            self._layers_at.buffer_info()[0], len(self.layers), self.width, address(memory),
-        )  # fmt: skip
-        return part, ready
+        spec, logits, taps = ready.spec.buffer_info()[0], ready.logits.data_ptr(), ready.taps.buffer_info()[0]
+        run = self._forward, spec, ready.model, ready.work, logits, ready.threads
+        kept = taps, self._layers_at.buffer_info()[0], len(self._layers), memory.shape[1], address(memory)
+        return TargetPart(*run, ids, positions, slots, blocks, prefix, ready.picked, *kept)
 
-    def _head_part(self, given: BurstInput, length: int) -> HeadPart:
+    def _head_part(self, given: BurstInput, length: int, num_more: int) -> HeadPart:
         if self._head is None:
-            return HeadPart(0, 0, 0, 0, 0, 0, 0)
-        (feed,), (sampler,) = given.feeds, given.samplers
-        where = self._head.open(feed, sampler, length, given.least, given.num_rounds * (length + 1))
-        return HeadPart(self._drafts, *where, len(self._source_of), self._source_of.buffer_info()[0])
-
-    def written(self, made: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
-        """What the kernel wrote, copied: the next burst writes over it."""
-        width, breadth = WIDTH + 3 * length + 1, FLOATS + 2 * length
-        ring, floats = self._ring.reshape(-1)[: made * width], self._floats.reshape(-1)[: made * breadth]
-        return ring.reshape(made, width).tolist(), floats.reshape(made, breadth).tolist()
+            return HeadPart(0, 0, CallMemory(*[0] * len(CallMemory._fields)), 0, 0)
+        call = self._head.open(given.feeds, given.samplers, length, num_more, least=given.least)
+        sources = len(self._source_of), self._source_of.buffer_info()[0]
+        return HeadPart(self._drafts, call.at, call.memory, *sources)

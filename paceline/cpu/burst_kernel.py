@@ -8,30 +8,28 @@ round leaves behind all that a usual step would have shown, and its pass is the 
 
 from __future__ import annotations
 
-from time import CLOCK_MONOTONIC
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
 from paceline.core import weigh as weigher
 from paceline.core.types import BLOCK_SIZE
 from paceline.core.weigh import AGREED, ALONE, CONTRADICTED, NUM_CELLS
-from paceline.cpu.chain_call import KEYS, MOST_ROWS, PLACES, POSITIONS, ROOMS, SEEN, TOKENS, VALUES
-from paceline.cpu.chains import ROWS
 from paceline.cpu.compile import invoke, invoke_for_number, kernel, piece, struct
 from paceline.cpu.forward import Pass
-from paceline.cpu.lanes import INT32, INT64, Emitter, double_pointer, int_pointer, word_pointer
+from paceline.cpu.head_call import MOST_ROWS, REQUEST_SIZE, CallMemory, HeadRequest, Turn
+from paceline.cpu.lanes import double_pointer, int_pointer, seconds_now, word_pointer
 
 SPEC_ROWS, SPEC_OUTPUTS = Pass._fields.index("rows"), Pass._fields.index("num_outputs")
+START, NUM_ROWS, POSITION, SEEN, FIRST_GUESS = (
+    HeadRequest._fields.index(name) for name in ("start", "num_rows", "position", "seen", "first_guess")
+)
+CALL_ROWS = Turn._fields.index("num_rows")  # a head's call begins with its turn
 NOTHING, MATCH, HEAD = 0, 1, 2  # whose draft is checked
 # What is written about a round: whole numbers, then the match's tokens, the head's and what was picked;
-SOURCE, COUNT, NUM_MATCH, NUM_HEAD, NUM_READ = range(5)
-WIDTH = 5
+SOURCE, COUNT, NUM_MATCH, NUM_HEAD, NUM_READ, WIDTH = range(6)
 # and floats, then the path probabilities of the match's tokens and of the head's.
-HEAD_SECONDS, ROUND_SECONDS = range(2)
-FLOATS = 2
+HEAD_SECONDS, ROUND_SECONDS, FLOATS = range(3)
 # State: tokens with K/V, the newest token, rows that wait for the head, tokens still wanted, tokens that the
 # matcher has not read.
 CACHED, ROOT, WAITING, WANTED, UNREAD = range(5)
@@ -60,15 +58,13 @@ class TargetPart(NamedTuple):
 
 
 class HeadPart(NamedTuple):
-    """A chain head. Addresses, but for num_sources."""
+    """A chain head, whose call has one request."""
 
     draft: int  # the kernel's entry
-    call: int  # of draft_chains; 0: there is no head
-    numbers: int  # of its SingleFeed
-    drafted: int
-    reach: int  # float64: path probabilities
+    call: int  # address; 0: there is no head
+    memory: CallMemory  # of the call
     num_sources: int
-    source_of: int  # [num_sources]: which of the kept layers
+    source_of: int  # address of [num_sources]: which of the kept layers
 
 
 class MatchPart(NamedTuple):
@@ -88,12 +84,12 @@ class WeightsPart(NamedTuple):
     """As heads/rows.py has them; arrays by address, float64."""
 
     seconds: float
-    promised: float
-    head_factor: float
-    match_factor: float
     added: int
+    promised: float
     head_rates: int
+    head_factor: float
     match_rates: int
+    match_factor: float
     scores: int  # [length]: scratch
 
 
@@ -115,26 +111,10 @@ call_at = struct(BurstCall)
 cell_of, acceptance, best_count = piece(weigher.cell_of), piece(weigher.acceptance), piece(weigher.best_count)
 
 
-@intrinsic
-def seconds_now(_context: Any) -> Any:
-    """Of a clock that only goes on."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        emit = Emitter(builder)
-        room = emit.variable(ir.Constant(ir.ArrayType(INT64, 2), [0, 0]))
-        emit.call("clock_gettime", INT32, [ir.Constant(INT32, CLOCK_MONOTONIC), room])
-        whole = builder.load(room)
-        parts = [builder.sitofp(builder.extract_value(whole, i), ir.DoubleType()) for i in range(2)]
-        return builder.fadd(parts[0], builder.fmul(parts[1], ir.Constant(ir.DoubleType(), 1e-9)))
-
-    return types.float64(), generate
-
-
 @piece
 def weigh(c, reach, num, rates_at, factor, agreement, spent):  # type: ignore[no-untyped-def]
     """Of a chain: how many of its nodes to check, and the seconds they should save. spent: on drafting in
-    this round, whatever is checked.
-    """
+    this round, whatever is checked."""
     w = c.weights
     rates, added = carray(double_pointer(rates_at), NUM_CELLS), carray(double_pointer(w.added), c.length + 1)
     scores, score, above = carray(double_pointer(w.scores), c.length), 1.0, 1.0
@@ -149,93 +129,69 @@ def weigh(c, reach, num, rates_at, factor, agreement, spent):  # type: ignore[no
 
 
 @piece
-def until_stop(c, tokens, num):  # type: ignore[no-untyped-def]
-    """Nothing is drafted after a token that ends the request."""
-    stops = carray(int_pointer(c.stops), c.num_stops)
+def is_stop(c, token):  # type: ignore[no-untyped-def]
+    """Whether a token ends the request."""
+    found = False
+    for stop in carray(int_pointer(c.stops), c.num_stops):
+        found |= token == stop
+    return found
+
+
+@piece
+def take(c, drafted_at, reach_at, num, tokens, reach):  # type: ignore[no-untyped-def]
+    """A chain as its drafter wrote it, until a token that ends the request: how many tokens."""
+    drafted, found = carray(int_pointer(drafted_at), num), carray(double_pointer(reach_at), num)
     for i in range(num):
-        for stop in stops:
-            if tokens[i] == stop:
-                return i + 1
+        tokens[i], reach[i] = drafted[i], found[i]
+        if is_stop(c, drafted[i]):
+            return i + 1
     return num
 
 
 @piece
-def draft_by_match(c, tokens, reach):  # type: ignore[no-untyped-def]
+def draft_by_match(c, state, tokens, reach):  # type: ignore[no-untyped-def]
     """A chain without a model: how many tokens; -1 if its tables must grow first."""
-    state, m = carray(int_pointer(c.state), 5), c.match
+    m = c.match
     num = invoke_for_number(m.draft, (m.live, m.past, m.pushed, state[UNREAD], m.budget, m.scratch)) - 1
     if num < 0:
         return -1
     state[UNREAD] = 0
-    drafted, found = carray(int_pointer(m.drafted), num + 1), carray(double_pointer(m.reach), num + 1)
-    for i in range(num):
-        tokens[i], reach[i] = drafted[i + 1], found[i + 1]
-    return until_stop(c, tokens, num)
+    return take(c, m.drafted + 8, m.reach + 8, num, tokens, reach)
 
 
 @piece
-def draft_by_head(c, tokens, reach):  # type: ignore[no-untyped-def]
-    """The head reads the rows that wait and drafts: how many tokens. Rows lie in its own numbers already
-    (`show`).
-    """
-    state, call = carray(int_pointer(c.state), 5), carray(int_pointer(c.head.call), ROWS + 1)
-    own = 8 * MOST_ROWS + MOST_ROWS * c.head.num_sources
-    then, rest = own + c.head.num_sources, own + c.head.num_sources + 7
-    numbers = carray(int_pointer(c.head.numbers), rest + 5)
-    rows = state[WAITING]
-    at = numbers[PLACES] + rows
-    for i in range(7):
-        numbers[then + i] = 0
-    numbers[then + 1], numbers[then + 5], numbers[then + 6] = at, at, at + 1
-    numbers[then + 2], numbers[then + 3], numbers[then + 4] = numbers[KEYS], numbers[VALUES], numbers[ROOMS]
-    numbers[rest], numbers[rest + 2], numbers[rest + 3], numbers[rest + 4] = rows - 1, 0, 0, state[CACHED] + 1
-    call[ROWS] = rows
-    invoke(c.head.draft, (c.head.call, c.target.threads))
-    made = min(numbers[rest + 2], c.length)
-    drafted, found = carray(int_pointer(c.head.drafted), made), carray(double_pointer(c.head.reach), made)
-    for i in range(made):
-        tokens[i], reach[i] = drafted[i], found[i]
-    numbers[PLACES] = at
-    state[WAITING] = 0
-    return until_stop(c, tokens, made)
+def draft_by_head(c, state, tokens, reach):  # type: ignore[no-untyped-def]
+    """The head reads the rows that wait (`show`) and drafts: how many tokens."""
+    h, one = c.head, carray(int_pointer(c.head.memory.requests), REQUEST_SIZE)
+    rows, start = state[WAITING], one[START]
+    one[NUM_ROWS], one[POSITION], one[SEEN], one[FIRST_GUESS] = rows, start, start + 1, state[CACHED] + 1
+    carray(int_pointer(h.call), CALL_ROWS + 1)[CALL_ROWS] = rows
+    invoke(h.draft, (h.call, c.target.threads))
+    one[START], state[WAITING] = start + rows, 0
+    made = min(carray(int_pointer(h.memory.done), 1)[0], c.length)
+    return take(c, h.memory.guesses, h.memory.chances, made, tokens, reach)
 
 
 @piece
-def show(c, token, rows, row, hidden):  # type: ignore[no-untyped-def]
+def show(c, state, token, rows, row, hidden):  # type: ignore[no-untyped-def]
     """A row of the last pass, with the token after it, is for the head to read."""
-    sources = c.head.num_sources
-    state, numbers = (
-        carray(int_pointer(c.state), 5),
-        carray(int_pointer(c.head.numbers), (8 + sources) * MOST_ROWS),
-    )
-    n, source_of = state[WAITING], carray(int_pointer(c.head.source_of), sources)
-    at = numbers[PLACES] + n
-    numbers[TOKENS + n], numbers[POSITIONS + n], numbers[PLACES + n], numbers[SEEN + n] = (
-        token,
-        at,
-        at,
-        at + 1,
-    )
-    numbers[KEYS + n], numbers[VALUES + n], numbers[ROOMS + n] = (
-        numbers[KEYS],
-        numbers[VALUES],
-        numbers[ROOMS],
-    )
-    for i in range(sources):
-        numbers[8 * MOST_ROWS + n * sources + i] = hidden + (source_of[i] * rows + row) * c.target.width * 4
+    h, n = c.head, state[WAITING]
+    source_of = carray(int_pointer(h.source_of), h.num_sources)
+    carray(int_pointer(h.memory.tokens), n + 1)[n] = token
+    sources = carray(int_pointer(h.memory.sources), (n + 1, h.num_sources))
+    for i in range(h.num_sources):
+        sources[n, i] = hidden + (source_of[i] * rows + row) * c.target.width * 4
     state[WAITING] = n + 1
 
 
 @piece
-def fill(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
+def fill(c, state, tokens, count, hidden):  # type: ignore[no-untyped-def]
     """The pass over the root and `count` drafted tokens, a chain."""
-    state, rows, t = carray(int_pointer(c.state), 5), count + 1, c.target
+    rows, t = count + 1, c.target
     ids, positions = carray(int_pointer(t.ids), rows), carray(int_pointer(t.positions), rows)
     slots, base = carray(int_pointer(t.slots), rows), state[CACHED]
-    spec, blocks = (
-        carray(int_pointer(t.spec), SPEC_OUTPUTS + 1),
-        carray(int_pointer(t.blocks), (base + count) // BLOCK_SIZE + 1),
-    )
+    spec = carray(int_pointer(t.spec), SPEC_OUTPUTS + 1)
+    blocks = carray(int_pointer(t.blocks), (base + count) // BLOCK_SIZE + 1)
     for row in range(rows):
         at = base + row
         ids[row] = tokens[row - 1] if row else state[ROOT]
@@ -248,44 +204,37 @@ def fill(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
 
 
 @piece
-def move_on(c, tokens, count, hidden):  # type: ignore[no-untyped-def]
+def move_on(c, state, tokens, count, hidden):  # type: ignore[no-untyped-def]
     """The text goes on with what was picked. Whether another round may follow."""
-    state, picked = carray(int_pointer(c.state), 5), carray(int_pointer(c.target.picked), count + 1)
-    pushed, stops = (
-        carray(word_pointer(c.match.pushed), c.length + 1),
-        carray(int_pointer(c.stops), c.num_stops),
-    )
-    emitted = 0
+    picked, emitted = carray(int_pointer(c.target.picked), count + 1), 0
+    pushed = carray(word_pointer(c.match.pushed), c.length + 1)
     while True:
         token = picked[emitted]
         if token < 0:
             return False
         if c.head.call != 0:
-            show(c, token, count + 1, emitted, hidden)
+            show(c, state, token, count + 1, emitted, hidden)
         pushed[emitted] = token
         emitted += 1
-        for stop in stops:
-            if token == stop:
-                return False
+        if is_stop(c, token):
+            return False
         if emitted > count or tokens[emitted - 1] != token:
             break
     state[CACHED] += emitted
-    state[ROOT] = token
     state[WANTED] -= emitted
-    state[UNREAD] = emitted
+    state[ROOT], state[UNREAD] = token, emitted
     return state[WANTED] > 0
 
 
 @piece
-def choose(c, ring, floats):  # type: ignore[no-untyped-def]
+def choose(c, state, ring, floats):  # type: ignore[no-untyped-def]
     """Which draft, and how many nodes of it are checked: the head is not asked where a match promises more,
-    if it can read what comes of it later. False: the host must enlarge the matcher's tables first.
-    """
-    w, length, waiting = c.weights, c.length, carray(int_pointer(c.state), 5)[WAITING]
+    if it can read what comes of it later. False: the host must enlarge the matcher's tables first."""
+    w, length, waiting = c.weights, c.length, state[WAITING]
     matched, drafted = ring[WIDTH : WIDTH + length], ring[WIDTH + length : WIDTH + 2 * length]
     match_reach, head_reach = floats[FLOATS : FLOATS + length], floats[FLOATS + length : FLOATS + 2 * length]
     ring[SOURCE], ring[COUNT], ring[NUM_HEAD], ring[NUM_READ], floats[HEAD_SECONDS] = NOTHING, 0, 0, 0, 0.0
-    ring[NUM_MATCH] = draft_by_match(c, matched, match_reach) if c.match.live else 0
+    ring[NUM_MATCH] = draft_by_match(c, state, matched, match_reach) if c.match.live else 0
     if ring[NUM_MATCH] < 0:
         return False
     count, saved = weigh(c, match_reach, ring[NUM_MATCH], w.match_rates, w.match_factor, ALONE, 0.0)
@@ -295,7 +244,7 @@ def choose(c, ring, floats):  # type: ignore[no-untyped-def]
         return True
     started = seconds_now()
     ring[NUM_READ] = waiting
-    ring[NUM_HEAD] = draft_by_head(c, drafted, head_reach)
+    ring[NUM_HEAD] = draft_by_head(c, state, drafted, head_reach)
     floats[HEAD_SECONDS] = spent = seconds_now() - started
     agreement = ALONE
     if ring[NUM_MATCH]:
@@ -316,17 +265,17 @@ def run_burst(at):  # type: ignore[no-untyped-def]
     width, breadth, hidden = WIDTH + 3 * c.length + 1, FLOATS + 2 * c.length, c.target.hidden
     ring = carray(int_pointer(c.ring), (c.num_rounds, width))
     floats = carray(double_pointer(c.floats), (c.num_rounds, breadth))
-    picked = carray(int_pointer(c.target.picked), c.length + 1)
+    picked, state = carray(int_pointer(c.target.picked), c.length + 1), carray(int_pointer(c.state), 5)
     started = seconds_now()
     for number in range(c.num_rounds):
         here, t = ring[number], c.target
-        if not choose(c, here, floats[number]):
+        if not choose(c, state, here, floats[number]):
             return number
         count, first = here[COUNT], WIDTH + (c.length if here[SOURCE] == HEAD else 0)
-        fill(c, here[first:], count, hidden)
+        fill(c, state, here[first:], count, hidden)
         invoke(t.forward, (t.threads, t.spec, t.model, t.work, t.logits))
         here[WIDTH + 2 * c.length : WIDTH + 2 * c.length + count + 1] = picked[: count + 1]
-        goes_on = move_on(c, here[first:], count, hidden)
+        goes_on = move_on(c, state, here[first:], count, hidden)
         hidden += t.num_layers * (count + 1) * t.width * 4
         ended = seconds_now()
         floats[number, ROUND_SECONDS] = ended - started

@@ -1,159 +1,166 @@
-"""A head that drafts token by token, on the CPU: EAGLE-3, EAGLE-1 or a distilled model, as cpu/chains.py
-computes it.
+"""A head that drafts token by token, K tokens of many requests in one compiled call: EAGLE-3, EAGLE-1 and
+small distilled models.
 
-Invariant: the kernels read and write where they are told, so every address handed to them lies in memory that
-this call keeps alive, and a sequence has room for all places that are written.
+The first pass reads what the requests have not read yet, with true features of the target where the head
+wants them; its last rows speak. Each further pass has one row a request: the token guessed last, and the
+head's own output in place of features. A tree's level is one pass in which each node is a request of one row
+with features given as addresses of outputs. Invariant: every address handed to the kernel lies in memory that
+the head keeps alive, and a sequence has room for all places that are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from numba import carray
 
-from paceline.cpu.chain_call import MOST_ROWS, MOST_STEPS, Capacity, ChainCall
-from paceline.cpu.chains import EAGLE_1, EAGLE_3, PLAIN, Entry
+from paceline.cpu.compile import kernel, piece, struct
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.head_memory import NOTHING, Memory, Place, Room, Tensors, address, draft_ids, sources_of
-from paceline.cpu.sync import num_threads
-from paceline.heads.config import DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
+from paceline.cpu.guess import guess
+from paceline.cpu.head_attention import ROW_SIZE
+from paceline.cpu.head_call import CallMemory, Capacity, Entry, HeadCall, HeadRequest, Turn, Work
+from paceline.cpu.head_memory import CHUNK, GREEDY, LayeredHead, Tensors
+from paceline.cpu.heads import request_of, rows_of, run_rows, write_guess, write_row
+from paceline.cpu.lanes import double_pointer, int_pointer
+from paceline.cpu.layer import Model
+from paceline.cpu.recycle import address
+from paceline.cpu.sync import barrier, in_region
+from paceline.heads.config import LayeredConfig
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Row, Sampler
 
-CHUNK = 256  # rows read in one pass
-GREEDY = Sampler(0.0, 0, 0)
+
+class Call(NamedTuple):
+    """What `draft_chains` is given the address of."""
+
+    turn: Turn
+    work: Work
+    memory: CallMemory
+    model: Model
+    entry: Entry
 
 
-def _kind_of(config: LayeredConfig) -> int:
-    if isinstance(config, Eagle1Config):
-        return EAGLE_1
-    return EAGLE_3 if isinstance(config, EagleConfig) else PLAIN
+call_at = struct(Call)
 
 
-class ChainHead:
+@piece
+def _write_rows(c, step):  # type: ignore[no-untyped-def]
+    """Rows of the pass before guess `step`: the new ones of all requests, then the one after them."""
+    num, row = c.turn.num_requests, 0
+    table = carray(int_pointer(c.memory.table), (c.turn.num_rows if step == 0 else num, ROW_SIZE))
+    speaking = carray(int_pointer(c.memory.speaking), num)
+    for i in range(num):
+        one = request_of(c, i)
+        first = one.num_rows + step - 1 if step else 0
+        for ahead in range(first, one.num_rows + step):
+            write_row(table, row, one, ahead, one.seen + ahead)
+            row += 1
+        speaking[i] = row - 1
+
+
+@piece
+def _move_on(c, step):  # type: ignore[no-untyped-def]
+    """The guesses are the tokens of the next pass, one place further. False if nothing likely is left."""
+    num, sources, most = c.turn.num_requests, c.entry.num_sources, 0.0
+    guesses = carray(int_pointer(c.memory.guesses), (c.turn.steps, num))
+    chances = carray(double_pointer(c.memory.chances), (c.turn.steps, num))
+    tokens = carray(int_pointer(c.memory.tokens), num)
+    features = carray(int_pointer(c.memory.sources), (num, sources))
+    for i in range(num):
+        tokens[i] = guesses[step, i]
+        features[i] = c.memory.outputs + i * c.model.hidden * 4
+        most = max(most, chances[step, i])
+    _write_rows(c, step + 1)
+    return most >= c.turn.least
+
+
+@piece
+def _part(share, at):  # type: ignore[no-untyped-def]
+    c = call_at(at)
+    t, done = c.turn, carray(int_pointer(c.memory.done), 2)
+    if share.part == 0:
+        _write_rows(c, 0)
+    run_rows(share, c, rows_of(c, t.num_rows), 1, t.is_fused)
+    for step in range(t.steps):
+        for i in range(share.part, t.num_requests, share.threads):
+            best, chance = guess(c.memory, i, request_of(c, i), step)
+            write_guess(c, step, i, best, chance, True)
+        barrier(share)
+        if share.part == 0:
+            done[0] = step + 1
+            done[1] = 1 if step + 1 < t.steps and _move_on(c, step) else 0
+        barrier(share)
+        if done[1] == 0:
+            return
+        run_rows(share, c, rows_of(c, t.num_requests), 1, False)
+
+
+@kernel(parallel=True)
+def draft_chains(at, threads):  # type: ignore[no-untyped-def]
+    """at: of the numbers of a Call."""
+    in_region(_part, call_at(at).work.sync, threads, at)
+
+
+class ChainHead(LayeredHead):
     def __init__(
-        self,
-        config: LayeredConfig,
-        tensors: Tensors,
-        target: CpuDecoder,
-        feature_norm: torch.Tensor | None = None,
+        self, config: LayeredConfig, tensors: Tensors, target: CpuDecoder, norm: torch.Tensor | None = None
     ) -> None:
-        """feature_norm: the target's last norm, for heads that read what comes out of it."""
-        self.config, self._memory, kind = config, Memory(), _kind_of(config)
-        memory, self._layers = self._memory, config.hidden_layers
-        self.num_sources = len(self._layers)
-        prefixes = ["midlayer."] if kind != PLAIN else []
-        if isinstance(config, DraftConfig):
-            prefixes = [f"layers.{i}." for i in range(config.num_layers)]
-        fuse, balance = NOTHING, 0
-        if kind != PLAIN:
-            fuse, balance = memory.balanced(tensors["fc.weight"], tensors.get("fc.bias"))
-        self.model, self.threads = memory.describe(config, prefixes, tensors, target), num_threads()
-        norm = memory.vector(feature_norm) if feature_norm is not None else 0
-        is_residual, is_output = (
-            getattr(config, name, False) for name in ("norm_before_residual", "norm_output")
-        )
-        self._entry = Entry(kind, max(self.num_sources, 1), norm, fuse, balance, is_residual, is_output)
-        widths = (
-            fuse.k,
-            2 * config.hidden_size,
-            config.intermediate_size,
-            config.num_heads * config.head_dim,
-        )
-        self._room, self._ids = Room.of(self.model, max(widths), self.threads), draft_ids(tensors)
-        self._single = self._many = ChainCall(self.model, self._entry, self._ids, self.threads)
-        self._warm_up()
-
-    def _warm_up(self) -> None:
-        """What is compiled on first use is not the first request's to wait for, nor a cost of drafting."""
-        nothing = torch.zeros(1, self.config.hidden_size)
-        row = Row(0, dict.fromkeys(self._layers, nothing), 0)
+        """norm: the target's last, for heads that read what comes out of it."""
+        super().__init__(config, tensors, target, norm)
+        self._call = HeadCall(self._kernel(draft_chains), Capacity())
+        # What is compiled on first use is not the first request's to wait for, nor a cost of drafting.
+        row = Row(0, dict.fromkeys(self.layers, torch.zeros(1, config.hidden_size)), 0)
         self.guess([Feed(self.place(), 0, [0], [row])], [GREEDY], 1, 0.0)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.num_bytes
 
     def read(self, feed: Feed) -> None:
         """Take rows into a sequence; nothing is guessed."""
         for first in range(0, len(feed.tokens), CHUNK):
             part = slice(first, first + CHUNK)
-            self._run([Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])], [])
-
-    def place(self) -> Place:
-        return Place(self.model.num_layers * self.config.num_kv_heads, self.config.head_dim)
-
-    def fork(self, place: Place, length: int) -> Place:
-        return place.fork(length)
-
-    def can_guess(self, temperature: float) -> bool:
-        return True
+            some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
+            self.open([some], [], 0).run()
 
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed, until no chance reaches `least`."""
-        return self._run(feeds, samplers, steps, least).guesses
-
-    def open(
-        self, feed: Feed, sampler: Sampler, steps: int, least: float, num_more: int
-    ) -> tuple[int, int, int, int]:
-        """For the burst, which calls the kernel several times: with room for `num_more` rows. Addresses, as
-        ChainCall's."""
-        self._open(self._single, [feed], [sampler], steps, least, num_more)
-        return self._single.addresses
+        return self.open(feeds, samplers, steps, least=least).run().guesses
 
     def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
         """The logits after the last row of each feed."""
-        return self._output(self._run(feeds, [GREEDY] * len(feeds)))
+        return _output(self.open(feeds, [GREEDY] * len(feeds), 0).run())
+
+    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """[feeds, hidden] after the last row of each; the next call may write there, too."""
+        return torch.from_numpy(self.open(feeds, [GREEDY] * len(feeds), 0, has_logits=False).run().outputs)
 
     def level(self, nodes: Sequence[Node]) -> HeadOutput:
         """The logits after each node of a tree's level."""
         for node in nodes:
             node.place.reserve(node.at + 1)
-        most = max(len(node.others) for node in nodes)
-        sources = [address(n.source) for n in nodes for _ in range(self._entry.num_sources)]
-        call = self._call_for(len(nodes), len(nodes), most, 0)
-        longest = max(n.seen for n in nodes) + most
-        call.open_nodes(nodes, sources, self._room.get(len(nodes), longest))
-        call.run()
-        return self._output(call)
+        count, most, requests = len(nodes), max(len(node.others) for node in nodes), []
+        for n in nodes:
+            where = n.place.keys_at, n.place.values_at, n.place.blocks, n.at
+            requests.append(HeadRequest(*where, 1, n.position, n.seen, len(n.others), *GREEDY))
+        tokens, turn = [node.token for node in nodes], Turn(count, count, count, 0, is_fused=False)
+        sources = [address(node.source) for node in nodes for _ in range(self._entry.num_sources)]
+        self._call = call = self._call.fitting(count, count, most, 0)
+        work = self._room.get(call.num_rows, max(node.seen for node in nodes) + most)
+        call.open(turn, requests, tokens, sources, work)
+        for row, node in enumerate(nodes):
+            call.write(call.memory.others + 8 * row * call.most.others, node.others)
+        return _output(call.run())
 
-    def outputs(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        """[feeds, hidden] after the last row of each; the next call may write there, too."""
-        return torch.from_numpy(self._run(feeds, [GREEDY] * len(feeds), has_logits=False).outputs)
+    def open(
+        self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, num_more: int = 0, **how: Any
+    ) -> HeadCall:
+        """A call of chains of up to `steps` tokens after the feeds, which are only read if there are no
+        samplers. A burst runs it several times: with room for `num_more` rows. how: fields of Turn."""
+        told, ahead = samplers or [GREEDY] * len(feeds), num_more + steps
+        requests = [self._request(f, len(f.tokens), ahead, one) for f, one in zip(feeds, told, strict=True)]
+        tokens, rows = [token for f in feeds for token in f.tokens], [row for f in feeds for row in f.rows]
+        turn = Turn(len(feeds), len(tokens), len(samplers), steps, **how)
+        return self._open(turn, requests, tokens, rows, ahead)
 
-    def _output(self, call: ChainCall) -> HeadOutput:
-        """Outputs are sources of the nodes that follow, so they are copied."""
-        logits = torch.from_numpy(call.logits[:, : self.config.draft_vocab_size])
-        return HeadOutput(logits, list(call.outputs.copy()))
 
-    def _run(
-        self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int = 0, least: float = 0.0, *,
-        has_logits: bool = True,
-    ) -> ChainCall:  # fmt: skip
-        """The call that was made, which knows what came of it."""
-        call = self._call_for(len(feeds), sum(len(feed.tokens) for feed in feeds), 0, steps)
-        self._open(call, feeds, samplers, steps, least, 0)
-        call.run(has_logits=has_logits)
-        return call
-
-    def _open(
-        self, call: ChainCall, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float,
-        num_more: int,
-    ) -> None:  # fmt: skip
-        longest = 0
-        for feed in feeds:
-            end = feed.start + len(feed.tokens) + num_more + steps
-            feed.place.reserve(end)
-            longest = max(longest, end)
-        rows = feeds[0].rows if len(feeds) == 1 else [row for feed in feeds for row in feed.rows]
-        sources = sources_of(rows, self._layers, self.model.hidden)
-        work = self._room.get(max(call.most.rows, MOST_ROWS), longest)
-        call.open(feeds, sources, samplers, steps, least, work)
-
-    def _call_for(self, feeds: int, rows: int, others: int, steps: int) -> ChainCall:
-        """The usual one, or one with more room."""
-        if feeds == 1 and rows <= MOST_ROWS and steps <= MOST_STEPS and not others:
-            return self._single
-        most = Capacity(*map(max, (feeds, rows, others, steps), self._many.most))
-        if most != self._many.most:
-            self._many = ChainCall(self.model, self._entry, self._ids, self.threads, most)
-        return self._many
+def _output(call: HeadCall) -> HeadOutput:
+    """Outputs are sources of the nodes that follow, so they are copied."""
+    return HeadOutput(torch.from_numpy(call.logits), list(call.outputs.copy()))

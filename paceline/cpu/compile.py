@@ -1,13 +1,15 @@
-"""How kernels are compiled: without the interpreter lock, cached on disk beside the sources or in the user's
-cache folder.
+"""How kernels are compiled: for which instructions, without the interpreter lock, cached on disk; and how
+their arguments lie in memory.
 
-Invariant: a cached kernel is used only if neither a source file of this folder nor the chosen instruction set
-has changed. Numba looks at the file of the function alone, but our kernels are built from pieces in several
-files.
+Invariant: a cached kernel is used only if neither a source file of this folder nor the instruction set has
+changed. Numba looks at the function's file alone, but kernels are built from pieces in several files.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -16,13 +18,41 @@ from struct import pack, unpack
 from typing import Any, get_type_hints
 
 import numba
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from paceline.cpu.features import VARIANT
+from paceline.core.errors import ConfigError
 
+# Which instructions multiply small integers: of aarch64 (dot product), of x86, or of any processor. Every
+# variant computes the same integers, so it changes the time and not a bit of the result.
+VARIANTS = ("sdot", "vnni", "plain")
+
+
+def available() -> list[str]:
+    """Variants that this processor has, best first."""
+    has, found = dict(binding.get_host_cpu_features()), []
+    if platform.machine() in ("aarch64", "arm64"):
+        # LLVM lists few features of ARM processors; it knows the others by the processor's name
+        is_known, listed = binding.get_host_cpu_name() != "generic", Path("/proc/cpuinfo")
+        flags = listed.read_text().split() if is_known and listed.exists() else []
+        if sys.platform == "darwin" or "asimddp" in flags:
+            found.append("sdot")
+    if has.get("avxvnni") or (has.get("avx512vnni") and has.get("avx512vl")):
+        found.append("vnni")
+    return [*found, "plain"]
+
+
+def choose(wanted: str | None) -> str:
+    """PACELINE_CPU names one instead of the best."""
+    usable = available()
+    if wanted and wanted not in usable:
+        raise ConfigError(f"PACELINE_CPU is {wanted!r}; this processor can use {' or '.join(usable)}")
+    return wanted or usable[0]
+
+
+VARIANT = choose(os.environ.get("PACELINE_CPU"))
 FILES = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "core" / "weigh.py"]
 SOURCES = (VARIANT, *((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in FILES))
 
@@ -42,6 +72,17 @@ def kernel(function: Callable[..., None] | None = None, *, parallel: bool = Fals
 
 piece = numba.njit(nogil=True, error_model="numpy")  # a part of kernels, compiled into each of them
 unrolled = numba.njit(inline="always")  # the same, for parts that get constants or kernels as arguments
+
+
+def piece_named(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """A piece that is made more than once. Each needs a name of its own: kernels from the disk cache bring
+    their pieces along and share those of equal names."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = name
+        return piece(function)
+
+    return decorate
 
 
 # A call's arguments lie in memory as int64 numbers and kernels get their address: a hundred numbers in tuples
@@ -66,16 +107,6 @@ def size_of(kind: Struct) -> int:
     return sum(1 if field in SCALARS else size_of(field) for field in get_type_hints(kind).values())
 
 
-def place_of(kind: Struct, *names: str) -> int:
-    """Which number of a struct is a field's first; further names are of fields of nested structs."""
-    before = 0
-    for name, field in get_type_hints(kind).items():
-        if name == names[0]:
-            return before + (place_of(field, *names[1:]) if names[1:] else 0)
-        before += 1 if field in SCALARS else size_of(field)
-    raise KeyError(names[0])
-
-
 def struct(kind: Struct) -> Any:
     """A function for kernels that reads a `kind` from the numbers at an address."""
 
@@ -84,29 +115,22 @@ def struct(kind: Struct) -> Any:
             return SCALARS[field]
         return types.BaseTuple.from_types([type_of(each) for each in get_type_hints(field).values()], field)
 
+    def load(context: Any, builder: Any, field: Any, at: Any, steps: Iterator[int]) -> Any:
+        if field not in SCALARS:
+            values = [load(context, builder, each, at, steps) for each in get_type_hints(field).values()]
+            return context.make_tuple(builder, type_of(field), values)
+        here, loaded = builder.add(at, at.type(next(steps))), ir.DoubleType() if field is float else at.type
+        value = builder.load(builder.inttoptr(here, loaded.as_pointer()))
+        return builder.icmp_signed("!=", value, at.type(0)) if field is bool else value
+
     @intrinsic
     def read(_context: Any, at: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return _read(context, builder, kind, type_of, arguments[0], count(0, 8))
+            return load(context, builder, kind, arguments[0], count(0, 8))
 
         return type_of(kind)(types.int64), generate
 
     return read
-
-
-def _read(
-    context: Any, builder: Any, kind: Struct, type_of: Callable[..., Any], at: Any, bytes_in: Iterator[int]
-) -> Any:
-    values = []
-    for field in get_type_hints(kind).values():
-        if field not in SCALARS:
-            values.append(_read(context, builder, field, type_of, at, bytes_in))
-            continue
-        here = builder.add(at, ir.Constant(at.type, next(bytes_in)))
-        loaded = ir.DoubleType() if field is float else at.type
-        value = builder.load(builder.inttoptr(here, loaded.as_pointer()))
-        values.append(builder.icmp_signed("!=", value, at.type(0)) if field is bool else value)
-    return context.make_tuple(builder, type_of(kind), values)
 
 
 def entry_of(compiled: Any, num_arguments: int) -> int:
@@ -124,9 +148,8 @@ def _invoker(result: types.Type) -> Callable[..., Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             kinds, convention = tuple(signature.args[1]), context.call_conv
             callee = builder.inttoptr(arguments[0], convention.get_function_type(result, kinds).as_pointer())
-            return convention.call_function(
-                builder, callee, result, kinds, cgutils.unpack_tuple(builder, arguments[1])
-            )[1]
+            given = cgutils.unpack_tuple(builder, arguments[1])
+            return convention.call_function(builder, callee, result, kinds, given)[1]
 
         return result(types.int64, numbers), generate
 

@@ -15,25 +15,24 @@ from typing import NamedTuple, Self
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Batch, Columns, Output
+from paceline.core.types import Batch, Output
 from paceline.cpu.attend import FEW_ROWS, TOGETHER
 from paceline.cpu.compile import numbers
 from paceline.cpu.forward import FORWARD, Pass, Work
-from paceline.cpu.key_tiles import TAIL
 from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.recycle import Recycled, Workspace
+from paceline.cpu.recycle import Recycled, Taps, Workspace
 from paceline.cpu.sync import Team, num_threads
-from paceline.cpu.taps import Taps
-from paceline.cpu.tiles import PLACE
+from paceline.cpu.tiles import PLACE, TAIL
 from paceline.cpu.value_tiles import CHUNK, LONGEST
 from paceline.loaders.checkpoint import Checkpoint
-from paceline.loaders.packed import Progress, Tensors, load_packed, pack_model
+from paceline.loaders.packed import Tensors, load_packed, pack_model
 from paceline.models.config import ModelConfig
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits, padded
-from paceline.models.rope import Angles, rotary_tables
+from paceline.models.rope import rotary_tables
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [num_slots, num_kv_heads, width]
+LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [slots, KV heads, width]
+Caches = Sequence[LayerCache]
 NO_HIDDEN: dict[int, torch.Tensor] = {}
 MULTIPLE = 16  # widths the kernels can handle are multiples of it
 
@@ -53,30 +52,29 @@ class Prepared(NamedTuple):
 class CpuDecoder:
     """Built by `CpuDecoder.load`."""
 
+    checks_trees = is_exact = True
+    latest: Sequence[int] | None = None
+
     def __init__(self, config: ModelConfig, dtype: str, tensors: Tensors) -> None:
         self.config, self.bits = config, bits_of(dtype)
         self.tensors = tensors  # the tables below hold addresses into them
-        self._rotary = _rotary(config)
+        ropes = [config.rope] if config.rope_local is None else [config.rope, config.rope_local]
+        self._rotary = [rotary_tables(rope, config.head_dim, config.max_context) for rope in ropes]
         self._layers = numbers(self._layer(i) for i in range(config.num_layers))
         self.model = self._describe()
         self._model = numbers(self.model)
         self._team = Team()
+        widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        self._widest = padded(max(widths), COLUMNS)
         self._workspace = Workspace(self._sizes, self._work)
         self._outputs, self._features = Recycled(), Recycled()
-        self._caches = array("q")
-        self._caches_of: Sequence[LayerCache] | None = None
+        self._caches, self._picked = array("q"), array("q", [0])
+        self._caches_of: Caches | None = None
         self._no_taps = array("q", [0] * (config.num_layers + 1))
-        self._picked = array("q", [0])
 
     @classmethod
     def load(
-        cls,
-        source: Checkpoint,
-        *,
-        dtype: str = "int8",
-        context: int | None = None,
-        progress: Progress | None = None,
-        use_cache: bool = True,
+        cls, source: Checkpoint, dtype: str = "int8", context: int | None = None, use_cache: bool = True
     ) -> Self:
         """Positions from `context` on will not be asked for; `use_cache` keeps packed weights on disk."""
         config = source.config
@@ -89,25 +87,8 @@ class CpuDecoder:
         if bits_of(dtype) < 32 and seen > LONGEST:
             most = f"{dtype} on a CPU reads at most {LONGEST:,} tokens, not {seen:,}"
             raise ConfigError(f"{most}; set max_model_len, or dtype float32")
-        read = load_packed if use_cache else pack_model
-        tensors = read(source, bits_of(dtype), progress)
+        tensors = (load_packed if use_cache else pack_model)(source, bits_of(dtype))
         return cls(replace(config, max_context=seen), dtype, tensors)
-
-    @property
-    def checks_trees(self) -> bool:
-        return True
-
-    @property
-    def runs_by_itself(self) -> bool:
-        return False
-
-    @property
-    def latest(self) -> None:
-        return None
-
-    @property
-    def is_exact(self) -> bool:
-        return True
 
     @property
     def num_bytes(self) -> int:
@@ -126,7 +107,7 @@ class CpuDecoder:
 
     def _layer(self, i: int) -> LayerRow:
         config, name = self.config, f"layers.{i}."
-        tables = self._rotary[config.is_local(i)]
+        tables = self._rotary[-1 if config.is_local(i) else 0]
         after, before_mlp = "post_attention_layernorm", "pre_feedforward_layernorm"
         has_after = config.sandwich_norm
         return LayerRow(
@@ -154,16 +135,18 @@ class CpuDecoder:
             embedding, bits == 32, head, self._at("norm.weight"), self._layers.buffer_info()[0],
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads,
             config.num_kv_heads, config.head_dim, float(config.rms_eps), float(config.scale),
-            float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self._key_bytes(),
+            float(config.embed_scale), config.activation == "gelu_tanh", config.vocab_size, self.bits < 32,
+            *self._kv_widths(),
         )  # fmt: skip
 
+    def _kv_widths(self) -> tuple[int, int]:
+        """Bytes of a head of a cached key, and of a value: a quantized model's are int8, and a key has both
+        their scales (tiles.py)."""
+        dim = self.config.head_dim
+        return (4 * dim, 4 * dim) if self.bits == 32 else (dim + TAIL, dim)
+
     def forward(
-        self,
-        batch: Batch,
-        kv: Sequence[LayerCache],
-        *,
-        num_layers: int | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, batch: Batch, kv: Caches, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
     ) -> Output:
         """Write K/V of every row at `batch.slots`; logits of `batch.rows`. `num_layers` stops early;
         hidden[n] is the residual stream after n layers, hidden[0] the embeddings."""
@@ -172,101 +155,75 @@ class CpuDecoder:
         hidden: Mapping[int, torch.Tensor] = NO_HIDDEN
         taps = self._no_taps
         if hidden_layers:
-            hidden, taps = self._hidden(hidden_layers, len(batch.columns.input_ids))
-        spec = self._pass(batch, kv, taps, depth)
-        logits, threads = self._outputs.take(spec.num_outputs, self.model.head.n), num_threads()
-        given = (array("q", spec), self._model, self._work_of(spec, threads))
-        FORWARD[self.bits](threads, *(each.buffer_info()[0] for each in given), logits.data_ptr())
+            rows, width, taps = len(batch.columns.slots), self.config.hidden_size, taps[:]
+            hidden = Taps(hidden_layers, self._features.block(len(hidden_layers) * rows * width), rows, width)
+            for n in hidden_layers:
+                taps[n] = hidden.address_of(n)
+        ready = self._ready(batch, kv, taps, depth)
+        spec, logits = ready.spec.buffer_info()[0], ready.logits
+        FORWARD[self.bits](ready.threads, spec, ready.model, ready.work, logits.data_ptr())
         self._team.notice()
-        vocab = self.config.vocab_size
+        picked, vocab = None, self.config.vocab_size
+        if batch.picks is not None:  # of rows that are greedy; draws are left to the host
+            chosen = zip(self._picked, batch.picks, strict=False)
+            picked = [token if pick[0] == 0 else -1 for token, pick in chosen]
         own = logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous()
-        return Output(own, hidden, self._choices(batch))
+        return Output(own, hidden, picked)
 
-    def prepare(self, batch: Batch, kv: Sequence[LayerCache], num_more: int) -> Prepared:
+    def prepare(self, batch: Batch, kv: Caches, num_more: int) -> Prepared:
         """What a kernel must know that runs passes by itself, none with more rows than the batch has, up to
         `num_more` positions further on."""
-        taps = self._no_taps[:]
         self._team.notice()
-        spec = self._pass(batch, kv, taps, self.config.num_layers)
-        spec = spec._replace(span=_span(max(batch.columns.positions) + num_more + 1))
-        logits, threads = self._outputs.take(spec.num_outputs, self.model.head.n), num_threads()
-        model, work = self._model.buffer_info()[0], self._work_of(spec, threads).buffer_info()[0]
-        return Prepared(array("q", spec), model, work, logits, taps, self._picked.buffer_info()[0], threads)
+        return self._ready(batch, kv, self._no_taps[:], self.config.num_layers, num_more)
 
-    def _hidden(self, layers: Sequence[int], rows: int) -> tuple[Mapping[int, torch.Tensor], array[int]]:
-        """Room for hidden states, and where the kernel puts them."""
-        width, taps = self.config.hidden_size, self._no_taps[:]
-        hidden = Taps(layers, self._features.block(len(layers) * rows * width), rows, width)
-        for n in layers:
-            taps[n] = hidden.address_of(n)
-        return hidden, taps
-
-    def _choices(self, batch: Batch) -> list[int] | None:
-        """What the kernel picked, for rows that are greedy; draws are left to the host."""
-        if batch.picks is None:
-            return None
-        return [token if pick[0] == 0 else -1 for token, pick in zip(self._picked, batch.picks, strict=False)]
-
-    def _pass(self, batch: Batch, kv: Sequence[LayerCache], taps: array[int], depth: int) -> Pass:
-        columns = batch.columns
+    def _ready(self, batch: Batch, kv: Caches, taps: array[int], depth: int, num_more: int = 0) -> Prepared:
+        columns, num_rows = batch.columns, len(batch.columns.rows)
         ids, positions, slots, parents, request_of, _, tables, prefixes, rows = batch.addresses()
-        if len(columns.rows) > len(self._picked):
-            self._picked = array("q", [0] * len(columns.rows))
-        last_position = max(columns.positions)
-        self._check(columns, kv, last_position, batch.block_size)
-        if kv is not self._caches_of:
-            self._check_cache(kv)
-            self._caches = array("q", [t.data_ptr() for cache in kv for t in cache])
-            self._caches_of = kv
-        caches, picked = self._caches.buffer_info()[0], self._picked.buffer_info()[0]
+        if num_rows > len(self._picked):
+            self._picked = array("q", [0] * num_rows)
+        self._check(batch, kv)
+        length = max(columns.positions) + 1 + num_more
         max_blocks = len(columns.block_tables) // batch.num_requests
-        return Pass(
+        # an odd number of cache lines, so that scores of several queries do not compete for cache lines
+        span = (padded(length, 16) // 16 | 1) * 16
+        caches, picked = self._caches.buffer_info()[0], self._picked.buffer_info()[0]
+        spec = Pass(
             len(columns.slots), ids, positions, slots, parents, request_of, tables, prefixes,
-            batch.num_requests, max_blocks, batch.block_size, _span(last_position + 1), caches, rows,
-            len(columns.rows), taps.buffer_info()[0], depth, picked if batch.picks is not None else 0,
+            batch.num_requests, max_blocks, batch.block_size, span, caches, rows, num_rows,
+            taps.buffer_info()[0], depth, picked if batch.picks is not None else 0,
         )  # fmt: skip
+        logits, threads = self._outputs.take(num_rows, self.model.head.n), num_threads()
+        places = batch.num_requests * max_blocks * batch.block_size
+        work = self._workspace.get(spec.rows, span, places, threads).buffer_info()[0]
+        return Prepared(array("q", spec), self._model.buffer_info()[0], work, logits, taps, picked, threads)
 
-    def _key_bytes(self) -> int:
-        """Of a head: a quantized model's keys are int8 with their scales and their values' (key_tiles.py)."""
-        return self.config.head_dim * 4 if self.bits == 32 else self.config.head_dim + TAIL
-
-    def _check_cache(self, kv: Sequence[LayerCache]) -> None:
-        kept = torch.float32 if self.bits == 32 else torch.int8
-        for keys, values in kv:
-            assert keys.is_contiguous() & values.is_contiguous(), "the cache is contiguous"
-            assert (keys.dtype is kept) & (values.dtype is kept), f"keys and values are {kept}"
-            heads, widths = (
-                self.config.num_kv_heads,
-                (self._key_bytes() // kept.itemsize, self.config.head_dim),
-            )
-            assert keys.shape[1:] == (heads, widths[0]), "keys of another model"
-            assert values.shape[1:] == (heads, widths[1]), "values of another model"
-
-    def _check(self, columns: Columns, kv: Sequence[LayerCache], last_position: int, block_size: int) -> None:
+    def _check(self, batch: Batch, kv: Caches) -> None:
         """Kernels read and write where they are told: nothing may lie outside the tables and the cache."""
-        assert last_position < self.config.max_context, "a position beyond the rotary tables"
+        columns, config = batch.columns, self.config
+        assert max(columns.positions) < config.max_context, "a position beyond the rotary tables"
         assert max(columns.slots) < kv[0][0].shape[0], "a slot beyond the cache"
-        assert max(columns.input_ids) < self.config.vocab_size, "a token beyond the vocabulary"
-        room = len(columns.block_tables) // len(columns.prefix_lens) * block_size
+        assert max(columns.input_ids) < config.vocab_size, "a token beyond the vocabulary"
+        room = len(columns.block_tables) // batch.num_requests * batch.block_size
         assert max(columns.prefix_lens) <= room, "a prefix longer than its blocks"
         most = max(len(columns.rows), max(columns.rows, default=-1) + 1)
         assert most <= len(columns.slots), "logits of a row that is not there"
-
-    def _work_of(self, spec: Pass, threads: int) -> array[int]:
-        places = spec.num_requests * spec.max_blocks * spec.block_size
-        return self._workspace.get(spec.rows, spec.span, places, threads)
+        if kv is self._caches_of:
+            return
+        kept = torch.float32 if self.bits == 32 else torch.int8
+        shapes = [(config.num_kv_heads, width // kept.itemsize) for width in self._kv_widths()]
+        for cache in kv:
+            for tensor, shape in zip(cache, shapes, strict=True):
+                assert tensor.is_contiguous(), "the cache is contiguous"
+                assert tensor.dtype is kept, f"keys and values are {kept}"
+                assert tensor.shape[1:] == shape, "keys or values of another model"
+        self._caches, self._caches_of = array("q", [t.data_ptr() for cache in kv for t in cache]), kv
 
     def _work(self, places: dict[str, int]) -> array[int]:
-        return numbers(Work(self._team.at, **places, widest=self._widest()))
-
-    def _widest(self) -> int:
-        config = self.config
-        widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-        return padded(max(widths), COLUMNS)
+        return numbers(Work(self._team.at, **places, widest=self._widest))
 
     def _sizes(self, rows: int, span: int, places: int, threads: int) -> dict[str, int]:
         """Bytes of each part of the workspace."""
-        config, widest, layer = self.config, self._widest(), self._layer(0)
+        config, widest, layer = self.config, self._widest, self._layer(0)
         together = threads * TOGETHER * config.num_heads // config.num_kv_heads
         queries = max(min(rows, FEW_ROWS) * config.num_heads, together)
         return {
@@ -287,20 +244,3 @@ class CpuDecoder:
             "totals": queries * 4,
             "largest": rows * threads * 8,
         }
-
-
-def _span(positions: int) -> int:
-    """An odd number of cache lines, so that scores of several queries do not compete for cache lines."""
-    return (padded(positions, 16) // 16 | 1) * 16
-
-
-def _rotary(config: ModelConfig) -> tuple[Angles, Angles]:
-    """Tables of the global and of the local layers."""
-    first = rotary_tables(config.rope, config.head_dim, config.max_context)
-    second = first
-    if config.rope_local is not None:
-        second = rotary_tables(config.rope_local, config.head_dim, config.max_context)
-    for table in (*first, *second):
-        assert table.is_contiguous(), "kernels read contiguous tables"
-        assert table.shape == (config.max_context, config.head_dim // 2), "tables fit the heads"
-    return first, second

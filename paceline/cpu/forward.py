@@ -8,19 +8,17 @@ passes: every step is made of chains whose order is fixed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-from numba import carray, prange
+from numba import carray
 
-from paceline.cpu.attend import attend, place
-from paceline.cpu.compile import kernel, piece, struct, unrolled
+from paceline.cpu.attend import attend, expand_tables, place, trace_paths
+from paceline.cpu.compile import kernel, piece, piece_named, struct
 from paceline.cpu.lanes import int_pointer
 from paceline.cpu.layer import Model, layer_of, leave_layer, multiply, put_norm, put_norms
 from paceline.cpu.matmul import product_4, product_8, product_32
-from paceline.cpu.paged import expand_tables, trace_paths
 from paceline.cpu.rows import copy, embed_8, embed_32, put_4, put_8, put_32
-from paceline.cpu.sync import barrier, close_region, join, open_region
+from paceline.cpu.sync import barrier, in_region
 from paceline.cpu.top import choose, first_largest
 
 
@@ -64,24 +62,13 @@ class Work(NamedTuple):
     # [KV heads, rows, query heads of one, span]; of many rows this and the next 3 are [threads, TOGETHER, ..]
     scores: int
     value_scales: int  # [KV heads, rows, span]
-    mixed: int  # [KV heads, rows, query heads of one, dim], of rounded values [..., 2, dim]
+    mixed: int  # [KV heads, rows, query heads of one, 2, dim]
     totals: int  # [KV heads, rows, query heads of one]
     largest: int  # [num_outputs, threads] int64: where each thread found the largest in its part of a row
     widest: int  # columns of ready
 
 
 pass_at, model_at, work_at = struct(Pass), struct(Model), struct(Work)
-
-
-@unrolled
-def _run_layer(product, put, share, call, layer, keys, values):  # type: ignore[no-untyped-def]
-    b, m, w = call
-    put_norms(put, share, b.rows, m, w, layer.input_norm)
-    multiply(product, share, layer.qkv, w, w.wide, b.rows)
-    place(share, b, m, layer, w, keys, values)
-    barrier(share)
-    attend(share, b, m, layer, w, keys, values)
-    leave_layer(product, put, share, b.rows, m, layer, w)
 
 
 @piece
@@ -105,75 +92,58 @@ def _pick(share, b, m, w, logits):  # type: ignore[no-untyped-def]
         picked[row] = choose(logits + row * stride, largest[row])
 
 
-@unrolled
-def _run(product, put, head_product, head_put, embed, share, call, logits):  # type: ignore[no-untyped-def]
-    b, m, w = call
-    caches, ids = carray(int_pointer(b.caches), (m.num_layers, 2)), carray(int_pointer(b.input_ids), b.rows)
-    outputs = carray(int_pointer(b.outputs), b.num_outputs)
-    if share.part == 0:
-        trace_paths(b, m, w.paths)
-    expand_tables(share, b, m, w.places)
-    for row in range(share.part, b.rows, share.threads):
-        embed(m.embedding, ids[row], w.h + row * m.hidden * 4, m.hidden, m.embed_scale)
-    for i in range(b.depth):
-        _tap(share, b, m, w, i)
-        _run_layer(product, put, share, call, layer_of(m.layers, i), caches[i, 0], caches[i, 1])
-    _tap(share, b, m, w, b.depth)
-    barrier(share)
-    for i in range(share.part, b.num_outputs, share.threads):
-        put_norm(head_put, w.h + outputs[i] * m.hidden * 4, m.norm, m, w, i, b.num_outputs)
-    multiply(head_product, share, m.head, w, logits, b.num_outputs)
-    if b.picked != 0:
-        _pick(share, b, m, w, logits)
+def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any, embed: Any) -> Any:
+    """What each thread does: of kernels that differ in the kind of weights."""
+
+    @piece_named(f"run_{bits}")
+    def run(share, given):  # type: ignore[no-untyped-def]
+        b, m, w, logits = pass_at(given[0]), model_at(given[1]), work_at(given[2]), given[3]
+        ids, caches = carray(int_pointer(b.input_ids), b.rows), carray(int_pointer(b.caches), (b.depth, 2))
+        outputs = carray(int_pointer(b.outputs), b.num_outputs)
+        if share.part == 0:
+            trace_paths(b, m, w.paths)
+        expand_tables(share, b, m, w.places)
+        for row in range(share.part, b.rows, share.threads):
+            embed(m.embedding, ids[row], w.h + row * m.hidden * 4, m.hidden, m.embed_scale)
+        for i in range(b.depth):
+            layer, keys, values = layer_of(m.layers, i), caches[i, 0], caches[i, 1]
+            _tap(share, b, m, w, i)
+            put_norms(put, share, b.rows, m, w, layer.input_norm)
+            multiply(product, share, layer.qkv, w, w.wide, b.rows)
+            place(share, b, m, layer, w, keys, values)
+            barrier(share)
+            attend(share, b, m, layer, w, keys, values)
+            leave_layer(product, put, share, b.rows, m, layer, w)
+        _tap(share, b, m, w, b.depth)
+        barrier(share)
+        for i in range(share.part, b.num_outputs, share.threads):
+            put_norm(head_put, w.h + outputs[i] * m.hidden * 4, m.norm, m, w, i, b.num_outputs)
+        multiply(head_product, share, m.head, w, logits, b.num_outputs)
+        if b.picked != 0:
+            _pick(share, b, m, w, logits)
+
+    return run
 
 
-@piece
-def _part_32(share, b, m, w, logits):  # type: ignore[no-untyped-def]
-    _run(product_32, put_32, product_32, put_32, embed_32, share, (b, m, w), logits)
-
-
-@piece
-def _part_8(share, b, m, w, logits):  # type: ignore[no-untyped-def]
-    _run(product_8, put_8, product_8, put_8, embed_8, share, (b, m, w), logits)
-
-
-@piece
-def _part_4(share, b, m, w, logits):  # type: ignore[no-untyped-def]
-    _run(product_4, put_4, product_8, put_8, embed_8, share, (b, m, w), logits)
+run_32 = _pass_of(32, product_32, put_32, product_32, put_32, embed_32)
+run_8 = _pass_of(8, product_8, put_8, product_8, put_8, embed_8)
+run_4 = _pass_of(4, product_4, put_4, product_8, put_8, embed_8)
 
 
 @kernel(parallel=True)
 def forward_32(threads, b, m, w, logits):  # type: ignore[no-untyped-def]
     """b, m and w: addresses of the numbers of a Pass, a Model and a Work."""
-    sync = work_at(w).sync
-    open_region(sync)
-    for part in prange(threads):
-        share = join(sync, np.int64(part), threads)
-        if share.part >= 0:
-            _part_32(share, pass_at(b), model_at(m), work_at(w), logits)
-    close_region(sync)
+    in_region(run_32, work_at(w).sync, threads, (b, m, w, logits))
 
 
 @kernel(parallel=True)
 def forward_8(threads, b, m, w, logits):  # type: ignore[no-untyped-def]
-    sync = work_at(w).sync
-    open_region(sync)
-    for part in prange(threads):
-        share = join(sync, np.int64(part), threads)
-        if share.part >= 0:
-            _part_8(share, pass_at(b), model_at(m), work_at(w), logits)
-    close_region(sync)
+    in_region(run_8, work_at(w).sync, threads, (b, m, w, logits))
 
 
 @kernel(parallel=True)
 def forward_4(threads, b, m, w, logits):  # type: ignore[no-untyped-def]
-    sync = work_at(w).sync
-    open_region(sync)
-    for part in prange(threads):
-        share = join(sync, np.int64(part), threads)
-        if share.part >= 0:
-            _part_4(share, pass_at(b), model_at(m), work_at(w), logits)
-    close_region(sync)
+    in_region(run_4, work_at(w).sync, threads, (b, m, w, logits))
 
 
 FORWARD = {32: forward_32, 8: forward_8, 4: forward_4}

@@ -1,7 +1,7 @@
 """What a drafting head says next, from its logits: the likeliest token, or with a seed the one that wins with
 the target's own noise.
 
-The noise is verify/noise.py's (Philox 4x32-10, purpose TARGET), made for the few tokens that can win. A guess
+The noise is core/noise.py's (Philox 4x32-10, purpose TARGET), made for the few tokens that can win. A guess
 that differs from what numpy would compute in the last bit costs a draft now and then and never changes the
 text: the target chooses by itself.
 """
@@ -9,25 +9,21 @@ text: the target chooses by itself.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import carray, types
 
 from paceline.core import noise
 from paceline.cpu.compile import piece
-from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction
-from paceline.cpu.tiles import LEAST, LOWEST, largest_of, power_of_two
+from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction, int_pointer
+from paceline.cpu.tiles import LEAST, LOWEST, power_of_two
 from paceline.cpu.top import choose, first_largest
 
 FIRST, SECOND = noise._MULTIPLIERS
 WEYL_FIRST, WEYL_SECOND = (np.uint64(number) for number in noise._WEYL)
 MASK, HALF, FOUR, ZERO = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(4), np.uint64(0)
 FAR = 8.0  # tokens so far behind the best, in nats, are not guessed: noise seldom makes them win
-ONE = np.float32(1)
-
-
-largest_lanes = instruction(types.float32)(largest_of)
 
 
 @instruction(types.float32)
@@ -58,32 +54,16 @@ def gumbel(seed, position, token):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _first_of(logits, count, top):  # type: ignore[no-untyped-def]
-    """0 where none is a number."""
-    for i in range(count):
-        if logits[i] == top:
-            return i
-    return 0
-
-
-class Noise(NamedTuple):
-    """With which a token is guessed: none at temperature 0."""
-
-    temperature: float
-    seed: int
-    position: int
-
-
-@piece
-def guess(logits_at, size, count, ids, noise):  # type: ignore[no-untyped-def]
-    """(index, chance) of the best of `count` logits, filled up to `size`, a multiple of 16; ids: of the
-    target's vocabulary, none if they are the same."""
-    temperature, seed, position = noise.temperature, noise.seed, noise.position
-    logits = carray(float_pointer(logits_at), size)
-    top = largest_lanes(logits_at, size // LANES)
-    best = _first_of(logits, count, top)
+def guess(at, row, one, step):  # type: ignore[no-untyped-def]
+    """(index, chance) of the best token of a row of logits, for a request's guess number `step`. at: a
+    CallMemory, one: a HeadRequest."""
+    seed, temperature, position = np.uint64(one.seed), one.temperature, one.first_guess + step
+    count, size, ids = at.num_words, at.num_outputs, carray(int_pointer(at.ids), at.num_ids)
+    logits_at = at.logits + row * size * 4
+    logits, best = carray(float_pointer(logits_at), size), max(first_largest(logits_at, 0, count), 0)
+    top = logits[best]
     if temperature == 0.0:
-        chance = ONE / sum_exponentials(logits_at, size // LANES, top)
+        chance = np.float32(1) / sum_exponentials(logits_at, size // LANES, top)
         return best, chance if chance == chance else np.float32(0)
     lead = top / temperature + gumbel(seed, position, ids[best] if len(ids) else best)
     edge, most, total = top - FAR * temperature, lead, 0.0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from paceline.cpu.compile import piece
+from paceline.cpu.compile import piece, size_of, struct
 from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction, int_pointer
 from paceline.cpu.rows import fill
 from paceline.cpu.sync import range_of
@@ -26,6 +26,34 @@ TOGETHER = 16  # queries that take turns
 UNROLL = 4
 AHEAD = 64  # positions between values that are read and those that are asked for
 CHUNK = AHEAD // BLOCK  # blocks of values that queries take turns at: 16 KB where heads are 64 wide
+
+
+class Rows(NamedTuple):
+    """The rows of one pass."""
+
+    num: int
+    tokens: int  # address of [num] int64
+    table: int  # address of [num] PlacedRow
+    others: int  # [num, most_others]: places seen beside the first `seen`
+    most_others: int
+
+
+class PlacedRow(NamedTuple):
+    keys: int  # where its sequence lies
+    values: int
+    room: int  # how many blocks its sequence has room for
+    place: int  # in its sequence: where its own keys and values go
+    position: int
+    seen: int
+    num_others: int
+
+
+row_at, ROW_SIZE = struct(PlacedRow), size_of(PlacedRow)
+
+
+@piece
+def row_of(r, i):  # type: ignore[no-untyped-def]
+    return row_at(r.table + i * ROW_SIZE * 8)
 
 
 @instruction(most=TILE)
@@ -74,17 +102,12 @@ def first_block(m, i, room, head):  # type: ignore[no-untyped-def]
 
 
 @piece
-def write_key(m, i, keys, room, place, head, source):  # type: ignore[no-untyped-def]
-    """A key of layer i into its column."""
-    at = first_block(m, i, room, head) + place // BLOCK * m.dim * BLOCK * 4
-    to, key = carray(float_pointer(keys + at), m.dim * BLOCK), carray(float_pointer(source), m.dim)
+def write_key(m, i, row, head, source):  # type: ignore[no-untyped-def]
+    """A row's key of layer i into its column."""
+    at = row.keys + first_block(m, i, row.room, head) + row.place // BLOCK * m.dim * BLOCK * 4
+    to, key = carray(float_pointer(at), m.dim * BLOCK), carray(float_pointer(source), m.dim)
     for d in range(m.dim):
-        to[d * BLOCK + place % BLOCK] = key[d]
-
-
-@piece
-def value_at(m, i, values, room, place, head):  # type: ignore[no-untyped-def]
-    return values + first_block(m, i, room, head) + place * m.dim * 4
+        to[d * BLOCK + row.place % BLOCK] = key[d]
 
 
 class Group(NamedTuple):
@@ -133,23 +156,10 @@ def _weigh(m, g, n, at, longest):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _add_others(m, g, to, weights):  # type: ignore[no-untyped-def]
-    """The values of the other places of a query."""
-    out, others = carray(float_pointer(to), m.dim), carray(int_pointer(g.others), g.num_others)
-    mine = carray(float_pointer(weights), g.num_others)
-    for j in range(g.num_others):
-        value = carray(float_pointer(g.values + others[j] * m.dim * 4), m.dim)
-        for d in range(m.dim):
-            out[d] += mine[j] * value[d]
-
-
-@piece
 def _attend_group(m, g, scores, longest):  # type: ignore[no-untyped-def]
     blocks, block_bytes, head_bytes = (g.seen + BLOCK - 1) // BLOCK, m.dim * BLOCK * 4, m.dim * 4
-    q_stride, out_stride = (
-        g.q_stride if g.size > 1 else head_bytes,
-        g.out_stride if g.size > 1 else head_bytes,
-    )
+    q_stride = g.q_stride if g.size > 1 else head_bytes
+    out_stride = g.out_stride if g.size > 1 else head_bytes
     for b in range(blocks):
         n = g.first
         while n < g.end:
@@ -169,29 +179,29 @@ def _attend_group(m, g, scores, longest):  # type: ignore[no-untyped-def]
                 weights = scores + ((n - g.first) * longest + b * BLOCK) * 4
                 mix_values(height, weights, longest * 4, value, head_bytes, turns, to, out_stride)
                 n += height
+    others = carray(int_pointer(g.others), g.num_others)
     for n in range(g.first, g.end if g.num_others else g.first):
-        to = g.out + n % g.size * g.out_stride + n // g.size * head_bytes
-        _add_others(m, g, to, scores + ((n - g.first) * longest + blocks * BLOCK) * 4)
+        out = carray(float_pointer(g.out + n % g.size * g.out_stride + n // g.size * head_bytes), m.dim)
+        weights = scores + ((n - g.first) * longest + blocks * BLOCK) * 4
+        for j in range(g.num_others):
+            weight = carray(float_pointer(weights), g.num_others)[j]
+            value = carray(float_pointer(g.values + others[j] * head_bytes), m.dim)
+            for d in range(m.dim):
+                out[d] += weight * value[d]
 
 
 @piece
 def attend_rows(share, r, size, m, layer, i, w):  # type: ignore[no-untyped-def]
     """Attention of all rows, in groups of `size`, into `ready`. A thread has a run of all queries, KV head by
     KV head, which most groups share."""
-    keys, values = carray(int_pointer(r.keys), r.num), carray(int_pointer(r.values), r.num)
-    seen, rooms = carray(int_pointer(r.seen), r.num), carray(int_pointer(r.rooms), r.num)
-    counts = carray(int_pointer(r.num_others), r.num)
     groups, together = r.num // size, m.num_heads // m.num_kv_heads * size
     at, last = range_of(share, m.num_kv_heads * groups * together)
     while at < last:
         kv_head, row, n = at // (groups * together), at // together % groups * size, at % together
-        end, first = min(n + last - at, together, n + TOGETHER), kv_head * together
-        skip = first_block(m, i, rooms[row], kv_head)
+        end, first, one = min(n + last - at, together, n + TOGETHER), kv_head * together, row_of(r, row)
+        skip, others = first_block(m, i, one.room, kv_head), r.others + row * r.most_others * 8
         q, out = w.wide + row * layer.qkv.n * 4, w.ready + row * w.widest * 4
-        others = r.others + row * r.most_others * 8
-        group = Group(
-            first + n, first + end, size, q, layer.qkv.n * 4, out, w.widest * 4, keys[row] + skip,
-            values[row] + skip, seen[row], others, counts[row] if size == 1 else 0,
-        )  # fmt: skip
+        seen = one.keys + skip, one.values + skip, one.seen, others, one.num_others if size == 1 else 0
+        group = Group(first + n, first + end, size, q, layer.qkv.n * 4, out, w.widest * 4, *seen)
         _attend_group(m, group, w.scores + share.part * TOGETHER * w.longest * 4, w.longest)
         at += end - n

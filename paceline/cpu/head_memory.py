@@ -1,5 +1,5 @@
-"""What a drafting head owns on the CPU: weights packed in int8, sequences of keys and values, and the memory
-of a pass.
+"""What a drafting head owns on the CPU: weights packed in int8, sequences of keys and values, and what
+heads with layers share.
 
 Invariant: an address given out here stays valid while the object that gave it lives, but for a sequence's,
 which moves when it grows.
@@ -8,40 +8,41 @@ which moves when it grows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.cpu import head_call
 from paceline.cpu.compile import numbers
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.head_attention import BLOCK, TOGETHER
-from paceline.cpu.heads import Work
+from paceline.cpu.head_attention import BLOCK
+from paceline.cpu.head_call import Entry, HeadCall, HeadKernel, HeadRequest, Room, Turn
 from paceline.cpu.lanes import LANES
 from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.recycle import Workspace
-from paceline.cpu.sync import Team
-from paceline.cpu.taps import address_in
-from paceline.heads.config import LayeredConfig
-from paceline.heads.rows import Row
+from paceline.cpu.recycle import address, address_in
+from paceline.cpu.sync import num_threads
+from paceline.heads.config import DflashConfig, DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
+from paceline.heads.rows import Feed, Row, Sampler
 from paceline.loaders.packed import gate_up_order
 from paceline.models.quantize import pack_linear, padded
 from paceline.models.rope import rotary_tables
 
 Tensors = Mapping[str, torch.Tensor]
-NOTHING, NO_WORK = Matrix(0, 0, 0, 0), Work(*[0] * len(Work._fields))
+NOTHING, GREEDY = Matrix(0, 0, 0, 0), Sampler(0.0, 0, 0)
 NEVER = -3e38  # the logit of a row that only fills up the last tile
+CHUNK = 256  # rows read in one pass
 
 
 class Place:
     """A sequence's keys and values, [layers * kv heads][blocks][a block's floats]; it moves when it grows."""
 
-    __slots__ = ("_keys", "_shape", "_values", "blocks", "keys_at", "values_at")
+    __slots__ = ("_keys", "_values", "blocks", "keys_at", "values_at")
 
     def __init__(self, num_heads: int, dim: int) -> None:
         """num_heads: KV heads of all layers."""
-        self._shape = num_heads, dim * BLOCK
         nothing = np.empty((num_heads, 0, dim * BLOCK), np.float32)
         self._move(nothing, nothing)
 
@@ -54,16 +55,13 @@ class Place:
         """Room for so many positions."""
         if length > self.blocks * BLOCK:
             blocks = max(-(-length // BLOCK), self.blocks + self.blocks // 2, 8)
-            self._move(self._grown(self._keys, blocks), self._grown(self._values, blocks))
-
-    def _grown(self, old: np.ndarray, blocks: int) -> np.ndarray:
-        new = np.zeros((self._shape[0], blocks, self._shape[1]), np.float32)
-        new[:, : old.shape[1]] = old
-        return new
+            more = (0, 0), (0, blocks - self.blocks), (0, 0)
+            self._move(np.pad(self._keys, more), np.pad(self._values, more))
 
     def fork(self, length: int) -> Place:
         """Another sequence with the same first positions."""
-        fresh, blocks = Place(self._shape[0], self._shape[1] // BLOCK), -(-length // BLOCK)
+        (num_heads, _, size), blocks = self._keys.shape, -(-length // BLOCK)
+        fresh = Place(num_heads, size // BLOCK)
         fresh._move(self._keys[:, :blocks].copy(), self._values[:, :blocks].copy())
         return fresh
 
@@ -74,10 +72,6 @@ class Memory:
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
         self.tables: list[array[int]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.kept)
 
     def vector(self, tensor: torch.Tensor) -> int:
         self.kept.append(tensor.float().contiguous())
@@ -129,69 +123,19 @@ class Memory:
         cos, sin, inner = self.vector(tables.cos), self.vector(tables.sin), config.intermediate_size
         rows = [self.layer(tensors, prefix, inner, cos, sin) for prefix in prefixes]
         self.tables.append(numbers(rows))
-        return target.model._replace(
-            head=self.output(tensors["lm_head.weight"]),
-            norm=self.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0,
-            layers=self.tables[-1].buffer_info()[0],
-            num_layers=len(rows),
-            hidden=config.hidden_size,
-            inner=inner,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            dim=config.head_dim,
-            eps=float(config.rms_eps),
-            scale=config.head_dim**-0.5,
-            is_gelu=False,
-            vocab=config.draft_vocab_size,
-        )
+        norm = self.vector(tensors["norm.weight"]) if "norm.weight" in tensors else 0
+        head, at = self.output(tensors["lm_head.weight"]), self.tables[-1].buffer_info()[0]
+        model = target.model._replace(head=head, norm=norm, layers=at, num_layers=len(rows))
+        model = model._replace(hidden=config.hidden_size, inner=inner, vocab=config.draft_vocab_size)
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        model = model._replace(num_heads=heads, num_kv_heads=kv_heads, dim=dim, scale=dim**-0.5)
+        return model._replace(eps=float(config.rms_eps), is_gelu=False)
 
 
 def draft_ids(tensors: Tensors) -> np.ndarray:
     """Of the draft's vocabulary in the target's; empty where they are the same."""
     ids = tensors.get("draft_ids")
     return np.empty(0, np.int64) if ids is None else ids.to(torch.int64).numpy()
-
-
-class Room:
-    """The workspace of a head, and the widths in floats that its sizes follow from."""
-
-    def __init__(self, widest: int, hidden: int, wide: int = 0, narrow: int = 0, threads: int = 0) -> None:
-        """widest: of a product's input, wide and narrow: of outputs; threads: that attend."""
-        self._widest, self._queries, self._team = padded(widest, COLUMNS), threads * TOGETHER, Team()
-        self._floats = {
-            "h": hidden,
-            "ready": self._widest,
-            "wide": padded(wide, 8),
-            "narrow": padded(narrow, 8),
-        }
-        self._workspace, self._longest = Workspace(self._sizes, self._work), 0
-
-    @classmethod
-    def of(cls, model: Model, widest: int, threads: int) -> Room:
-        """Of a head with layers."""
-        qkv = (model.num_heads + 2 * model.num_kv_heads) * model.dim
-        wide = max(padded(qkv, 8), 2 * padded(model.inner, 8))
-        return cls(widest, model.hidden, wide, model.hidden, threads)
-
-    def get(self, rows: int, longest: int = 0) -> Work:
-        """longest: positions that a row may see."""
-        if longest > self._longest:
-            self._longest = padded(2 * longest, LANES)
-        return self._workspace.get(rows, self._longest)
-
-    def _sizes(self, rows: int, longest: int) -> dict[str, int]:
-        sizes = {name: 4 * rows * floats for name, floats in self._floats.items()}
-        sizes |= dict.fromkeys(("scales", "sums"), 4 * rows * self._widest // COLUMNS)
-        return sizes | {"values": rows * self._widest, "scores": 4 * self._queries * (longest + 4 * LANES)}
-
-    def _work(self, places: dict[str, int]) -> Work:
-        return Work(sync=self._team.at, longest=self._longest + 4 * LANES, widest=self._widest, **places)
-
-
-def address(memory: np.ndarray) -> int:
-    """`memory.ctypes.data` ten times as fast."""
-    found: int = memory.__array_interface__["data"][0]
-    return found
 
 
 def sources_of(rows: Sequence[Row], layers: Sequence[int], hidden_size: int) -> list[int]:
@@ -205,3 +149,68 @@ def sources_of(rows: Sequence[Row], layers: Sequence[int], hidden_size: int) -> 
             starts = [address_in(hidden, layer) for layer in layers]
         found.extend(start + 4 * hidden_size * row.at for start in starts)
     return found
+
+
+class LayeredHead:
+    """A head with layers of its own, over sequences of its own; chain_head.py and block_head.py draft."""
+
+    _call: HeadCall
+
+    def __init__(
+        self, config: LayeredConfig, tensors: Tensors, target: CpuDecoder, norm: torch.Tensor | None = None
+    ) -> None:
+        """norm: the target's last, for heads that read what comes out of it."""
+        self._memory, self.layers, self._ids = Memory(), config.hidden_layers, draft_ids(tensors)
+        memory, fuse, balance = self._memory, NOTHING, 0
+        if "fc.weight" in tensors:
+            fuse, balance = memory.balanced(tensors["fc.weight"], tensors.get("fc.bias"))
+        kind, rank, normed, prefixes = head_call.PLAIN, 0, (False, False), ["midlayer."]
+        if isinstance(config, (DraftConfig, DflashConfig)):
+            prefixes = [f"layers.{i}." for i in range(config.num_layers)]
+        if isinstance(config, DflashConfig):
+            rank = config.markov_rank
+        if isinstance(config, EagleConfig):
+            kind, normed = head_call.EAGLE_3, (config.norm_before_residual, config.norm_output)
+        elif isinstance(config, Eagle1Config):
+            kind = head_call.EAGLE_1
+        self.model, self.threads = memory.describe(config, prefixes, tensors, target), num_threads()
+        feature_norm = memory.vector(norm) if norm is not None else 0
+        self._entry = Entry(kind, max(len(self.layers), 1), feature_norm, fuse, balance, *normed)
+        hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+        widest = max(fuse.k, rank, 2 * hidden, config.intermediate_size, queries)
+        qkv = queries + 2 * config.num_kv_heads * config.head_dim
+        wide = max(padded(qkv, 8), 2 * padded(config.intermediate_size, 8))
+        self._room = Room(widest, hidden, wide, hidden, self.threads)
+
+    def _kernel(self, run: Callable[[int, int], None], *constants: Any, **sizes: Any) -> HeadKernel:
+        model, entry = self.model, self._entry
+        shape = self.threads, model.hidden, model.head.n, model.vocab, self._ids, entry.num_sources
+        return HeadKernel(run, (model, entry, *constants), *shape, **sizes)
+
+    def place(self) -> Place:
+        return Place(self.model.num_layers * self.model.num_kv_heads, self.model.dim)
+
+    def fork(self, place: Place, length: int) -> Place:
+        return place.fork(length)
+
+    def can_guess(self, temperature: float) -> bool:
+        return True
+
+    def _request(
+        self, feed: Feed | Feed, count: int, ahead: int, sampler: Sampler, *root: int
+    ) -> HeadRequest:
+        """Of `count` new rows, with room for `ahead` more."""
+        place, start = feed.place, feed.start
+        place.reserve(start + count + ahead)
+        where = place.keys_at, place.values_at, place.blocks
+        return HeadRequest(*where, start, count, start, start + 1, 0, *sampler, *root)
+
+    def _open(
+        self, turn: Turn, requests: list[HeadRequest], tokens: list[int], rows: list[Row], ahead: int
+    ) -> HeadCall:
+        """The next call, with more room if need be. rows: whose features the requests' new rows have."""
+        self._call = call = self._call.fitting(turn.num_requests, turn.num_rows, 0, turn.steps)
+        longest = max(request.start + request.num_rows for request in requests) + ahead
+        sources = sources_of(rows, self.layers, self.model.hidden)
+        call.open(turn, requests, tokens, sources, self._room.get(call.num_rows, longest))
+        return call

@@ -1,14 +1,13 @@
 """LLVM by hand: sixteen-lane arithmetic for the CPU kernels, on any processor.
 
 Invariant: nothing here lets the compiler reorder floating-point arithmetic. Sums are chains of `llvm.fma`, so
-a result depends on its operands and their order alone, never on the shape of the loop around it. Kernels take
-addresses as integers, which are cheaper to pass than arrays; the functions that call them with tensors check
-shapes and types.
+a result depends on its operands and their order alone. Kernels take addresses as integers, which are cheaper
+to pass than arrays; the functions that call them with tensors check shapes and types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import Parameter, Signature, signature
 from time import CLOCK_MONOTONIC
@@ -30,6 +29,10 @@ LANES = 16  # output rows in a tile; four NEON, two AVX2 or one AVX-512 register
 
 def floats(width: int) -> ir.VectorType:
     return ir.VectorType(FLOAT, width)
+
+
+def ints(width: int) -> ir.VectorType:
+    return ir.VectorType(INT32, width)
 
 
 def bytes_(width: int) -> ir.VectorType:
@@ -55,11 +58,14 @@ class Emitter:
     def times(self, value: Any, factor: Any) -> Any:
         return self.builder.mul(value, self.const(factor) if isinstance(factor, int) else factor)
 
+    def pointer(self, address: Any, kind: ir.Type = INT64) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
     def load(self, address: Any, kind: ir.Type) -> Any:
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
+        return self.builder.load(self.pointer(address, kind), align=1)
 
     def store(self, value: Any, address: Any) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=1)
+        self.builder.store(value, self.pointer(address, value.type), align=1)
 
     def zeros(self, width: int) -> Any:
         return ir.Constant(floats(width), [0.0] * width)
@@ -70,70 +76,85 @@ class Emitter:
         self.builder.store(value, slot)
         return slot
 
+    def math(self, name: str, *operands: Any) -> Any:
+        """A function of LLVM's on floats or vectors of them."""
+        kind = operands[0].type
+        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+        return self.call(f"llvm.{name}.{suffix}", kind, list(operands))
+
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        suffix = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
-        return self.call(f"llvm.fma.{suffix}", a.type, [a, b, c])
+        return self.math("fma", a, b, c)
 
     def accumulate(self, slot: Any, a: Any, b: Any) -> None:
         self.builder.store(self.fma(a, b, self.builder.load(slot)), slot)
 
+    def shuffle(self, order: Iterable[int], a: Any, b: Any = None) -> Any:
+        """Lanes by their numbers, those of `b` after those of `a`."""
+        lanes = list(order)
+        other = ir.Constant(a.type, ir.Undefined) if b is None else b
+        return self.builder.shuffle_vector(a, other, ints(len(lanes))(lanes))
+
     def splat(self, vector: Any, lane: int, width: int) -> Any:
-        mask = ir.Constant(ir.VectorType(INT32, width), [lane] * width)
-        return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+        return self.shuffle([lane] * width, vector)
 
     def broadcast(self, scalar: Any, width: int) -> Any:
-        return self.splat(self.builder.insert_element(self.zeros(width), scalar, self.first), 0, width)
+        empty = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
+        return self.splat(self.builder.insert_element(empty, scalar, self.first), 0, width)
 
-    def spread(self, integer: Any, width: int) -> Any:
-        """A 32-bit integer in every lane."""
-        kind = ir.VectorType(INT32, width)
-        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), integer, self.first)
-        return self.splat(first, 0, width)
-
-    def half(self, vector: Any, first: int) -> Any:
-        """Half of the lanes of `vector`, from lane `first` on."""
-        width = vector.type.count // 2
-        mask = ir.Constant(ir.VectorType(INT32, width), list(range(first, first + width)))
-        return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+    def fold(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """All lanes put together by a function of two vectors, halves first: one fixed order."""
+        while vector.type.count > 1:
+            half = vector.type.count // 2
+            vector = combine(*(self.shuffle(range(at, at + half), vector) for at in (0, half)))
+        return self.builder.extract_element(vector, self.first)
 
     def total(self, vector: Any) -> Any:
-        """The sum of all lanes, halves first: one fixed order."""
-        while vector.type.count > 1:
-            vector = self.builder.fadd(self.half(vector, 0), self.half(vector, vector.type.count // 2))
-        return self.builder.extract_element(vector, self.first)
+        return self.fold(vector, self.builder.fadd)
 
-    def totals(self, vectors: list[Any]) -> Any:
+    def totals(self, vectors: list[Any], add: Callable[[Any, Any], Any]) -> Any:
         """The sums of four vectors of four lanes, neighbours first, as one vector."""
         while len(vectors) > 1:
-            vectors = [self._add_neighbours(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [add(*(self.shuffle(range(at, 8, 2), *pair) for at in (0, 1))) for pair in pairs]
         return vectors[0]
 
-    def _add_neighbours(self, first: Any, second: Any) -> Any:
-        kind = ir.VectorType(INT32, first.type.count)
-        masks = [ir.Constant(kind, list(range(start, 2 * first.type.count, 2))) for start in (0, 1)]
-        even, odd = (self.builder.shuffle_vector(first, second, mask) for mask in masks)
-        return self.builder.fadd(even, odd)
-
-    def add_fours(self, sums: Any, a: Any, b: Any) -> Any:
-        """sums[i] + a[4i : 4i+4] * b[4i : 4i+4], of signed bytes: where no instruction does it."""
-        lanes, wide = sums.type.count, ir.VectorType(INT32, a.type.count)
-        products = self.builder.mul(self.builder.sext(a, wide), self.builder.sext(b, wide))
+    def dot(self, variant: str, total: Any, first: Any, second: Any) -> Any:
+        """total[i] + first[4i : 4i+4] * second[4i : 4i+4], of signed bytes; "vnni": unsigned first ones."""
+        if variant == "sdot":
+            return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, first, second])
+        lanes, wide = total.type.count, ints(first.type.count)
+        if variant == "vnni":
+            return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", total.type, [total, first, second])
+        products = self.builder.mul(self.builder.sext(first, wide), self.builder.sext(second, wide))
         for lane in range(4):
-            mask = ir.Constant(ir.VectorType(INT32, lanes), [4 * i + lane for i in range(lanes)])
-            each = self.builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask)
-            sums = self.builder.add(sums, each)
-        return sums
+            total = self.builder.add(total, self.shuffle(range(lane, 4 * lanes, 4), products))
+        return total
 
-    def largest(self, vector: Any) -> Any:
-        while vector.type.count > 1:
-            low, high = self.half(vector, 0), self.half(vector, vector.type.count // 2)
-            vector = self.builder.select(self.builder.fcmp_ordered(">", low, high), low, high)
-        return self.builder.extract_element(vector, self.first)
+    def round(self, x: Any, turns: Any, out: Any, scale_at: Any, sum_at: Any, unit: float = 1.0) -> None:
+        """Sixteen floats a turn as int8, their scale times `unit`, and where it is wanted their sum."""
+        builder, tops = self.builder, self.variable(self.zeros(LANES))
+        with self.loop(turns) as turn:
+            value = self.load(self.offset(x, self.times(turn, 4 * LANES)), floats(LANES))
+            builder.store(self.math("maximum", self.math("fabs", value), builder.load(tops)), tops)
+        # unlike a comparison, it passes on what is not a number
+        top = self.call(f"llvm.vector.reduce.fmaximum.v{LANES}f32", FLOAT, [builder.load(tops)])
+        is_zero, limit = builder.fcmp_ordered("==", top, FLOAT(0.0)), FLOAT(127.0)
+        factor = self.broadcast(builder.select(is_zero, FLOAT(0.0), builder.fdiv(limit, top)), LANES)
+        total = self.variable(ints(LANES)([0] * LANES))
+        with self.loop(turns) as turn:
+            value = self.load(self.offset(x, self.times(turn, 4 * LANES)), floats(LANES))
+            bits = builder.bitcast(self.fma(value, factor, self.constant(MAGIC, LANES)), ints(LANES))
+            whole = builder.sub(bits, ints(LANES)([MAGIC_BITS] * LANES))
+            builder.store(builder.add(builder.load(total), whole), total)
+            self.store(builder.trunc(whole, bytes_(LANES)), self.offset(out, self.times(turn, LANES)))
+        self.store(builder.fmul(builder.fdiv(top, limit), FLOAT(unit)), scale_at)
+        if sum_at is not None:
+            sums = [builder.load(total)]
+            self.store(self.call(f"llvm.vector.reduce.add.v{LANES}i32", INT32, sums), sum_at)
 
     def prefetch(self, address: Any) -> None:
-        pointer = self.builder.inttoptr(address, ir.IntType(8).as_pointer())
-        flags = [ir.Constant(INT32, flag) for flag in (0, 3, 1)]  # read, into the nearest cache, data
-        self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, *flags])
+        flags = [INT32(flag) for flag in (0, 3, 1)]  # read, into the nearest cache, data
+        self.call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(address, ir.IntType(8)), *flags])
 
     def constant(self, value: float, width: int) -> Any:
         return ir.Constant(floats(width), [float(np.float32(value))] * width)
@@ -142,7 +163,7 @@ class Emitter:
         """e ** x for x clamped to [-87, 88], within 2 units in the last place: 2 ** n times a polynomial."""
         builder, width = self.builder, x.type.count
         for function, limit in (("maxnum", -87.0), ("minnum", 88.0)):
-            x = self.call(f"llvm.{function}.v{width}f32", x.type, [x, self.constant(limit, width)])
+            x = self.math(function, x, self.constant(limit, width))
         rounding = self.constant(MAGIC, width)
         whole = builder.fsub(self.fma(x, self.constant(LOG2_E, width), rounding), rounding)
         rest = self.fma(whole, self.constant(-LN2_HIGH, width), x)
@@ -150,9 +171,8 @@ class Emitter:
         series = self.constant(1 / 5040, width)
         for divisor in (720, 120, 24, 6, 2, 1, 1):
             series = self.fma(series, rest, self.constant(1 / divisor, width))
-        ints = ir.VectorType(INT32, width)
-        exponent = builder.add(builder.fptosi(whole, ints), ir.Constant(ints, [127] * width))
-        power = builder.bitcast(builder.shl(exponent, ir.Constant(ints, [23] * width)), x.type)
+        exponent = builder.add(builder.fptosi(whole, ints(width)), ints(width)([127] * width))
+        power = builder.bitcast(builder.shl(exponent, ints(width)([23] * width)), x.type)
         return builder.fmul(series, power)
 
     @contextmanager
@@ -160,14 +180,24 @@ class Emitter:
         with cgutils.for_range(self.builder, count) as loop:
             yield loop.index
 
+    def for_each_count(self, most: int, count: Any, write: Callable[[int], Any]) -> None:
+        """Code for every count from 1 to `most`, of which the right one runs."""
+        blocks = [self.builder.append_basic_block(f"count.{n}") for n in range(1, most + 1)]
+        end = self.builder.append_basic_block("counted")
+        switch = self.builder.switch(count, blocks[-1])
+        for n, block in enumerate(blocks, 1):
+            switch.add_case(self.const(n), block)
+            self.builder.position_at_end(block)
+            write(n)
+            self.builder.branch(end)
+        self.builder.position_at_end(end)
+
     def call(self, name: str, result: ir.Type, operands: list[Any]) -> Any:
         kind = ir.FunctionType(result, [operand.type for operand in operands])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), operands)
 
 
-def instruction(
-    result: types.Type = types.void, *, constants: int = 0, most: int = 0, operands: int = 0
-) -> Any:
+def instruction(result: types.Type = types.void, constants: int = 0, most: int = 0, operands: int = 0) -> Any:
     """Decorates a function (emit, *operands) that writes the code of an instruction for kernels.
 
     Operands are 64-bit integers and floats. The first `constants` are known when a kernel is compiled. With
@@ -182,12 +212,11 @@ def instruction(
 
             def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
                 fixed, rest = [kind.literal_value for kind in kinds[:constants]], arguments[constants:]
+                emit = Emitter(builder)
                 if most:
-                    _write_each(
-                        builder, most, rest[0], lambda n: write(Emitter(builder), *fixed, n, *rest[1:])
-                    )
+                    emit.for_each_count(most, rest[0], lambda n: write(emit, *fixed, n, *rest[1:]))
                     return context.get_dummy_value()
-                found = write(Emitter(builder), *fixed, *rest)
+                found = write(emit, *fixed, *rest)
                 return context.get_dummy_value() if found is None else found
 
             return result(*kinds[:constants], *rest_kinds), generate
@@ -199,19 +228,6 @@ def instruction(
         return intrinsic(prefer_literal=True)(typed)
 
     return decorate
-
-
-def _write_each(builder: Any, most: int, count: Any, write: Callable[[int], Any]) -> None:
-    """Code for every count from 1 to `most`, of which the right one runs."""
-    blocks = [builder.append_basic_block(f"count.{n}") for n in range(1, most + 1)]
-    end = builder.append_basic_block("counted")
-    switch = builder.switch(count, blocks[-1])
-    for n, block in enumerate(blocks, 1):
-        switch.add_case(ir.Constant(INT64, n), block)
-        builder.position_at_end(block)
-        write(n)
-        builder.branch(end)
-    builder.position_at_end(end)
 
 
 def _pointer_to(kind: types.Type) -> Callable[..., Any]:

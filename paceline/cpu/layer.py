@@ -1,18 +1,20 @@
 """What the decoder's layer and those of drafting heads share: the steps between their products.
 
-`put` and `product` are of the kind of weights, `m` is a Model, `w` the memory of the pass (forward.Work
-or heads.Work). Invariant: a step reads only what was finished before the
-last barrier, or by the same thread since. Rows of the residual stream belong to one thread for the whole
-pass; tiles of a product and groups of columns are shared out anew in each step.
+`put` and `product` are of the kind of weights, `m` is a Model, `w` the memory of the pass. Invariant: a step
+reads only what was finished before the last barrier, or by the same thread since. Rows of the residual stream
+belong to one thread for the whole pass; tiles of a product and groups of columns to one for a step.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from numba import carray
+
 from paceline.cpu.compile import piece, size_of, struct, unrolled
-from paceline.cpu.matmul import Activations, Matrix
-from paceline.cpu.rows import add, copy, fill, gate, normalize, turn
+from paceline.cpu.lanes import float_pointer, fma
+from paceline.cpu.matmul import Matrix
+from paceline.cpu.rows import add, copy, fill, gate, normalize
 from paceline.cpu.sync import barrier, range_of
 
 COLUMNS = 64  # columns a thread takes at a time: a multiple of every group
@@ -37,9 +39,9 @@ class Model(NamedTuple):
     embed_scale: float
     is_gelu: bool
     vocab: int  # outputs of the head but for what fills up its last tile
-    key_bytes: (
-        int  # of a head of a query or a cached key: its floats, or fewer if they and values are rounded
-    )
+    is_rounded: bool  # queries, keys and values are integers with scales
+    key_bytes: int  # of a head of a query or a cached key
+    value_bytes: int  # of a head of a cached value
 
 
 class LayerRow(NamedTuple):
@@ -71,17 +73,12 @@ def layer_of(layers, i):  # type: ignore[no-untyped-def]
     return layer_at(layers + i * LAYER_BYTES)
 
 
-@piece
-def activations(w):  # type: ignore[no-untyped-def]
-    return Activations(w.values, w.scales, w.sums)
-
-
 @unrolled
 def put_row(put, ready, width, w, row, rows):  # type: ignore[no-untyped-def]
     """A whole row of `ready` becomes a row of the next product's input."""
     padded = (width + COLUMNS - 1) // COLUMNS * COLUMNS
     fill(ready, width, padded)
-    put(ready, width, 0, padded, activations(w), row, rows)
+    put(ready, width, 0, padded, w, row, rows)
 
 
 @unrolled
@@ -104,30 +101,24 @@ def put_norms(put, share, rows, m, w, weight):  # type: ignore[no-untyped-def]
 
 @piece
 def turn_head(m, layer, norm, here, position):  # type: ignore[no-untyped-def]
-    """Norm, where there is a weight, and rotate a head in place."""
-    angle = position * (m.dim // 2) * 4
+    """Norm, where there is a weight, and rotate a head in place; pairs are (i, i + half)."""
+    half = m.dim // 2
     if norm != 0:
         normalize(here, norm, here, m.dim, m.eps)
-    turn(here, here, layer.cos + angle, layer.sin + angle, m.dim)
+    x, cos = carray(float_pointer(here), m.dim), carray(float_pointer(layer.cos + position * half * 4), half)
+    sin = carray(float_pointer(layer.sin + position * half * 4), half)
+    for i in range(half):
+        left, right = x[i], x[half + i]
+        x[i] = fma(left, cos[i], -(right * sin[i]))
+        x[half + i] = fma(right, cos[i], left * sin[i])
 
 
 @unrolled
 def multiply(product, share, matrix, w, y, rows):  # type: ignore[no-untyped-def]
     """Between barriers: before, all rows are put; after, all of y is there."""
     barrier(share)
-    product(share.part, share.threads, matrix, activations(w), y, rows)
+    product(share.part, share.threads, matrix, w, y, rows)
     barrier(share)
-
-
-@unrolled
-def _put_heads(put, share, rows, m, w):  # type: ignore[no-untyped-def]
-    width = m.num_heads * m.dim
-    blocks = (width + COLUMNS - 1) // COLUMNS
-    for item in range(share.part, rows * blocks, share.threads):
-        row, first = item // blocks, item % blocks * COLUMNS
-        ready = w.ready + row * w.widest * 4
-        fill(ready, max(first, width), first + COLUMNS)
-        put(ready, width, first, first + COLUMNS, activations(w), row, rows)
 
 
 @unrolled
@@ -140,7 +131,7 @@ def _put_gate(put, share, rows, m, w, stride):  # type: ignore[no-untyped-def]
             size = min(COLUMNS, m.inner - first)
             gate(m.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
             fill(ready, first + size, first + COLUMNS)
-            put(ready, m.inner, first, first + COLUMNS, activations(w), row, rows)
+            put(ready, m.inner, first, first + COLUMNS, w, row, rows)
 
 
 @piece
@@ -156,8 +147,14 @@ def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def
 @unrolled
 def leave_layer(product, put, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
     """From `ready`, which is what attention found, to the residual stream after the layer."""
+    width = m.num_heads * m.dim
+    blocks = (width + COLUMNS - 1) // COLUMNS
     barrier(share)
-    _put_heads(put, share, rows, m, w)
+    for item in range(share.part, rows * blocks, share.threads):
+        row, first = item // blocks, item % blocks * COLUMNS
+        ready = w.ready + row * w.widest * 4
+        fill(ready, max(first, width), first + COLUMNS)
+        put(ready, width, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.out, w, w.narrow, rows)
     _add_block(share, rows, m, w, layer.after_attention, layer.out.n)
     put_norms(put, share, rows, m, w, layer.mlp_norm)

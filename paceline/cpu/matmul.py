@@ -1,32 +1,44 @@
 """y = x Wᵀ + b for a few or many tokens, bitwise the same for each token however many there are.
 
-Float weights lie in tiles of 16 output rows, [ceil(N / 16)][K][16]: SIMD runs across the rows, so every
-output is one chain of fused multiply-adds over k, in order, whichever tile height computes it. Integer
-weights: see dots.py. A product is shared by threads, each of which does a contiguous range of tiles;
-`Activations` says where x lies and in which form.
+Float weights lie in tiles of 16 output rows, [ceil(N / 16)][K][16]. An integer tile is a stream of blocks:
+the weights of 8 rows for one group of k and then their scales (and minima, for int4), [group / 4][8 rows][4
+k] bytes, or for int4 [group / 8][8 rows][4] bytes whose low nibbles are four k and high nibbles the next
+four. Invariant: integers are exact and an output is one chain of float sums in the order of k, so neither the
+number of tokens nor the instruction set changes a bit.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paceline.cpu import dots
-from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.dots import dot_tile
-from paceline.cpu.lanes import LANES, Emitter, floats, instruction
+from llvmlite import ir
+from numba import types
+
+from paceline.cpu.compile import VARIANT, piece, piece_named
+from paceline.cpu.lanes import FLOAT, INT32, LANES, Emitter, bytes_, floats, instruction, ints
 from paceline.models.quantize import DOT_ROWS, GROUP
 
-MAX_TOKENS = 6  # tokens in a float tile: 6 * 4 accumulators of the 32 NEON registers
+ROWS = DOT_ROWS  # outputs of a tile
+BLOCK = {8: ROWS * GROUP[8] + 2 * ROWS, 4: ROWS * GROUP[4] // 2 + 4 * ROWS}  # bytes
+USUAL_TOKENS = 4  # of a tile: what keeps every sum in one of 32 registers
+MAX_TOKENS = 6  # of the only or last tile: spilling some sums costs less than another turn over the weights
+AHEAD = 512  # prefetch distance in bytes: measured, more or less is slower
+WIDTH = 8 if VARIANT == "vnni" else 4  # outputs of a register
+# A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8:
+# token scales make up for both.
+SCALE_SHIFT = 112 - 8
+REBASE = 2.0**SCALE_SHIFT
+FLOAT_TOKENS = 6  # of a tile, at most: 6 * 4 accumulators of the 32 NEON registers
 UNROLL = 4  # values of k in one turn of the inner loop
-AHEAD = 1024  # prefetch distance in bytes
+TURN_BYTES = 4 * LANES * UNROLL
+FLOAT_AHEAD = 1024  # prefetch distance in bytes
 # rows of x worked on at a time: they stay in the second-level cache while the weights stream by
 X_BLOCK_BYTES = 128 * 1024
-DOT_TOKENS, MOST_DOT_TOKENS = dots.USUAL_TOKENS, dots.MAX_TOKENS
-GROUP_8, GROUP_4, BLOCK_8, BLOCK_4 = GROUP[8], GROUP[4], dots.BLOCK[8], dots.BLOCK[4]
+GROUP_8, BLOCK_8 = GROUP[8], BLOCK[8]
 
 
 class Matrix(NamedTuple):
-    """Where packed weights lie. It borrows the memory: whoever made it keeps the tensors alive."""
+    """Where packed weights lie. It borrows the memory: its maker keeps the tensors alive."""
 
     weight: int  # address of the tiles
     bias: int  # address of a float for each row of the tiles
@@ -34,102 +46,177 @@ class Matrix(NamedTuple):
     n: int  # outputs, rounded up to whole tiles
 
 
-class Activations(NamedTuple):
-    """Where the input of a product lies: rows of floats, or int8 with scales and sums [groups, rows]."""
+class Tile(NamedTuple):
+    """Addresses a tile reads and writes, and the strides between tokens or groups."""
 
-    values: int
-    scales: int
-    sums: int
-
-
-def _chain(emit: Emitter, sums: list[Any], weights: Any, x: Any, x_stride: Any, count: Any) -> None:
-    """sums[t] += w[k] * x[t, k] for `count` values of k, in order."""
-    step = 4 * LANES * UNROLL
-    with emit.loop(emit.builder.sdiv(count, emit.const(UNROLL))) as turn:
-        here = emit.offset(weights, emit.times(turn, step))
-        for line in range(0, step, 64):
-            emit.prefetch(emit.offset(here, line + AHEAD))
-        first = emit.offset(x, emit.times(turn, 4 * UNROLL))
-        columns = [
-            emit.load(emit.offset(first, emit.times(x_stride, t)), floats(UNROLL)) for t in range(len(sums))
-        ]
-        for k in range(UNROLL):
-            weight = emit.load(emit.offset(here, 4 * LANES * k), floats(LANES))
-            for total, column in zip(sums, columns, strict=True):
-                emit.accumulate(total, weight, emit.splat(column, k, LANES))
+    weights: Any
+    x: Any
+    scales: Any
+    sums: Any
+    bias: Any
+    x_stride: Any
+    group_stride: Any
+    groups: Any
+    y: Any
+    y_stride: Any
 
 
-@instruction(most=MAX_TOKENS)
-def float_tile(
-    emit: Emitter, tokens: int, weights: Any, x: Any, bias: Any, k: Any, y: Any, y_stride: Any
-) -> None:
-    """16 outputs of `tokens` consecutive rows of x."""
+def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
+    """Four values of k of all rows, as bytes that `emit.dot` takes first."""
+    kind, builder, step = bytes_(4 * WIDTH), emit.builder, 4 * WIDTH
+    start = 4 * ROWS * (quad if bits == 8 else quad // 2)
+    raw = [emit.load(emit.offset(block, start + at), kind) for at in range(0, 4 * ROWS, step)]
+    if bits == 4:
+        if quad % 2:
+            return [builder.lshr(each, kind([4] * step)) for each in raw]
+        return [builder.and_(each, kind([15] * step)) for each in raw]
+    # x86 multiplies unsigned by signed bytes: 128 is added here and taken off the sums before they start
+    return [builder.xor(each, kind([0x80] * step)) for each in raw] if VARIANT == "vnni" else raw
+
+
+def _group_dots(emit: Emitter, bits: int, tokens: int, tile: Tile, group: Any) -> list[list[Any]]:
+    """The integer sums of one group: [token][part]."""
+    starts = [ints(WIDTH)([0] * WIDTH)] * tokens
+    if VARIANT == "vnni" and bits == 8:
+        at = emit.offset(tile.sums, emit.times(group, tile.group_stride))
+        totals = [emit.load(emit.offset(at, 4 * t), INT32) for t in range(tokens)]
+        starts = [emit.broadcast(emit.builder.mul(total, INT32(-128)), WIDTH) for total in totals]
+    dots = [[start] * (ROWS // WIDTH) for start in starts]
+    first = emit.offset(tile.x, emit.times(group, GROUP[bits]))
+    rows = [emit.offset(first, emit.times(tile.x_stride, t)) for t in range(tokens)]
+    block, fours = emit.offset(tile.weights, emit.times(group, BLOCK[bits])), []
+    for quad in range(GROUP[bits] // 4):
+        if quad % 4 == 0:
+            fours = [emit.load(emit.offset(row, 4 * quad), ints(4)) for row in rows]
+        if quad * ROWS * bits // 2 % 64 == 0:  # a new line of the weights
+            emit.prefetch(emit.offset(block, quad * ROWS * bits // 2 + AHEAD))
+        weights = _weights(emit, bits, block, quad)
+        for t, four in enumerate(fours):  # the same four bytes for every row
+            same = emit.builder.bitcast(emit.splat(four, quad % 4, WIDTH), bytes_(4 * WIDTH))
+            dots[t] = [emit.dot(VARIANT, *pair, same) for pair in zip(dots[t], weights, strict=True)]
+    return dots
+
+
+def _halves(emit: Emitter, address: Any) -> list[Any]:
+    """ROWS half-precision numbers, not negative, as floats 2**-112 times as large: their bits fit."""
+    short = ir.VectorType(ir.IntType(16), WIDTH)
+    raw = [emit.load(emit.offset(address, 2 * at), short) for at in range(0, ROWS, WIDTH)]
+    shift = ints(WIDTH)([13] * WIDTH)
+    wide = [emit.builder.shl(emit.builder.zext(each, ints(WIDTH)), shift) for each in raw]
+    return [emit.builder.bitcast(each, floats(WIDTH)) for each in wide]
+
+
+@instruction(types.float32)
+def stored_scale(emit: Emitter, at: Any) -> Any:
+    """The half-precision scale at this address, for `embed`; numba itself has no half precision."""
+    bits = emit.builder.zext(emit.load(at, ir.IntType(16)), INT32)
+    return emit.builder.fmul(emit.builder.bitcast(emit.builder.shl(bits, INT32(13)), FLOAT), FLOAT(REBASE))
+
+
+def _tile(emit: Emitter, bits: int, tokens: int, *operands: Any) -> None:
+    """8 outputs of `tokens` consecutive rows of x. operands: the fields of a Tile."""
+    tile, builder, parts = Tile(*operands), emit.builder, range(ROWS // WIDTH)
+    starts = [emit.load(emit.offset(tile.bias, 4 * WIDTH * p), floats(WIDTH)) for p in parts]
+    sums = [[emit.variable(start) for start in starts] for _ in range(tokens)]
+    with emit.loop(tile.groups) as group:
+        dots = _group_dots(emit, bits, tokens, tile, group)
+        end = emit.offset(tile.weights, emit.times(group, BLOCK[bits]), BLOCK[bits])
+        scales = _halves(emit, emit.offset(end, -2 * ROWS if bits == 8 else -4 * ROWS))
+        minima = _halves(emit, emit.offset(end, -2 * ROWS)) if bits == 4 else []
+        first, fours, offsets = emit.times(group, tile.group_stride), [], []
+        for t in range(0, tokens, 4):
+            width = min(4, tokens - t)
+            fours.append(emit.load(emit.offset(tile.scales, first, 4 * t), floats(width)))
+            if bits == 4:  # what minima are multiplied by: minus the scaled sum of integers
+                whole = emit.load(emit.offset(tile.sums, first, 4 * t), ints(width))
+                whole = builder.sitofp(whole, floats(width))
+                offsets.append(builder.fneg(builder.fmul(whole, fours[-1])))
+        # A token's number is a lane of a register: multiplying by it is one instruction, by a scalar two.
+        for t in range(tokens):
+            spread = emit.splat(fours[t // 4], t % 4, WIDTH)
+            for p in parts:
+                whole = builder.sitofp(dots[t][p], floats(WIDTH))
+                emit.accumulate(sums[t][p], whole, builder.fmul(scales[p], spread))
+            for p, minimum in enumerate(minima):
+                emit.accumulate(sums[t][p], minimum, emit.splat(offsets[t // 4], t % 4, WIDTH))
+    for t in range(tokens):
+        for p in parts:
+            to = emit.offset(tile.y, emit.times(tile.y_stride, t), 4 * WIDTH * p)
+            emit.store(builder.load(sums[t][p]), to)
+
+
+dot_tile = instruction(constants=1, most=MAX_TOKENS, operands=len(Tile._fields))(_tile)
+
+
+@instruction(most=FLOAT_TOKENS, operands=6)
+def float_tile(emit: Emitter, tokens: int, *operands: Any) -> None:
+    """16 outputs of `tokens` rows of x: sums[t] += w[k] * x[t, k], in the order of k. operands: weights, x,
+    bias, k, y, its stride."""
+    weights, x, bias, k, y, y_stride = operands
     sums = [emit.variable(emit.load(bias, floats(LANES))) for _ in range(tokens)]
-    _chain(emit, sums, weights, x, emit.times(k, 4), k)
+    with emit.loop(emit.builder.sdiv(k, emit.const(UNROLL))) as turn:
+        here = emit.offset(weights, emit.times(turn, TURN_BYTES))
+        for line in range(0, TURN_BYTES, 64):
+            emit.prefetch(emit.offset(here, line + FLOAT_AHEAD))
+        first, x_stride = emit.offset(x, emit.times(turn, 4 * UNROLL)), emit.times(k, 4)
+        rows = [emit.offset(first, emit.times(x_stride, t)) for t in range(tokens)]
+        columns = [emit.load(row, floats(UNROLL)) for row in rows]
+        for i in range(UNROLL):
+            weight = emit.load(emit.offset(here, 4 * LANES * i), floats(LANES))
+            for total, column in zip(sums, columns, strict=True):
+                emit.accumulate(total, weight, emit.splat(column, i, LANES))
     for t, total in enumerate(sums):
         emit.store(emit.builder.load(total), emit.offset(y, emit.times(y_stride, t)))
 
 
 @piece
-def _float_strip(weights, x, bias, rows, k, y, y_stride):  # type: ignore[no-untyped-def]
-    """One tile of weights against `rows` rows of x, in strips of nearly equal height, MAX_TOKENS at most."""
-    row = 0
-    while row < rows:
-        strips = (rows - row + MAX_TOKENS - 1) // MAX_TOKENS
-        height = (rows - row + strips - 1) // strips
-        float_tile(height, weights, x + row * k * 4, bias, k, y + row * y_stride, y_stride)
-        row += height
-
-
-@unrolled
-def _dot_strip(bits, groups, weights, x, bias, rows, k, stride, y, y_stride):  # type: ignore[no-untyped-def]
-    """The same with integers. The first strip is high: its arithmetic hides the reading of the weights."""
-    row = 0
-    while row < rows:
-        height = rows - row if rows - row <= MOST_DOT_TOKENS else DOT_TOKENS
-        here, scale, total = x.values + row * k, x.scales + row * 4, x.sums + row * 4
-        out = y + row * y_stride
-        dot_tile(bits, height, weights, here, scale, total, bias, k, stride, groups, out, y_stride)
-        row += height
-
-
-@unrolled
-def _dot_share(bits, group, block_bytes, part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
-    y_stride, tiles, groups = m.n * 4, m.n // DOT_ROWS, m.k // group
-    step = max(DOT_TOKENS, X_BLOCK_BYTES // m.k // DOT_TOKENS * DOT_TOKENS)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        own = Activations(x.values + first * m.k, x.scales + first * 4, x.sums + first * 4)
-        for t in range(tiles * part // threads, tiles * (part + 1) // threads):
-            weights, bias = m.weight + t * groups * block_bytes, m.bias + t * DOT_ROWS * 4
-            out = y + first * y_stride + t * DOT_ROWS * 4
-            _dot_strip(bits, groups, weights, own, bias, count, m.k, rows * 4, out, y_stride)
-
-
-@piece
 def product_32(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
-    """One thread's share: m is a Matrix, x Activations of `rows` rows, y [rows, n]."""
+    """One thread's share: m is a Matrix, y [rows, n]; x has the addresses `values` of floats, or of int8 with
+    `scales` and `sums` [groups, rows] (forward.Work). A tile of weights meets
+    strips of nearly equal height, FLOAT_TOKENS at most."""
     y_stride, tiles = m.n * 4, m.n // LANES
-    step = max(MAX_TOKENS, X_BLOCK_BYTES // (m.k * 4) // MAX_TOKENS * MAX_TOKENS)
+    step = max(FLOAT_TOKENS, X_BLOCK_BYTES // (m.k * 4) // FLOAT_TOKENS * FLOAT_TOKENS)
     for first in range(0, rows, step):
-        count, own = min(step, rows - first), x.values + first * m.k * 4
+        last = min(first + step, rows)
         for t in range(tiles * part // threads, tiles * (part + 1) // threads):
-            weights, bias = m.weight + t * m.k * LANES * 4, m.bias + t * LANES * 4
-            _float_strip(weights, own, bias, count, m.k, y + first * y_stride + t * LANES * 4, y_stride)
+            weights, bias, row = m.weight + t * m.k * LANES * 4, m.bias + t * LANES * 4, first
+            while row < last:
+                strips = (last - row + FLOAT_TOKENS - 1) // FLOAT_TOKENS
+                height = (last - row + strips - 1) // strips
+                out = y + row * y_stride + t * LANES * 4
+                float_tile(height, weights, x.values + row * m.k * 4, bias, m.k, out, y_stride)
+                row += height
 
 
-@piece
-def product_8(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
-    _dot_share(8, GROUP_8, BLOCK_8, part, threads, m, x, y, rows)
+def _integer_product(bits: int) -> Any:
+    """The same with integers."""
+    group, block_bytes = GROUP[bits], BLOCK[bits]
+
+    @piece_named(f"product_{bits}")
+    def product(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
+        stride, tiles, groups = m.n * 4, m.n // ROWS, m.k // group
+        step = max(USUAL_TOKENS, X_BLOCK_BYTES // m.k // USUAL_TOKENS * USUAL_TOKENS)
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            for t in range(tiles * part // threads, tiles * (part + 1) // threads):
+                weights, bias, row = m.weight + t * groups * block_bytes, m.bias + t * ROWS * 4, first
+                while row < last:
+                    height = last - row if last - row <= MAX_TOKENS else USUAL_TOKENS
+                    own, scale, total = x.values + row * m.k, x.scales + row * 4, x.sums + row * 4
+                    out = y + row * stride + t * ROWS * 4
+                    dot_tile(
+                        bits, height, weights, own, scale, total, bias, m.k, rows * 4, groups, out, stride
+                    )
+                    row += height
+
+    return product
 
 
-@piece
-def product_4(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
-    _dot_share(4, GROUP_4, BLOCK_4, part, threads, m, x, y, rows)
+product_8, product_4 = _integer_product(8), _integer_product(4)
 
 
 @piece
 def outputs_of(matrix, first, count):  # type: ignore[no-untyped-def]
-    """Some of an int8 matrix's outputs; both are multiples of DOT_ROWS."""
+    """Some of an int8 matrix's outputs; both are multiples of ROWS."""
     tile_bytes = matrix.k // GROUP_8 * BLOCK_8
-    return Matrix(matrix.weight + first // DOT_ROWS * tile_bytes, matrix.bias + first * 4, matrix.k, count)
+    return Matrix(matrix.weight + first // ROWS * tile_bytes, matrix.bias + first * 4, matrix.k, count)

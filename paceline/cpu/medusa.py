@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import carray
 
 from paceline.cpu.compile import kernel, numbers, piece, size_of, struct
-from paceline.cpu.guess import Noise, guess
-from paceline.cpu.head_memory import Memory, Room, Tensors, address, draft_ids
-from paceline.cpu.heads import Work, multiply_8, put_8_row
-from paceline.cpu.lanes import double_pointer, int_pointer, seed_pointer
+from paceline.cpu.guess import guess
+from paceline.cpu.head_call import CallMemory, Capacity, HeadCall, HeadKernel, HeadRequest, Room, Turn, Work
+from paceline.cpu.head_memory import GREEDY, Memory, Tensors, draft_ids, sources_of
+from paceline.cpu.heads import multiply_8, put_8_row, request_of, write_guess
+from paceline.cpu.lanes import int_pointer
 from paceline.cpu.layer import matrix_at
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.rows import add, copy, gate, normalize
-from paceline.cpu.sync import barrier, close_region, join, num_threads, open_region
-from paceline.cpu.taps import address_in
+from paceline.cpu.sync import barrier, in_region, num_threads
 from paceline.heads.config import MedusaConfig
 from paceline.heads.rows import Guesses, Row, Sampler
 
@@ -40,31 +40,16 @@ class Heads(NamedTuple):
     num_blocks: int
     hidden: int
     eps: float
-    num_words: int
-    num_outputs: int
-
-
-class Task(NamedTuple):
-    num: int  # requests
-    sources: int  # [num] addresses of hidden states
-    temperatures: int
-    seeds: int
-    positions: int
-    ids: int
-    num_ids: int
-    states: int  # [heads, num, hidden]
-    z: int  # [num, heads * hidden], then [num, hidden]
-    logits: int  # [heads, num, num_outputs]
-    tokens: int  # [heads, num]
-    chances: int
 
 
 class Call(NamedTuple):
-    """What `draft_heads` is given the address of."""
+    """What `draft_heads` is given the address of. Work: `narrow` has the heads' states [heads, requests,
+    hidden], `wide` products [requests, heads * hidden], then [requests, hidden]."""
 
-    heads: Heads
-    task: Task
+    turn: Turn
     work: Work
+    memory: CallMemory
+    heads: Heads
 
 
 call_at = struct(Call)
@@ -78,78 +63,53 @@ def _put(w, source, row, rows, width):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _first_blocks(share, m, t, w):  # type: ignore[no-untyped-def]
-    sources, width = carray(int_pointer(t.sources), t.num), m.hidden * 4
-    for row in range(share.part, t.num, share.threads):
+def _run_blocks(share, num, sources, m, w):  # type: ignore[no-untyped-def]
+    """From hidden states to the states of all heads: the first blocks together, then head by head."""
+    width = m.hidden * 4
+    for row in range(share.part, num, share.threads):
         normalize(sources[row], m.norm, w.h + row * width, m.hidden, m.eps)
-        _put(w, w.h + row * width, row, t.num, m.hidden)
-    multiply_8(share, m.first, w, t.z, t.num)
-    for item in range(share.part, t.num * m.num_heads, share.threads):
+        _put(w, w.h + row * width, row, num, m.hidden)
+    multiply_8(share, m.first, w, w.wide, num)
+    for item in range(share.part, num * m.num_heads, share.threads):
         row, head = item // m.num_heads, item % m.num_heads
-        state, z = t.states + (head * t.num + row) * width, t.z + (row * m.first.n + head * m.hidden) * 4
+        state, z = w.narrow + (head * num + row) * width, w.wide + (row * m.first.n + head * m.hidden) * 4
         gate(False, z, m.ones, state, m.hidden)
         add(state, w.h + row * width, m.hidden)
     barrier(share)
-
-
-@piece
-def _other_blocks(share, m, t, w):  # type: ignore[no-untyped-def]
-    width = m.hidden * 4
     for item in range(m.num_heads * (m.num_blocks - 1)):
-        matrix, states = (
-            matrix_at(m.others + item * MATRIX_BYTES),
-            t.states + item // (m.num_blocks - 1) * t.num * width,
-        )
-        for row in range(share.part, t.num, share.threads):
-            _put(w, states + row * width, row, t.num, m.hidden)
-        multiply_8(share, matrix, w, t.z, t.num)
-        for row in range(share.part, t.num, share.threads):
-            z = t.z + row * matrix.n * 4
+        matrix = matrix_at(m.others + item * MATRIX_BYTES)
+        states = w.narrow + item // (m.num_blocks - 1) * num * width
+        for row in range(share.part, num, share.threads):
+            _put(w, states + row * width, row, num, m.hidden)
+        multiply_8(share, matrix, w, w.wide, num)
+        for row in range(share.part, num, share.threads):
+            z = w.wide + row * matrix.n * 4
             gate(False, z, m.ones, z, m.hidden)
             add(states + row * width, z, m.hidden)
         barrier(share)
 
 
 @piece
-def _speak(share, m, t, w):  # type: ignore[no-untyped-def]
-    """Logits of all heads: as rows of one product, or head by head."""
+def _part(share, at):  # type: ignore[no-untyped-def]
+    c = call_at(at)
+    m, w, num = c.heads, c.work, c.turn.num_requests
+    _run_blocks(share, num, carray(int_pointer(c.memory.sources), num), m, w)
     together = m.num_heads if m.is_shared else 1
-    rows = together * t.num
-    for head in range(0, m.num_heads, together):
+    rows = together * num
+    for head in range(0, m.num_heads, together):  # logits: as rows of one product, or head by head
         for row in range(share.part, rows, share.threads):
-            _put(w, t.states + (head * t.num + row) * m.hidden * 4, row, rows, m.hidden)
-        matrix = matrix_at(m.outputs + head * MATRIX_BYTES)
-        multiply_8(share, matrix, w, t.logits + head * t.num * m.num_outputs * 4, rows)
-
-
-@piece
-def _part(share, m, t, w):  # type: ignore[no-untyped-def]
-    temperatures, seeds = carray(double_pointer(t.temperatures), t.num), carray(seed_pointer(t.seeds), t.num)
-    positions, ids = carray(int_pointer(t.positions), t.num), carray(int_pointer(t.ids), t.num_ids)
-    tokens = carray(int_pointer(t.tokens), (m.num_heads, t.num))
-    chances = carray(double_pointer(t.chances), (m.num_heads, t.num))
-    _first_blocks(share, m, t, w)
-    _other_blocks(share, m, t, w)
-    _speak(share, m, t, w)
-    for item in range(share.part, t.num * m.num_heads, share.threads):
-        head, row = item // t.num, item % t.num
-        how = Noise(temperatures[row], seeds[row], positions[row] + head)
-        best, chance = guess(t.logits + item * m.num_outputs * 4, m.num_outputs, m.num_words, ids, how)
-        tokens[head, row] = ids[best] if t.num_ids else best
-        chances[head, row] = chance
+            _put(w, w.narrow + (head * num + row) * m.hidden * 4, row, rows, m.hidden)
+        logits = c.memory.logits + head * num * c.memory.num_outputs * 4
+        multiply_8(share, matrix_at(m.outputs + head * MATRIX_BYTES), w, logits, rows)
+    for item in range(share.part, num * c.turn.steps, share.threads):
+        best, chance = guess(c.memory, item, request_of(c, item % num), item // num)
+        write_guess(c, item // num, item % num, best, chance, False)
 
 
 @kernel(parallel=True)
 def draft_heads(at, threads):  # type: ignore[no-untyped-def]
     """at: of the numbers of a Call."""
-    sync = call_at(at).work.sync
-    open_region(sync)
-    for part in prange(threads):
-        share = join(sync, np.int64(part), threads)
-        if share.part >= 0:
-            call = call_at(at)
-            _part(share, call.heads, call.task, call.work)
-    close_region(sync)
+    in_region(_part, call_at(at).work.sync, threads, at)
 
 
 class MedusaHead:
@@ -157,7 +117,7 @@ class MedusaHead:
 
     def __init__(self, config: MedusaConfig, tensors: Tensors, norm: torch.Tensor) -> None:
         """norm: the target's last, or the trunk's."""
-        self.config, self._memory, self._threads = config, Memory(), num_threads()
+        self.config, self._memory, hidden = config, Memory(), config.hidden_size
         memory, heads, blocks = self._memory, range(config.num_heads_ahead), range(1, config.num_blocks)
 
         def block(head: int, block: int, part: str) -> torch.Tensor:
@@ -170,43 +130,33 @@ class MedusaHead:
         names = ["lm_head.weight"] if is_shared else [f"lm_heads.{h}.weight" for h in heads]
         outputs = [memory.output(tensors[name]) for name in names]
         memory.tables.append(numbers((*outputs, *others)))
-        at = memory.tables[0].buffer_info()[0]
-        ones = memory.vector(torch.ones(config.hidden_size))
-        self._heads = Heads(
-            memory.vector(norm), ones, first, at + MATRIX_BYTES * len(outputs), at, is_shared, len(heads),
-            config.num_blocks, config.hidden_size, config.rms_eps, config.draft_vocab_size, outputs[0].n,
-        )  # fmt: skip
-        self._ids, self._room = draft_ids(tensors), Room(config.hidden_size, config.hidden_size)
+        at, num = memory.tables[0].buffer_info()[0], len(heads)
+        ones, next_blocks = memory.vector(torch.ones(hidden)), at + MATRIX_BYTES * len(outputs)
+        sizes = num, config.num_blocks, hidden, config.rms_eps
+        constants = Heads(memory.vector(norm), ones, first, next_blocks, at, is_shared, *sizes)
+        shape = num_threads(), hidden, outputs[0].n, config.draft_vocab_size, draft_ids(tensors)
+        kernel = HeadKernel(draft_heads, (constants,), *shape, num_speaking=num)
+        self._call = HeadCall(kernel, Capacity(steps=num))
+        self._room = Room(hidden, hidden, wide=hidden, narrow=hidden)
 
     def can_guess(self, temperature: float) -> bool:
         return True
 
     def guess(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Guesses:
         """The best token of each head, and the chance of the path to it."""
-        _, tokens, chances = self._run(rows, samplers)
-        return Guesses(tokens.tolist(), chances.cumprod(0).tolist())
+        tokens, chances = self._run(rows, samplers, self.config.num_heads_ahead).guesses
+        return Guesses(tokens, np.cumprod(chances, 0).tolist())
 
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """[heads, requests, draft vocabulary]."""
-        found, _, _ = self._run(rows, [Sampler(0.0, 0, 0)] * len(rows))
-        return torch.from_numpy(found[:, :, : self.config.draft_vocab_size])
+        found = self._run(rows, [GREEDY] * len(rows), 0).logits.copy()
+        return torch.from_numpy(found.reshape(self.config.num_heads_ahead, len(rows), -1))
 
-    def _run(
-        self, rows: Sequence[Row], samplers: Sequence[Sampler]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Logits, tokens and chances, [heads, requests, ...]."""
-        m, count, layer = self._heads, len(rows), self.config.target_layers
-        logits = np.empty((m.num_heads, count, m.num_outputs), np.float32)
-        tokens, chances = np.empty((m.num_heads, count), np.int64), np.empty((m.num_heads, count))
-        states = np.empty((m.num_heads, count, m.hidden), np.float32)
-        z = np.empty((count, m.first.n), np.float32)
-        sources = np.array([address_in(r.hidden, layer) + 4 * m.hidden * r.at for r in rows])
-        temperatures = np.array([s.temperature for s in samplers], np.float64)
-        seeds = np.array([s.seed for s in samplers], np.uint64)
-        positions = np.array([s.position for s in samplers], np.int64)
-        given = [address(each) for each in (sources, temperatures, seeds, positions, self._ids)]
-        made = [address(each) for each in (states, z, logits, tokens, chances)]
-        task = Task._make((count, *given, len(self._ids), *made))
-        call = numbers(Call(m, task, self._room.get(count * m.num_heads)))
-        draft_heads(call.buffer_info()[0], self._threads)
-        return logits, tokens, chances
+    def _run(self, rows: Sequence[Row], samplers: Sequence[Sampler], steps: int) -> HeadCall:
+        count, heads = len(rows), self.config.num_heads_ahead
+        requests = [HeadRequest(0, 0, 0, 0, 0, 0, 0, 0, *sampler) for sampler in samplers]
+        sources = sources_of(rows, (self.config.target_layers,), self.config.hidden_size)
+        self._call = call = self._call.fitting(count, count, 0, steps)
+        turn, work = Turn(count, count, count * heads, steps), self._room.get(count * heads)
+        call.open(turn, requests, [], sources, work)
+        return call.run()

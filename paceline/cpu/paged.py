@@ -1,217 +1,142 @@
-"""Attention over a paged KV cache under token trees: which positions a row sees and where they lie, and runs
-of rows over them.
+"""Attention over a paged KV cache under token trees: runs of rows over the positions that they see.
 
-A row sees its request's cached prefix, its ancestors in this pass and itself, in position order, whatever
-else is in the pass. Invariant: a score depends on a row and a position, a weight on all scores of its row,
-and a weighted sum is one chain over the row's positions in order, or a sum of integers. So the bits depend on
-the context alone: which rows go side by side and which thread does what changes nothing.
+A row sees its request's cached prefix, its ancestors in this pass and itself, in position order. Invariant: a
+score depends on a row and a position, a weight on all scores of its row, and a weighted sum is one chain over
+the row's positions in order, or a sum of integers. So the bits depend on the context alone: which rows go
+side by side and which thread does what changes nothing.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray
 
+from paceline.cpu import value_tiles as rounded
 from paceline.cpu.compile import piece
-from paceline.cpu.key_tiles import VALUE_SCALE, score_rounded
 from paceline.cpu.lanes import LANES, LOG2_E, float_pointer, int_pointer
 from paceline.cpu.rows import fill
-from paceline.cpu.tiles import LOWEST, MIXED, PLACE, SCORED, SPAN, mix_tile, score_tile, weigh_lanes
-from paceline.cpu.value_tiles import (
-    ADDED,
-    CHUNK,
-    TURN,
-    add_turned,
-    combine,
-    copy_scales,
-    stack_memory,
-    turn_some,
-    turn_values,
-    weigh_rounded,
+from paceline.cpu.tiles import (
+    LOWEST,
+    MIXED,
+    PLACE,
+    SCORED,
+    VALUE_SCALE,
+    mix_floats,
+    score_floats,
+    score_rounded,
+    weigh_lanes,
 )
 
 BLOCK = 16  # positions whose keys all KV heads read before the next: neighbours are read at one time
-FLOAT_CHUNK = (
-    64  # positions whose values are added before the next columns' turn: they stay in the nearest cache
-)
-TURNED = (CHUNK + TURN) * LANES  # bytes of a chunk's rounded values, sixteen columns, wherever it begins
+FLOAT_CHUNK = 64  # positions whose values are added before the next columns' turn: the nearest cache has them
 
 
-class Run(NamedTuple):
-    """Rows of one request side by side, and the memory of what is computed for them, KV head by KV head."""
+class Attention(NamedTuple):
+    """A layer's, and the memory of what is computed, KV head by KV head."""
 
-    first: int  # row
-    last: int  # and one
-    prefix: int  # cached positions
-    places: int  # address of their offsets
+    b: Any  # forward.Pass
+    m: Any  # layer.Model
+    w: Any  # forward.Work
+    window: int  # positions that a row sees; 0: all
+    keys: int  # address of the layer's cached keys
+    values: int
+    group: int  # query heads of a KV head
+    strips: int  # of LANES columns of a head
     scores: int  # address of [KV heads, rows, group, span], then weights: floats, or two bytes each
     scales: int  # address of [KV heads, rows, span]: of rounded values
     totals: int  # address of [KV heads, rows, group]: sums of weights
-    mixed: int  # address of [KV heads, rows, group, dim]; of rounded values [..., 2, dim]
-    rows: int  # in these four: 0 if only one KV head is there
-    start: int  # their first row
+    mixed: int  # address of [KV heads, rows, group, 2, dim]: sums by high and low bytes, or of floats
+    rows: int  # in these four: 0 if only one KV head of a run is there
+
+
+class Run(NamedTuple):
+    """Rows of one request side by side."""
+
+    first: int  # row
+    last: int  # and one
+    start: int  # the first row that has memory
+    prefix: int  # cached positions
+    places: int  # address of their offsets
 
 
 @piece
-def is_rounded(m):  # type: ignore[no-untyped-def]
-    """Whether queries, keys and values are integers with scales."""
-    return m.key_bytes < m.dim * 4
-
-
-@piece
-def value_bytes(m):  # type: ignore[no-untyped-def]
-    """Of a head of a cached value."""
-    return m.dim if is_rounded(m) else m.dim * 4
-
-
-@piece
-def _sum_bytes(m):  # type: ignore[no-untyped-def]
-    """Of a query's sums."""
-    return m.dim * 8 if is_rounded(m) else m.dim * 4
-
-
-@piece
-def trace_paths(b, m, paths_at):  # type: ignore[no-untyped-def]
-    """paths[row, :depth]: places of its ancestors in this pass and its own; paths[row, rows, 0]: depth."""
-    parents, slots = carray(int_pointer(b.parents), b.rows), carray(int_pointer(b.slots), b.rows)
-    paths = carray(int_pointer(paths_at), (b.rows, b.rows + 1, 2))
-    for row in range(b.rows):
-        parent, depth = parents[row], 0
-        if parent >= 0:
-            depth = paths[parent, b.rows, 0]
-            for i in range(depth):
-                paths[row, i, 0], paths[row, i, 1] = paths[parent, i, 0], paths[parent, i, 1]
-        paths[row, depth, 0] = slots[row] * m.num_kv_heads * m.key_bytes
-        paths[row, depth, 1] = slots[row] * m.num_kv_heads * value_bytes(m)
-        paths[row, b.rows, 0] = depth + 1
-
-
-@piece
-def expand_tables(share, b, m, places_at):  # type: ignore[no-untyped-def]
-    """places[request, position]: offsets of the cached prefixes' keys and values."""
-    room = b.max_blocks * b.block_size
-    lengths = carray(int_pointer(b.prefix_lens), b.num_requests)
-    of_keys, of_values = m.num_kv_heads * m.key_bytes, m.num_kv_heads * value_bytes(m)
-    for request in range(share.part, b.num_requests, share.threads):
-        table = carray(int_pointer(b.block_tables + request * b.max_blocks * 8), b.max_blocks)
-        places = carray(int_pointer(places_at + request * room * PLACE), (room, 2))
-        for position in range(lengths[request]):
-            slot = table[position // b.block_size] * b.block_size + position % b.block_size
-            places[position, 0], places[position, 1] = slot * of_keys, slot * of_values
-
-
-@piece
-def run_of(b, w, first, most):  # type: ignore[no-untyped-def]
-    """Rows of one request from `first` on, `most` of them at most, in the memory that all threads share."""
+def run_of(a, first, most):  # type: ignore[no-untyped-def]
+    """Rows of one request from `first` on, `most` of them at most."""
+    b = a.b
     requests = carray(int_pointer(b.request_of), b.rows)
     request, last = requests[first], first + 1
     while last < b.rows and last - first < most and requests[last] == request:
         last += 1
     prefix = carray(int_pointer(b.prefix_lens), b.num_requests)[request]
-    places = w.places + request * b.max_blocks * b.block_size * PLACE
-    return Run(first, last, prefix, places, w.scores, w.value_scales, w.totals, w.mixed, b.rows, 0)
+    places = a.w.places + request * b.max_blocks * b.block_size * PLACE
+    return Run(first, last, 0 if a.rows else first, prefix, places)
 
 
 @piece
 def row_of(run, row):  # type: ignore[no-untyped-def]
-    scores, scales, totals, mixed = run.scores, run.scales, run.totals, run.mixed
-    return Run(row, row + 1, run.prefix, run.places, scores, scales, totals, mixed, run.rows, run.start)
+    return Run(row, row + 1, run.start, run.prefix, run.places)
 
 
 @piece
-def length_of(b, w, run, row):  # type: ignore[no-untyped-def]
-    """How many positions a row sees, itself included."""
-    return run.prefix + carray(int_pointer(w.paths), (b.rows, b.rows + 1, 2))[row, b.rows, 0]
+def seen_by(a, run, row):  # type: ignore[no-untyped-def]
+    """The first position that a row sees, and its own and one."""
+    paths = carray(int_pointer(a.w.paths), (a.b.rows, a.b.rows + 1, 2))
+    length = run.prefix + paths[row, a.b.rows, 0]
+    return max(0, length - a.window) if a.window > 0 else 0, length
 
 
 @piece
-def start_of(window, length):  # type: ignore[no-untyped-def]
-    """The first position a row sees."""
-    return max(0, length - window) if window > 0 else 0
-
-
-@piece
-def starts_of(b, w, run, window):  # type: ignore[no-untyped-def]
+def starts_of(a, run):  # type: ignore[no-untyped-def]
     """The first position that some row sees, and the first that none sees only in part."""
-    lowest = highest = start_of(window, length_of(b, w, run, run.first))
+    lowest = highest = seen_by(a, run, run.first)[0]
     for row in range(run.first + 1, run.last):
-        start = start_of(window, length_of(b, w, run, row))
+        start = seen_by(a, run, row)[0]
         lowest, highest = min(lowest, start), max(highest, start)
     return lowest, highest
 
 
 @piece
-def common_length(b, w, run):  # type: ignore[no-untyped-def]
-    """How many positions all rows see: the prefix, and in a chain all that its first row sees."""
-    parents = carray(int_pointer(b.parents), b.rows)
-    for row in range(run.first + 1, run.last):
-        if parents[row] != row - 1:
-            return run.prefix
-    return length_of(b, w, run, run.first)
+def _at(a, run, kv_head):  # type: ignore[no-untyped-def]
+    """Which query is the run's first in memory."""
+    return (kv_head * a.rows + run.first - run.start) * a.group
 
 
 @piece
-def _at(run, m, kv_head):  # type: ignore[no-untyped-def]
-    """Which query is the run's first in memory of its own."""
-    return (kv_head * run.rows + run.first - run.start) * (m.num_heads // m.num_kv_heads)
-
-
-@piece
-def _places(b, w, run, first, last):  # type: ignore[no-untyped-def]
+def _places(a, run, first, last):  # type: ignore[no-untyped-def]
     """Where the places of positions from `first` on lie, and how far they lie there, at most to `last`."""
     if first < run.prefix:
         return run.places + first * PLACE, min(last, run.prefix)
-    return w.paths + (run.first * (b.rows + 1) + first - run.prefix) * PLACE, last
+    return a.w.paths + (run.first * (a.b.rows + 1) + first - run.prefix) * PLACE, last
 
 
 @piece
-def _score_queries(m, count, queries, keys, places, positions, out, stride):  # type: ignore[no-untyped-def]
-    """`count` queries, SCORED at most, over some positions."""
-    whole = positions // SPAN * SPAN
-    if is_rounded(m):
-        for p in range(0, whole, SPAN):
-            score_rounded(SPAN, count, queries, keys, places + p * PLACE, m.dim, out + p * 4, stride)
-        for p in range(whole, positions):
-            score_rounded(1, count, queries, keys, places + p * PLACE, m.dim, out + p * 4, stride)
-    else:
-        for p in range(0, whole, SPAN):
-            score_tile(SPAN, count, queries, keys, places + p * PLACE, m.dim, out + p * 4, stride)
-        for p in range(whole, positions):
-            score_tile(1, count, queries, keys, places + p * PLACE, m.dim, out + p * 4, stride)
+def _height(left, most):  # type: ignore[no-untyped-def]
+    """Of the first of nearly equal tiles, `most` at most."""
+    tiles = (left + most - 1) // most
+    return (left + tiles - 1) // tiles
 
 
 @piece
-def _keep_scales(b, m, run, kv_head, keys, places, first, positions):  # type: ignore[no-untyped-def]
-    """Of some positions' values, for every row of the run: `weigh` finds them side by side."""
-    row, rows = kv_head * run.rows + run.first - run.start, run.last - run.first
-    whole = positions // SPAN * SPAN
-    scale, out = keys + m.dim + VALUE_SCALE, run.scales + (row * b.span + first) * 4
-    for p in range(0, whole, SPAN):
-        copy_scales(SPAN, scale, places + p * PLACE, rows, out + p * 4, b.span * 4)
-    for p in range(whole, positions):
-        copy_scales(1, scale, places + p * PLACE, rows, out + p * 4, b.span * 4)
-
-
-@piece
-def score(b, m, w, run, kv_heads, first, last, keys):  # type: ignore[no-untyped-def]
+def score(a, run, kv_heads, first, last):  # type: ignore[no-untyped-def]
     """Scores of positions first to last, which all rows see at the same places, for a range of KV heads."""
-    group, stride = m.num_heads // m.num_kv_heads, b.span * 4
-    total = (run.last - run.first) * group
+    m, stride, rows = a.m, a.b.span * 4, run.last - run.first
     while first < last:
-        places, end = _places(b, w, run, first, min(first + BLOCK, last))
+        places, end = _places(a, run, first, min(first + BLOCK, last))
         for kv_head in range(kv_heads[0], kv_heads[1]):
-            queries = w.queries + (kv_head * b.rows + run.first) * group * m.key_bytes
-            to, done = run.scores + _at(run, m, kv_head) * stride + first * 4, 0
-            key = keys + kv_head * m.key_bytes
-            if is_rounded(m):
-                _keep_scales(b, m, run, kv_head, key, places, first, end - first)
-            while done < total:
-                tiles = (total - done + SCORED - 1) // SCORED
-                count = (total - done + tiles - 1) // tiles
-                query, out = queries + done * m.key_bytes, to + done * stride
-                _score_queries(m, count, query, key, places, end - first, out, stride)
+            queries = a.w.queries + (kv_head * a.b.rows + run.first) * a.group * m.key_bytes
+            at, keys, done = _at(a, run, kv_head), a.keys + kv_head * m.key_bytes, 0
+            if m.is_rounded:  # the values' scales, for every row: `weigh` finds them side by side
+                out = a.scales + at // a.group * stride + first * 4
+                rounded.copy_scales(keys + m.dim + VALUE_SCALE, places, end - first, rows, out, stride)
+            while done < rows * a.group:
+                count = _height(rows * a.group - done, SCORED)
+                query, out = queries + done * m.key_bytes, a.scores + (at + done) * stride + first * 4
+                if m.is_rounded:
+                    score_rounded(count, query, keys, places, end - first, m.dim, out, stride)
+                else:
+                    score_floats(count, query, keys, places, end - first, m.dim, out, stride)
                 done += count
         first = end
 
@@ -227,100 +152,78 @@ def _surround(at, first, start, length, last, value):  # type: ignore[no-untyped
 
 
 @piece
-def weigh(b, m, run, row, head, start, length):  # type: ignore[no-untyped-def]
+def weigh(a, run, row, head, start, length):  # type: ignore[no-untyped-def]
     """Scores of one query over positions start to length become weights, in sixteens."""
-    group = m.num_heads // m.num_kv_heads
-    query = _at(run, m, head // group) + (row - run.first) * group + head % group
+    query = _at(a, run, head // a.group) + (row - run.first) * a.group + head % a.group
     first, last = start // LANES * LANES, (length + LANES - 1) // LANES * LANES
-    _surround(run.scores + query * b.span * 4, first, start, length, last, np.float32(LOWEST))
-    at, scale = run.scores + (query * b.span + first) * 4, np.float32(m.scale * LOG2_E)
-    if not is_rounded(m):
-        weigh_lanes(at, (last - first) // LANES, scale, run.totals + query * 4)
+    turns, scale, total_at = (last - first) // LANES, np.float32(a.m.scale * LOG2_E), a.totals + query * 4
+    scores_at, scales_at = a.scores + query * a.b.span * 4, a.scales + query // a.group * a.b.span * 4
+    _surround(scores_at, first, start, length, last, np.float32(LOWEST))
+    if not a.m.is_rounded:
+        weigh_lanes(scores_at + first * 4, turns, scale, total_at)
         return
-    scales_at = run.scales + query // group * b.span * 4
     _surround(scales_at, first, start, length, last, np.float32(0))
-    out = run.scores + query * b.span * 4 + first * 2
-    weigh_rounded(at, scales_at + first * 4, (last - first) // LANES, scale, out, run.totals + query * 4)
+    out = scores_at + first * 2
+    rounded.weigh_rounded(scores_at + first * 4, scales_at + first * 4, turns, scale, out, total_at)
 
 
 @piece
-def _turn(values, places, first, last, out, asked):  # type: ignore[no-untyped-def]
-    """Sixteen columns of positions first to last, and zeros before and after, from one multiple of TURN to
-    another; returns the turns. `places` are the values' offsets from position `first` on."""
-    begin, turns = first // TURN * TURN, (last + TURN - 1) // TURN - first // TURN
-    whole, end = (first + 3) // 4 * 4, last // 4 * 4
-    for p in range(begin, min(whole, begin + TURN * turns), 4):
-        turn_some(values, places + (p - first) * PLACE, first - p, last - p, out + (p - begin) * LANES)
-    if whole < end:
-        to = out + (whole - begin) * LANES
-        turn_values(values, places + (whole - first) * PLACE, (end - whole) // 4, to, asked)
-    for p in range(max(whole, end), begin + TURN * turns, 4):
-        turn_some(values, places + (p - first) * PLACE, 0, last - p, out + (p - begin) * LANES)
-    return turns
-
-
-@piece
-def _mix_rounded(b, m, run, strip, first, last, values, places):  # type: ignore[no-untyped-def]
-    """One strip of a chunk of positions. Their values are turned once for all queries."""
-    turned, strips = stack_memory(TURNED), m.dim // LANES
-    turns = _turn(values + strip * LANES, places, first, last, turned, strip % 2 * 2)
-    query, done = _at(run, m, strip // strips), 0
-    total = (run.last - run.first) * (m.num_heads // m.num_kv_heads)
-    while done < total:
-        count = min(ADDED, total - done)
-        weights = run.scores + (query + done) * b.span * 4 + first // TURN * TURN * 2
-        to = run.mixed + (query + done) * m.dim * 8 + strip % strips * LANES * 4
-        add_turned(count, weights, b.span * 4, turned, turns, to, m.dim * 8)
-        done += count
-
-
-@piece
-def mix(b, m, w, run, columns, first, last, values):  # type: ignore[no-untyped-def]
+def _mix(a, run, columns, first, last):  # type: ignore[no-untyped-def]
     """Add the values of positions first to last to the sums of all rows, for a range of strips of columns."""
-    group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
-    total = (run.last - run.first) * group
+    m, stride, total = a.m, a.b.span * 4, (run.last - run.first) * a.group
+    turned = rounded.turned_memory()
+    chunk, most = (rounded.CHUNK, rounded.ADDED) if m.is_rounded else (FLOAT_CHUNK, MIXED)
     while first < last:
-        places, end = _places(b, w, run, first, min(first + (CHUNK if is_rounded(m) else FLOAT_CHUNK), last))
+        places, end = _places(a, run, first, min(first + chunk, last))
         for strip in range(columns[0], columns[1]):
-            if is_rounded(m):
-                _mix_rounded(b, m, run, strip, first, end, values, places + 8)
-                continue
-            query, done = _at(run, m, strip // strips), 0
+            query, done, turns = _at(a, run, strip // a.strips), 0, 0
+            values = a.values + strip * LANES * (m.value_bytes // m.dim)
+            if m.is_rounded:  # values are turned once for all queries
+                turns = rounded.turn(values, places + 8, first, end, turned, strip % 2 * 2)
             while done < total:
-                tiles = (total - done + MIXED - 1) // MIXED
-                count = (total - done + tiles - 1) // tiles
-                weights = run.scores + ((query + done) * b.span + first) * 4
-                to = run.mixed + ((query + done) * m.dim + strip % strips * LANES) * 4
-                value, size = values + strip * LANES * 4, end - first
-                mix_tile(count, weights, b.span * 4, value, places + 8, size, to, m.dim * 4)
+                count, weights = _height(total - done, most), a.scores + (query + done) * stride
+                out = a.mixed + (query + done) * m.dim * 8 + strip % a.strips * LANES * 4
+                if m.is_rounded:
+                    at = weights + first // rounded.TURN * rounded.TURN * 2
+                    rounded.add_turned(count, at, stride, turned, turns, out, m.dim * 8)
+                else:
+                    at = weights + first * 4
+                    mix_floats(count, at, stride, values, places + 8, end - first, out, m.dim * 8)
                 done += count
         first = end
 
 
 @piece
-def clear(m, run, strip):  # type: ignore[no-untyped-def]
-    """Sums of a strip of columns begin at zero."""
-    group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
-    for query in range((run.last - run.first) * group):
-        at = run.mixed + (_at(run, m, strip // strips) + query) * _sum_bytes(m) + strip % strips * LANES * 4
-        for part in range(_sum_bytes(m) // (m.dim * 4)):
-            fill(at + part * m.dim * 4, 0, LANES)
-
-
-@piece
-def finish(m, w, run, strip):  # type: ignore[no-untyped-def]
+def _finish(a, run, strip):  # type: ignore[no-untyped-def]
     """Weighted means of a strip of columns, into the input of the next product."""
-    group, strips = m.num_heads // m.num_kv_heads, m.dim // LANES
-    kv_head, column = strip // strips, strip % strips * LANES
-    for query in range((run.last - run.first) * group):
-        own = _at(run, m, kv_head) + query
-        row, head = run.first + query // group, kv_head * group + query % group
-        at = run.mixed + own * _sum_bytes(m) + column * 4
-        to = w.ready + (row * w.widest + head * m.dim + column) * 4
-        shrink = np.float32(1) / carray(float_pointer(run.totals), own + 1)[own]
-        if is_rounded(m):
-            combine(at, m.dim * 4, shrink, to)
+    m, kv_head, column = a.m, strip // a.strips, strip % a.strips * LANES
+    for query in range((run.last - run.first) * a.group):
+        own = _at(a, run, kv_head) + query
+        row, head = run.first + query // a.group, kv_head * a.group + query % a.group
+        at = a.mixed + own * m.dim * 8 + column * 4
+        to = a.w.ready + (row * a.w.widest + head * m.dim + column) * 4
+        shrink = np.float32(1) / carray(float_pointer(a.totals), own + 1)[own]
+        if m.is_rounded:
+            rounded.combine(at, m.dim * 4, shrink, to)
             continue
         sums, out = carray(float_pointer(at), LANES), carray(float_pointer(to), LANES)
         for i in range(LANES):
             out[i] = sums[i] * shrink
+
+
+@piece
+def mix_rows(a, run, common, columns):  # type: ignore[no-untyped-def]
+    """Each row's positions in order: those that only some rows still see, that all see, that are its own."""
+    highest = min(starts_of(a, run)[1], common)
+    for strip in range(columns[0], columns[1]):
+        query, column = _at(a, run, strip // a.strips), strip % a.strips * LANES * 4
+        for part in range(2 * query, 2 * (query + (run.last - run.first) * a.group)):
+            fill(a.mixed + part * a.m.dim * 4 + column, 0, LANES)
+    for row in range(run.first, run.last):
+        _mix(a, row_of(run, row), columns, seen_by(a, run, row)[0], highest)
+    _mix(a, run, columns, highest, common)
+    for row in range(run.first, run.last):
+        start, length = seen_by(a, run, row)
+        _mix(a, row_of(run, row), columns, max(common, start), length)
+    for strip in range(columns[0], columns[1]):
+        _finish(a, run, strip)

@@ -1,9 +1,7 @@
-"""Row by row: norm, gated activation, rotary embedding with the write into the KV cache, embedding lookup,
-and the form a product reads.
+"""Row by row: norm, gated activation, embedding lookup, and the form a product reads.
 
 Invariant: a row's result is computed by the same instructions in the same order whatever the other rows are.
-No fast-math: sums are written out in interleaved chains, and the exponential is a polynomial of ours
-(lanes.py), the same in every lane.
+No fast-math: sums are interleaved chains, and the exponential is a polynomial of ours (lanes.py).
 """
 
 from __future__ import annotations
@@ -11,31 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
 
-from paceline.cpu.compile import piece, unrolled
-from paceline.cpu.dots import BLOCK, SCALE_SHIFT
-from paceline.cpu.lanes import (
-    FLOAT,
-    INT32,
-    LANES,
-    MAGIC,
-    MAGIC_BITS,
-    Emitter,
-    byte_pointer,
-    bytes_,
-    float_pointer,
-    floats,
-    fma,
-    instruction,
-)
+from paceline.cpu.compile import piece, piece_named
+from paceline.cpu.lanes import LANES, Emitter, byte_pointer, float_pointer, floats, instruction
+from paceline.cpu.matmul import BLOCK, REBASE, stored_scale
 from paceline.models.quantize import DOT_ROWS, GROUP
 
 ONE = np.float32(1)
-GROUP_8, GROUP_4, BLOCK_8 = GROUP[8], GROUP[4], BLOCK[8]
+GROUP_8, BLOCK_8 = GROUP[8], BLOCK[8]
 WIDTH = 4
-REBASE = float(2.0**SCALE_SHIFT)
 
 
 @instruction(constants=1)
@@ -56,39 +39,8 @@ def gate_lanes(emit: Emitter, is_gelu: int, gate: Any, up: Any, out: Any, count:
 
 @instruction(constants=1)
 def quantize_lanes(emit: Emitter, group: int, x: Any, out: Any, scale_at: Any, sum_at: Any) -> None:
-    """int8 = round(x / s), s = max|x| / 127 over `group` floats; stores s (rebased: dots.py) and the sum."""
-    builder = emit.builder
-    turns = range(group // WIDTH)
-    values = [emit.load(emit.offset(x, 4 * WIDTH * turn), floats(WIDTH)) for turn in turns]
-    sizes = [emit.call(f"llvm.fabs.v{WIDTH}f32", floats(WIDTH), [value]) for value in values]
-    while len(sizes) > 1:
-        pairs = zip(sizes[::2], sizes[1::2], strict=True)
-        sizes = [emit.call(f"llvm.maximum.v{WIDTH}f32", floats(WIDTH), [a, b]) for a, b in pairs]
-    # unlike a comparison, it passes on what is not a number
-    top = emit.call(f"llvm.vector.reduce.fmaximum.v{WIDTH}f32", FLOAT, [sizes[0]])
-    zero, limit = ir.Constant(FLOAT, 0.0), ir.Constant(FLOAT, 127.0)
-    is_zero = builder.fcmp_ordered("==", top, zero)
-    inverse = emit.broadcast(builder.select(is_zero, zero, builder.fdiv(limit, top)), WIDTH)
-    scale = builder.fmul(builder.fdiv(top, limit), ir.Constant(FLOAT, REBASE))
-    ints = ir.VectorType(INT32, WIDTH)
-    total = ir.Constant(ints, [0] * WIDTH)
-    for turn, value in zip(turns, values, strict=True):
-        bits = builder.bitcast(emit.fma(value, inverse, emit.constant(MAGIC, WIDTH)), ints)
-        whole = builder.sub(bits, ir.Constant(ints, [MAGIC_BITS] * WIDTH))
-        total = builder.add(total, whole)
-        emit.store(builder.trunc(whole, bytes_(WIDTH)), emit.offset(out, WIDTH * turn))
-    emit.store(scale, scale_at)
-    lanes = [builder.extract_element(total, ir.Constant(INT32, lane)) for lane in range(WIDTH)]
-    emit.store(builder.add(builder.add(lanes[0], lanes[1]), builder.add(lanes[2], lanes[3])), sum_at)
-
-
-@instruction(types.float32)
-def stored_scale(emit: Emitter, at: Any) -> Any:
-    """The half-precision scale at this address, as in dots.py; numba itself has no half precision."""
-    builder = emit.builder
-    bits = builder.zext(emit.load(at, ir.IntType(16)), INT32)
-    tiny = builder.bitcast(builder.shl(bits, ir.Constant(INT32, 13)), FLOAT)
-    return builder.fmul(tiny, ir.Constant(FLOAT, REBASE))
+    """int8 = round(x / s), s = max|x| / 127 over `group` floats; stores s times REBASE and the sum."""
+    emit.round(x, emit.const(group // LANES), out, scale_at, sum_at, REBASE)
 
 
 @instruction(types.float32)
@@ -141,30 +93,25 @@ def fill(x_at, first, last):  # type: ignore[no-untyped-def]
 
 @piece
 def put_32(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
-    """Columns first to last of a row of `width` floats into `to`, the Activations of the next product."""
+    """Columns first to last of a row of `width` floats into `to`, the input of the next product."""
     copy(x_at + first * 4, to.values + (row * width + first) * 4, min(last, width) - first)
 
 
-@unrolled
-def _put_groups(group, x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
+def _put_groups(group: int) -> Any:
     """The same in int8. `first` is a multiple of the group, and the row goes on with zeros to the end of its
     last one; `last` may lie in the next row, which another thread writes."""
-    padded = (width + group - 1) // group * group
-    for start in range(first, min(last, padded), group):
-        at = (start // group * rows + row) * 4
-        quantize_lanes(
-            group, x_at + start * 4, to.values + row * padded + start, to.scales + at, to.sums + at
-        )
+
+    @piece_named(f"put_in_groups_of_{group}")
+    def put(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
+        padded = (width + group - 1) // group * group
+        for start in range(first, min(last, padded), group):
+            at, out = (start // group * rows + row) * 4, to.values + row * padded + start
+            quantize_lanes(group, x_at + start * 4, out, to.scales + at, to.sums + at)
+
+    return put
 
 
-@piece
-def put_8(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
-    _put_groups(GROUP_8, x_at, width, first, last, to, row, rows)
-
-
-@piece
-def put_4(x_at, width, first, last, to, row, rows):  # type: ignore[no-untyped-def]
-    _put_groups(GROUP_4, x_at, width, first, last, to, row, rows)
+put_8, put_4 = _put_groups(GROUP[8]), _put_groups(GROUP[4])
 
 
 @piece
@@ -194,15 +141,3 @@ def gate(is_gelu, gate_at, up_at, out_at, width):  # type: ignore[no-untyped-def
         gate_lanes(1, gate_at, up_at, out_at, width)
     else:
         gate_lanes(0, gate_at, up_at, out_at, width)
-
-
-@piece
-def turn(x_at, y_at, cos_at, sin_at, dim):  # type: ignore[no-untyped-def]
-    """Rotate one head, rotate-half layout: pairs are (i, i + half). y may be x."""
-    half = dim // 2
-    x, y = carray(float_pointer(x_at), dim), carray(float_pointer(y_at), dim)
-    cos, sin = carray(float_pointer(cos_at), half), carray(float_pointer(sin_at), half)
-    for i in range(half):
-        left, right = x[i], x[half + i]
-        y[i] = fma(left, cos[i], -(right * sin[i]))
-        y[half + i] = fma(right, cos[i], left * sin[i])

@@ -1,4 +1,4 @@
-"""A suffix tree over a window of text, in flat arrays: the compiled part of drafters/suffix.py.
+"""A suffix tree over a window of text, in flat arrays: the compiled part of drafters/suffix_tree.py.
 
 A node is a row of int32: a string that occurred, how often, how often something followed, and its children,
 the likeliest first. A string that occurred once has no children: it is a leaf that says where the text goes
@@ -197,16 +197,11 @@ def forget(nodes, slots, text, state, depth):  # type: ignore[no-untyped-def]
 
 
 @piece
-def is_full(text, state, depth):  # type: ignore[no-untyped-def]
-    return state[NUM_FREE] <= depth or state[END] - state[BEGIN] >= len(text) - 2
-
-
-@piece
 def push_all(tree, tokens, can_grow):  # type: ignore[no-untyped-def]
     """Push tokens and say how many; without room stop if the arrays may grow, else forget what is oldest."""
     nodes, slots, text, state, active = tree
     for i in range(len(tokens)):
-        while is_full(text, state, len(active)):
+        while state[NUM_FREE] <= len(active) or state[END] - state[BEGIN] >= len(text) - 2:
             if can_grow:
                 return i
             forget(nodes, slots, text, state, len(active))

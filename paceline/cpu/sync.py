@@ -1,10 +1,9 @@
-"""Threads that run a whole pass side by side: who takes part in it, and barriers between its steps.
+"""Threads that run a whole pass side by side: which take part in it, and barriers between its steps.
 
-A pass asks for a number of threads and goes on with those that have come when its patience ends, since the
-runtime may give fewer (OMP_DYNAMIC, OMP_THREAD_LIMIT) or one may be late on a busy machine. Invariant: no
-barrier is passed before all that take part have come, and all that take part are running when the first step
-begins, so whatever number the runtime gives, no pass waits for ever. Waiting is spinning, since steps take
-microseconds; after a while the core is offered to others.
+A pass goes on with the threads that have come when its patience ends, since the runtime may give fewer than
+asked for (OMP_DYNAMIC, OMP_THREAD_LIMIT) or one may be late. Invariant: no barrier is passed before all that
+take part have come, and all that take part are running when the first step begins, so no pass waits for ever.
+Waiting is spinning, since steps take microseconds; after a while the core is offered to others.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from array import array
 from typing import Any, NamedTuple
 
 import numba
-from llvmlite import ir
-from numba import carray, types
+import numpy as np
+from numba import carray, prange, types
 
 from paceline.core.errors import ConfigError
-from paceline.cpu.compile import piece
+from paceline.cpu.compile import piece, unrolled
 from paceline.cpu.lanes import INT32, INT64, Emitter, instruction, int_pointer, seconds_now
 
 # Memory of a team, in bytes: arrivals at a barrier and barriers passed, far apart; the gate of a region: how
@@ -42,30 +41,26 @@ class Share(NamedTuple):
     sync: int  # address of a team's memory
 
 
-def _pointer(emit: Emitter, at: Any) -> Any:
-    return emit.builder.inttoptr(at, INT64.as_pointer())
-
-
 @instruction(types.int64)
 def arrive(emit: Emitter, at: Any) -> Any:
     """Add one to the integer at this address; returns what it was."""
-    return emit.builder.atomic_rmw("add", _pointer(emit, at), ir.Constant(INT64, 1), "acq_rel")
+    return emit.builder.atomic_rmw("add", emit.pointer(at), INT64(1), "acq_rel")
 
 
 @instruction(types.int64)
 def look(emit: Emitter, at: Any) -> Any:
-    return emit.builder.load_atomic(_pointer(emit, at), "acquire", 8, typ=INT64)
+    return emit.builder.load_atomic(emit.pointer(at), "acquire", 8, typ=INT64)
 
 
 @instruction()
 def publish(emit: Emitter, at: Any, value: Any) -> None:
-    emit.builder.store_atomic(value, _pointer(emit, at), "release", 8)
+    emit.builder.store_atomic(value, emit.pointer(at), "release", 8)
 
 
 @instruction(types.boolean)
 def exchange(emit: Emitter, at: Any, old: Any, new: Any) -> Any:
     """Put `new` where `old` is; whether it was."""
-    found = emit.builder.cmpxchg(_pointer(emit, at), old, new, "acq_rel", "acquire")
+    found = emit.builder.cmpxchg(emit.pointer(at), old, new, "acq_rel", "acquire")
     return emit.builder.extract_value(found, 1)
 
 
@@ -74,19 +69,19 @@ def offer_core(emit: Emitter) -> Any:
     return emit.call("sched_yield", INT32, [])
 
 
-@piece
-def open_region(sync):  # type: ignore[no-untyped-def]
-    """Before a region; `close_region` comes after it."""
+@unrolled
+def in_region(run, sync, threads, given):  # type: ignore[no-untyped-def]
+    """run(share, given) in all threads that come, from a kernel that is parallel."""
     lock = look(sync + LOCK)
     while lock != 0 and not exchange(lock, 0, 1):
         offer_core()
     publish(sync + GATE, 0)
-
-
-@piece
-def close_region(sync):  # type: ignore[no-untyped-def]
-    if look(sync + LOCK) != 0:
-        publish(look(sync + LOCK), 0)
+    for part in prange(threads):
+        share = join(sync, np.int64(part), threads)
+        if share.part >= 0:
+            run(share, given)
+    if lock != 0:
+        publish(lock, 0)
 
 
 @piece
@@ -110,19 +105,13 @@ def join(sync, part, threads):  # type: ignore[no-untyped-def]
             exchange(gate, come, come | come << COUNTED)
         come = look(gate)
     count = come >> COUNTED
-    if place == 0:
-        _remember(sync, count < threads)
+    if place == 0:  # a runtime that gives fewer threads is waited for less the next time
+        known, is_short = carray(int_pointer(sync + PATIENCE), 2), count < threads
+        known[0] = max(known[0] // 4, LEAST_PATIENCE) if is_short else min(known[0] * 2, MOST_PATIENCE)
+        known[1] = known[1] + 1 if is_short else 0
     if place >= count:
         return Share(-1, count, sync)
     return Share(part if count == threads else place, count, sync)
-
-
-@piece
-def _remember(sync, is_short):  # type: ignore[no-untyped-def]
-    """A runtime that gives fewer threads is waited for less the next time."""
-    known = carray(int_pointer(sync + PATIENCE), 2)
-    known[0] = max(known[0] // 4, LEAST_PATIENCE) if is_short else min(known[0] * 2, MOST_PATIENCE)
-    known[1] = known[1] + 1 if is_short else 0
 
 
 @piece
@@ -151,13 +140,7 @@ def barrier(share):  # type: ignore[no-untyped-def]
 
 _lock = array("q", [0] * (2 * LINE // 8))  # in the middle of memory of its own, since all threads look at it
 _state = {"has_started": False, "is_forked": False, "has_warned": False}
-
-
-def _note_fork() -> None:
-    _state["is_forked"] = _state["has_started"]
-
-
-os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=lambda: _state.update(is_forked=_state["has_started"]))
 
 
 class Team:
@@ -177,20 +160,17 @@ class Team:
         """After a pass: say once that threads do not come."""
         if self._memory[self._first + SHORT // 8] >= NOTICED and not _state["has_warned"]:
             _state["has_warned"] = True
-            message = (
-                f"{numba.get_num_threads()} threads were asked for, fewer run at once and passes use those: "
-                "look for a limit such as OMP_THREAD_LIMIT or OMP_DYNAMIC, or for other work on these cores"
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            asked = f"{numba.get_num_threads()} threads were asked for, fewer run at once and passes use"
+            limits = "look for a limit such as OMP_THREAD_LIMIT or OMP_DYNAMIC, or for other work on"
+            warnings.warn(f"{asked} those: {limits} these cores", RuntimeWarning, stacklevel=2)
 
 
 def num_threads() -> int:
     """How many threads a pass asks for."""
     if _state["is_forked"]:
-        raise ConfigError(
-            "this process was forked from one whose CPU kernels had already run, and their threads do not "
-            "survive a fork: start it with multiprocessing's 'spawn' method, or fork before an LLM is made"
-        )
+        cause = "this process was forked from one whose CPU kernels had already run, and their threads do not"
+        remedy = "start it with multiprocessing's 'spawn' method, or fork before an LLM is made"
+        raise ConfigError(f"{cause} survive a fork: {remedy}")
     _state["has_started"] = True
     threads: int = numba.get_num_threads()
     return threads

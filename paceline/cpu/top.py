@@ -1,5 +1,4 @@
-"""The k most likely tokens of each row of logits, best first; of equal ones the lower id. The same as
-sorting, in one pass.
+"""The k most likely tokens of each row of logits, best first; of equal ones the lower id, as sorting would.
 
 Nearly all of a row lies below the k-th best so far, and a block of it is passed over with one comparison a
 value, many at a time.
@@ -36,10 +35,7 @@ def insert(best, ids, k, value, token):  # type: ignore[no-untyped-def]
 @instruction(types.boolean)
 def has_larger(emit: Emitter, at: Any, limit: Any) -> Any:
     """Whether one of the BLOCK floats at this address is larger, or not a number."""
-    found, limits = (
-        ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES),
-        emit.broadcast(limit, LANES),
-    )
+    found, limits = ir.VectorType(ir.IntType(1), LANES)([0] * LANES), emit.broadcast(limit, LANES)
     for step in range(BLOCK // LANES):
         values = emit.load(emit.offset(at, 4 * LANES * step), floats(LANES))
         found = emit.builder.or_(found, emit.builder.fcmp_unordered(">", values, limits))

@@ -1,7 +1,6 @@
-"""Attention's sums of values from integers: values as int8, weights as two times seven bits, sums over
-positions by dot products.
+"""Attention's sums of values from integers: values as int8, weights as two times seven bits.
 
-A head of a value in memory is `dim` int8; its scale lies with the key of the same position (key_tiles.py). A
+A head of a value in memory is `dim` int8; its scale lies with the key of the same position (tiles.py). A
 weight times the value's scale is rounded to 14 bits of the largest such product of its query, and is kept as
 a high and a low byte: four high, four low, and so on. Invariant: sums are exact integers, so neither the
 order of the positions, nor how they are cut into turns, nor the instruction set changes a bit.
@@ -15,14 +14,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from paceline.cpu.features import VARIANT
-from paceline.cpu.key_tiles import SUMS, round_numbers
-from paceline.cpu.lanes import FLOAT, INT32, INT64, LANES, MAGIC, Emitter, bytes_, floats, instruction
-from paceline.cpu.tiles import PLACE, addresses, exponents, power_of_two
+from paceline.cpu.compile import VARIANT, piece
+from paceline.cpu.lanes import FLOAT, INT32, INT64, LANES, MAGIC, Emitter, bytes_, floats, instruction, ints
+from paceline.cpu.tiles import PLACE, SUMS, addresses, each_span, exponents, power_of_two
 
 # positions whose values are added before the next columns' turn; lists of offsets go on in memory for as many
 CHUNK = 128
 TURN = 8  # positions whose values are turned together, and whose weights are 16 bytes
+TURNED = (CHUNK + TURN) * LANES  # bytes of a chunk's values, sixteen columns, wherever it begins
 ADDED = 3  # queries of a tile: their sums, high and low, are 24 of 32 registers
 LARGEST = 16383.0  # a weight
 # 2 ** x for x from -1/2 to 1/2 within 1e-7, which hardly ever changes what is rounded to 14 bits
@@ -33,27 +32,28 @@ LONGEST = 1 << 17  # positions whose sums surely fit 32 bits: 127 * 127 * LONGES
 @instruction()
 def round_value(emit: Emitter, x: Any, dim: Any, out: Any, scale_at: Any) -> None:
     """`dim` floats become int8 = round(x / s) with s = max|x| / 127, which is stored elsewhere."""
-    round_numbers(emit, x, emit.builder.sdiv(dim, emit.const(LANES)), out, scale_at)
+    emit.round(x, emit.builder.sdiv(dim, emit.const(LANES)), out, scale_at, None)
 
 
-@instruction(constants=1)
-def copy_scales(emit: Emitter, span: int, scales: Any, places: Any, rows: Any, out: Any, stride: Any) -> None:
-    """Floats at the offsets of `span` positions, side by side into every row of `out`."""
-    found = emit.zeros(span)
-    for i, at in enumerate(addresses(emit, scales, places, span)):
-        found = emit.builder.insert_element(found, emit.load(at, FLOAT), ir.Constant(INT32, i))
-    with emit.loop(rows) as row:
-        emit.store(found, emit.offset(out, emit.times(row, stride)))
+@instruction()
+def copy_scales(emit: Emitter, scales: Any, places: Any, count: Any, rows: Any, out: Any, step: Any) -> None:
+    """Floats at the offsets of `count` positions, side by side into rows of `out`, `step` bytes apart."""
+    for span, first in each_span(emit, count):
+        found, here = emit.zeros(span), emit.offset(places, emit.times(first, PLACE))
+        for i, at in enumerate(addresses(emit, scales, here, span)):
+            found = emit.builder.insert_element(found, emit.load(at, FLOAT), INT32(i))
+        with emit.loop(rows) as row:
+            emit.store(found, emit.offset(out, emit.times(row, step), emit.times(first, 4)))
 
 
 def _split_weights(emit: Emitter, rounded: Any) -> Any:
     """Sixteen floats above MAGIC -> 32 bytes: four high, four low, four high, ..."""
     builder, short = emit.builder, ir.VectorType(ir.IntType(16), LANES)
-    whole = builder.trunc(builder.bitcast(rounded, ir.VectorType(INT32, LANES)), short)
+    whole = builder.trunc(builder.bitcast(rounded, ints(LANES)), short)
     high = builder.trunc(builder.lshr(whole, short([7] * LANES)), bytes_(LANES))
     low = builder.trunc(builder.and_(whole, short([127] * LANES)), bytes_(LANES))
     order = [4 * four + i + half for four in range(LANES // 4) for half in (0, LANES) for i in range(4)]
-    return builder.shuffle_vector(high, low, ir.Constant(ir.VectorType(INT32, 2 * LANES), order))
+    return emit.shuffle(order, high, low)
 
 
 @instruction()
@@ -74,11 +74,10 @@ def weigh_rounded(
         scaled = builder.fmul(value, emit.load(emit.offset(scales, step), kind))
         emit.store(scaled, here)
         # unlike a comparison, it passes on what is not a number
-        builder.store(emit.call(f"llvm.maximum.v{LANES}f32", kind, [scaled, builder.load(most)]), most)
+        builder.store(emit.math("maximum", scaled, builder.load(most)), most)
     largest = emit.call(f"llvm.vector.reduce.fmaximum.v{LANES}f32", FLOAT, [builder.load(most)])
-    is_zero = builder.fcmp_ordered("==", largest, ir.Constant(FLOAT, 0.0))
-    inverse = builder.fdiv(ir.Constant(FLOAT, LARGEST), largest)
-    inverse = builder.select(is_zero, ir.Constant(FLOAT, 1.0), inverse)
+    is_zero = builder.fcmp_ordered("==", largest, FLOAT(0.0))
+    inverse = builder.select(is_zero, FLOAT(1.0), builder.fdiv(FLOAT(LARGEST), largest))
     unit = emit.broadcast(inverse, LANES)
     with emit.loop(turns) as turn:
         scaled = emit.load(emit.offset(scores, emit.times(turn, 4 * LANES)), kind)
@@ -90,8 +89,7 @@ def weigh_rounded(
 def _zip(emit: Emitter, a: Any, b: Any, size: int) -> list[Any]:
     """Both halves of two registers' bytes, `size` of one and `size` of the other in turn."""
     order = [which + at + i for at in range(0, 16, size) for which in (0, 16) for i in range(size)]
-    masks = [ir.Constant(ir.VectorType(INT32, 16), order[start : start + 16]) for start in (0, 16)]
-    return [emit.builder.shuffle_vector(a, b, mask) for mask in masks]
+    return [emit.shuffle(half, a, b) for half in (order[:16], order[16:])]
 
 
 def _turn_four(emit: Emitter, rows: list[Any], out: Any) -> None:
@@ -105,13 +103,11 @@ def _turn_four(emit: Emitter, rows: list[Any], out: Any) -> None:
 
 @instruction()
 def turn_values(emit: Emitter, values: Any, places: Any, fours: Any, out: Any, asked: Any) -> None:
-    """Sixteen columns of 4 * fours positions, [fours][16][4]. `places` are their offsets. Of the positions a
-    chunk further on, two of four are asked for, from the one numbered `asked` on: all at once would be more
-    than the processor can remember."""
+    """Sixteen columns of 4 * fours positions at the offsets `places`, [fours][16][4]. Of the positions a
+    chunk on, two of four are asked for, from number `asked` on: the processor cannot remember more."""
     with emit.loop(fours) as four:
         at = emit.offset(places, emit.times(four, 4 * PLACE))
-        soon = emit.offset(at, PLACE * CHUNK, emit.times(asked, PLACE))
-        for row in addresses(emit, values, soon, 2):
+        for row in addresses(emit, values, emit.offset(at, PLACE * CHUNK, emit.times(asked, PLACE)), 2):
             emit.prefetch(row)
         rows = [emit.load(row, bytes_(16)) for row in addresses(emit, values, at, 4)]
         _turn_four(emit, rows, emit.offset(out, emit.times(four, 64)))
@@ -119,10 +115,8 @@ def turn_values(emit: Emitter, values: Any, places: Any, fours: Any, out: Any, a
 
 @instruction()
 def turn_some(emit: Emitter, values: Any, places: Any, before: Any, after: Any, out: Any) -> None:
-    """The same of four positions, of which those from `before` to `after` (0 to 4) are there, else zeros."""
-    builder = emit.builder
-    zero = bytes_(16)([0] * 16)
-    rows = [emit.variable(zero) for _ in range(4)]
+    """The same of four positions, of which those from `before` to `after` are there, else zeros."""
+    builder, rows = emit.builder, [emit.variable(bytes_(16)([0] * 16)) for _ in range(4)]
     for p, row in enumerate(rows):
         is_first = builder.icmp_signed("<=", before, emit.const(p))
         with builder.if_then(builder.and_(is_first, builder.icmp_signed("<", emit.const(p), after))):
@@ -131,28 +125,27 @@ def turn_some(emit: Emitter, values: Any, places: Any, before: Any, after: Any, 
     _turn_four(emit, [builder.load(row) for row in rows], out)
 
 
-def _dot(emit: Emitter, total: Any, values: Any, weights: Any) -> Any:
-    """total[c] += sum of values[4c : 4c+4] * weights[4c : 4c+4]; no weight is negative."""
-    if VARIANT == "sdot":
-        return emit.call("llvm.aarch64.neon.sdot.v4i32.v16i8", SUMS, [total, values, weights])
-    if VARIANT == "vnni":
-        return emit.call("llvm.x86.avx512.vpdpbusd.128", SUMS, [total, weights, values])
-    return emit.add_fours(total, values, weights)
+@piece
+def turn(values, places, first, last, out, asked):  # type: ignore[no-untyped-def]
+    """Sixteen columns of positions first to last, and zeros before and after, from one multiple of TURN to
+    another; returns the turns. `places` are the values' offsets from position `first` on."""
+    begin, end = first // TURN * TURN, (last + TURN - 1) // TURN * TURN
+    whole = (first + 3) // 4 * 4
+    fours = max(0, last // 4 - whole // 4)
+    for p in range(begin, min(whole, end), 4):
+        turn_some(values, places + (p - first) * PLACE, first - p, last - p, out + (p - begin) * LANES)
+    turn_values(values, places + (whole - first) * PLACE, fours, out + (whole - begin) * LANES, asked)
+    for p in range(whole + 4 * fours, end, 4):
+        turn_some(values, places + (p - first) * PLACE, 0, last - p, out + (p - begin) * LANES)
+    return (end - begin) // TURN
 
 
-@instruction(most=ADDED)
-def add_turned(
-    emit: Emitter,
-    num_queries: int,
-    weights: Any,
-    weight_stride: Any,
-    turned: Any,
-    turns: Any,
-    out: Any,
-    stride: Any,
-) -> None:
+@instruction(most=ADDED, operands=6)
+def add_turned(emit: Emitter, num_queries: int, *operands: Any) -> None:
     """Sums of sixteen columns over TURN * turns positions, added to integers in memory: out[q] has those by
-    high bytes, and half a stride on those by low ones."""
+    high bytes, and half a stride on those by low ones. operands: weights, their stride, turned values, turns,
+    out, its stride."""
+    weights, weight_stride, turned, turns, out, stride = operands
     builder, wanted = emit.builder, range(num_queries)
     half = builder.sdiv(stride, emit.const(2))
     both = [(q, part) for q in wanted for part in (0, 1)]
@@ -167,7 +160,9 @@ def add_turned(
                 values = emit.load(emit.offset(first, 64 * four + 16 * c), bytes_(16))
                 for (q, part), of_query in zip(both, sums, strict=True):
                     same = builder.bitcast(emit.splat(rows[q], 2 * four + part, 4), bytes_(16))
-                    builder.store(_dot(emit, builder.load(of_query[c]), values, same), of_query[c])
+                    # "vnni" has unsigned bytes first; "sdot" multiplies by a lane that comes second
+                    factors = (same, values) if VARIANT == "vnni" else (values, same)
+                    builder.store(emit.dot(VARIANT, builder.load(of_query[c]), *factors), of_query[c])
     for at, of_query in zip(targets, sums, strict=True):
         for c, total in enumerate(of_query):
             emit.store(builder.load(total), emit.offset(at, 16 * c))
@@ -176,14 +171,14 @@ def add_turned(
 @instruction()
 def combine(emit: Emitter, at: Any, half: Any, factor: Any, out: Any) -> None:
     """Sixteen sums in memory, those by low bytes `half` bytes on, times a factor."""
-    builder, ints = emit.builder, ir.VectorType(INT32, LANES)
-    high, low = (builder.sitofp(emit.load(each, ints), floats(LANES)) for each in (at, emit.offset(at, half)))
+    builder, both = emit.builder, (at, emit.offset(at, half))
+    high, low = (builder.sitofp(emit.load(each, ints(LANES)), floats(LANES)) for each in both)
     whole = emit.fma(high, emit.constant(128.0, LANES), low)
     emit.store(builder.fmul(whole, emit.broadcast(factor, LANES)), out)
 
 
-@instruction(types.int64, constants=1)
-def stack_memory(emit: Emitter, size: int) -> Any:
-    """The address of `size` bytes that live as long as the call of the function that asks."""
-    room = cgutils.alloca_once(emit.builder, ir.ArrayType(ir.IntType(8), size))
+@instruction(types.int64)
+def turned_memory(emit: Emitter) -> Any:
+    """The address of TURNED bytes that live as long as the call of the function that asks."""
+    room = cgutils.alloca_once(emit.builder, ir.ArrayType(ir.IntType(8), TURNED))
     return emit.builder.ptrtoint(room, INT64)

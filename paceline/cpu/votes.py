@@ -1,4 +1,4 @@
-"""Grows a draft from suffix trees: the compiled part of proposers/suffix.py.
+"""Grows a draft from suffix trees: the compiled part of drafters/suffix.py.
 
 Every match of the last tokens, of any length, in the request's own tree or in that of the past, votes for
 what followed it most often: with the chance count / (total + doubt / length), the highest vote for a token
@@ -13,26 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
+from paceline.cpu import suffixes
 from paceline.cpu.compile import kernel, piece, struct
 from paceline.cpu.lanes import double_pointer, int_pointer, word_pointer
-from paceline.cpu.suffixes import (
-    BEGIN,
-    COUNT,
-    END,
-    FIRST,
-    NEXT,
-    NOTHING,
-    NUM_ACTIVE,
-    ROOT,
-    SEPARATOR,
-    TOKEN,
-    TOTAL,
-    WHERE,
-    find,
-    header_at,
-    push_all,
-    tree_at,
-)
+from paceline.cpu.suffixes import NOTHING, find, header_at, push_all, tree_at
 
 # columns of a match: which tree; its node, or NOTHING and a slot of the text; tokens matched
 PAST, NODE, SLOT, LENGTH = range(4)
@@ -98,7 +82,7 @@ def scratch_at(header):  # type: ignore[no-untyped-def]
 @piece
 def record(matches, count, is_past, tree, node, length):  # type: ignore[no-untyped-def]
     """Write down a match that ends at a node."""
-    where = tree.nodes[node, WHERE]
+    where = tree.nodes[node, suffixes.WHERE]
     matches[count, PAST], matches[count, LENGTH] = is_past, length
     matches[count, NODE] = NOTHING if where >= 0 else node
     matches[count, SLOT] = where
@@ -108,18 +92,18 @@ def record(matches, count, is_past, tree, node, length):  # type: ignore[no-unty
 @piece
 def locate(matches, live, past):  # type: ignore[no-untyped-def]
     """All matches of the last tokens, longest first in each tree. What the past lacks ends nothing longer."""
-    count, num_active = 0, live.state[NUM_ACTIVE]
+    count, num_active = 0, live.state[suffixes.NUM_ACTIVE]
     for i in range(num_active):
         count = record(matches, count, 0, live, live.active[i], num_active - i)
-    end, size = live.state[END], len(live.text)
-    longest = min(end - live.state[BEGIN], len(past.active) - 1)
+    end, size = live.state[suffixes.END], len(live.text)
+    longest = min(end - live.state[suffixes.BEGIN], len(past.active) - 1)
     first = count
     for length in range(1, longest + 1):
-        node, at = ROOT, end - length
+        node, at = suffixes.ROOT, end - length
         while at < end:
             node = find(past.nodes, past.slots, node, live.text[at % size])
             at += 1
-            if node == NOTHING or past.nodes[node, WHERE] >= 0:
+            if node == NOTHING or past.nodes[node, suffixes.WHERE] >= 0:
                 break
         if node == NOTHING:
             break
@@ -178,31 +162,16 @@ def vote(matches, count, live, past, settings, tokens, chances):  # type: ignore
         doubt = settings[OWN_DOUBT + matches[i, PAST]] / matches[i, LENGTH]
         if node == NOTHING:
             token = tree.text[matches[i, SLOT]]
-            if token != SEPARATOR:
+            if token != suffixes.SEPARATOR:
                 found = raise_vote(tokens, chances, found, token, 1.0 / (1.0 + doubt))
             continue
-        child, total = tree.nodes[node, FIRST], tree.nodes[node, TOTAL] + doubt
+        child, total = tree.nodes[node, suffixes.FIRST], tree.nodes[node, suffixes.TOTAL] + doubt
         for _ in range(VOTES):
             if child != NOTHING:
-                chance = tree.nodes[child, COUNT] / total
-                found = raise_vote(tokens, chances, found, tree.nodes[child, TOKEN], chance)
-                child = tree.nodes[child, NEXT]
+                chance = tree.nodes[child, suffixes.COUNT] / total
+                found = raise_vote(tokens, chances, found, tree.nodes[child, suffixes.TOKEN], chance)
+                child = tree.nodes[child, suffixes.NEXT]
     return found
-
-
-@piece
-def offer(scratch, pool_size, parent, reach, found, width):  # type: ignore[no-untyped-def]
-    """The `width` likeliest continuations of a node into the pool. Siblings count where earlier ones fail."""
-    left = reach
-    for _ in range(min(width, found)):
-        best = scratch.chances[:found].argmax()
-        chance = scratch.chances[best]
-        scratch.pool_tokens[pool_size], scratch.pool_parents[pool_size] = scratch.tokens[best], parent
-        scratch.pool_chances[pool_size] = left * chance
-        scratch.chances[best] = -1.0
-        left *= 1.0 - chance
-        pool_size += 1
-    return pool_size
 
 
 @piece
@@ -210,7 +179,7 @@ def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
     """Draft up to `budget` nodes, best first, none below the floor; how many there are with the root."""
     matches, counts, depths, reach = scratch.matches, scratch.counts, scratch.depths, scratch.reach
     counts[0], depths[0], reach[0], pool_size, size = locate(matches[0], live, past), 0, 1.0, 0, 1
-    scratch.drafted[0], scratch.parents[0] = live.text[(live.state[END] - 1) % len(live.text)], -1
+    scratch.drafted[0], scratch.parents[0] = live.text[(live.state[suffixes.END] - 1) % len(live.text)], -1
     longest = 0
     for i in range(counts[0]):
         longest = max(longest, matches[0, i, LENGTH])
@@ -220,7 +189,15 @@ def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
         if depths[node] < furthest:
             votes = scratch.settings, scratch.tokens, scratch.chances
             found = vote(matches[node], counts[node], live, past, *votes)
-            pool_size = offer(scratch, pool_size, node, reach[node], found, width)
+            left = reach[node]  # siblings count where earlier ones fail
+            for _ in range(min(width, found)):
+                best = scratch.chances[:found].argmax()
+                chance = scratch.chances[best]
+                scratch.pool_tokens[pool_size], scratch.pool_parents[pool_size] = scratch.tokens[best], node
+                scratch.pool_chances[pool_size] = left * chance
+                scratch.chances[best] = -1.0
+                left *= 1.0 - chance
+                pool_size += 1
         if pool_size == 0 or size > budget:
             return size
         best = scratch.pool_chances[:pool_size].argmax()

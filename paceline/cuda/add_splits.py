@@ -1,5 +1,4 @@
-"""The sums of attention's splits, added one after another: by a kernel of their own, or by the last program
-that computes one of them.
+"""The sums of attention's splits, added in order: by a kernel, or by the last program that computes one.
 
 Invariant: the order of splits is fixed and so is every operation on them, so the bits are the same whichever
 program adds them, and however many splits beyond a row's context there are, which add zeros.
@@ -57,20 +56,6 @@ def _add_chunk(chunk: tl.tuple, level: tensor, total: tensor, result: tensor, CH
 
 
 @triton.jit
-def _highest_peak(
-    peaks: tensor, at: tensor, is_there: tensor, first: tensor, end: tensor, COUNT: constexpr,
-    CHUNK: constexpr,
-) -> tensor:  # fmt: skip
-    s, highest = tl.arange(0, CHUNK), tl.full((COUNT, CHUNK), float("-inf"), tl.float32)
-    for chunk in tl.range(0, tl.cdiv(end - first, CHUNK)):
-        split = first + chunk * CHUNK + s
-        is_split = is_there[:, None] & (split < end)[None, :]
-        found = tl.load(peaks + (at[:, None] + split[None, :]), mask=is_split, other=float("-inf"))
-        highest = tl.maximum(highest, found)
-    return tl.max(highest, 1)
-
-
-@triton.jit
 def _add(
     partials: Partials, out: tensor, flat: tensor, is_there: tensor, num_splits: tensor, first: tensor,
     end: tensor, COUNT: constexpr, DIM: constexpr, PADDED: constexpr, CHUNK: constexpr, IS_ONE: constexpr,
@@ -88,8 +73,13 @@ def _add(
         level = tl.where(is_there, highest, 0.0)
         total, result = _add_chunk(parts, level, total, result, CHUNK)
     else:
-        highest = _highest_peak(partials.peaks, at, is_there, first, end, COUNT, CHUNK)
-        level = tl.where(is_there, highest, 0.0)
+        s, tops = tl.arange(0, CHUNK), tl.full((COUNT, CHUNK), float("-inf"), tl.float32)
+        for chunk in tl.range(0, tl.cdiv(end - first, CHUNK)):
+            split = first + chunk * CHUNK + s
+            is_split = is_there[:, None] & (split < end)[None, :]
+            peak_at = partials.peaks + (at[:, None] + split[None, :])
+            tops = tl.maximum(tops, tl.load(peak_at, mask=is_split, other=float("-inf")))
+        level = tl.where(is_there, tl.max(tops, 1), 0.0)
         for chunk in tl.range(0, tl.cdiv(end - first, CHUNK)):
             parts = _load_chunk(partials, at, is_there, first + chunk * CHUNK, end, DIM, PADDED, CHUNK)
             total, result = _add_chunk(parts, level, total, result, CHUNK)

@@ -1,8 +1,8 @@
 """The Triton kernel of cuda/attention.py: the sums of one split. Splits are added by cuda/add_splits.py.
 
 A program with one tile loads all it needs of it before it uses any, and cached keys before it waits for the
-kernel that computes queries; a longer split is a pipelined loop. Invariant: tiles of places are folded in
-one after another, so either way gives the same bits.
+kernel that computes queries; a longer split is a pipelined loop. Invariant: tiles of places are folded in one
+after another, so either way gives the same bits.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class Paged(NamedTuple):
     prefix: tensor  # cached places
     highest: tensor  # the place after the last
     kv_head: tensor
+    KV_HEADS: constexpr
+    DIM: constexpr  # of a head
+    PADDED: constexpr  # DIM rounded up to a power of two
+    WINDOW: constexpr  # positions that a row sees; 0: all
 
 
 class TileSight(NamedTuple):
@@ -45,27 +49,10 @@ class TileSight(NamedTuple):
 
 
 @triton.jit
-def _request_of_tile(
-    starts: tensor, prefix_lens: tensor, tile: tensor, num_requests: tensor, ROWS: constexpr,
-    REQUESTS: constexpr,
-) -> tensor:  # fmt: skip
-    """-> request, its first row, the row after its last, its prefix: all loaded at once. A request's first
-    tile is its first row // ROWS + its index: room for its rows however many the others have."""
-    index = tl.arange(0, REQUESTS)
-    is_request = index < num_requests
-    start = tl.load(starts + index, mask=is_request, other=0)
-    end = tl.load(starts + index + 1, mask=is_request, other=0)
-    prefix = tl.load(prefix_lens + index, mask=is_request, other=0)
-    request = tl.sum((is_request & (start // ROWS + index <= tile)).to(tl.int32), 0) - 1
-    is_it = index == request
-    its_start, its_end = tl.sum(tl.where(is_it, start, 0), 0), tl.sum(tl.where(is_it, end, 0), 0)
-    return request, its_start, its_end, tl.sum(tl.where(is_it, prefix, 0), 0)
-
-
-@triton.jit
-def _mask_bits(sight: TileSight, offset: tensor) -> tensor:
-    """[M] uint64: bit i: the row sees the request's row `offset` + i. Before the first is the prefix."""
+def _is_seen(sight: TileSight, offset: tensor, key_position: tensor, WINDOW: constexpr) -> tensor:
+    """[M, N] whether a row sees the request's row `offset` + i. Before the first is the prefix."""
     num_words = sight.num_words
+    bit = tl.arange(0, PLACES)
     word, shift = offset >> 6, (offset & 63).to(tl.uint64)
     at = sight.masks + sight.row * num_words + word
     before, long_before = tl.where(word < 0, -1, 0).to(tl.int64), tl.where(word < -1, -1, 0).to(tl.int64)
@@ -74,16 +61,10 @@ def _mask_bits(sight: TileSight, offset: tensor) -> tensor:
     is_high = sight.is_row & (word >= -1) & (word + 1 < num_words)
     high = tl.load(at + 1, mask=is_high, other=long_before).to(tl.uint64, bitcast=True)
     one = tl.full((), 1, tl.uint64)
-    # in two steps, since a shift by 64 is undefined
-    return (low >> shift) | ((high << one) << (one * 63 - shift))
-
-
-@triton.jit
-def _is_seen(sight: TileSight, offset: tensor, key_position: tensor, WINDOW: constexpr) -> tensor:
-    """[M, N] whether a row sees the request's row `offset` + i."""
-    bit, bits = tl.arange(0, PLACES), _mask_bits(sight, offset)  # [N], [M]
-    low, high = bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
-    half = tl.where((bit < 32)[None, :], low, high)  # shifts of 64 bits are slow
+    # [M]: bit i is of row `offset` + i. In two steps, since a shift by 64 is undefined.
+    bits = (low >> shift) | ((high << one) << (one * 63 - shift))
+    first, last = bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
+    half = tl.where((bit < 32)[None, :], first, last)  # shifts of 64 bits are slow
     is_seen = ((half >> (bit % 32).to(tl.uint32)[None, :]) & 1) != 0
     if WINDOW:
         is_seen = is_seen & (sight.position[:, None] - key_position[None, :] < WINDOW)
@@ -105,31 +86,31 @@ def _scales(pointers: tensor, mask: tensor) -> tensor:
 
 @triton.jit
 def _load_tile(
-    first: tensor, paged: Paged, sight: TileSight, DTYPE: constexpr, KV_HEADS: constexpr, DIM: constexpr,
-    PADDED: constexpr, WINDOW: constexpr, IS_MASKED: constexpr,
-) -> tensor:  # fmt: skip
+    first: tensor, paged: Paged, sight: TileSight, DTYPE: constexpr, IS_MASKED: constexpr
+) -> tensor:
     """-> keys and values [N, D] from a place on, [N] where they begin, [M, N] whether rows see them: before a
     product waits for keys. Where nothing is masked all are cached."""
-    WIDTH: tl.constexpr = DIM + SCALE_BYTES if paged.key_cache.dtype.element_ty == tl.int8 else DIM
-    place, d = first + tl.arange(0, PLACES), tl.arange(0, PADDED)
+    HAS_SCALES: tl.constexpr = paged.key_cache.dtype.element_ty == tl.int8
+    WIDTH: tl.constexpr = paged.DIM + SCALE_BYTES if HAS_SCALES else paged.DIM
+    place, d = first + tl.arange(0, PLACES), tl.arange(0, paged.PADDED)
     block = tl.load(paged.table + place // BLOCK_SIZE, mask=place < paged.prefix, other=0)
     slot = block * BLOCK_SIZE + place % BLOCK_SIZE
     if IS_MASKED:
         slot = _or_fresh(slot, paged.fresh_slots, place, paged)
-    line = (slot.to(tl.int64) * KV_HEADS + paged.kv_head) * WIDTH
-    at, is_there = line[:, None] + d[None, :], (place < paged.highest)[:, None] & (d < DIM)[None, :]
+    line = (slot.to(tl.int64) * paged.KV_HEADS + paged.kv_head) * WIDTH
+    at, is_there = line[:, None] + d[None, :], (place < paged.highest)[:, None] & (d < paged.DIM)[None, :]
     key = tl.load(paged.key_cache + at, mask=is_there, other=0.0).to(DTYPE)
     value = tl.load(paged.value_cache + at, mask=is_there, other=0.0).to(DTYPE)
     key_position = place
-    if WINDOW:
+    if paged.WINDOW:
         key_position = _or_fresh(place, paged.fresh_positions, place, paged)
-    return key, value, line, _is_seen(sight, first - paged.prefix, key_position, WINDOW)
+    return key, value, line, _is_seen(sight, first - paged.prefix, key_position, paged.WINDOW)
 
 
 @triton.jit
 def _add_tile(
     query: tensor, tile: tl.tuple, is_place: tensor, paged: Paged, state: tl.tuple, scale: tensor,
-    DIM: constexpr, IS_MASKED: constexpr,
+    IS_MASKED: constexpr,
 ) -> tensor:  # fmt: skip
     """Add a tile's keys and values [N, D] to a running softmax (peak, total, sum) of queries [M, D]."""
     key, value, line, is_seen = tile
@@ -137,7 +118,7 @@ def _add_tile(
     HAS_SCALES: tl.constexpr = paged.key_cache.dtype.element_ty == tl.int8
     score = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, N]
     if HAS_SCALES:
-        score *= _scales(paged.key_cache + line + DIM, is_place)[None, :]
+        score *= _scales(paged.key_cache + line + paged.DIM, is_place)[None, :]
     if IS_MASKED:
         score = tl.where(is_seen, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1) * scale)
@@ -147,53 +128,44 @@ def _add_tile(
     fade = tl.exp2(peak - level)
     total = total * fade + tl.sum(weight, 1)
     if HAS_SCALES:  # integers have few digits: they are scaled by way of their weights
-        weight *= _scales(paged.value_cache + line + DIM, is_place)[None, :]
+        weight *= _scales(paged.value_cache + line + paged.DIM, is_place)[None, :]
     return higher, total, tl.dot(weight.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
 
 
 @triton.jit
-def _one_tile(
+def _fold_tiles(
     of_query: tensor, is_query: tensor, lowest: tensor, scale: tensor, state: tl.tuple, paged: Paged,
-    sight: TileSight, KV_HEADS: constexpr, DIM: constexpr, PADDED: constexpr, WINDOW: constexpr,
-    IS_EARLY: constexpr,
+    sight: TileSight, IS_SHORT: constexpr, IS_EARLY: constexpr, NUM_LOOPS: constexpr,
 ) -> tensor:  # fmt: skip
-    """All is loaded before any is used; queries last, which the kernel before may still compute."""
-    DTYPE: tl.constexpr = of_query.dtype.element_ty
-    n = tl.arange(0, PLACES)
-    key, value, line, is_seen = _load_tile(lowest, paged, sight, DTYPE, KV_HEADS, DIM, PADDED, WINDOW, True)
-    if IS_EARLY:
-        wait_for_previous()
-    query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
-    # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
-    is_place = lowest + n < paged.highest
-    query = tl.where(is_query, query, 0.0)
-    key, value = tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
-    return _add_tile(query, (key, value, line, is_seen), is_place, paged, state, scale, DIM, True)
-
-
-@triton.jit
-def _tiles_in_turn(
-    of_query: tensor, is_query: tensor, lowest: tensor, scale: tensor, state: tl.tuple, paged: Paged,
-    sight: TileSight, KV_HEADS: constexpr, DIM: constexpr, PADDED: constexpr, WINDOW: constexpr,
-    NUM_LOOPS: constexpr,
-) -> tensor:  # fmt: skip
-    """First the tiles that every row sees in full, then those that need a mask: fewer instructions."""
+    """Add all tiles from the place `lowest` on to a running softmax."""
     peak, total, acc = state
-    highest = paged.highest
-    n, query = tl.arange(0, PLACES), tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
-    if WINDOW or NUM_LOOPS < 2:
-        masked = lowest
-    else:
-        masked = tl.maximum(lowest, tl.minimum(highest, paged.prefix) // PLACES * PLACES)
-    for IS_MASKED in tl.static_range(0 if NUM_LOOPS == 2 else 1, 2):
-        from_place = masked if IS_MASKED else lowest
-        num_tiles = tl.cdiv((highest if IS_MASKED else masked) - from_place, PLACES)
-        for index in tl.range(0, num_tiles):
-            first = from_place + index * PLACES
-            tile = _load_tile(first, paged, sight, query.dtype, KV_HEADS, DIM, PADDED, WINDOW, IS_MASKED)
-            is_place = first + n < highest
-            state = (peak, total, acc)
-            peak, total, acc = _add_tile(query, tile, is_place, paged, state, scale, DIM, IS_MASKED)
+    highest, n = paged.highest, tl.arange(0, PLACES)
+    if IS_SHORT:  # one tile: all is loaded before any is used, last queries, which may still be computed
+        key, value, line, is_seen = _load_tile(lowest, paged, sight, of_query.dtype.element_ty, True)
+        if IS_EARLY:
+            wait_for_previous()
+        query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
+        # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
+        is_place = lowest + n < highest
+        query = tl.where(is_query, query, 0.0)
+        key, value = tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
+        tile = (key, value, line, is_seen)
+        peak, total, acc = _add_tile(query, tile, is_place, paged, state, scale, True)
+    else:  # first the tiles that every row sees in full, then those that need a mask: fewer instructions
+        query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
+        if paged.WINDOW or NUM_LOOPS < 2:
+            masked = lowest
+        else:
+            masked = tl.maximum(lowest, tl.minimum(highest, paged.prefix) // PLACES * PLACES)
+        for IS_MASKED in tl.static_range(0 if NUM_LOOPS == 2 else 1, 2):
+            from_place = masked if IS_MASKED else lowest
+            num_tiles = tl.cdiv((highest if IS_MASKED else masked) - from_place, PLACES)
+            for index in tl.range(0, num_tiles):
+                first = from_place + index * PLACES
+                tile = _load_tile(first, paged, sight, query.dtype, IS_MASKED)
+                is_place = first + n < highest
+                state = (peak, total, acc)
+                peak, total, acc = _add_tile(query, tile, is_place, paged, state, scale, IS_MASKED)
     return peak, total, acc
 
 
@@ -221,7 +193,17 @@ def attend_split(
         let_next_start()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    request, start, end, prefix = _request_of_tile(starts, prefix_lens, tile, num_requests, ROWS, REQUESTS)
+    # All is loaded at once. A request's first tile is its first row // ROWS + its index: room for its rows
+    # however many the others have.
+    index = tl.arange(0, REQUESTS)
+    is_request = index < num_requests
+    first_rows = tl.load(starts + index, mask=is_request, other=0)
+    end_rows = tl.load(starts + index + 1, mask=is_request, other=0)
+    prefixes = tl.load(prefix_lens + index, mask=is_request, other=0)
+    request = tl.sum((is_request & (first_rows // ROWS + index <= tile)).to(tl.int32), 0) - 1
+    is_it = index == request
+    start, end = tl.sum(tl.where(is_it, first_rows, 0), 0), tl.sum(tl.where(is_it, end_rows, 0), 0)
+    prefix = tl.sum(tl.where(is_it, prefixes, 0), 0)
     first_row = start + (tile - start // ROWS - request) * ROWS
     if not IS_EARLY or first_row >= end:
         wait_for_previous()  # all that was read before is the batch's own
@@ -250,17 +232,12 @@ def attend_split(
         return
     is_query, of_query = is_row[:, None] & (d < DIM)[None, :], q + flat[:, None] * DIM + d[None, :]
     state = (peak, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, PADDED), tl.float32))
-    table = tables + request * table_width
-    paged = Paged(keys, values, table, slots + start, positions + start, prefix, highest, kv_head)
-    sight = TileSight(masks, num_words, row, is_row, position)
-    if IS_SHORT:
-        peak, total, acc = _one_tile(
-            of_query, is_query, lowest, scale, state, paged, sight, KV_HEADS, DIM, PADDED, WINDOW, IS_EARLY
-        )
-    else:
-        peak, total, acc = _tiles_in_turn(
-            of_query, is_query, lowest, scale, state, paged, sight, KV_HEADS, DIM, PADDED, WINDOW, NUM_LOOPS
-        )
+    table, fresh, places = tables + request * table_width, slots + start, positions + start
+    peak, total, acc = _fold_tiles(
+        of_query, is_query, lowest, scale, state,
+        Paged(keys, values, table, fresh, places, prefix, highest, kv_head, KV_HEADS, DIM, PADDED, WINDOW),
+        TileSight(masks, num_words, row, is_row, position), IS_SHORT, IS_EARLY, NUM_LOOPS,
+    )  # fmt: skip
     if IS_LATE:
         let_next_start()
     if IS_WHOLE:

@@ -2,8 +2,7 @@
 
 A request's keys stand at places: its cached prefix at 0 .. prefix - 1, then the rows of this pass in order,
 so a chain's row stands at its position. Places are cut into splits, short ones near the start (few keys: as
-many programs as possible) and long ones after (many keys: few sums to add). A program sums each; a second
-kernel, or the last of these programs, adds them one after another in order. Invariant: splits and tiles are
+many programs as possible) and long ones after (many keys: few sums to add). Invariant: splits and tiles are
 aligned to places and never to what else is in the launch, and what a row does not see adds an exact zero. So
 a row's bits depend on its own context, on where its ancestors stand, and on constants that the sizes of a
 launch choose (`launch_for`); in exact mode these are fixed.
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from paceline.cuda.add_splits import add_splits
 from paceline.cuda.attend_split import NEAR, PLACES, attend_split
@@ -42,6 +42,9 @@ class Tiling(NamedTuple):
     at_once: int  # rows and heads of a program that adds splits
     by_last: int = 0  # rows and heads at a time, if the last program of a tile adds them; 0: another kernel
     is_late: bool = False  # the next kernel may start when sums are there: it takes no room before
+    # Of a launch; both depend on the context, and change no bits.
+    num_splits: int = 0
+    is_short: bool = False  # every split is one tile
 
 
 TILINGS = (
@@ -70,25 +73,16 @@ class Attending(NamedTuple):
     window: int | None = None
     is_prefix_old: bool = True  # its keys were there before a product that let nothing start early
     is_exact: bool = False  # the bits of a chain's row depend on its own context alone; not so a tree's
-    counters: torch.Tensor | None = None  # [any] int32, zero before and after; shared by passes of one stream
-
-
-class Launch(NamedTuple):
-    """Constants of a launch. `num_splits` and `is_short` depend on the context, and change no bits."""
-
-    tiling: Tiling  # fitted to the model's sizes
-    num_splits: int
-    is_short: bool  # every split is one tile
+    counters: Tensor | None = None  # [any] int32, zero before and after; shared by passes of one stream
 
 
 def tiling_for(num_rows: int, max_context: int) -> Tiling:
-    for rows, context, tiling in TILINGS:
-        if num_rows <= rows and (context is None or max_context <= context):
-            return tiling
-    return UNSPLIT
+    fits = (t for rows, most, t in TILINGS if num_rows <= rows and (most is None or max_context <= most))
+    return next(fits, UNSPLIT)
 
 
-def launch_for(q: torch.Tensor, keys: torch.Tensor, how: Attending) -> Launch:
+def launch_for(q: Tensor, keys: Tensor, how: Attending) -> Tiling:
+    """A tiling fitted to the model's sizes and the context."""
     num_rows, heads, dim = q.shape
     padded = triton.next_power_of_2(dim)
     group, places = heads // keys.shape[1], how.max_context + how.max_rows
@@ -111,37 +105,29 @@ def launch_for(q: torch.Tensor, keys: torch.Tensor, how: Attending) -> Launch:
     is_short = is_one_tile and near * padded * q.element_size() <= SHORT_BYTES
     together = min(tiling.together, triton.next_power_of_2(num_splits))
     by_last = min(tiling.by_last, block_m, triton.next_power_of_2(group * how.max_rows))
-    fitted = tiling._replace(
+    return tiling._replace(
         near_size=near, block_m=block_m, num_warps=num_warps, num_stages=num_stages, together=together,
-        by_last=by_last,
+        by_last=by_last, num_splits=num_splits, is_short=is_short,
     )  # fmt: skip
-    return Launch(fitted, num_splits, is_short)
-
-
-def _check(q: torch.Tensor, cache: LayerCache, batch: DeviceBatch, how: Attending, out: torch.Tensor) -> None:
-    (num_rows, heads, dim), (keys, values), num_requests = q.shape, cache, len(batch.prefix_lens)
-    kv_heads, width = keys.shape[1], dim + SCALE_BYTES.value * (keys.dtype == torch.int8)
-    assert out.shape == q.shape, "as many results as queries"
-    assert keys.shape == values.shape == (len(keys), kv_heads, width), "keys and values of the queries' width"
-    assert heads % kv_heads == 0, "each KV head has the same number of query heads"
-    assert len(batch.slots) == len(batch.positions) == len(batch.masks) == num_rows, "one of each a row"
-    assert len(batch.starts) == num_requests + 1, "one start a request"
-    assert len(batch.block_tables) == num_requests, "one table a request"
-    assert are_dense(q, keys, values, out, batch.block_tables, batch.masks), "addresses follow from shapes"
-    assert how.scale > 0, "a maximum of scores is a maximum of scaled scores"
-    assert how.window is None or how.window > 0, "a row sees itself"
 
 
 def attend(
-    q: torch.Tensor,  # [T, heads, dim]
+    q: Tensor,  # [T, heads, dim]
     cache: LayerCache,  # [slots, kv_heads, dim], int8 with scales (cuda/rows.py); this pass's rows are there
     batch: DeviceBatch,
     how: Attending,
-    out: torch.Tensor,  # [T, heads, dim]
+    out: Tensor,  # [T, heads, dim]
 ) -> None:
-    _check(q, cache, batch, how, out)
     (num_rows, heads, dim), (keys, values), num_requests = q.shape, cache, len(batch.prefix_lens)
-    kv_heads, (tiling, num_splits, is_short), counters = keys.shape[1], launch_for(q, keys, how), how.counters
+    kv_heads, tiling, counters = keys.shape[1], launch_for(q, keys, how), how.counters
+    num_splits, is_short = tiling.num_splits, tiling.is_short
+    width = dim + SCALE_BYTES.value * (keys.dtype == torch.int8)
+    assert keys.shape == values.shape == (len(keys), kv_heads, width), "keys and values of the queries' width"
+    assert heads % kv_heads == 0, "each KV head has the same number of query heads"
+    assert len(batch.slots) == len(batch.masks) == num_rows, "one of each a row"
+    assert len(batch.starts) == len(batch.block_tables) + 1 == num_requests + 1, "one of each a request"
+    assert are_dense(q, keys, values, out, batch.block_tables, batch.masks), "addresses follow from shapes"
+    assert how.scale > 0, "a maximum of scores is a maximum of scaled scores"
     count = 0 if num_splits == 1 else num_rows * heads * num_splits
     partials = torch.empty(count * (dim + 2), dtype=torch.float32, device=q.device)
     sums, peaks, totals = partials.split([count * dim, count, count])  # the first is aligned

@@ -1,37 +1,33 @@
-"""The backend of an NVIDIA GPU: Triton kernels recorded as CUDA graphs, for the decoder, the heads and
-bursts.
-"""
+"""The backend of an NVIDIA GPU: Triton kernels recorded as CUDA graphs, for the decoder, heads and bursts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.cuda.block_head import CudaBlockHead
-from paceline.cuda.burst import MOST_REQUESTS, CudaBurstBackend
+from paceline.cuda.burst import CudaBurstBackend
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.graphs import Capture, CudaCapture
-from paceline.cuda.side_heads import CudaMedusaHead
+from paceline.cuda.graphs import Capture
+from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
 from paceline.cuda.weights import dtype_of
 from paceline.heads.config import LayeredConfig
 from paceline.loaders.head_files import Head
 from paceline.models.attention import FLOATS, KvFormat
 
+Recorded = TypeVar("Recorded", CudaChainHead, CudaBlockHead, CudaMedusaHead, CudaBurstBackend)
+
 
 class CudaBackend:
     default_dtype = "bfloat16"
-    most_drafted = MOST_REQUESTS  # beyond a burst's requests the host drafts, and the device waits for it
+    most_drafted = 2  # more are drafted for at the cost of more plain steps than it saves
 
     def __init__(self, device: torch.device, exact: bool = False, capture: Capture | None = None) -> None:
-        """exact: a row has the same bits in every pass, however many rows it has. capture: shared by all that
-        is recorded, since graphs share memory.
-        """
+        """exact: a row has the same bits in every pass. capture: for all recordings, which share memory."""
         self.device, self._exact = device, exact
-        self._capture: Capture = capture or CudaCapture()
+        self._capture = capture or Capture()
 
     @property
     def is_async(self) -> bool:
@@ -56,52 +52,31 @@ class CudaBackend:
         return KvFormat(narrow, narrow)
 
     def load(self, source: Any, dtype: str, context: int | None = None) -> CudaDecoder:
-        return CudaDecoder.load(
-            source,
-            dtype=dtype,
-            device=str(self.device),
-            context=context,
-            exact=self._exact,
-            capture=self._capture,
-        )
+        return CudaDecoder.load(source, dtype, self.device, context, self._exact, self._capture)
 
     def chain_head(
-        self,
-        config: LayeredConfig,
-        tensors: Any,
-        decoder: CudaDecoder,
-        num_blocks: int,
-        norm: torch.Tensor | None,
-        steps: int,
-    ) -> CudaChainHead:
-        head = CudaChainHead(Head(config, tensors, "", ""), decoder, num_blocks)
-        self._warm_up(head, steps)
-        return head
+        self, config: LayeredConfig, tensors: Any, decoder: CudaDecoder, num_blocks: int,
+        norm: torch.Tensor | None, steps: int,
+    ) -> CudaChainHead:  # fmt: skip
+        return self._warm(CudaChainHead(Head(config, tensors, "", ""), decoder, num_blocks), steps)
 
     def block_head(self, head: Head, decoder: CudaDecoder, num_blocks: int, steps: int) -> CudaBlockHead:
-        made = CudaBlockHead(head, decoder, num_blocks)
-        self._warm_up(made, steps)
-        return made
+        return self._warm(CudaBlockHead(head, decoder, num_blocks), steps)
 
     def side_heads(self, head: Head, decoder: CudaDecoder, norm: torch.Tensor, steps: int) -> CudaMedusaHead:
-        made = CudaMedusaHead(head, decoder)
-        self._warm_up(made, steps)
-        return made
+        return self._warm(CudaMedusaHead(head, decoder), steps)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits.topk(k).indices
 
-    def burst(
-        self, decoder: CudaDecoder, kv: Sequence[Any], head: Any, length: int
-    ) -> CudaBurstBackend | None:
+    def burst(self, decoder: CudaDecoder, kv: Any, head: Any, length: int) -> CudaBurstBackend | None:
         """Without a head there is none: plain passes follow each other as they are."""
         if head is None or not head.taps:
             return None
-        made = CudaBurstBackend(head, decoder, kv)
-        self._warm_up(made, length)
-        return made
+        return self._warm(CudaBurstBackend(head, decoder, kv), length)
 
-    def _warm_up(self, recorded: Any, steps: int) -> None:
+    def _warm(self, made: Recorded, steps: int) -> Recorded:
         """What a GPU compiles and records on first use, no request should wait for."""
         if self.is_async:
-            recorded.warm_up(steps)
+            made.warm_up(steps)
+        return made

@@ -2,21 +2,23 @@
 
 A CUDA graph reads from fixed addresses and launches fixed grids, so a batch is padded to a bucket of (rows,
 requests, rows of one request, context) and every bucket has its own buffer. Invariant: padding rows write
-only to the trash slot, which no request owns, and see one of themselves; padding requests have no rows but
-the last, one more than the bucket says, which has all padding rows, be they more than the bucket's requests
-have.
+only to the trash slot, which no request owns, and see one of themselves; they are all of one more request
+than the bucket says, the last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.core.types import BLOCK_SIZE, Columns, Pick
+from paceline.heads.rows import Sampler
 
 WORD = 64  # bits of a word of the masks
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -26,7 +28,7 @@ CONTEXTS = tuple(512 * 2**i for i in range(12))
 
 
 class Bucket(NamedTuple):
-    """The sizes a pass of the target is recorded for."""
+    """The sizes a pass is recorded for."""
 
     rows: int
     requests: int
@@ -37,18 +39,27 @@ class Bucket(NamedTuple):
     def num_words(self) -> int:
         return -(-self.max_rows // WORD)
 
+    @property
+    def num_blocks(self) -> int:
+        """Of one request."""
+        return self.context // BLOCK_SIZE + -(-self.max_rows // BLOCK_SIZE) + 1
+
 
 class DeviceBatch(NamedTuple):
     """What a pass reads; int32 but for the masks. The comments of types.Columns hold."""
 
-    input_ids: torch.Tensor  # [T]
-    positions: torch.Tensor  # [T]
-    slots: torch.Tensor  # [T]
-    starts: torch.Tensor  # [R + 1]
-    prefix_lens: torch.Tensor  # [R]
-    block_tables: torch.Tensor  # [R, B]
+    input_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]
+    starts: Tensor  # [R + 1]
+    prefix_lens: Tensor  # [R]
+    block_tables: Tensor  # [R, B]
     # [T, W] int64: bit j of word w: row starts[r] + 64 w + j is an ancestor in this pass, or the row itself
-    masks: torch.Tensor
+    masks: Tensor
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Tensor]) -> DeviceBatch:
+        return cls(*(columns[name] for name in cls._fields))
 
 
 def next_size(sizes: tuple[int, ...], size: int) -> int:
@@ -91,103 +102,96 @@ def mask_words(masks: Sequence[int], num_words: int) -> np.ndarray:
 
 class Column(NamedTuple):
     shape: tuple[int, ...]
-    dtype: type[np.generic] = np.int32  # or int64, float64
-    padding: int = 0
+    dtype: torch.dtype = torch.int32
+    padding: int | None = 0  # None: what is not given is never read
 
 
 class Buffer:
-    """Named columns in one piece of memory, on the device and in `num_hosts` pieces here: with two, one may
-    be written while the copy of the other is on its way."""
+    """Named columns in one piece of memory, on the device and twice here: one may be written while the copy
+    of the other is on its way; the copy before has arrived, since reading its results waited."""
 
-    def __init__(self, columns: Mapping[str, Column], device: torch.device, num_hosts: int = 1) -> None:
-        self._columns = columns
-        self._ends: dict[str, tuple[int, int]] = {}
-        total = 0
-        for name, column in columns.items():
-            size = int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
-            self._ends[name] = (total, total + size)
+    def __init__(self, columns: dict[str, Column], device: torch.device, values: dict[str, Any]) -> None:
+        """values: of a batch that writes nowhere, since a capture launches before there is another."""
+        self._columns, ends, total = columns, {}, 0
+        for name, (shape, dtype, _) in columns.items():
+            size = math.prod(shape) * dtype.itemsize
+            ends[name] = slice(total, total + size)
             total += -(-size // 16) * 16  # aligned: kernels are compiled for aligned addresses and for others
-        is_pinned = device.type == "cuda"
-        hosts = [torch.zeros(total, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(num_hosts)]
-        self._hosts = [(host, self._cut(host.numpy())) for host in hosts]
+
+        def cut(memory: Tensor) -> dict[str, Tensor]:
+            return {n: memory[ends[n]].view(each.dtype).view(each.shape) for n, each in columns.items()}
+
+        hosts = [torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._hosts = [(host, {name: each.numpy() for name, each in cut(host).items()}) for host in hosts]
         self._device = torch.zeros(total, dtype=torch.uint8, device=device)
-        self.on_device: dict[str, torch.Tensor] = {}
-        for name, (first, end) in self._ends.items():
-            dtype = torch.from_numpy(np.empty(0, columns[name].dtype)).dtype
-            self.on_device[name] = self._device[first:end].view(dtype).view(columns[name].shape)
-
-    def _cut(self, host: np.ndarray) -> dict[str, np.ndarray]:
-        return {name: host[a:b].view(self._columns[name].dtype) for name, (a, b) in self._ends.items()}
-
-    def next_host(self) -> dict[str, np.ndarray]:
-        """Flat columns to be written, then sent. Their last copy has arrived: reading its results waited."""
-        self._hosts.reverse()
-        return self._hosts[0][1]
-
-    def send(self) -> None:
-        self._device.copy_(self._hosts[0][0], non_blocking=True)
+        self.on_device = cut(self._device)
+        self.fill(values)
 
     def fill(self, values: Mapping[str, Any]) -> None:
-        """Flat numbers of each column, from its start; what is missing is padding."""
-        host = self.next_host()
+        """Numbers of each column, from its start in every dimension; what is missing is padding."""
+        self._hosts.reverse()
+        memory, host = self._hosts[0]
         for name, column in self._columns.items():
-            to, given = host[name], values.get(name, ())
-            to[: len(given)] = given
-            to[len(given) :] = column.padding
-        self.send()
+            if column.padding is not None:
+                host[name][...] = column.padding
+            if name in values:
+                given = np.asarray(values[name])
+                host[name][tuple(slice(size) for size in given.shape)] = given
+        self._device.copy_(memory, non_blocking=True)
 
 
-_FIRST = np.ones(REQUESTS[-1], np.int64)
-_OWN = np.left_shift(_FIRST, np.arange(len(_FIRST)) % WORD)  # masks of one request's rows without ancestors
+def by_field(*columns: Any) -> dict[str, Any]:
+    """Something for each field of a DeviceBatch, in their order."""
+    return dict(zip(DeviceBatch._fields, columns, strict=True))
+
+
+def batch_columns(bucket: Bucket, trash_slot: int) -> dict[str, Column]:
+    """The last request is one more than there are, and has all padding rows."""
+    each, requests = Column((bucket.rows,)), bucket.requests + 1
+    tables = Column((requests, bucket.num_blocks), padding=None)
+    masks = Column((bucket.rows, bucket.num_words), torch.int64)
+    slots, starts = each._replace(padding=trash_slot), Column((requests + 1,))
+    return by_field(each, each, slots, starts, Column((requests,)), tables, masks)
+
+
+def padded_starts(starts: list[int], bucket: Bucket) -> list[int]:
+    return [*starts, *[starts[-1]] * (bucket.requests + 1 - len(starts)), bucket.rows]
+
+
+def choice_columns(count: int) -> dict[str, Column]:
+    """How tokens are chosen; places: their positions, or those of the first ones that are guessed."""
+    whole = Column((count,), torch.int64)
+    return {"temperatures": Column((count,), torch.float64), "seeds": whole, "places": whole}
+
+
+def choice_values(choices: Sequence[Pick | Sampler], places: Sequence[int]) -> dict[str, Any]:
+    seeds = np.array([each.seed for each in choices], np.uint64).view(np.int64)
+    return {"temperatures": [each.temperature for each in choices], "seeds": seeds, "places": places}
+
+
+_FIRST = np.ones((REQUESTS[-1], 1), np.int64)
+_OWN = _FIRST << (np.arange(len(_FIRST)) % WORD)[:, None]  # masks of one request's rows without ancestors
 NOTHING = Columns([], [], [], [], [], [0], [], [], [])
 
 
-class Inputs:
-    """The buffer of one bucket."""
+def batch_values(bucket: Bucket, columns: Columns, picks: Sequence[Pick] | None) -> dict[str, Any]:
+    """Of the target's pass; picks: how the token after each wanted row is chosen."""
+    rows, requests = len(columns.slots), len(columns.prefix_lens)
+    extra, width = bucket.rows - rows, len(columns.block_tables) // max(requests, 1)
+    if rows == requests and bucket.rows <= len(_OWN) and bucket.num_words == 1:
+        masks = np.concatenate((_FIRST[:rows], _OWN[:extra]))
+    else:
+        parents = [*columns.parents, *[-1] * extra]
+        masks = ancestor_words(parents, [*columns.starts, bucket.rows], bucket.num_words)
+    tables = np.array(columns.block_tables, np.int32).reshape(requests, width)[:, : bucket.num_blocks]
+    ids, positions, starts = columns.input_ids, columns.positions, padded_starts(columns.starts, bucket)
+    values = by_field(ids, positions, columns.slots, starts, columns.prefix_lens, tables, masks)
+    if picks is not None:
+        values |= choice_values(picks, [positions[row] + 1 for row in columns.rows])
+    return values
 
-    def __init__(self, bucket: Bucket, trash_slot: int, device: torch.device) -> None:
-        self.bucket, self.trash_slot = bucket, trash_slot
-        rows, requests = bucket.rows, bucket.requests + 1
-        self._num_blocks = bucket.context // BLOCK_SIZE + -(-bucket.max_rows // BLOCK_SIZE) + 1
-        each, wide = Column((rows,)), Column((rows,), np.int64)
-        columns = {
-            "temperatures": Column((rows,), np.float64), "seeds": wide, "places": wide,
-            "masks": Column((rows, bucket.num_words), np.int64),
-            "input_ids": each, "positions": each, "slots": each, "starts": Column((requests + 1,)),
-            "prefix_lens": Column((requests,)), "block_tables": Column((requests, self._num_blocks)),
-        }  # fmt: skip
-        self._buffer = Buffer(columns, device, num_hosts=2)
-        parts = self._buffer.on_device
-        self.temperatures, self.seeds, self.places = parts["temperatures"], parts["seeds"], parts["places"]
-        self.batch = DeviceBatch(*(parts[name] for name in DeviceBatch._fields))
-        self.fill(NOTHING, None)  # a capture launches before there is a batch, and must write nowhere
 
-    def fill(self, columns: Columns, picks: Sequence[Pick] | None) -> None:
-        """Copy a batch to the device."""
-        to, rows, requests = self._buffer.next_host(), len(columns.slots), len(columns.prefix_lens)
-        if picks is not None:  # how the token after each wanted row is chosen, and its position
-            count = len(columns.rows)
-            to["temperatures"][:count] = [each.temperature for each in picks]
-            to["seeds"][:count] = np.array([each.seed for each in picks], np.uint64).view(np.int64)
-            to["places"][:count] = [columns.positions[row] + 1 for row in columns.rows]
-        to["input_ids"][:rows], to["input_ids"][rows:] = columns.input_ids, 0
-        to["positions"][:rows], to["positions"][rows:] = columns.positions, 0
-        to["slots"][:rows], to["slots"][rows:] = columns.slots, self.trash_slot
-        to["starts"][: requests + 1], to["starts"][requests + 1 :] = columns.starts, rows
-        to["starts"][-1] = self.bucket.rows
-        to["prefix_lens"][:requests], to["prefix_lens"][requests:] = columns.prefix_lens, 0
-        width = len(columns.block_tables) // max(requests, 1)
-        tables = np.array(columns.block_tables, np.int32).reshape(requests, width)
-        width = min(width, self._num_blocks)
-        to["block_tables"].reshape(-1, self._num_blocks)[:requests, :width] = tables[:, :width]
-        to["masks"][:] = self._masks(columns).reshape(-1)
-        self._buffer.send()
-
-    def _masks(self, columns: Columns) -> np.ndarray:
-        rows, num_words = len(columns.slots), self.bucket.num_words
-        extra = self.bucket.rows - rows
-        is_one_each = rows == len(columns.prefix_lens)
-        if is_one_each and self.bucket.rows <= len(_OWN) and num_words == 1:
-            return np.concatenate((_FIRST[:rows], _OWN[:extra]))
-        parents, starts = [*columns.parents, *[-1] * extra], [*columns.starts, self.bucket.rows]
-        return ancestor_words(parents, starts, num_words)
+def target_buffer(bucket: Bucket, trash_slot: int, device: torch.device) -> Buffer:
+    """Of the target's pass, without requests."""
+    columns = batch_columns(bucket, trash_slot) | choice_columns(bucket.rows)
+    return Buffer(columns, device, batch_values(bucket, NOTHING, None))

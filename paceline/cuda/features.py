@@ -7,20 +7,13 @@ request, and nothing of it outside a CUDA graph. Invariant: an address is of as 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language import constexpr, tensor
 
 from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 from paceline.cuda.rows import MAX_HIDDEN, added_up, are_dense, normed
-
-
-class Embedding(NamedTuple):
-    table: torch.Tensor  # [vocab, hidden]
-    scale: float
 
 
 @triton.jit
@@ -39,16 +32,15 @@ def _gather(
     tl.store(out_ptr + index * hidden + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gather(addresses: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
-    """out [T, parts * hidden] = what lies at addresses [T, parts] int64, normed if there is a weight."""
-    num_rows, parts = addresses.shape
-    hidden = out.shape[1] // parts
-    assert out.shape == (num_rows, parts * hidden), "a part an address"
+def gather(addresses: Tensor, weight: Tensor | None, eps: float, like: Tensor) -> Tensor:
+    """-> [T, parts * hidden]: rows like `like` [hidden] that lie at addresses [T, parts] int64, normed if
+    there is a weight."""
+    (num_rows, parts), hidden = addresses.shape, len(like)
     assert hidden <= MAX_HIDDEN, "a row is one tile"
-    assert weight is None or weight.shape == (hidden,), "a norm keeps its shape"
-    assert are_dense(addresses, out), "rows follow each other"
-    block = triton.next_power_of_2(hidden)
+    assert are_dense(addresses), "rows follow each other"
+    out, block = like.new_empty((num_rows, parts * hidden)), triton.next_power_of_2(hidden)
     _gather[(num_rows * parts,)](addresses, weight, out, eps, hidden, block, num_warps=4, **LAUNCH)
+    return out
 
 
 @triton.jit
@@ -83,22 +75,22 @@ def _join(
 
 
 def join(
-    ids: torch.Tensor,  # [T]
-    embedding: Embedding,
-    features: torch.Tensor,  # [parts, T, hidden]: a product in parts
-    weights: tuple[torch.Tensor | None, torch.Tensor | None],  # [hidden] float32: norms of both
+    ids: Tensor,  # [T]
+    embedding: tuple[Tensor, float],  # [vocab, hidden], and what its rows are multiplied by
+    features: Tensor,  # [parts, T, hidden]: a product in parts
+    weights: tuple[Tensor | None, Tensor | None],  # [hidden] float32: norms of both
     eps: float,
-    out: torch.Tensor,  # [T, 2 * hidden]: embeddings, then features
-    residual: torch.Tensor | None = None,  # [T, hidden]: gets the features
+    residual: Tensor | None = None,  # [T, hidden]: gets the features
     keeps_normed: bool = False,  # as they are after the norm
-) -> None:
+) -> Tensor:
+    """-> [T, 2 * hidden]: embeddings, then features."""
     (splits, num_rows, hidden), (table, scale) = features.shape, embedding
-    assert out.shape == (num_rows, 2 * hidden), "two halves"
     assert hidden <= MAX_HIDDEN, "a row is one tile"
     assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
-    assert residual is None or residual.shape == (num_rows, hidden), "a residual is as wide as a feature"
-    assert are_dense(table, features, out), "rows follow each other"
-    sizes = (hidden, splits, keeps_normed, triton.next_power_of_2(hidden))
+    assert are_dense(table, features), "rows follow each other"
+    out, sizes = table.new_empty((num_rows, 2 * hidden)), (hidden, splits, keeps_normed)
     _join[(num_rows, 2)](
-        ids, table, features, *weights, out, residual, scale, eps, *sizes, num_warps=4, **LAUNCH
-    )
+        ids, table, features, *weights, out, residual, scale, eps, *sizes, triton.next_power_of_2(hidden),
+        num_warps=4, **LAUNCH,
+    )  # fmt: skip
+    return out

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ import triton
 LIMIT = 128  # recordings kept; the one not used for longest goes first
 
 Run = Callable[[], Any]  # launches kernels, returns the tensors they write
+Make = Callable[[], tuple[Run, Any]]  # gives what to record, and the Buffer that it reads
 
 
 class Recording(NamedTuple):
@@ -26,32 +27,26 @@ class Recording(NamedTuple):
     run: Run  # what was recorded: a graph keeps addresses, and no memory that its run has brought along
 
 
-class Capture(Protocol):
-    """Makes recordings."""
-
-    @property
-    def num_recordings(self) -> int: ...  # graphs, and kernels loaded: each takes as long as many replays
-    def __call__(self, run: Run) -> Recording: ...
-
-
 # One for each kernel that was compiled and loaded in this process, when it was first launched.
 _KERNEL_LOADS: list[None] = []
 triton.knobs.runtime.kernel_load_end_hook.add(lambda *_, **__: _KERNEL_LOADS.append(None))
 
 
-class CudaCapture:
-    """Captures on one device, all recordings in one pool of memory."""
+class Capture:
+    """Makes recordings on one device, all of them in one pool of memory."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         self._num_recorded = 0
 
     @property
     def num_recordings(self) -> int:
+        """Graphs, and kernels loaded: each takes as long as many replays."""
         return self._num_recorded + len(_KERNEL_LOADS)
 
     def __call__(self, run: Run) -> Recording:
         self._num_recorded += 1
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -71,6 +66,23 @@ class CudaCapture:
         return Recording(graph.replay, outputs, run)
 
 
+class Arriving:
+    """A copy on its way to the host, in line before anything that overwrites its source; reading it waits."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        is_cuda = source.device.type == "cuda"
+        self._event = torch.cuda.Event() if is_cuda else None
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_cuda)
+        self._host.copy_(source, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 class Graphs:
     """Recordings by key, at most `limit` of them."""
 
@@ -78,13 +90,21 @@ class Graphs:
         self._capture, self._limit = capture, limit
         self._recordings: OrderedDict[Hashable, tuple[Recording, Any]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._recordings)
-
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recordings
 
-    def get(self, key: Hashable, make: Callable[[], tuple[Run, Any]]) -> tuple[Recording, Any]:
+    def launch(self, key: Hashable, make: Make, values: Mapping[str, Any], is_recorded: bool) -> Any:
+        """The outputs of what `make` gives, with these inputs: recorded by the key, or kernel by kernel."""
+        if is_recorded:
+            (replay, outputs, _), buffer = self.get(key, make)
+            buffer.fill(values)
+            replay()
+            return outputs
+        run, buffer = make()
+        buffer.fill(values)
+        return run()
+
+    def get(self, key: Hashable, make: Make) -> tuple[Recording, Any]:
         """The recording of a key and its inputs, which `make` gives along with what to record."""
         if key not in self._recordings:
             while len(self._recordings) >= self._limit:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from paceline.core.types import BLOCK_SIZE
-from paceline.cuda.batch import REQUESTS, WORD, Column, context_for, mask_words, next_size
+from paceline.cuda import batch
+from paceline.cuda.batch import REQUESTS, Bucket, Column, context_for, next_size
 from paceline.cuda.recorded_head import PagedPlace
 from paceline.heads.rows import Feed, Guesses, Node, Row, Sampler
 
@@ -26,34 +26,29 @@ TAIL = 32  # rows of one text, at most; what is more is read before
 WARM = 2048  # contexts up to this are recorded before the first draft
 
 
-def rows_for(count: int) -> int:
-    """The bucket of this many rows."""
-    return next_size(ROWS, count)
+def bucket_of(num_rows: int, num_requests: int, length: int) -> Bucket:
+    """length: rows of one text that are cached. Any number of the rows may be of one text."""
+    rows = next_size(ROWS, num_rows)
+    return Bucket(rows, next_size(REQUESTS, num_requests), rows, context_for(length))
 
 
-def requests_for(count: int) -> int:
-    return next_size(REQUESTS, count)
+def warm_buckets(most: int) -> list[Bucket]:
+    """What one request of a model of this context may soon need."""
+    return sorted({bucket_of(1, 1, length) for length in (1, WARM // 2, WARM) if length <= most})
 
 
-def warm_contexts(most: int) -> list[int]:
-    """Buckets that a model of this context may soon need."""
-    return sorted({context_for(length) for length in (1, WARM // 2, WARM) if length <= most})
-
-
-def is_recordable(rows: int, requests: int) -> bool:
+def is_recordable(bucket: Bucket) -> bool:
     """Whether a pass is small enough for a recording."""
-    return rows in ROWS and requests in REQUESTS
+    return bucket.rows in ROWS and bucket.requests in REQUESTS
 
 
 class ChainShape(NamedTuple):
     """What the passes of a chain, or of a level of trees, are recorded for."""
 
-    rows: int
-    requests: int
+    bucket: Bucket
     wanted: int  # rows whose logits are wanted
-    context: int
     steps: int  # tokens of a chain; 0: logits
-    is_true: bool  # features are the target's, else outputs of this head
+    is_true: bool = True  # features are the target's, else outputs of this head
 
 
 @dataclass(slots=True)
@@ -62,8 +57,8 @@ class PassRows:
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)  # where keys and values are written
-    stands: list[int] = field(default_factory=list)  # where they are read: not so for rows of passes before
+    written: list[int] = field(default_factory=list)  # slots where keys and values are written
+    slots: list[int] = field(default_factory=list)  # where they are read: not so for rows of passes before
     masks: list[int] = field(default_factory=list)  # bit i: the row sees row i of its sequence in this pass
     addresses: list[int] = field(default_factory=list)  # of features, as many for each row
     starts: list[int] = field(default_factory=lambda: [0])
@@ -76,6 +71,15 @@ class PassRows:
         self.prefixes.append(prefix)
         self.places.append(place)
 
+    def values(self, bucket: Bucket) -> dict[str, Any]:
+        count = len(self.tokens)
+        masks = [*self.masks, *(1 << i for i in range(bucket.rows - count))]
+        words, tables = batch.mask_words(masks, bucket.num_words), block_tables(self.places, bucket)
+        where = self.positions, self.slots, batch.padded_starts(self.starts, bucket), self.prefixes
+        addresses = np.array(self.addresses, np.int64).reshape(count, len(self.addresses) // max(count, 1))
+        others = {"written": self.written, "addresses": addresses, "wanted": self.wanted}
+        return batch.by_field(self.tokens, *where, tables, words) | others
+
 
 def addresses_of(rows: Sequence[Row], layers: Sequence[int]) -> list[int]:
     """Where the hidden states of each row lie."""
@@ -87,32 +91,25 @@ def addresses_of(rows: Sequence[Row], layers: Sequence[int]) -> list[int]:
     return found
 
 
-def table_of_feeds(feeds: Sequence[Feed], layers: Sequence[int]) -> PassRows:
-    """Rows of texts; the logits of each one's last are wanted."""
+def table_of_feeds(
+    feeds: Sequence[Feed], layers: Sequence[int], count: int | None = None, nowhere: int = 0
+) -> PassRows:
+    """Rows of texts; the logits of each one's last are wanted. count: as many rows each: those after a text's
+    last have features that lie `nowhere`, and are overwritten before they are seen."""
     table = PassRows()
     for feed in feeds:
-        end = feed.start + len(feed.tokens)
+        extra = 0 if count is None else count - len(feed.tokens)
+        end = feed.start + len(feed.tokens) + extra
         feed.place.reserve(end)
         slots = feed.place.slots(feed.start, end)
-        table.tokens.extend(feed.tokens)
-        table.positions.extend(range(feed.start, end))
-        table.slots.extend(slots)
-        table.stands.extend(slots)
-        table.masks.extend((2 << i) - 1 for i in range(len(feed.tokens)))
-        table.addresses.extend(addresses_of(feed.rows, layers))
-        table.wanted.append(len(table.tokens) - 1)
+        table.wanted.append(len(table.tokens) + len(feed.tokens) - 1)
+        table.tokens += [*feed.tokens, *[0] * extra]
+        table.positions += range(feed.start, end)
+        table.written += slots
+        table.slots += slots
+        table.masks += [(2 << i) - 1 for i in range(end - feed.start)]
+        table.addresses += [*addresses_of(feed.rows, layers), *[nowhere] * (extra * len(layers))]
         table.end_sequence(feed.place, feed.start)
-    return table
-
-
-def table_of_rounds(feeds: Sequence[Feed], layers: Sequence[int], count: int, nowhere: int) -> PassRows:
-    """The same with `count` rows each: those after a text's last are overwritten before they are seen."""
-    missing = [count - len(feed.tokens) for feed in feeds]
-    padded = [f._replace(tokens=[*f.tokens, *[0] * n], rows=()) for f, n in zip(feeds, missing, strict=True)]
-    table = table_of_feeds(padded, ())
-    for feed, extra in zip(feeds, missing, strict=True):
-        table.addresses.extend([*addresses_of(feed.rows, layers), *[nowhere] * (extra * len(layers))])
-    table.wanted = [i * count + len(feed.tokens) - 1 for i, feed in enumerate(feeds)]
     return table
 
 
@@ -126,17 +123,17 @@ def table_of_nodes(nodes: Sequence[Node], trash_slot: int, nowhere: int, has_sou
         place, seen, first = nodes[members[0]].place, nodes[members[0]].seen, len(table.tokens)
         count = max(nodes[i].at for i in members) + 1 - seen
         place.reserve(seen + count)
-        table.tokens.extend([0] * count)
-        table.positions.extend([0] * count)
-        table.slots.extend([trash_slot] * count)
-        table.stands.extend(place.slots(seen, seen + count))
-        table.masks.extend(1 << i for i in range(count))
-        table.addresses.extend([nowhere] * (count * has_sources))
+        table.tokens += [0] * count
+        table.positions += [0] * count
+        table.written += [trash_slot] * count
+        table.slots += place.slots(seen, seen + count)
+        table.masks += [1 << i for i in range(count)]
+        table.addresses += [nowhere] * (count * has_sources)
         for i in members:
             node, row = nodes[i], first + nodes[i].at - seen
             assert node.seen == seen, "nodes of a tree see the same text"
             table.tokens[row], table.positions[row] = node.token, node.position
-            table.slots[row] = table.stands[row]
+            table.written[row] = table.slots[row]
             table.masks[row] = sum(1 << (other - seen) for other in node.others)
             if has_sources:
                 table.addresses[row] = node.source.data_ptr()
@@ -145,53 +142,32 @@ def table_of_nodes(nodes: Sequence[Node], trash_slot: int, nowhere: int, has_sou
     return table
 
 
-def block_tables(places: Sequence[PagedPlace], width: int) -> np.ndarray:
-    """Flat [places, width]."""
+def chain_columns(shape: ChainShape, num_features: int, trash_slot: int, nowhere: int) -> dict[str, Column]:
+    """num_features: of a row."""
+    rows, requests = shape.bucket.rows, shape.bucket.requests
+    columns = batch.batch_columns(shape.bucket, trash_slot)
+    columns["addresses"] = Column((rows, num_features), torch.int64, nowhere)
+    columns["written"] = Column((rows,), padding=trash_slot)
+    columns["wanted"] = Column((shape.wanted,), torch.int64)
+    if shape.steps:
+        ahead = Column((max(shape.steps - 1, 1), max(requests, ALIGNED)))
+        columns |= {"next_positions": ahead, "next_slots": ahead._replace(padding=trash_slot)}
+        columns |= batch.choice_columns(requests)
+    return columns
+
+
+def block_tables(places: Sequence[PagedPlace], bucket: Bucket) -> np.ndarray:
+    """[places, blocks of the longest]."""
+    width = min(max((len(place.blocks) for place in places), default=0), bucket.num_blocks)
     tables = np.zeros((len(places), width), np.int32)
     for i, place in enumerate(places):
         count = min(len(place.blocks), width)
         tables[i, :count] = place.blocks[:count]
-    return tables.reshape(-1)
+    return tables
 
 
-def row_columns(shape: ChainShape, num_features: int, trash_slot: int, nowhere: int) -> dict[str, Column]:
-    """Of a pass over PassRows. The last request is one more than there are, and has all padding rows."""
-    rows, requests = shape.rows, shape.requests
-    each, slots = Column((rows,)), Column((rows,), padding=trash_slot)
-    return {
-        "addresses": Column((rows, num_features), np.int64, nowhere),
-        "masks": Column((rows, -(-rows // WORD)), np.int64),
-        "tokens": each, "positions": each, "slots": slots, "stands": slots,
-        "starts": Column((requests + 2,)), "prefixes": Column((requests + 1,)),
-        "tables": Column((requests + 1, shape.context // BLOCK_SIZE)),
-        "wanted": Column((shape.wanted,), np.int64),
-    }  # fmt: skip
-
-
-def row_values(table: PassRows, shape: ChainShape) -> dict[str, Any]:
-    count, rows = len(table.tokens), shape.rows
-    masks = [*table.masks, *(1 << i for i in range(rows - count))]
-    starts = [*table.starts, *[count] * (shape.requests + 1 - len(table.starts)), rows]
-    return {
-        "addresses": table.addresses, "masks": mask_words(masks, -(-rows // WORD)).reshape(-1),
-        "tokens": table.tokens, "positions": table.positions, "slots": table.slots, "stands": table.stands,
-        "starts": starts, "prefixes": table.prefixes, "wanted": table.wanted,
-        "tables": block_tables(table.places, shape.context // BLOCK_SIZE),
-    }  # fmt: skip
-
-
-def choice_columns(requests: int) -> dict[str, Column]:
-    """How each request's tokens are chosen; places: positions of the first tokens that are guessed."""
-    whole = Column((requests,), np.int64)
-    return {"temperatures": Column((requests,), np.float64), "seeds": whole, "places": whole}
-
-
-def choice_values(samplers: Sequence[Sampler]) -> dict[str, Any]:
-    return {
-        "temperatures": [sampler.temperature for sampler in samplers],
-        "seeds": np.array([sampler.seed for sampler in samplers], np.uint64).view(np.int64),
-        "places": [sampler.position for sampler in samplers],
-    }
+def speaker_values(samplers: Sequence[Sampler]) -> dict[str, Any]:
+    return batch.choice_values(samplers, [sampler.position for sampler in samplers])
 
 
 def guesses_of(results: torch.Tensor, count: int) -> Guesses:

@@ -1,10 +1,9 @@
-"""Products with weights of 4, 8, 16 or 32 bits that give a row the same bits whatever the other rows hold, up
-to FUSED_ROWS rows.
+"""Products with weights of 4, 8, 16 or 32 bits (kernels: cuda/multiply.py).
 
-K is split over programs where W has too few rows to fill the device. The parts are added in order by whatever
-reads them next (`parts`: cuda/rows.py), or by a second kernel (a call). Invariant: each output is a sum
-over its own row of x, and in exact mode how K is cut depends on W alone, so there the bits of a row do not
-depend on how many rows there are either. Kernels: cuda/multiply.py.
+K is split over programs where W has too few rows to fill the device. The parts are added in order by what
+reads them next (`parts`: cuda/rows.py), or by a second kernel (a call). Invariant: up to FUSED_ROWS rows each
+output is a sum over its own row of x, whatever the others hold; in exact mode how K is cut depends on W
+alone, so that the bits of a row do not depend on how many rows there are either.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from paceline.cuda.multiply import add_parts, expand, multiply
 from paceline.cuda.overlap import INTERPRETED, LAUNCH
 from paceline.cuda.pack import PackedWeight
-from paceline.cuda.rows import Activation, gate
+from paceline.cuda.rows import Activation
 
 # With more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies.
 FUSED_ROWS = 256
@@ -46,8 +46,12 @@ def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int
     block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)
     if not weight.is_whole:
         return Tile(min(block_t, 64), 128, 4, 4 if block_t == 16 else 3)
-    if _rows_of_tile(weight) == 128:
-        return _tile_without_parts(num_rows, block_t, weight.shape[0])
+    if _rows_of_tile(weight) == 128:  # high tiles read x less often: a device is bound by its power, too
+        if 8 < num_rows <= 16:
+            return Tile(16, 64, 4, 5)
+        if block_t == 64 and triton.cdiv(weight.shape[0], 256) >= _FEW:
+            return Tile(64, 256, 8, 4)
+        return Tile(block_t, 128, 8, 3) if block_t == 128 else Tile(block_t, 128, 4, 4)
     # Where a multiprocessor has one or two programs, each has more on its way.
     high, low = (triton.cdiv(weight.shape[0], block_n) * splits for block_n in (128, 64))
     if block_t == 64 and high >= _FEW:
@@ -60,15 +64,6 @@ def tile_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, splits: int
         is_long = weight.shape[1] > weight.shape[0] and num_rows > 8
         return Tile(16, 64, 4, 5 if is_long or _MIDDLING <= low < _ENOUGH else 8)
     return Tile(block_t, 64, 4, 5 if low >= _MIDDLING else 8)
-
-
-def _tile_without_parts(num_rows: int, block_t: int, num_outputs: int) -> Tile:
-    """For W of many rows. High tiles read x less often: with 64 rows a device is bound by its power too."""
-    if 8 < num_rows <= 16:
-        return Tile(16, 64, 4, 5)
-    if block_t == 64 and triton.cdiv(num_outputs, 256) >= _FEW:
-        return Tile(64, 256, 8, 4)
-    return Tile(block_t, 128, 8, 3) if block_t == 128 else Tile(block_t, 128, 4, 4)
 
 
 def _rows_of_tile(weight: PackedWeight) -> int:
@@ -96,107 +91,88 @@ def way_of(num_rows: int, weight: PackedWeight, dtype: torch.dtype, is_exact: bo
     return tile_of(num_rows, weight, dtype, splits), splits
 
 
-def ahead_of(weight: PackedWeight) -> int:
-    """Groups of weights asked for before the kernel that computes x has ended. After a product, as before a
-    layer's last, which is wider than high, there is no time for it; small integers gain nothing."""
-    return 2 if weight.bits == 16 and weight.shape[0] >= weight.shape[1] else 0
-
-
 class Matrix(NamedTuple):
     """A product with W and what is added to it: y = x @ W.T + bias."""
 
     weight: PackedWeight  # [N, K]
-    bias: torch.Tensor | None = None  # [N]
+    bias: Tensor | None = None  # [N]
     is_exact: bool = False  # the same bits with any number of rows, prompts too
 
     @property
     def num_bytes(self) -> int:
         return self.weight.packed.nbytes + self.weight.scales.nbytes
 
-    def __call__(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> y [T, N] of x's dtype; with `activation`: act(first half of y) * second half."""
+        assert activation in (None, "silu", "gelu_tanh"), f"no activation {activation}"
         weight, bias, is_exact = self
-        _check(x, weight, activation)
-        size = weight.shape[0] if activation is None else weight.shape[0] // 2
-        if len(x) > FUSED_ROWS and not is_exact:
+        if len(x) > FUSED_ROWS and is_exact:
+            return torch.cat([self(some, activation) for some in x.split(FUSED_ROWS)])
+        if len(x) > FUSED_ROWS:
             whole = torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
-            if activation is None:
-                return whole
-            gated = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
-            gate(whole, activation, gated)
-            return gated
-        out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
-        for some, its_out in zip(x.split(FUSED_ROWS), out.split(FUSED_ROWS), strict=True):
-            launch(some, weight, bias, its_out, *way_of(len(some), weight, x.dtype, is_exact), activation)
-        return out
+            return whole if activation is None else add_up(whole[None], activation, x.dtype)
+        tile, splits = way_of(len(x), weight, x.dtype, is_exact)
+        if splits > 1:
+            return add_up(self._multiply(x, tile, splits), activation, x.dtype)
+        return self._multiply(x, tile, 1, activation)[0]
 
-    def parts(self, x: torch.Tensor, *, is_early: bool = False) -> torch.Tensor:
+    def parts(self, x: Tensor, *, is_early: bool = False) -> Tensor:
         """x [T, K] -> [S, T, N]: y is their sum; float32 if there are several, else of x's dtype. `is_early`:
         the next kernel may start when this one has, and wait. It helps where many small ones follow; a large
         one takes the room that these programs need. One product in each layer must not: see `Attending`."""
-        weight, bias, is_exact = self
-        tile, splits = way_of(len(x), weight, x.dtype, is_exact)
+        tile, splits = way_of(len(x), self.weight, x.dtype, self.is_exact)
         if splits == 1 or len(x) > FUSED_ROWS:
             return self(x)[None]
-        _check(x, weight, None)
-        sums = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
-        _multiply(x, weight, bias, sums, tile, splits, None, is_early=is_early)
-        return sums
+        return self._multiply(x, tile, splits, is_early=is_early)
+
+    def _multiply(
+        self, x: Tensor, tile: Tile, splits: int, gate: Activation | None = None, is_early: bool = False
+    ) -> Tensor:
+        """x [T, K] -> [splits, T, N], or [1, T, N / 2] with a gate."""
+        weight, bias, _ = self
+        (num_rows, width), num_outputs = x.shape, weight.shape[0]
+        assert x.is_contiguous(), "rows of x lie one after another"
+        assert width == weight.shape[1], f"x is {tuple(x.shape)}, the weight {weight.shape}"
+        fits = not weight.is_whole or x.dtype == weight.packed.dtype
+        assert fits, f"x is {x.dtype}, the weight {weight.packed.dtype}"
+        if weight.is_whole:  # [N, K]
+            groups, rows = triton.cdiv(width, weight.group), num_outputs
+            row_step, group_step = width, weight.group
+        else:  # [groups, rows, words]
+            groups, rows, row_step = weight.packed.shape
+            group_step = rows * row_step
+        halves = 1 if gate is None else 2
+        per_tile, size = tile.block_n // halves, num_outputs // halves
+        dtype = x.dtype if splits == 1 else torch.float32
+        out = torch.empty((splits, num_rows, size), dtype=dtype, device=x.device)
+        is_filled, is_whole = size % per_tile == 0, width % weight.group == 0
+        # Weights may be asked for before the kernel that computes x has ended. After a product, as before a
+        # layer's last, which is wider than high, there is no time for it; small integers gain nothing.
+        has_time = weight.bits == 16 and num_outputs >= width
+        grid = (triton.cdiv(num_rows, tile.block_t), triton.cdiv(size, per_tile), splits)
+        multiply[grid](
+            x, weight.packed, weight.scales, bias, out, num_rows, num_outputs, width, rows, groups, splits,
+            row_step, group_step,
+            BITS=weight.bits, GROUP=weight.group, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n,
+            STAGES=tile.stages, WHOLE=is_whole, FILLED=is_filled,
+            ASSEMBLY=x.dtype == torch.bfloat16 and not INTERPRETED, ACTIVATION=gate, UNROLL=tile.unroll,
+            AHEAD=2 if has_time and is_whole else 0, THREADS=32 * tile.warps, IS_EARLY=is_early,
+            num_warps=tile.warps, **LAUNCH,
+        )  # fmt: skip
+        return out
 
 
-def _check(x: torch.Tensor, weight: PackedWeight, activation: str | None) -> None:
-    assert len(x), "at least one row"
-    assert x.is_contiguous(), "rows of x lie one after another"
-    assert x.shape[1] == weight.shape[1], f"x is {tuple(x.shape)}, the weight {weight.shape}"
-    fits = not weight.is_whole or x.dtype == weight.packed.dtype
-    assert fits, f"x is {x.dtype}, the weight {weight.packed.dtype}"
-    assert activation in (None, "silu", "gelu_tanh"), f"no activation {activation}"
-    assert activation is None or weight.shape[0] % 2 == 0, "a gate and an up half"
+def add_up(parts: Tensor, activation: Activation | None, dtype: torch.dtype) -> Tensor:
+    """Parts [S, T, N] of a product -> [T, N] or, gated, [T, N / 2]."""
+    (splits, num_rows, num_outputs), block = parts.shape, 1024 if len(parts) == 1 else 512
+    size = num_outputs if activation is None else num_outputs // 2
+    out = torch.empty((num_rows, size), dtype=dtype, device=parts.device)
+    grid, options = (num_rows, triton.cdiv(size, block)), {"num_warps": 4, **LAUNCH}
+    add_parts[grid](parts, out, num_rows, num_outputs, splits, block, activation, **options)
+    return out
 
 
-def launch(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor,
-    tile: Tile, splits: int, activation: Activation | None = None,
-) -> None:  # fmt: skip
-    """A product with a tile and a cut of K of the caller's choice."""
-    if splits == 1:
-        _multiply(x, weight, bias, out, tile, 1, activation)
-        return
-    num_rows, num_outputs = len(x), weight.shape[0]
-    sums = torch.empty((splits, num_rows, num_outputs), dtype=torch.float32, device=x.device)
-    _multiply(x, weight, bias, sums, tile, splits, None)
-    grid, options = (triton.cdiv(out.shape[1], 512), num_rows), {"num_warps": 4, **LAUNCH}
-    add_parts[grid](sums, out, num_rows, num_outputs, splits, 512, activation, **options)
-
-
-def _multiply(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor,
-    tile: Tile, splits: int, activation: Activation | None, is_early: bool = False,
-) -> None:  # fmt: skip
-    (num_rows, width), num_outputs = x.shape, weight.shape[0]
-    if weight.is_whole:  # [N, K]
-        groups, rows = triton.cdiv(width, weight.group), num_outputs
-        row_step, group_step = width, weight.group
-    else:  # [groups, rows, words]
-        groups, rows, row_step = weight.packed.shape
-        group_step = rows * row_step
-    halves = 1 if activation is None else 2
-    per_tile, size = tile.block_n // halves, num_outputs // halves
-    grid = (triton.cdiv(num_rows, tile.block_t), triton.cdiv(size, per_tile), splits)
-    is_filled = size % per_tile == 0
-    can_ask = width % weight.group == 0 and (weight.is_whole or is_filled)  # for whole runs of bytes
-    multiply[grid](
-        x, weight.packed, weight.scales, bias, out, num_rows, num_outputs, width, rows, groups, splits,
-        row_step, group_step,
-        BITS=weight.bits, GROUP=weight.group, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, STAGES=tile.stages,
-        WHOLE=width % weight.group == 0, FILLED=is_filled,
-        ASSEMBLY=x.dtype == torch.bfloat16 and not INTERPRETED, ACTIVATION=activation, UNROLL=tile.unroll,
-        AHEAD=ahead_of(weight) if can_ask else 0, THREADS=32 * tile.warps, IS_EARLY=is_early,
-        num_warps=tile.warps, **LAUNCH,
-    )  # fmt: skip
-
-
-def dequantized(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """-> [N, K], the very weights a product multiplies with when x is of this dtype."""
     if weight.is_whole:
         return weight.packed.to(dtype)

@@ -1,10 +1,8 @@
-"""The Triton kernels of cuda/linear.py: a product, the sum of the parts of a split product, and whole weights
-from small integers.
+"""The Triton kernels of cuda/linear.py: a product, the sum of its parts, whole weights from small integers.
 
 The weights are the left operand of the tensor cores: [rows of W, K] times [K, T]. Small integers become
 bfloat16 in registers. Invariant: a row of the result is a sum over its own row of x, in an order that K and
-the number of splits fix; where a product ends in a gate, it is rounded to the dtype first, so the bits are
-those of separate kernels.
+the number of splits fix; before a gate it is rounded to the dtype, so the bits are those of separate kernels.
 """
 
 from __future__ import annotations
@@ -50,18 +48,6 @@ _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;
 
 
 @triton.jit
-def _part(words: tensor, scales: tensor, i: constexpr, BITS: constexpr, dtype: constexpr) -> tensor:
-    """The weights of part i, made in float32, which holds them exactly: rounded once, as by the assembly."""
-    scale = (scales << 16).to(tl.float32, bitcast=True)
-    if BITS == 4:
-        offset = (scales & -65536).to(tl.float32, bitcast=True)
-        weights = (((words >> (4 * i)) & 15) + 16).to(tl.float32) * scale + offset
-    else:
-        weights = ((words << (8 - 8 * i)) >> 8).to(tl.float32) * scale
-    return weights.to(dtype)
-
-
-@triton.jit
 def _parts(words: tensor, scales: tensor, BITS: constexpr, ASSEMBLY: constexpr, dtype: constexpr) -> tl.tuple:
     """words [N, W] int16, scales [N, 1] int32 -> the weights of each part of the group, [N, W] each."""
     if ASSEMBLY:
@@ -82,9 +68,15 @@ def _parts(words: tensor, scales: tensor, BITS: constexpr, ASSEMBLY: constexpr, 
                 _TWO, "=r,=r,r,r,r", [words, scale], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
             )
     else:
-        parts = ()
+        # in float32, which holds the weights exactly: rounded once, as by the assembly
+        parts, scale = (), (scales << 16).to(tl.float32, bitcast=True)
         for i in tl.static_range(16 // BITS):
-            parts += (_part(words, scales, i, BITS, dtype),)
+            if BITS == 4:
+                offset = (scales & -65536).to(tl.float32, bitcast=True)
+                weights = (((words >> (4 * i)) & 15) + 16).to(tl.float32) * scale + offset
+            else:
+                weights = ((words << (8 - 8 * i)) >> 8).to(tl.float32) * scale
+            parts += (weights.to(dtype),)
     return parts
 
 
@@ -101,29 +93,6 @@ def _rows_of_tile(
         n = tile * BLOCK_N + i
         n = n if FILLED else tl.minimum(n, num_outputs - 1)
     return n
-
-
-@triton.jit
-def _fetch(
-    packed: tensor, tile: tensor, num_outputs: tensor, first: tensor, end: tensor, row_step: tensor,
-    group_step: tensor, BITS: constexpr, GROUP: constexpr, BLOCK_N: constexpr, GATED: constexpr,
-    FILLED: constexpr, AHEAD: constexpr, THREADS: constexpr,
-) -> None:  # fmt: skip
-    """Ask for the first AHEAD groups of a tile, into the second-level cache: one run of bytes a thread."""
-    i, num_ahead = tl.arange(0, THREADS), tl.minimum(end - first, AHEAD)
-    if BITS >= 16:  # a row's groups are one run: whole ones, or, with more threads than rows, pieces
-        PIECES: tl.constexpr = THREADS // BLOCK_N
-        n, group = _rows_of_tile(i // PIECES, tile, num_outputs, BLOCK_N, GATED, FILLED), first
-        words = num_ahead * GROUP // PIECES
-        inside = i % PIECES * words
-    else:  # a group's rows are one run; of a gated tile's two, none goes over into the other
-        RUNS: tl.constexpr = min(THREADS // AHEAD, BLOCK_N)
-        n = _rows_of_tile(i % RUNS * (BLOCK_N // RUNS), tile, num_outputs, BLOCK_N, GATED, FILLED)
-        group, inside = first + tl.minimum(i // RUNS, num_ahead - 1), 0
-        words = BLOCK_N // RUNS * (GROUP * BITS // 16)
-    lines = packed + n.to(tl.int64) * row_step + group * group_step + inside
-    sizes = tl.zeros((THREADS,), tl.int32) + words * (2 if BITS < 16 else BITS // 8)
-    tl.inline_asm_elementwise(_FETCH, "=r,l,r", [lines.to(tl.int64), sizes], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
@@ -148,11 +117,19 @@ def multiply(
     first, end = groups * split // splits, groups * (split + 1) // splits
     # With few rows it is bound by instructions: fewer of those that only keep the loop going.
     FEW: tl.constexpr = BLOCK_T == 8 and BITS < 16
-    if AHEAD and OVERLAPS:  # no kernel computes weights: the first come while the kernel before still runs
-        _fetch(
-            packed, tl.program_id(1), num_outputs, first, end, row_step, group_step,
-            BITS, GROUP, BLOCK_N, GATED, FILLED, AHEAD, THREADS,
-        )  # fmt: skip
+    if AHEAD and OVERLAPS:
+        # No kernel computes weights: the first AHEAD groups come while the kernel before still runs, into the
+        # second-level cache. A thread asks for a row's groups, one run of bytes, or for a piece of it.
+        PIECES: tl.constexpr = THREADS // BLOCK_N
+        thread, num_ahead = tl.arange(0, THREADS), tl.minimum(end - first, AHEAD)
+        line = _rows_of_tile(thread // PIECES, tl.program_id(1), num_outputs, BLOCK_N, GATED, FILLED)
+        each = num_ahead * GROUP // PIECES
+        at = thread % PIECES * each
+        runs = packed + line.to(tl.int64) * row_step + first * group_step + at
+        sizes = tl.zeros((THREADS,), tl.int32) + each * (BITS // 8)
+        tl.inline_asm_elementwise(
+            _FETCH, "=r,l,r", [runs.to(tl.int64), sizes], tl.int32, is_pure=False, pack=1
+        )
     wait_for_previous()
     for group in tl.range(first, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
         if BITS >= 16:
@@ -179,26 +156,16 @@ def multiply(
         let_next_start()
     if bias is not None:
         sums += tl.where(split == 0, tl.load(bias + n).to(tl.float32), 0.0)[:, None]
-    line = split * num_rows + t
-    _store(sums, out, tl.program_id(1), line, is_row, num_outputs, BLOCK_N, BLOCK_T, ACTIVATION)
-
-
-@triton.jit
-def _store(
-    sums: tensor, out: tensor, tile: tensor, line: tensor, is_row: tensor, num_outputs: tensor,
-    BLOCK_N: constexpr, BLOCK_T: constexpr, ACTIVATION: constexpr,
-) -> None:  # fmt: skip
-    """sums [BLOCK_N, BLOCK_T] to the rows `line` [BLOCK_T] of out."""
-    result = sums.to(out.dtype.element_ty)
-    if ACTIVATION is not None:
+    result, line = sums.to(out.dtype.element_ty), (split * num_rows + t)[None, :]
+    if GATED:
         halves = tl.permute(tl.reshape(result.to(tl.float32), (2, BLOCK_N // 2, BLOCK_T)), (1, 2, 0))
         gate, up = tl.split(halves)
-        n = (tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None]
-        place, mask = line[None, :] * (num_outputs // 2) + n, is_row & (n < num_outputs // 2)
+        n, size = (tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None], num_outputs // 2
+        place, mask = line * size + n, is_row & (n < size)
         result = activated(gate, up, ACTIVATION == "silu").to(out.dtype.element_ty)
     else:
-        n = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-        place, mask = line[None, :] * num_outputs + n, is_row & (n < num_outputs)
+        n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        place, mask = line * num_outputs + n, is_row & (n < num_outputs)
     tl.store(out + place, result, mask=mask)
 
 
@@ -207,10 +174,10 @@ def add_parts(
     parts: tensor, out: tensor, num_rows: tensor, num_outputs: tensor, SPLITS: constexpr, BLOCK: constexpr,
     ACTIVATION: constexpr,
 ) -> None:  # fmt: skip
-    """parts [SPLITS, T, N] float32 -> out [T, N], or [T, N / 2] if gated."""
+    """parts [SPLITS, T, N] -> out [T, N], or [T, N / 2] if gated."""
     let_next_start()
     wait_for_previous()
-    row, n = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     size = num_outputs if ACTIVATION is None else num_outputs // 2
     dtype = out.dtype.element_ty
     mask, step = n < size, num_rows * num_outputs

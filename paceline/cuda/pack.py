@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ModelFileError
 from paceline.models.quantize import padded
@@ -26,8 +27,8 @@ _CHUNK = 8192  # rows quantized at a time: bounds the memory beside the weights
 
 
 class PackedWeight(NamedTuple):
-    packed: torch.Tensor  # [groups, rows, words of a group] int16; whole: [N, K] bfloat16, float16 or float32
-    scales: torch.Tensor  # [groups, rows] int32: s in the low half, -c in the high, bfloat16; whole: empty
+    packed: Tensor  # [groups, rows, words of a group] int16; whole: [N, K] bfloat16, float16 or float32
+    scales: Tensor  # [groups, rows] int32: s in the low half, -c in the high, bfloat16; whole: empty
     bits: int
     group: int
     shape: tuple[int, int]  # N, K before filling up
@@ -39,12 +40,12 @@ class PackedWeight(NamedTuple):
 
 
 class Integers(NamedTuple):
-    values: torch.Tensor  # [N, groups * group] int8
-    scales: torch.Tensor  # [N, groups] bfloat16
-    offsets: torch.Tensor  # [N, groups] bfloat16; zeros for int8
+    values: Tensor  # [N, groups * group] int8
+    scales: Tensor  # [N, groups] bfloat16
+    offsets: Tensor  # [N, groups] bfloat16; zeros for int8
 
 
-def pack(weight: torch.Tensor, bits: int, group: int = GROUP) -> PackedWeight:
+def pack(weight: Tensor, bits: int, group: int = GROUP) -> PackedWeight:
     """weight [N, K] of any float dtype; of 16 and 32 bits it keeps its own."""
     (num_rows, width), device = weight.shape, weight.device
     if bits >= 16:
@@ -66,7 +67,7 @@ def pack(weight: torch.Tensor, bits: int, group: int = GROUP) -> PackedWeight:
     return PackedWeight(packed, scales, bits, group, (num_rows, width))
 
 
-def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
+def quantize(weight: Tensor, bits: int, group: int) -> Integers:
     """weight [N, K] -> the nearest that scales of bfloat16 allow."""
     extra = padded(weight.shape[1], group) - weight.shape[1]
     if extra:  # the last value again: it does not widen its group, and is multiplied with zeros
@@ -87,7 +88,7 @@ def quantize(weight: torch.Tensor, bits: int, group: int) -> Integers:
     return Integers(exact.round().clamp(lowest, highest).to(torch.int8).flatten(1), scales, offsets)
 
 
-def pack_values(values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+def pack_values(values: Tensor, bits: int, group: int) -> Tensor:
     """[N, groups * group] int8 -> [groups, N, words] int16."""
     parts = values.int().view(len(values), -1, 16 // bits, group * bits // 16)  # [N, groups, parts, words]
     words = torch.zeros_like(parts[:, :, 0])

@@ -1,24 +1,25 @@
 """Tokens chosen on the device: the target's own (`pick`), and a drafting head's (`guess`).
 
-`pick` makes the choice of paceline/core/sampling.py for requests without further options: with the random
-words of paceline/core/noise.py bit for bit, and scores in float64 as there. Only the last bit of a logarithm
-may differ, so a choice differs from the host's only where two scores agree to about 15 digits, and never
-between two runs here. `guess` does the same in float32 (without noise: the likeliest token); where it errs a
-draft is lost and the text is the same. Invariant: a row's choice depends on its logits, temperature, seed and
-position; a guess is a token of the draft vocabulary, whatever the logits are.
+`pick` makes the choice of core/sampling.py with the random words of core/noise.py bit for bit and scores in
+float64; only the last bit of a logarithm may differ, so a choice differs from the host's only where two
+scores agree to about 15 digits. `guess` does the same in float32: where it errs a draft is lost and the text
+is the same. Invariant: a row's choice depends on its logits, temperature, seed and position; a guess is a
+token of the draft vocabulary, whatever the logits are.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language import constexpr, tensor
 
 from paceline.core.noise import Purpose
 from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
+from paceline.cuda.rows import are_dense
 
 BLOCK = 1024  # ids of a program; four share a random counter
 TARGET = tl.constexpr(int(Purpose.TARGET))
@@ -79,50 +80,22 @@ def _pick_rows(
     tl.store(out_ids_ptr + row, tl.where(is_finite, token, -1).to(tl.int64))
 
 
-def pick(
-    logits: torch.Tensor,  # [L, vocab] float32, bfloat16 or float16
-    # [L] float64 for the host's choice; float32 is as valid a draw, of a temperature off by 3e-8
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,  # [L] int64: the 64 bits of each request's seed
-    positions: torch.Tensor,  # [L] int64: of the token to be chosen, one past the row's own
-    out_ids: torch.Tensor | None = None,  # [L] int64
-) -> torch.Tensor:
-    """The token of each row, [L] int64: its best where the temperature is 0, its seeded draw elsewhere; the
-    lowest id wins a tie. -1 where a row is broken: if any logit is NaN or +inf, or all are -inf."""
+def pick(logits: Tensor, how: Mapping[str, Tensor], out_ids: Tensor | None = None) -> Tensor:
+    """The token of each row of logits [L, vocab], [L] int64: its best where the temperature is 0, its seeded
+    draw elsewhere; the lowest id wins a tie. -1 where a logit is NaN or +inf, or all are -inf.
+    how: choice_columns (cuda/batch.py), one each or more; places: one past the row's own position."""
     (num_rows, vocab), device = logits.shape, logits.device
     out_ids = torch.empty(num_rows, dtype=torch.int64, device=device) if out_ids is None else out_ids
-    assert logits.is_contiguous(), "rows follow each other"
-    assert len(temperature) == len(seeds) == len(positions) == len(out_ids) == num_rows, "one of each a row"
-    assert seeds.dtype == positions.dtype == out_ids.dtype == torch.int64, "64-bit keys and ids"
-    assert temperature.dtype in (torch.float32, torch.float64), "a temperature is a fraction"
+    assert are_dense(logits), "rows follow each other"
+    assert len(how["seeds"]) >= num_rows == len(out_ids), "one of each a row"
     num_blocks = triton.cdiv(vocab, BLOCK)
     scores = torch.empty((num_rows, num_blocks), dtype=torch.float64, device=device)  # the best of each block
     ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
-    _pick_blocks[(num_rows, num_blocks)](
-        logits, temperature, seeds, positions, scores, ids, vocab, BLOCK, num_warps=4, **LAUNCH
-    )
+    choices = (how["temperatures"], how["seeds"], how["places"])
+    _pick_blocks[(num_rows, num_blocks)](logits, *choices, scores, ids, vocab, BLOCK, num_warps=4, **LAUNCH)
     width = triton.next_power_of_2(num_blocks)
     _pick_rows[(num_rows,)](scores, ids, logits, out_ids, vocab, num_blocks, width, num_warps=1, **LAUNCH)
     return out_ids
-
-
-class Guessing(NamedTuple):
-    """How each request's tokens are chosen, on the device."""
-
-    temperatures: torch.Tensor  # [R] float64; 0: the likeliest
-    seeds: torch.Tensor  # [R] int64
-    places: torch.Tensor  # [R] int64: position of the first token
-    ids: torch.Tensor | None  # [words] int32: draft id -> target id; None: they are the same
-
-
-@triton.jit
-def _noise(ids: tensor, position: tensor, seed: tensor) -> tensor:
-    """Gumbel noise of these tokens, float32."""
-    zero = tl.zeros_like(ids)
-    a, b, c, d = tl.philox(seed, ids // 4, zero + position.to(tl.int32), zero + TARGET, zero)
-    lane = ids % 4
-    word = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
-    return (-tl.log(-tl.log(uniform(word)))).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["step", "num_requests"])
@@ -148,7 +121,11 @@ def _guess_blocks(
         if ids_ptr is not None:
             ids = tl.load(ids_ptr + words, mask=inside, other=0)
         position = tl.load(places_ptr + request) + step + row // num_requests
-        score += temperature * _noise(ids, position, tl.load(seeds_ptr + request))
+        seed, zero = tl.load(seeds_ptr + request), tl.zeros_like(ids)
+        a, b, c, d = tl.philox(seed, ids // 4, zero + position.to(tl.int32), zero + TARGET, zero)
+        lane = ids % 4
+        word = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
+        score += temperature * (-tl.log(-tl.log(uniform(word)))).to(tl.float32)
     score = tl.where(score == score, score, -float("inf"))
     best, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(scores_ptr + index, best)
@@ -179,35 +156,30 @@ def _guess_rows(
     tl.store(chances_ptr + row, tl.where(is_finite, 1.0 / total, 0.0))
 
 
-def step_results(steps: int, num_requests: int, device: torch.device) -> torch.Tensor:
-    """[2, steps, R or more] int32: `guess` fills it step by step, each from an aligned address."""
-    return torch.empty((2, steps, max(num_requests, 4)), dtype=torch.int32, device=device)
-
-
 def guess(
-    logits: torch.Tensor,  # [steps * R, words]: the first step's, then the next one's
-    how: Guessing,
+    logits: Tensor,  # [steps * R, words]: the first step's, then the next one's
+    how: Mapping[str, Tensor],  # choice_columns (cuda/batch.py) of each request
+    ids: Tensor | None,  # [words] int32: draft id -> target id; None: they are the same
     step: int,  # of the first rows
-    results: torch.Tensor,  # [2, steps * R] int32: gets tokens, and their chances as the bits of float32
-    added: torch.Tensor | None = None,  # [steps * R, words]: what a Markov head adds
-) -> torch.Tensor:
+    results: Tensor,  # [2, steps * R] int32: gets tokens, and their chances as the bits of float32
+    added: Tensor | None = None,  # [steps * R, words]: what a Markov head adds
+) -> Tensor:
     """-> [steps * R] int32: the tokens as draft ids. Chances are a softmax at temperature 1, noise added."""
-    (num_rows, vocab), device = logits.shape, logits.device
-    num_requests, num_blocks = len(how.seeds), triton.cdiv(vocab, BLOCK)
-    assert all(x is None or x.is_contiguous() for x in (logits, added)), "rows follow each other"
-    assert added is None or added.shape == logits.shape, "one number a logit"
-    assert num_rows % num_requests == 0, "as many rows each step"
+    (num_rows, vocab), device, seeds = logits.shape, logits.device, how["seeds"]
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    assert are_dense(logits, logits if added is None else added), "rows follow each other"
+    assert num_rows % len(seeds) == 0, "as many rows each step"
     assert results.shape == (2, num_rows), "a guess a row"
-    assert how.ids is None or (len(how.ids) == vocab and how.ids.dtype == torch.int32), "a token a logit"
+    assert ids is None or len(ids) == vocab, "a token a logit"
     scores, sums = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
     words = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
     drafted = torch.empty(num_rows, dtype=torch.int32, device=device)
     _guess_blocks[(num_rows, num_blocks)](
-        logits, added, how.ids, how.temperatures, how.seeds, how.places, scores, sums, words,
-        step, num_requests, vocab, BLOCK, num_warps=4, **LAUNCH,
+        logits, added, ids, how["temperatures"], seeds, how["places"], scores, sums, words,
+        step, len(seeds), vocab, BLOCK, num_warps=4, **LAUNCH,
     )  # fmt: skip
     tokens, chances, width = results[0], results[1].view(torch.float32), triton.next_power_of_2(num_blocks)
     _guess_rows[(num_rows,)](
-        scores, sums, words, how.ids, tokens, chances, drafted, num_blocks, width, num_warps=1, **LAUNCH
+        scores, sums, words, ids, tokens, chances, drafted, num_blocks, width, num_warps=1, **LAUNCH
     )
     return drafted

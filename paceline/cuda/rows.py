@@ -1,10 +1,8 @@
-"""What a decoder does to single rows between its products, one launch each: embed, add and norm, norm and
-rotate and store, gate.
+"""What a decoder does to single rows between its products: embed, add and norm, norm and rotate and store.
 
 Everything is computed in float32 and rounded where it is written; `add_norm` also rounds where the torch
-decoder does, so the residual stream has the same bits. `place` and `gate` round once, where torch in bfloat16
-would round every step: they are nearer to float32. Invariant: a row's result depends on that row alone. Tiles
-follow from the model's sizes, never from the number of rows.
+decoder does, so the residual stream has the same bits. Invariant: a row's result depends on that row alone.
+Tiles follow from the model's sizes, never from the number of rows.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language import constexpr, tensor
 
 from paceline.core import types
@@ -30,11 +29,11 @@ HEADS = 2
 Activation = Literal["silu", "gelu_tanh"]
 
 
-def are_dense(*tensors: torch.Tensor) -> bool:
+def are_dense(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
-def _are_parts(parts: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def _are_parts(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """One part is of the activations' dtype, several are float32."""
     wanted = dtype if len(parts) == 1 else torch.float32
     return parts.shape[1:] == shape and parts.dtype == wanted and parts.is_contiguous()
@@ -82,31 +81,23 @@ def _add_norm(
 
 
 def add_norm(
-    x: torch.Tensor,  # [T, hidden]: the residual stream, changed in place
-    added: torch.Tensor | None,  # [parts, T, hidden]: what a block adds to it, a product in parts
-    after_weight: torch.Tensor | None,  # [hidden]: gemma norms what is added
-    weight: torch.Tensor,  # [hidden]
+    x: Tensor,  # [T, hidden]: the residual stream, changed in place
+    added: Tensor | None,  # [parts, T, hidden]: what a block adds to it, a product in parts
+    after_weight: Tensor | None,  # [hidden]: gemma norms what is added
+    weight: Tensor,  # [hidden]
     eps: float,
-    out: torch.Tensor,  # [T, hidden]
+    out: Tensor,  # [T, hidden]
 ) -> None:
     """x += added, then out = rms_norm(x) * weight."""
     num_rows, hidden = x.shape
     assert hidden <= MAX_HIDDEN, "a row is one tile"
     assert (out.shape, weight.shape) == (x.shape, (hidden,)), "a norm keeps its shape"
     assert added is None or _are_parts(added, x.shape, x.dtype), "what is added fits"
-    assert after_weight is None or (added is not None and len(after_weight) == hidden), "a norm of a sum"
     assert are_dense(x, out), "rows follow each other"
     block, splits = triton.next_power_of_2(hidden), 1 if added is None else len(added)
+    weights, sizes = (after_weight, weight), (hidden, splits, block)
     warps = min(max(block // 512, 1), 16)  # 16 elements a thread, until there are 16 warps
-    sizes = (hidden, splits, block)
-    weights = (after_weight, weight)
     _add_norm[(num_rows,)](x, added, *weights, out, eps, *sizes, num_warps=warps, **LAUNCH)
-
-
-@triton.jit
-def turned(left: tensor, right: tensor, cos: tensor, sin: tensor) -> tensor:
-    """Both halves of a head, rotated. Fused by name: the compiler does not choose what is rounded."""
-    return tl.fma(left, cos, -(right * sin)), tl.fma(right, cos, left * sin)
 
 
 @triton.jit
@@ -143,7 +134,9 @@ def _place(
         normed_left = left * scale * _head_weight(q_norm_ptr, k_norm_ptr, is_query, at, is_dim)
         right_weight = _head_weight(q_norm_ptr + half, k_norm_ptr + half, is_query, at, is_dim)
         normed_right = right * scale * right_weight
-    turned_left, turned_right = turned(normed_left, normed_right, cos, sin)
+    # Rotated, and fused by name: the compiler does not choose what is rounded.
+    turned_left = tl.fma(normed_left, cos, -(normed_right * sin))
+    turned_right = tl.fma(normed_right, cos, normed_left * sin)
 
     q_out = q_out_ptr + row * num_q * dim + offsets
     tl.store(q_out, turned_left.to(q_out_ptr.dtype.element_ty), mask=is_query)
@@ -181,26 +174,22 @@ def _head_weight(
 
 
 def place(
-    qkv: torch.Tensor,  # [parts, T, (heads + 2 * kv_heads) * dim]: a product in parts
-    where: tuple[torch.Tensor, torch.Tensor],  # positions [T] and slots [T]
-    rotary: tuple[torch.Tensor, torch.Tensor],  # cosines and sines [context, dim / 2] float32
+    qkv: Tensor,  # [parts, T, (heads + 2 * kv_heads) * dim]: a product in parts
+    where: tuple[Tensor, Tensor],  # positions [T] and slots [T]
+    rotary: tuple[Tensor, Tensor],  # cosines and sines [context, dim / 2] float32
     cache: LayerCache,  # [slots, kv_heads, dim]; int8: dim + SCALE_BYTES
-    norms: tuple[torch.Tensor | None, torch.Tensor | None],  # of queries and keys, [dim] each
+    norms: tuple[Tensor | None, Tensor | None],  # of queries and keys, [dim] each
     eps: float,
-    q_out: torch.Tensor,  # [T, heads, dim]
+    q_out: Tensor,  # [T, heads, dim]
 ) -> None:
     """Norm and rotate queries and keys; queries go to `q_out`, keys and values to their slots."""
-    (num_rows, num_q, dim), (keys, values), (cos, sin) = q_out.shape, cache, rotary
-    num_kv = keys.shape[1]
+    (num_rows, num_q, dim), (keys, values), num_kv = q_out.shape, cache, cache[0].shape[1]
     num_heads = num_q + 2 * num_kv
     assert _are_parts(qkv, (num_rows, num_heads * dim), q_out.dtype), "all heads of every token"
-    assert where[0].shape == where[1].shape == (num_rows,), "a position and a slot a token"
     width = dim + SCALE_BYTES.value * (keys.dtype == torch.int8)
     assert keys.shape == values.shape == (len(keys), num_kv, width), "keys and values are of the same heads"
-    assert cos.shape == sin.shape == (len(cos), dim / 2), "half a head turns with the other half"
-    assert cos.dtype == sin.dtype == torch.float32, "rotary tables are float32"
-    assert (norms[0] is None) == (norms[1] is None), "queries and keys are both normed, or neither"
-    assert are_dense(qkv, cos, sin, keys, values, q_out), "rows follow each other"
+    assert rotary[0].shape == (len(rotary[0]), dim / 2), "half a head turns with the other half"
+    assert are_dense(*rotary, keys, values, q_out), "rows follow each other"
     group = HEADS if len(qkv) <= 4 else 1  # of many parts, less of each
     sizes = (num_q, num_kv, dim, len(qkv), triton.next_power_of_2(dim // 2), group)
     _place[(num_rows, triton.cdiv(num_heads, group))](
@@ -213,32 +202,6 @@ def activated(gate: tensor, up: tensor, is_silu: constexpr) -> tensor:
     """(1 + tanh(z)) / 2 = sigmoid(2 z): both are the gate times a sigmoid; 2 sqrt(2 / pi) = 1.59577."""
     steepness = gate if is_silu else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(-steepness)) * up
-
-
-@triton.jit
-def _gate(
-    gate_up_ptr: tensor, out_ptr: tensor, width: constexpr, is_silu: constexpr, tile: constexpr
-) -> None:
-    let_next_start()
-    wait_for_previous()
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * tile + tl.arange(0, tile)
-    inside = at < width
-    source = gate_up_ptr + row * 2 * width + at
-    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
-    out = activated(gate, up, is_silu)
-    tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
-    """[T, 2 * width] (gate half, then up half) -> out [T, width] = activation(gate) * up."""
-    num_rows, width = out.shape
-    assert gate_up.shape == (num_rows, 2 * width), "two halves"
-    assert activation in ("silu", "gelu_tanh"), f"no activation {activation}"
-    assert are_dense(gate_up, out), "rows follow each other"
-    grid = (num_rows, triton.cdiv(width, TILE))
-    _gate[grid](gate_up, out, width, activation == "silu", TILE, num_warps=4, **LAUNCH)
 
 
 @triton.jit
@@ -258,14 +221,10 @@ def _embed(
     tl.store(out_ptr + row * hidden + at, x.to(out_ptr.dtype.element_ty), mask=at < hidden)
 
 
-def embed(
-    ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor,
-    picked: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """out [T, hidden] = rows `ids` [T] of the table [vocab, hidden], times scale; -1 - i means picked[i]."""
-    num_rows, hidden = out.shape
-    assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
-    assert are_dense(table, out), "rows follow each other"
-    assert picked is None or picked.dtype == torch.int64, "as `pick` writes them"
-    grid = (num_rows, triton.cdiv(hidden, TILE))
+def embed(ids: Tensor, table: Tensor, scale: float, picked: Tensor | None = None) -> Tensor:
+    """-> [T, hidden]: rows `ids` [T] of the table [vocab, hidden], times scale; -1 - i means picked[i]."""
+    assert are_dense(table), "rows follow each other"
+    num_rows, hidden = len(ids), table.shape[1]
+    out, grid = table.new_empty((num_rows, hidden)), (num_rows, triton.cdiv(hidden, TILE))
     _embed[grid](ids, table, out, picked, scale, hidden, TILE, num_warps=4, **LAUNCH)
+    return out

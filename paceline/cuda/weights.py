@@ -1,5 +1,4 @@
-"""Weights on a GPU, of a model or of a learned head: matrices in half precision or as small integers, norms
-and rotary tables in float32.
+"""Weights on a GPU, of a model or of a learned head; norms and rotary tables are float32.
 
 Invariant: a matrix is on the device in its final form before the next is read, so loading needs little more
 memory than the model.
@@ -11,12 +10,14 @@ from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.cuda import rows
 from paceline.cuda.attention import Attending, attend
 from paceline.cuda.batch import DeviceBatch
 from paceline.cuda.linear import Matrix
+from paceline.cuda.overlap import CHECKED_ROWS, PLAIN_ROWS
 from paceline.cuda.pack import pack
 from paceline.cuda.rows import Activation
 from paceline.loaders.head_files import Head
@@ -26,61 +27,52 @@ from paceline.models.rope import Angles, rotary_tables
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {"int8": 8, "int4": 4}  # weights alone: activations are bfloat16
-NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+NORMS = ("input", "pre_feedforward", "post_feedforward")  # not of every layer
 
 
 class Layer(NamedTuple):
-    dtype: torch.dtype  # of activations
     eps: float
-    attention_norm: torch.Tensor
+    attention_norm: Tensor
     qkv: Matrix
-    qk_norms: tuple[torch.Tensor | None, torch.Tensor | None]
+    qk_norms: tuple[Tensor | None, Tensor | None]
     rotary: Angles
-    window: int | None
     out: Matrix
-    after_attention: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    after_attention: Tensor | None
+    mlp_norm: Tensor
     gate_up: Matrix
     down: Matrix
-    after_mlp: torch.Tensor | None
+    after_mlp: Tensor | None
+    activation: Activation = "silu"
+    window: int | None = None
+    early_rows: int = PLAIN_ROWS  # up to which products let the next kernel start at their own start
 
-    def queries(
-        self, qkv: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], cache: LayerCache
-    ) -> torch.Tensor:
-        """qkv [parts, T, (heads + 2 * kv_heads) * dim] at positions and slots [T]: keys and values go to the
-        cache -> queries [T, heads, dim]."""
+    def queries(self, x: Tensor, where: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
+        """x [T, width] at positions and slots [T]: K/V to the cache -> queries [T, heads, dim]."""
+        qkv = self.qkv.parts(x, is_early=len(x) <= self.early_rows)
         dim = 2 * self.rotary.cos.shape[1]
-        shape = (qkv.shape[1], self.out.weight.shape[1] // dim, dim)
-        q = torch.empty(shape, dtype=self.dtype, device=qkv.device)
+        q = torch.empty((len(x), self.out.weight.shape[1] // dim, dim), dtype=x.dtype, device=x.device)
         rows.place(qkv, where, self.rotary, cache, self.qk_norms, self.eps, q)
         return q
 
-    def attend(
-        self, qkv: torch.Tensor, slots: torch.Tensor, batch: DeviceBatch, cache: LayerCache, how: Attending
-    ) -> torch.Tensor:
-        """qkv as above, written at `slots` [T] -> [T, heads * dim]."""
-        q = self.queries(qkv, (batch.positions, slots), cache)
+    def run(
+        self, x: Tensor, q: Tensor, batch: DeviceBatch, cache: LayerCache, how: Attending, normed: Tensor
+    ) -> Tensor:
+        """Add attention of the queries q to the residual stream x [T, hidden] -> [parts, T, hidden]: what the
+        MLP adds. `normed` [T, hidden] is overwritten."""
         out = torch.empty_like(q)
         attend(q, cache, batch, how._replace(window=self.window), out)
-        return out.view(len(out), -1)
-
-    def mlp(self, normed: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """[T, hidden] -> [parts, T, hidden]: what is added to the residual stream."""
-        return self.down.parts(self.gate_up(normed, activation))
+        is_early = PLAIN_ROWS < len(x) <= self.early_rows and self.out.weight.is_whole
+        attended = self.out.parts(out.view(len(out), -1), is_early=is_early)
+        rows.add_norm(x, attended, self.after_attention, self.mlp_norm, self.eps, normed)
+        return self.down.parts(self.gate_up(normed, self.activation))
 
 
 class Weights(NamedTuple):
     dtype: torch.dtype  # of activations
-    embedding: torch.Tensor  # [vocab, hidden]
+    embedding: Tensor  # [vocab, hidden]
     layers: list[Layer]
-    norm: torch.Tensor
+    norm: Tensor
     head: Matrix
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the matrices, which a pass reads in full."""
-        matrices = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return sum(matrix.num_bytes for matrix in (*matrices, self.head))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -93,7 +85,7 @@ def dtype_of(name: str) -> torch.dtype:
 class WeightReader:
     """Tensors by their names, brought to the device."""
 
-    def __init__(self, read: Callable[[str], torch.Tensor], names: Container[str], device: torch.device,
+    def __init__(self, read: Callable[[str], Tensor], names: Container[str], device: torch.device,
                  dtype: torch.dtype, bits: int | None = None, is_exact: bool = False) -> None:  # fmt: skip
         """read: a tensor of a name, float32; names: those there are; dtype: of activations."""
         self._read, self._names, self.device = read, names, device
@@ -102,11 +94,14 @@ class WeightReader:
     def has(self, name: str) -> bool:
         return f"{name}.weight" in self._names
 
-    def norm(self, name: str) -> torch.Tensor | None:
-        """float32, if there is one."""
-        return self._read(f"{name}.weight").to(self.device).contiguous() if self.has(name) else None
+    def norm(self, name: str) -> Tensor:
+        """float32."""
+        return self._read(f"{name}.weight").to(self.device).contiguous()
 
-    def table(self, name: str) -> torch.Tensor:
+    def norm_if_any(self, name: str) -> Tensor | None:
+        return self.norm(name) if self.has(name) else None
+
+    def table(self, name: str) -> Tensor:
         return self._read(f"{name}.weight").to(self.device).to(self.dtype).contiguous()
 
     def matrix(self, *names: str) -> Matrix:
@@ -121,19 +116,17 @@ class WeightReader:
         tables = rotary_tables(rope, head_dim, num_positions)
         return Angles(*(table.to(self.device).contiguous() for table in tables))
 
-    def layer(self, prefix: str, rotary: Angles, eps: float, window: int | None = None) -> Layer:
+    def layer(self, prefix: str, rotary: Angles, eps: float) -> Layer:
         """Gemma norms what a block adds, too: then there are four norms."""
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        before, after, before_mlp, after_mlp = (self.norm(f"{prefix}{name}_layernorm") for name in NORMS)
-        assert after is not None, "every layer norms what its MLP reads"
+        before, before_mlp, after_mlp = (self.norm_if_any(f"{prefix}{name}_layernorm") for name in NORMS)
+        after = self.norm(f"{prefix}post_attention_layernorm")
         return Layer(
-            dtype=self.dtype,
             eps=eps,
             attention_norm=torch.ones_like(after) if before is None else before,
             qkv=self.matrix(*(f"{attention}{name}_proj" for name in "qkv")),
-            qk_norms=(self.norm(f"{attention}q_norm"), self.norm(f"{attention}k_norm")),
+            qk_norms=(self.norm_if_any(f"{attention}q_norm"), self.norm_if_any(f"{attention}k_norm")),
             rotary=rotary,
-            window=window,
             out=self.matrix(f"{attention}o_proj"),
             after_attention=None if before_mlp is None else after,
             mlp_norm=after if before_mlp is None else before_mlp,
@@ -143,31 +136,24 @@ class WeightReader:
         )
 
 
-def load_weights(
-    source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool,
-    progress: Callable[[int, int], None] | None,
-) -> Weights:  # fmt: skip
-    """Of a checkpoint; `progress` is told layers done and layers in all."""
-    reader = WeightReader(
-        source.tensor, config.weight_names(), device, dtype_of(dtype), BITS.get(dtype), is_exact=exact
-    )
+def load_weights(source: Any, config: ModelConfig, dtype: str, device: torch.device, exact: bool) -> Weights:
+    """Of a checkpoint."""
+    names, activations = config.weight_names(), dtype_of(dtype)
+    reader = WeightReader(source.tensor, names, device, activations, BITS.get(dtype), exact)
     size = config.head_dim, config.max_context
     tables = reader.rotary(config.rope, *size)
     local_tables = tables if config.rope_local is None else reader.rotary(config.rope_local, *size)
     layers = []
     for i in range(config.num_layers):
-        is_local, prefix = config.is_local(i), f"layers.{i}."
-        window = config.sliding_window if is_local else None
-        layers.append(reader.layer(prefix, local_tables if is_local else tables, config.rms_eps, window))
-        if progress is not None:
-            progress(i + 1, config.num_layers)
-    embedding, norm = reader.table("embed_tokens"), reader.norm("norm")
-    assert norm is not None, "a model norms what its output layer reads"
+        rotary, window = (local_tables, config.sliding_window) if config.is_local(i) else (tables, None)
+        layer = reader.layer(f"layers.{i}.", rotary, config.rms_eps)
+        layers.append(layer._replace(activation=config.activation, window=window, early_rows=CHECKED_ROWS))
+    embedding = reader.table("embed_tokens")
     if config.tie_embeddings and dtype not in BITS:
         head = Matrix(pack(embedding, 16), None, exact)
     else:
         head = reader.matrix("embed_tokens" if config.tie_embeddings else "lm_head")
-    return Weights(reader.dtype, embedding, layers, norm, head)
+    return Weights(reader.dtype, embedding, layers, reader.norm("norm"), head)
 
 
 def head_reader(head: Head, target: Weights) -> WeightReader:

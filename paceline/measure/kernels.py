@@ -23,9 +23,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.core.types import BLOCK_SIZE
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.dots import SCALE_SHIFT
 from paceline.cpu.lanes import int_pointer
-from paceline.cpu.matmul import Activations, Matrix, product_4, product_8, product_32
+from paceline.cpu.matmul import SCALE_SHIFT, Matrix, product_4, product_8, product_32
 from paceline.cpu.sync import num_threads
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.packed import LINEARS, Tensors
@@ -153,6 +152,14 @@ def llamacpp_passes(worker: Worker, path: Path, on: Deployment) -> Subject:
     return Subject(labels, seconds, lambda tokens: on.work(tokens, 1).plus(further))
 
 
+class Inputs(NamedTuple):
+    """Where the input of a product lies."""
+
+    values: int
+    scales: int
+    sums: int
+
+
 def _over_all(product: Any) -> Any:
     """A kernel that multiplies with one matrix after another, all threads in one region."""
 
@@ -186,7 +193,7 @@ def product_of(bits: int, tensors: Tensors, names: list[str], labels: Labels) ->
     flops = {"float_flops" if bits == 32 else "int8_flops": 2.0 * len(rows) * k * n}
 
     def seconds(tokens: int) -> float:
-        x = Activations(values.data_ptr(), scales.data_ptr(), sums.data_ptr())
+        x = Inputs(values.data_ptr(), scales.data_ptr(), sums.data_ptr())
         started = time.perf_counter()
         RUN[bits](table.ctypes.data, len(table), x, y.data_ptr(), tokens, num_threads())
         return time.perf_counter() - started

@@ -18,9 +18,9 @@ import torch
 from llvmlite import ir
 from numba import prange, types
 
-from paceline.cpu.dots import WIDTH, dot
-from paceline.cpu.features import VARIANT
+from paceline.cpu.compile import VARIANT
 from paceline.cpu.lanes import INT32, LANES, Emitter, bytes_, floats, instruction
+from paceline.cpu.matmul import WIDTH
 from paceline.cpu.sync import num_threads
 from paceline.measure.roofline import THIS, Hardware
 
@@ -79,7 +79,7 @@ def _dots(emit: Emitter, at: Any, turns: Any) -> Any:
         for weight, its_sums in zip(weights, sums, strict=True):
             now = builder.load(weight)
             for slot, each in zip(its_sums, inputs, strict=True):
-                builder.store(dot(emit, builder.load(slot), now, each), slot)
+                builder.store(emit.dot(VARIANT, builder.load(slot), now, each), slot)
             if VARIANT == "plain":  # products of what does not change would be moved out of the loop
                 builder.store(builder.add(now, kind([1] * kind.count)), weight)
     return _mixture(builder, [slot for its_sums in sums for slot in its_sums])

@@ -53,7 +53,7 @@ class Masking(NamedTuple):
 
 
 def round_halves(x: Tensor) -> Tensor:
-    """x [..., dim] as paceline/cpu/key_tiles.py sees it; halves end at a multiple of 16."""
+    """x [..., dim] as paceline/cpu/tiles.py sees it; halves end at a multiple of 16."""
     first = -(-x.shape[-1] // 32) * 16
     return torch.cat([_rounded(part) for part in (x[..., :first], x[..., first:]) if part.shape[-1]], -1)
 

@@ -1,5 +1,4 @@
-"""Weights as small integers, and the tiles the CPU kernels read (their layout: cpu/dots.py and
-cpu/matmul.py).
+"""Weights as small integers, and the tiles the CPU kernels read (their layout: cpu/matmul.py).
 
 int8 is symmetric, w ≈ q * s with q in [-127, 127]; int4 has a minimum, w ≈ q * s - m with q in [0, 15], as
 GGUF's Q4_1 has, so such a file loses nothing. One s (and m) for each group of consecutive inputs of a row, in

@@ -12,14 +12,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paceline.cuda import add_splits, advance, attend_split, features, multiply, overlap, pick
+from paceline.cuda.batch import DeviceBatch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, FP32, FP64, I8, I16, I32, I64 = "*bf16", "*fp32", "*fp64", "*i8", "*i16", "*i32", "*i64"
 TYPES = (BF16, FP32, FP64, I8, I16, I32, I64, "fp32", "i32")  # any other argument is a constant
 JOIN = ("fp32", "fp32", 576, 2)
-WIDE = ("picked_ptr", "places_ptr", "speaking_ptr", "head_places_ptr")
-SIZES = {"STEPS": 5, "ROWS": 8, "TABLE": 65, "HEAD_TABLE": 64, "RESULTS": 4, "NEXT": 4}
-ADVANCE = [SIZES.get(name, I64 if name in WIDE else I32) for name in advance._advance.arg_names]
+BATCH = DeviceBatch(I32, I32, I32, I32, I32, I32, I64)
+ADVANCE = [BATCH, I64, I64, BATCH, I64, I64, *[I32] * 6, 5, 8, 65, 64, 4, 4]
 
 
 def attending(cache: str, counters: str | None, *how: int) -> list[Any]:
@@ -30,7 +30,7 @@ def attending(cache: str, counters: str | None, *how: int) -> list[Any]:
 def multiplying(packed: str, bits: int, activation: str | None) -> list[Any]:
     out = FP32 if activation is None else BF16
     group = 64 if bits >= 16 else 128
-    sizes = (bits, group, 16, 64, 4, True, True, True, activation, 1, 2, 128, False)
+    sizes = (bits, group, 16, 64, 4, True, True, True, activation, 1, 2 if bits == 16 else 0, 128, False)
     return [BF16, packed, I32, None, out, *["i32"] * 8, *sizes]
 
 
@@ -55,8 +55,12 @@ CASES: list[tuple[Any, list[Any]]] = [
 def compiled(kernel: Any, arguments: list[Any]) -> str:
     """arguments: the type of each, or the value of a constant. -> PTX"""
     named = dict(zip(kernel.arg_names, arguments, strict=True))
-    signature = {name: value if value in TYPES else "constexpr" for name, value in named.items()}
-    constants = {(i,): value for i, value in enumerate(arguments) if value not in TYPES}
+    is_typed = [isinstance(value, DeviceBatch) or value in TYPES for value in arguments]
+    signature = {
+        name: value if typed else "constexpr"
+        for (name, value), typed in zip(named.items(), is_typed, strict=True)
+    }
+    constants = {(i,): value for i, value in enumerate(arguments) if not is_typed[i]}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return str(triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True}).asm["ptx"])
 

@@ -10,7 +10,7 @@ import torch
 
 from paceline.cuda.backend import CudaBackend
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.graphs import Capture, CudaCapture, Recording, Run
+from paceline.cuda.graphs import Capture, Recording, Run
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_memory import KvMemory
 
@@ -22,12 +22,13 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
     return [tensor for each in inner for tensor in _tensors(each)]
 
 
-class CountingCapture:
-    def __init__(self) -> None:
-        self.num_recordings = 0
+class CountingCapture(Capture):
+    @property
+    def num_recordings(self) -> int:
+        return self._num_recorded
 
     def __call__(self, run: Run) -> Recording:
-        self.num_recordings += 1
+        self._num_recorded += 1
         outputs = run()
 
         def replay() -> None:
@@ -38,7 +39,7 @@ class CountingCapture:
 
 
 def capture_on(device: torch.device) -> Capture:
-    return CudaCapture() if device.type == "cuda" else CountingCapture()
+    return Capture() if device.type == "cuda" else CountingCapture()
 
 
 def executor_of(decoder: CudaDecoder, num_blocks: int) -> LocalExecutor:

@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.types import ColumnsOf
 from paceline.cuda import attention
-from paceline.cuda.attention import TILINGS, Attending, Launch, Tiling, attend, launch_for
+from paceline.cuda.attention import TILINGS, Attending, Tiling, attend, launch_for
 from paceline.cuda.batch import DeviceBatch, ancestor_words
 from paceline.models.attention import Masking, TorchAttention
 
@@ -48,7 +48,7 @@ class Case(NamedTuple):
     counters: torch.Tensor | None = None
 
     @property
-    def launch(self) -> Launch:
+    def launch(self) -> Tiling:
         return launch_for(self.q, self.keys, self.how)
 
     @property
@@ -205,7 +205,7 @@ def test_long_context_in_splits(window: int | None, device: torch.device) -> Non
 
 def test_more_splits_than_are_added_at_a_time(device: torch.device) -> None:
     case = make([Asked(700, (-1,))], Shape(2, 1, 16), device, max_context=8192)
-    assert case.launch.num_splits > 2 * case.launch.tiling.together
+    assert case.launch.num_splits > 2 * case.launch.together
     check(case)
 
 
@@ -259,12 +259,7 @@ def test_bits_of_a_row_in_any_bucket_of_contexts(device: torch.device) -> None:
         make([Asked(500, tree)], shape, device, max_rows=8, max_context=size)._replace(is_exact=True)
         for size in (512, 4096)
     )
-    assert (
-        short.launch.num_splits
-        <= short.launch.tiling.together
-        == long.launch.tiling.together
-        < long.launch.num_splits
-    )
+    assert short.launch.num_splits <= short.launch.together == long.launch.together < long.launch.num_splits
     assert torch.equal(short.attend(), long.attend())
 
 
@@ -275,7 +270,7 @@ def test_every_tiling_has_the_same_sums(
 ) -> None:
     monkeypatch.setattr(attention, "TILINGS", ((1000, None, Tiling(near, far, 32, 4, 3, num_loops, 8, 4)),))
     case = make([Asked(1200, random_tree(4, 1)), Asked(3, (-1,))], Shape(6, 2), device, padding=2)
-    assert case.q.shape[0] * case.q.shape[1] % case.launch.tiling.at_once, "the last program has fewer to add"
+    assert case.q.shape[0] * case.q.shape[1] % case.launch.at_once, "the last program has fewer to add"
     check(case)
 
 

@@ -17,7 +17,7 @@ import torch
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
 from paceline.cuda import head_inputs
-from paceline.cuda.advance import Drafted, Ring, Verified, advance
+from paceline.cuda.advance import advance
 from paceline.cuda.backend import CudaBackend
 from paceline.cuda.burst import CudaBurstBackend
 from paceline.engine.commit import Emission
@@ -129,7 +129,7 @@ def test_a_request_stopped_within_a_burst_is_gone_and_a_shape_is_recorded_once(
     assert not first.cache.blocks
     agree(run(engine, [ours]), usual(head, 3, [theirs]), ours, theirs)
     assert first.num_output == 1
-    assert len(backend._graphs) == 1
+    assert len(backend._graphs._recordings) == 1
 
 
 def test_what_is_between_two_rounds(device: torch.device) -> None:
@@ -141,34 +141,41 @@ def test_what_is_between_two_rounds(device: torch.device) -> None:
     def column(numbers: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    verified = Verified(
-        column([9, 5, 6, -1, 4, 4, 0, 0, 0], torch.int64), column([1, 9, 7, 2, 3, 3, 0, 0, 0]),
-        column([0] * 9), column([0] * 9), column([0, 3, 6, 6]), column([14, 31, 0]),
-        column([[7, 8, 9], [1, 2, 3], [0, 0, 0]]), column([0] * 9, torch.int64),
-    )  # fmt: skip
+    def batch(ids: list[int], prefix_lens: list[int], tables: list[list[int]]) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": column(ids), "positions": column([0] * 9), "slots": column([0] * 9),
+            "starts": column([0, 3, 6, 6]), "prefix_lens": column(prefix_lens), "block_tables": column(tables),
+            "masks": column([[0]] * 9, torch.int64),
+        }  # fmt: skip
+
+    picked = column([9, 5, 6, -1, 4, 4, 0, 0, 0], torch.int64)
+    tables = [[7, 8, 9], [1, 2, 3], [0, 0, 0]]
+    target = batch([1, 9, 7, 2, 3, 3, 0, 0, 0], [14, 31, 0], tables)
+    target["places"] = column([0] * 9, torch.int64)
     chances = column([[0.5, 0.25, 0], [1, 0.5, 0]], torch.float32).view(torch.int32)
-    drafted = Drafted(
-        torch.stack([column([[9, 3, 0], [7, 3, 0]]), chances]),
-        column([0] * 9), column([0] * 9), column([0] * 9), column([0] * 9),
-        column([10, 30, 0]), column([[4], [5], [0]]), column([1, 5, 0], torch.int64),
-        column([15, 32, 0], torch.int64), column([[0] * 4]), column([[0] * 4]),
-    )  # fmt: skip
-    ring = Ring(column([0, 0, 0]), torch.full((2, 3, 3 * steps + 1), -9, dtype=torch.int32, device=device))
-    advance(verified, drafted, ring, rows)
-    assert ring.number.tolist() == [1, 1, 0]
-    assert ring.rounds[0, 0].tolist()[:2] + ring.rounds[0, 0].tolist()[4:] == [9, 7, 9, 5, 6]
-    assert ring.rounds[0, :2, 2:4].contiguous().view(torch.float32).tolist() == [[0.5, 1.0], [0.25, 0.5]]
-    assert ring.rounds[0, 1, 4:].tolist() == [-1, 4, 4]
-    assert verified.prefixes.tolist() == [16, 32, 0]  # one accepted, none accepted
-    assert verified.positions.tolist() == [16, 17, 18, 32, 33, 34, 0, 0, 0]
-    assert verified.places.tolist() == [17, 18, 19, 33, 34, 35, 0, 0, 0]
-    assert verified.slots.tolist() == [128, 129, 130, 48, 49, 50, 0, 0, 0]
-    assert verified.input_ids.tolist() == [5, 9, 7, 0, 3, 3, 0, 0, 0]  # what is not a token is not written
-    assert drafted.tokens.tolist() == [9, 5, 6, 0, 4, 4, 0, 0, 0]
-    assert drafted.prefixes.tolist() == [12, 33, 0]
-    assert drafted.speaking.tolist() == [1, 3, 0]
-    assert drafted.places.tolist() == [17, 33, 0]
-    assert drafted.positions.tolist() == [12, 13, 14, 33, 34, 35, 0, 0, 0]
-    assert drafted.slots.tolist()[:3] == drafted.stands.tolist()[:3] == [76, 77, 78]
-    assert drafted.next_positions.tolist() == [[14, 34, 0, 0]]
-    assert drafted.next_slots.tolist()[0][0] == 78
+    results = torch.stack([column([[9, 3, 0], [7, 3, 0]]), chances])
+    head = batch([0] * 9, [10, 30, 0], [[4], [5], [0]]) | {
+        "written": column([0] * 9), "wanted": column([1, 5, 0], torch.int64),
+        "places": column([15, 32, 0], torch.int64), "next_positions": column([[0] * 4]),
+        "next_slots": column([[0] * 4]),
+    }  # fmt: skip
+    number = column([0, 0, 0])
+    rounds = torch.full((2, rows, 3 * steps + 1), -9, dtype=torch.int32, device=device)
+    advance(target, picked, head, results, number, rounds)
+    assert number.tolist() == [1, 1, 0]
+    assert rounds[0, 0].tolist()[:2] + rounds[0, 0].tolist()[4:] == [9, 7, 9, 5, 6]
+    assert rounds[0, :2, 2:4].contiguous().view(torch.float32).tolist() == [[0.5, 1.0], [0.25, 0.5]]
+    assert rounds[0, 1, 4:].tolist() == [-1, 4, 4]
+    assert target["prefix_lens"].tolist() == [16, 32, 0]  # one accepted, none accepted
+    assert target["positions"].tolist() == [16, 17, 18, 32, 33, 34, 0, 0, 0]
+    assert target["places"].tolist() == [17, 18, 19, 33, 34, 35, 0, 0, 0]
+    assert target["slots"].tolist() == [128, 129, 130, 48, 49, 50, 0, 0, 0]
+    assert target["input_ids"].tolist() == [5, 9, 7, 0, 3, 3, 0, 0, 0]  # what is not a token is not written
+    assert head["input_ids"].tolist() == [9, 5, 6, 0, 4, 4, 0, 0, 0]
+    assert head["prefix_lens"].tolist() == [12, 33, 0]
+    assert head["wanted"].tolist() == [1, 3, 0]
+    assert head["places"].tolist() == [17, 33, 0]
+    assert head["positions"].tolist() == [12, 13, 14, 33, 34, 35, 0, 0, 0]
+    assert head["written"].tolist()[:3] == head["slots"].tolist()[:3] == [76, 77, 78]
+    assert head["next_positions"].tolist() == [[14, 34, 0, 0]]
+    assert head["next_slots"].tolist()[0][0] == 78

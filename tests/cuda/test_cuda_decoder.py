@@ -17,7 +17,15 @@ from paceline.core.types import Cached, Columns, Output, Pick, Segment
 from paceline.cuda import attention
 from paceline.cuda import decoder as decoder_module
 from paceline.cuda.attention import Tiling
-from paceline.cuda.batch import Bucket, Inputs, ancestor_words, bucket_for, bucket_of
+from paceline.cuda.batch import (
+    Bucket,
+    DeviceBatch,
+    ancestor_words,
+    batch_values,
+    bucket_for,
+    bucket_of,
+    target_buffer,
+)
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Graphs, Recording
 from paceline.loaders.checkpoint import DummyCheckpoint
@@ -262,7 +270,7 @@ def test_the_recording_unused_for_longest_goes() -> None:
     for name in ("a", "b", "a", "c", "a", "b"):
         assert graphs.get(name, lambda name=name: make(name))[1] == name
     assert made == ["a", "b", "c", "b"]
-    assert len(graphs) == 2
+    assert len(graphs._recordings) == 2
 
 
 def columns_of(*segments: Segment) -> Columns:
@@ -276,9 +284,9 @@ def test_padding_rows_see_themselves_and_write_nowhere() -> None:
     columns = columns_of(Segment(words(7), Cached(), TREE, 7), Segment(words(3), Cached(), None, 3))
     bucket = bucket_for(columns)
     assert bucket._replace(context=0) == Bucket(16, 2, 8, 0)
-    inputs = Inputs(bucket, 999, torch.device("cpu"))
-    inputs.fill(columns, None)
-    batch = inputs.batch
+    buffer = target_buffer(bucket, 999, torch.device("cpu"))
+    buffer.fill(batch_values(bucket, columns, None))
+    batch = DeviceBatch.of(buffer.on_device)
     assert batch.slots[10:].tolist() == [999] * 6
     assert batch.starts.tolist() == [0, 7, 10, 16]
     assert batch.positions[10:].tolist() == [0] * 6

@@ -20,12 +20,11 @@ from paceline.core.options import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
 from paceline.cuda import head_inputs
-from paceline.cuda.block_head import CudaBlockHead
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.pick import Guessing, guess
+from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
+from paceline.cuda.pick import guess
 from paceline.cuda.recorded_head import HeadCache
-from paceline.cuda.side_heads import CudaMedusaHead
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.reading import likeliest
@@ -232,7 +231,7 @@ def test_blocks_are_those_of_torch(rank: int, from_anchor: bool, device: torch.d
             Feed(places[2], 0, [5], rows[:1]),
         ]
         logits = head.logits(feeds, config.num_drafts).clone()
-        again = [Feed(f.place, f.start + len(f.rows), f.tokens, rows[20:21]) for f in feeds]
+        again = [Feed(feed.place, feed.start + len(feed.rows), feed.tokens, rows[20:21]) for feed in feeds]
         found.append([logits, head.guess(again, [Sampler(0.0, 0, 9)] * 3, config.num_drafts)])
     same(found[0][0], found[1][0])
     alike(found[0][1], found[1][1])
@@ -329,14 +328,13 @@ def guessed(
     def column(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    how = Guessing(
-        column([s.temperature for s in samplers], torch.float64),
-        column([s.seed for s in samplers], torch.int64),
-        column([s.position for s in samplers], torch.int64),
-        None if ids is None else ids.to(device),
-    )  # fmt: skip
+    how = {
+        "temperatures": column([s.temperature for s in samplers], torch.float64),
+        "seeds": column([s.seed for s in samplers], torch.int64),
+        "places": column([s.position for s in samplers], torch.int64),
+    }
     results = torch.zeros((2, len(logits)), dtype=torch.int32, device=device)
-    words = guess(logits.to(device), how, step, results)
+    words = guess(logits.to(device), how, None if ids is None else ids.to(device), step, results)
     return words.tolist(), results[0].tolist(), results[1].view(torch.float32).tolist()
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.noise import Noise, Purpose, philox
-from paceline.cuda.pick import BLOCK, noise_words, pick
+from paceline.cuda import pick as device_pick
+from paceline.cuda.pick import BLOCK, noise_words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = st.integers(0, 2**64 - 1)
@@ -25,6 +26,17 @@ def signed(seed: int) -> int:
 
 def longs(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=DEVICE)
+
+
+def pick(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    places: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    how = {"temperatures": temperatures, "seeds": seeds, "places": places}
+    return device_pick.pick(logits, how, out)
 
 
 @triton.jit
