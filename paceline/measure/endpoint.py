@@ -124,10 +124,10 @@ class Endpoint(NamedTuple):
             pairs = (line.partition(":") for line in lines if line)
             headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
             yield Response(int(rest[:3]), headers, reader)
-        except ValueError:
-            raise Refused("the answer is not HTTP") from None
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise Refused(_in_words(error)) from None
+        except ValueError:
+            raise Refused("the answer is not HTTP") from None
         finally:
             if writer is not None:
                 writer.close()
