@@ -48,7 +48,12 @@ def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
     command = shlex.join(["paceline", *sys.argv[1:]])
     date = datetime.now(UTC).date().isoformat()
-    machine = {"cpu": _cpu_name(), "cores": num_threads(), "system": platform.system()}
+    cpu = platform.processor() or "unknown"
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        told = subprocess.run(["env", "LC_ALL=C", "lscpu"], capture_output=True, text=True, timeout=10)
+        found = re.search(r"^Model name:\s*(.+)", told.stdout, re.M)
+        cpu = found[1].strip() if found is not None else cpu
+    machine = {"cpu": cpu, "cores": num_threads(), "system": platform.system()}
     # Of a device that this process has used: asking for another's name would start a driver.
     torch = sys.modules.get("torch")
     has_gpu = torch is not None and torch.accelerator.is_available()
@@ -56,14 +61,6 @@ def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
     machine |= {"architecture": platform.machine(), "gpu": gpu}
     origin = {"verb": verb, "command": command, "date": date, "machine": machine, "versions": versions}
     return {**origin, **report}
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        told = subprocess.run(["env", "LC_ALL=C", "lscpu"], capture_output=True, text=True, timeout=10)
-        if found := re.search(r"^Model name:\s*(.+)", told.stdout, re.M):
-            return found[1].strip()
-    return platform.processor() or "unknown"
 
 
 class Table(NamedTuple):
