@@ -189,7 +189,7 @@ def _drawn(nodes: list[Node], parent: int, guide: str = "") -> Iterator[tuple[st
 
 
 def page(prompt: str, model: str, steps: list[Step]) -> str:
-    screen, rules = Console(record=True, width=WIDTH, file=io.StringIO()), set[str]()
+    screen, rules = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False), set[str]()
     _print(screen, Text(f"{model}: how it answered", "bold"))
     _print(screen, Text(f"Prompt: {shown(prompt)}"))
     said = [(text, i < len(step.path) - 1) for step in steps for i, text in enumerate(step.emitted)]
