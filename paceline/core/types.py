@@ -228,7 +228,7 @@ class Moves(NamedTuple):
 
 class Batch:
     """The columns as int64 in one piece of memory, cut apart when asked for: making a tensor costs more than
-    the few numbers in it. Built by runtime/batch.py, never changed."""
+    the few numbers in it. Built by core/batch.py, never changed."""
 
     __slots__ = ("_flat", "block_size", "columns", "device", "moves", "picks")
 

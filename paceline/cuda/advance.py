@@ -86,7 +86,7 @@ def _advance(
 def advance(
     target: Mapping[str, Tensor],  # inputs of its pass (cuda/batch.py)
     picked: Tensor,  # [T or more] int64: what came of it
-    head: Mapping[str, Tensor],  # inputs of its passes (cuda/head_inputs.py)
+    head: Mapping[str, Tensor],  # inputs of its passes (cuda/chain_head.py)
     results: Tensor,  # [2, K, R or more] int32: tokens, and chances as the bits of float32
     number: Tensor,  # [R] int32: rounds so far
     rounds: Tensor,  # [rounds, R, 3 K + 1] int32: drafted tokens, their chances, what was picked

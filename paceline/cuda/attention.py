@@ -19,8 +19,7 @@ from torch import Tensor
 from paceline.cuda.add_splits import add_splits
 from paceline.cuda.attend_split import NEAR, PLACES, attend_split
 from paceline.cuda.batch import DeviceBatch
-from paceline.cuda.overlap import LAUNCH
-from paceline.cuda.rows import SCALE_BYTES, are_dense
+from paceline.cuda.rows import LAUNCH, SCALE_BYTES, are_dense
 from paceline.models.attention import LayerCache
 
 LOG2_E = 1.4426950408889634

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from paceline.core.tree import Tree
 from paceline.core.types import Batch, Draft, Round
-from paceline.cuda import head_inputs
 from paceline.cuda.advance import advance
 from paceline.cuda.batch import Bucket, Buffer, batch_values, bucket_for, bucket_of, context_for
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder, PassSpec
 from paceline.cuda.graphs import Arriving, Graphs, Recording
-from paceline.cuda.head_inputs import ChainShape, table_of_feeds, warm_buckets
+from paceline.cuda.recorded_head import HeadShape, head_bucket
 from paceline.heads.rows import BurstInput
 from paceline.models.attention import LayerCache
 
@@ -33,17 +32,15 @@ MOST_REQUESTS = 4  # of more, a pass hides what the host does, and each number o
 
 
 class _Room(NamedTuple):
-    """What a recording reads and writes. The cache is kept too: another at the same address would be taken
-    for it."""
+    """What a recording reads and writes."""
 
-    shape: ChainShape
+    shape: HeadShape
     head: Buffer
     bucket: Bucket  # of the target
     target: Buffer
     hidden: Tensor  # [layers, T, hidden]: of the round before, which the head reads
     number: Tensor  # [R] int32: rounds so far
     rounds: Tensor  # [rounds, R, 3 steps + 1] int32: what the host will read
-    kv: Sequence[LayerCache]
 
 
 class CudaBurst:
@@ -111,8 +108,7 @@ class CudaBurstBackend:
         (replay, _, _), room = self._recorded(len(feeds), rows - 1, context_for(length))
         usual = bucket_for(columns)._replace(context=room.bucket.context)
         assert room.bucket == usual, "the bucket of a usual step"
-        table = table_of_feeds(feeds, self._head.taps, rows, self._head.nowhere)
-        room.head.fill(self._head.values(room.shape, table, feeds, given.samplers))
+        room.head.fill(self._head.values(room.shape, feeds, given.samplers, rows))
         room.target.fill(batch_values(room.bucket, columns, batch.picks))
         room.number.zero_()
         self._decoder.latest = None  # a round's picks lie where a pass's do
@@ -123,7 +119,7 @@ class CudaBurstBackend:
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
         """Record what a request alone will need."""
-        for bucket in warm_buckets(self._decoder.config.max_context):
+        for bucket in self._head.warm_buckets():
             self._recorded(1, steps, bucket.context)
 
     def _recorded(self, requests: int, steps: int, context: int) -> tuple[Recording, _Room]:
@@ -134,8 +130,8 @@ class CudaBurstBackend:
 
     def _prepare(self, requests: int, steps: int, context: int) -> tuple[Callable[[], None], _Room]:
         decoder, device, layers, rows = self._decoder, self.device, self._layers, requests * (steps + 1)
-        bucket = head_inputs.bucket_of(rows, requests, context)
-        shape = ChainShape(bucket, bucket.requests, steps)
+        bucket = head_bucket(rows, requests, context)
+        shape = HeadShape(bucket, steps, wanted=bucket.requests)
         draft, head = self._head.prepare(shape)
         bucket = bucket_of(rows, requests, steps + 1, context)
         spec = PassSpec(bucket, decoder.config.num_layers, layers, has_picks=True)
@@ -145,7 +141,7 @@ class CudaBurstBackend:
         said = (self.most_rounds, requests, 3 * steps + 1)
         rounds = torch.zeros(said, dtype=torch.int32, device=device)
         number = torch.zeros(requests, dtype=torch.int32, device=device)
-        room = _Room(shape, head, bucket, target, hidden, number, rounds, self._kv)
+        room = _Room(shape, head, bucket, target, hidden, number, rounds)
         # [rows of the head, taps] int64: where the hidden states of the round before lie
         addresses = torch.full((shape.bucket.rows, len(self._head.taps)), self._head.nowhere)
         for row in range(rows):

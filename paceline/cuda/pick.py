@@ -18,8 +18,7 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from paceline.core.noise import Purpose
-from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
-from paceline.cuda.rows import are_dense
+from paceline.cuda.rows import LAUNCH, are_dense, let_next_start, wait_for_previous
 
 BLOCK = 1024  # ids of a program; four share a random counter
 TARGET = tl.constexpr(int(Purpose.TARGET))

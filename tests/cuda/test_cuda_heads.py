@@ -19,7 +19,7 @@ import torch
 from paceline.core.options import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
-from paceline.cuda import head_inputs
+from paceline.cuda import recorded_head
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
@@ -191,7 +191,7 @@ def test_a_chain_is_one_recording_replayed() -> None:
 def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
-    monkeypatch.setattr(head_inputs, "WARM", 2)
+    monkeypatch.setattr(recorded_head, "WARM", 2)
     config, capture = CHAINS["eagle"], CountingCapture()
     head, rows = CudaChainHead(head_of(config), target_on(CPU, capture), 16), shown(CPU)
     head.warm_up(2)
@@ -204,7 +204,7 @@ def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyP
 def test_a_prompt_is_read_before_and_not_recorded(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_inputs, "TAIL", 4)
+    monkeypatch.setattr(recorded_head, "TAIL", 4)
     chains = []
     for head, rows in zip(chain_heads("eagle", device), (shown(device), shown(CPU)), strict=True):
         feeds = [Feed(head.place(), 0, TOKENS[:count], rows[:count]) for count in (9, 2)]
