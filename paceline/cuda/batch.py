@@ -90,13 +90,7 @@ def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.
         for row in range(first, end):
             above = masks[parents[row]] if parents[row] >= 0 else 0
             masks[row] = above | 1 << (row - first) % (WORD * num_words)
-    return mask_words(masks, num_words)
-
-
-def mask_words(masks: Sequence[int], num_words: int) -> np.ndarray:
-    """[T, W] int64 of masks of any length."""
-    size = WORD // 8 * num_words
-    words = bytearray().join(mask.to_bytes(size, "little") for mask in masks)
+    words = bytearray().join(mask.to_bytes(WORD // 8 * num_words, "little") for mask in masks)
     return np.frombuffer(words, np.int64).reshape(len(masks), num_words)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -37,23 +37,6 @@ class PassSpec(NamedTuple):
     depth: int
     hidden_layers: tuple[int, ...]
     has_picks: bool
-
-
-class Picked(Sequence[int]):
-    """Tokens on their way from the device: the first read waits for them, the one time in a step."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._arriving = Arriving(tokens)
-
-    @cached_property
-    def _tokens(self) -> list[int]:
-        return self._arriving.read().tolist()
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tokens[index]
 
 
 class CudaDecoder:
@@ -112,7 +95,7 @@ class CudaDecoder:
         values = batch_values(spec.bucket, columns, batch.picks)
         logits, picked, hidden = self._graphs.launch(key, make, values, is_recorded)
         kept = hidden[:, :num_rows].clone() if hidden is not None else ()
-        chosen = None if picked is None else Picked(picked[:count])
+        chosen = None if picked is None else Arriving(picked[:count])
         if chosen is not None and count <= MAX_GRAPH_ROWS:  # of more, the next pass could not read them
             self.latest = chosen
         return Output(logits[:count], dict(zip(wished, kept, strict=True)), chosen, is_first=is_first)

@@ -209,7 +209,6 @@ def place(
     assert _are_parts(qkv, (num_rows, num_heads * dim), q_out.dtype), "all heads of every token"
     width = dim + SCALE_BYTES.value * (keys.dtype == torch.int8)
     assert keys.shape == values.shape == (len(keys), num_kv, width), "keys and values are of the same heads"
-    assert rotary[0].shape == (len(rotary[0]), dim / 2), "half a head turns with the other half"
     assert are_dense(*rotary, keys, values, q_out), "rows follow each other"
     group = HEADS if len(qkv) <= 4 else 1  # of many parts, less of each
     sizes = (num_q, num_kv, dim, len(qkv), triton.next_power_of_2(dim // 2), group)

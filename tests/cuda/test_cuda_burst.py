@@ -17,9 +17,8 @@ import torch
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
 from paceline.cuda import recorded_head
-from paceline.cuda.advance import advance
 from paceline.cuda.backend import CudaBackend
-from paceline.cuda.burst import CudaBurstBackend
+from paceline.cuda.burst import CudaBurstBackend, advance
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.engine.pending import PendingBurst
