@@ -48,8 +48,7 @@ class CudaDecoder:
         self._graphs = Graphs(capture)
         self._picks = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=self.device)  # of the last pass,
         self.latest: Sequence[int] | None = None  # and the same on their way to the host
-        # of attention: all passes are on one stream
-        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)  # of attention
 
     @classmethod
     def load(
@@ -134,6 +133,6 @@ class CudaDecoder:
         logits = weights.head(normed if wanted is None else normed[wanted])
         if not spec.has_picks:
             return logits, None, hidden
-        count = len(logits)  # the next pass may read the tokens where they are written
-        out = self._picks[:count] if count <= MAX_GRAPH_ROWS else None
+        # the next pass may read the tokens where they are written
+        out = self._picks[: len(logits)] if len(logits) <= MAX_GRAPH_ROWS else None
         return logits, pick(logits, at, out), hidden

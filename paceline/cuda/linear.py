@@ -111,9 +111,9 @@ class Matrix(NamedTuple):
             whole = torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
             return whole if activation is None else add_up(whole[None], activation, x.dtype)
         tile, splits = way_of(len(x), weight, x.dtype, is_exact)
-        if splits > 1:
-            return add_up(self._multiply(x, tile, splits), activation, x.dtype)
-        return self._multiply(x, tile, 1, activation)[0]
+        if splits == 1:
+            return self._multiply(x, tile, 1, activation)[0]
+        return add_up(self._multiply(x, tile, splits), activation, x.dtype)
 
     def parts(self, x: Tensor, *, is_early: bool = False) -> Tensor:
         """x [T, K] -> [S, T, N]: y is their sum; float32 if there are several, else of x's dtype. `is_early`:

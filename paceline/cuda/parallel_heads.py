@@ -90,14 +90,10 @@ class CudaBlockHead(RecordedHead):
     def _values(self, bucket: Bucket, feeds: Sequence[Feed]) -> dict[str, Any]:
         """Rows of the texts, padding, then the blocks: a root and masks each."""
         size, masked = self.config.block_size, [self.config.mask_token_id] * (self.config.block_size - 1)
-        caches = [Cached(feed.place.blocks, feed.start) for feed in feeds]
-        shown = [Segment([0] * len(feed.rows), cache) for feed, cache in zip(feeds, caches, strict=True)]
-        texts = build(shown).columns
-        for feed, cache in zip(feeds, caches, strict=True):
-            cache.num_cached += len(feed.rows)
-        roots = [feed.tokens[-1] for feed in feeds]
-        drafted = [Segment([root, *masked], cache) for root, cache in zip(roots, caches, strict=True)]
-        blocks = build(drafted).columns
+        texts = build([Segment([0] * len(f.rows), Cached(f.place.blocks, f.start)) for f in feeds]).columns
+        ends = [Cached(f.place.blocks, f.start + len(f.rows)) for f in feeds]
+        roots = [f.tokens[-1] for f in feeds]
+        blocks = build([Segment([root, *masked], end) for root, end in zip(roots, ends, strict=True)]).columns
         extra = bucket.rows - len(texts.slots)
         absent = [1 << i for i in range(size)] * (bucket.requests - len(feeds))
         addresses = [at for feed in feeds for at in self._addresses(feed.rows)]

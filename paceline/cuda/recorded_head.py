@@ -76,13 +76,10 @@ class HeadCache:
         keys, values = self._data[index].flatten(1, 2)
         return keys, values
 
-    def place(self) -> PagedPlace:
-        return PagedPlace(self)
-
     @torch.inference_mode()
     def fork(self, place: PagedPlace, length: int) -> PagedPlace:
         """Another sequence with the same first rows."""
-        fresh = self.place()
+        fresh = PagedPlace(self)
         fresh.reserve(length)
         self._data[:, :, fresh.blocks] = self._data[:, :, place.blocks[: len(fresh.blocks)]]
         return fresh
@@ -143,7 +140,7 @@ class RecordedHead:
             self._scale = config.head_dim**-0.5
             sizes = (len(prefixes), config.num_kv_heads, config.head_dim)
             self._cache = HeadCache(sizes, self.dtype, self.device, num_blocks)
-            self.place, self.fork = self._cache.place, self._cache.fork
+            self.place, self.fork = partial(PagedPlace, self._cache), self._cache.fork
 
     @property
     def generation(self) -> int:

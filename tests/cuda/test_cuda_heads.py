@@ -24,7 +24,7 @@ from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
 from paceline.cuda.pick import guess
-from paceline.cuda.recorded_head import HeadCache
+from paceline.cuda.recorded_head import HeadCache, PagedPlace
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.reading import likeliest
@@ -162,13 +162,13 @@ def test_a_fork_has_the_same_rows_and_goes_its_own_way(device: torch.device) -> 
 def test_blocks_of_places_that_are_gone_are_used_again(device: torch.device) -> None:
     cache_ = HeadCache((1, 1, 4), torch.float32, device, num_blocks=4)
     for _ in range(9):
-        place = cache_.place()
+        place = PagedPlace(cache_)
         place.reserve(50)
         assert len(set(place.slots(0, 50))) == 50
         assert cache_.trash_slot not in place.slots(0, 50)
         del place
     assert cache_.generation == 0
-    kept = [cache_.place() for _ in range(3)]
+    kept = [PagedPlace(cache_) for _ in range(3)]
     for place in kept:
         place.reserve(40)
     assert cache_.generation == 2
