@@ -3,9 +3,9 @@
 A request's keys stand at places: its cached prefix at 0 .. prefix - 1, then the rows of this pass in order,
 so a chain's row stands at its position. Places are cut into splits, short ones near the start (few keys: as
 many programs as possible) and long ones after (many keys: few sums to add). Invariant: splits and tiles are
-aligned to places and never to what else is in the launch, and what a row does not see adds an exact zero. So
-a row's bits depend on its own context, on where its ancestors stand, and on constants that the sizes of a
-launch choose (`launch_for`); in exact mode these are fixed.
+aligned to places and never to what else is in the launch, and what a row does not see adds an exact zero: its
+bits depend on its own context, on where its ancestors stand, and on constants that the sizes of a launch
+choose (`launch_for`); in exact mode these are fixed.
 """
 
 from __future__ import annotations

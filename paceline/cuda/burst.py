@@ -230,8 +230,7 @@ class CudaBurstBackend:
         sizes = (len(layers), bucket.rows, decoder.config.hidden_size)
         hidden = torch.zeros(sizes, dtype=decoder.weights.dtype, device=device)
         said = (self.most_rounds, requests, 3 * steps + 1)
-        rounds = torch.zeros(said, dtype=torch.int32, device=device)
-        number = torch.zeros(requests, dtype=torch.int32, device=device)
+        rounds, number = (torch.zeros(each, dtype=torch.int32, device=device) for each in (said, requests))
         room = _Room(shape, head, bucket, target, hidden, number, rounds)
         # [rows of the head, taps] int64: where the hidden states of the round before lie
         addresses = torch.full((shape.bucket.rows, len(self._head.taps)), self._head.nowhere)

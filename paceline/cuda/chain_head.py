@@ -76,7 +76,8 @@ class CudaChainHead(RecordedHead):
 
     @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
-        return self._after(self._feed_rows(self._tails(feeds)))
+        logits, outputs = self._run_rows(self._feed_rows(self._tails(feeds)))
+        return HeadOutput(logits, list(outputs.clone()))
 
     @torch.inference_mode()
     def outputs(self, feeds: Sequence[Feed]) -> Tensor:
@@ -108,7 +109,9 @@ class CudaChainHead(RecordedHead):
             written[row] = columns.slots[row]
             if self.taps:
                 addresses[row] = node.source.data_ptr()
-        return self._after(ChainRows(columns._replace(rows=wanted), written, addresses), is_true=False)
+        found = ChainRows(columns._replace(rows=wanted), written, addresses)
+        logits, outputs = self._run_rows(found, is_true=False)
+        return HeadOutput(logits, list(outputs.clone()))
 
     @torch.inference_mode()
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
@@ -140,10 +143,6 @@ class CudaChainHead(RecordedHead):
         columns = build(segments).columns
         wanted = [row + len(feed.tokens) - 1 for row, feed in zip(columns.starts, feeds, strict=False)]
         return ChainRows(columns._replace(rows=wanted), columns.slots, addresses)
-
-    def _after(self, found: ChainRows, is_true: bool = True) -> HeadOutput:
-        logits, outputs = self._run_rows(found, is_true)
-        return HeadOutput(logits, list(outputs.clone()))
 
     def _run_rows(self, found: ChainRows, is_true: bool = True) -> tuple[Tensor, Tensor]:
         """Logits [n, words] and outputs [n, hidden] where the passes leave them."""

@@ -35,7 +35,6 @@ def gather(addresses: Tensor, weight: Tensor | None, eps: float, like: Tensor) -
     """-> [T, parts * hidden]: rows like `like` [hidden] that lie at addresses [T, parts] int64, normed if
     there is a weight."""
     (num_rows, parts), hidden = addresses.shape, len(like)
-    assert are_dense(addresses), "rows follow each other"
     out, block = like.new_empty((num_rows, parts * hidden)), triton.next_power_of_2(hidden)
     _gather[(num_rows * parts,)](addresses, weight, out, eps, hidden, block, num_warps=4, **LAUNCH)
     return out
@@ -83,7 +82,6 @@ def join(
 ) -> Tensor:
     """-> [T, 2 * hidden]: embeddings, then features."""
     (splits, num_rows, hidden), (table, scale) = features.shape, embedding
-    assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
     assert are_dense(table, features), "rows follow each other"
     out, sizes = table.new_empty((num_rows, 2 * hidden)), (hidden, splits, keeps_normed)
     _join[(num_rows, 2)](

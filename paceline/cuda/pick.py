@@ -168,7 +168,6 @@ def guess(
     num_blocks = triton.cdiv(vocab, BLOCK)
     assert are_dense(logits, logits if added is None else added), "rows follow each other"
     assert num_rows % len(seeds) == 0, "as many rows each step"
-    assert results.shape == (2, num_rows), "a guess a row"
     scores, sums = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
     words = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
     drafted = torch.empty(num_rows, dtype=torch.int32, device=device)
