@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
+from paceline.core.batch import segment_of
 from paceline.core.errors import RequestError
 from paceline.core.options import EngineConfig
 from paceline.core.sampling import pick_of
@@ -23,7 +24,6 @@ from paceline.engine.policy.base import Asks, FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Median, SpecStats, Suspicion
 from paceline.heads.rows import BurstInput
-from paceline.runtime.batch import segment_of
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import Drafting, Scheduled, StepRecord, longest
 

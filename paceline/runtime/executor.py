@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from paceline.core.batch import build
 from paceline.core.errors import ConfigError
 from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, Segment
 from paceline.heads.rows import BurstBackend, BurstInput
 from paceline.models.attention import FLOATS, KvFormat, bytes_per_token, row_widths
 from paceline.models.config import ModelConfig
 from paceline.runtime.backend import Backend, Decoder
-from paceline.runtime.batch import build
 from paceline.runtime.kv_cache import KvCache
 
 
@@ -106,7 +106,7 @@ class LocalExecutor:
         return backend.launch(self._ready(segments), given)
 
     def _ready(self, segments: Sequence[Segment]) -> Batch:
-        batch = build(segments, self.kv, self.memory.device)
+        batch = build(segments, self.memory.device, self.kv.take_moves())
         if batch.moves is not None:
             self.memory.apply(batch.moves)
         return batch
