@@ -87,13 +87,21 @@ class SpecStats(DraftCounts):
         self.num_tokens += num_tokens
         self.num_own += num_tokens - len(path)
         self.lengths[draft.num_drafted] = self.lengths.get(draft.num_drafted, 0) + 1
-        depths, by_source = draft.tree.depths(), defaultdict[str, list[int]](list)
-        self.add(depths[1:], [depths[node] for node in path])
-        for node in range(1, len(depths)):
-            by_source[draft.source_of(node)].append(node)
-        for source, nodes in by_source.items():
-            accepted = [depths[node] for node in path if node in nodes]
-            self.by_source.setdefault(source, DraftCounts()).add([depths[node] for node in nodes], accepted)
+        depths = draft.tree.depths()
+        drafted, accepted = depths[1:], [depths[node] for node in path]
+        self.add(drafted, accepted)
+        if draft.sources is None:
+            self._counts(draft.source).add(drafted, accepted)
+            return
+        nodes = defaultdict[str, list[int]](list)
+        for node, source in enumerate(draft.sources[1:], start=1):
+            nodes[source].append(node)
+        for source, own in nodes.items():
+            taken = [depths[node] for node in path if node in own]
+            self._counts(source).add([depths[node] for node in own], taken)
+
+    def _counts(self, source: str) -> DraftCounts:
+        return self.by_source.setdefault(source, DraftCounts())
 
     def to_dict(self) -> dict[str, object]:
         return {
