@@ -303,7 +303,8 @@ def test_the_html_draws_trees() -> None:
     assert Page(text).open == []
     tree = Page(text).text
     assert sum(tree.count(guide) for guide in ("├─", "└─")) == 4
-    places = [tree.index(f'"<{token}>"  p ') for token in (0, 2, 3, 1)]  # a node, its children, its sibling
+    # a node, its children, its sibling
+    places = [tree.index(f'{mark} "<{token}>"') for mark, token in (("✗", 0), ("·", 2), ("·", 3), ("✓", 1))]
     assert places == sorted(places)
 
 

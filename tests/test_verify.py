@@ -26,7 +26,7 @@ from paceline.core.noise import Purpose, gumbel
 from paceline.core.types import Draft, Request, Verdict
 from paceline.drafters.registry import DRAFTERS, HEADS
 from paceline.measure.prompts import Prompt
-from paceline.runtime import check
+from paceline.runtime import record
 
 TEXTS = ("the line the line the line", "who rides in front? who rides", "def ride(line): return")
 KEYS = {"drafter", "mode", "temperature", "batch", "prompts", "identical", "near_ties", "tau"}
@@ -146,7 +146,7 @@ def test_a_broken_rule_is_reported_with_its_place(
             path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1])
         )
 
-    monkeypatch.setattr(check, "accept", accept_all)
+    monkeypatch.setattr(record, "accept", accept_all)
     monkeypatch.setattr(distribution, "NUM_SAMPLES", 200)
     status, text, report = run_verify(tiny, tmp_path, "--methods", "early_exit")
     assert status == 1
