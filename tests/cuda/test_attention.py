@@ -14,6 +14,8 @@ from paceline.cuda.attention import TILINGS, Attending, Tiling, attend, launch_f
 from paceline.cuda.batch import DeviceBatch, ancestor_words
 from paceline.models.attention import Masking, TorchAttention
 
+pytestmark = pytest.mark.slow  # interpreted where there is no GPU
+
 BLOCK = 16
 POOL = 160  # blocks of the cache, the last of them trash
 

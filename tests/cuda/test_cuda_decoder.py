@@ -37,6 +37,8 @@ from paceline.runtime.kv_cache import KvCache
 from paceline.runtime.torch_backend import TorchBackend
 from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 
+pytestmark = pytest.mark.slow  # interpreted where there is no GPU
+
 SHAPE: dict[str, Any] = {
     "family": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
     "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_context": 256, "rms_eps": 1e-5,

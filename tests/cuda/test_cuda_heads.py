@@ -41,6 +41,8 @@ from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 from tests.heads import config_of, eagle_1, random_head, random_tensors
 from tests.laws.harness import CONFIG, RandomCheckpoint, request_of
 
+pytestmark = pytest.mark.slow  # interpreted where there is no GPU
+
 TARGET = RandomCheckpoint()
 NORM = TARGET.tensor("norm.weight")
 N = 24

@@ -20,6 +20,8 @@ from paceline.cuda.linear import Matrix, add_up, dequantized, splits_of
 from paceline.cuda.pack import GROUPS, Integers, PackedWeight, pack, pack_values, quantize
 from paceline.cuda.rows import Activation
 
+pytestmark = pytest.mark.slow  # interpreted where there is no GPU
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (4, 8)
 ALL_BITS = (4, 8, 16)

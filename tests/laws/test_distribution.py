@@ -91,6 +91,7 @@ LONGER: dict[str, Any] = {
 }  # the first token has no draft, so three may be drafted at once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [*GROWN, *COMPOSED, *POLICED])
 def test_unseeded_sampling_with_longer_drafts(drafter: str) -> None:
     assert p_value_of(drafter, samples=800, **LONGER) > 1e-3

@@ -140,6 +140,7 @@ def test_the_draft_vocabulary_is_what_answers_are_made_of(texts: Texts) -> None:
 # Whole trainings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_training_raises_held_out_acceptance(
     kind: str, changes: dict[str, Any], checkpoint: Checkpoint, texts: Texts, tmp_path: Path
