@@ -273,8 +273,8 @@ class Engine:
         ]
         feeds, samplers = ([], []) if head is None else drafters[head].burst_feeds(requests, length)
         wanted = min(first.params.max_tokens - first.num_output, self.config.max_model_len - first.num_tokens)
-        name = "" if head is None else drafters[head].name
-        given = BurstInput(count, feeds, samplers, stops=tuple(first.stop_ids), wanted=wanted, head_name=name)
+        names = tuple("" if n is None else drafters[n].name for n in (matcher, head))
+        given = BurstInput(count, feeds, samplers, stops=tuple(first.stop_ids), wanted=wanted, names=names)
         if backend is not None and backend.is_weighing:
             weights = self.policy.weights(head, matcher, first, length)
             tables = None if matcher is None else drafters[matcher].matcher(first)
