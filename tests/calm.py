@@ -18,8 +18,9 @@ from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
-from paceline.heads.config import target_hash, write_head_config
+from paceline.heads.config import write_head_config
 from paceline.heads.rows import BurstInput
+from paceline.loaders.heads import target_hash
 from paceline.runtime.executor import LocalExecutor
 from tests.heads import config_of, random_tensors, write_head
 from tests.laws.harness import CONFIG, RandomCheckpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from paceline.api import build
 from paceline.api.llm import LLM
-from paceline.core import waiting
 from tests.make_models import tiny_hf, tiny_tokenizer
 
 # In CI the same examples every time; at the desk new ones, so that someone finds what is left. How long one
@@ -26,7 +26,7 @@ def nothing_is_said_of_waiting() -> Iterator[None]:
     what else is said.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting, "PATIENCE_S", 3600.0)
+        patch.setattr(build, "PATIENCE_S", 3600.0)
         yield
 
 

@@ -26,14 +26,14 @@ from paceline.heads.config import (
     LayeredConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
-    shared_fields,
-    target_hash,
     write_head_config,
 )
 from paceline.heads.modules import tensor_shapes
+from paceline.loaders.heads import target_hash
 from paceline.models.config import ModelConfig
 from paceline.models.layer import Linear, rms_norm
 from paceline.models.rope import rotary_tables, rotate
+from paceline.train.recipes import shared_fields
 
 Tensors = dict[str, torch.Tensor]
 

@@ -84,3 +84,8 @@ def batch_of(requests: Sequence[Rows], rows: Sequence[int] | None = None) -> Bat
 def random_parents(draws: Sequence[int]) -> list[int]:
     """A tree from arbitrary non-negative numbers: node i + 1 hangs from node draws[i] mod (i + 1)."""
     return [-1] + [draw % (i + 1) for i, draw in enumerate(draws)]
+
+
+def ancestors(parents: Sequence[int], node: int) -> list[int]:
+    """The path from a tree's root to a node, both included."""
+    return [*ancestors(parents, parents[node]), node] if node >= 0 else []

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
-    "api": 720, "core": 1_850, "engine": 2_010, "runtime": 980, "models": 830, "heads": 1_120, "drafters": 2_860,
-    "cpu": 6_080, "cuda": 3_790, "loaders": 3_450, "train": 2_280, "measure": 4_480, "server": 3_410, "cli": 2_890,
+    "api": 660, "core": 1_550, "engine": 2_010, "runtime": 980, "models": 830, "heads": 935, "drafters": 2_190,
+    "cpu": 6_080, "cuda": 3_790, "loaders": 3_450, "train": 2_280, "measure": 4_540, "server": 3_410, "cli": 2_890,
 }  # fmt: skip
 LONGEST = 60  # lines of a function, outside Triton's kernels and the entry points of verbs
 

@@ -37,9 +37,9 @@ from paceline.cpu.burst_kernel import (
 from paceline.cpu.compile import kernel, numbers, size_of
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.lanes import double_pointer
+from paceline.cpu.suffix_tree import SuffixTree
 from paceline.drafters import registry
 from paceline.drafters.base import DrafterContext
-from paceline.drafters.suffix import SuffixTree
 from paceline.engine import engine as engine_module
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
@@ -246,7 +246,7 @@ def test_plain_decoding_is_a_burst_without_drafts() -> None:
 
 
 def test_a_suffix_tree_that_must_grow_ends_the_burst(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.suffix.FIRST_SIZE", 64)
+    monkeypatch.setattr("paceline.cpu.suffix_tree.FIRST_SIZE", 64)
     grown: list[int] = []
     grow = SuffixTree.grow
 

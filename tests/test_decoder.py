@@ -270,14 +270,6 @@ def test_the_dtype_of_weights_is_chosen_by_the_kernels_when_nothing_is_said() ->
         assert torch.equal(whole(loaded, TOKENS[:9]).logits, whole(made, TOKENS[:9]).logits)
 
 
-def test_loading_reports_progress() -> None:
-    seen: list[tuple[int, int]] = []
-    CpuDecoder.load(
-        tiny("llama")[0], use_cache=False, progress=lambda done, total: seen.append((done, total))
-    )
-    assert seen == [(i, 10) for i in range(1, 11)]  # four products a layer, embedding and head
-
-
 @pytest.mark.slow
 def test_default_model_agrees_with_transformers() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -23,6 +23,7 @@ from paceline.runtime.executor import LocalExecutor
 from tests.laws.grammar import NoEqualRests
 from tests.laws.tables import Table, TableDecoder, ready, table_drafter, table_runner
 from tests.laws.test_accept_exact import table
+from tests.passes import ancestors
 
 VOCAB, END = 5, 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=99)
@@ -44,7 +45,7 @@ def paths_of(draft: Draft) -> dict[tuple[int, ...], float]:
     assert draft.chances is not None
     tree = draft.tree
     return {
-        tuple(tree.tokens[a] for a in tree.ancestors(n)[1:]): draft.chances[n]
+        tuple(tree.tokens[a] for a in ancestors(tree.parents, n)[1:]): draft.chances[n]
         for n in range(1, len(tree.tokens))
     }
 
@@ -111,7 +112,7 @@ def test_the_cache_follows_the_text_through_trees(
         assert draft == fresh
         node = data.draw(st.integers(0, draft.num_drafted))
         request.tokens += [
-            *(draft.tree.tokens[a] for a in draft.tree.ancestors(node)[1:]),
+            *(draft.tree.tokens[a] for a in ancestors(draft.tree.parents, node)[1:]),
             data.draw(st.integers(0, VOCAB - 1)),
         ]
     drafter.release(request)

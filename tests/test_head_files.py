@@ -14,11 +14,11 @@ from paceline.core.errors import ConfigError, ModelFileError
 from paceline.cpu.medusa import MedusaHead
 from paceline.drafters import registry
 from paceline.drafters.base import DrafterContext
-from paceline.heads.config import target_hash, write_head_config
+from paceline.heads.config import write_head_config
 from paceline.heads.rows import Feed, Row, Sampler
 from paceline.heads.torch_heads import TorchMedusaHead, TorchMlpHead
 from paceline.loaders.export_heads import export_head
-from paceline.loaders.heads import open_head
+from paceline.loaders.heads import open_head, target_hash
 from paceline.models.layer import Linear, rms_norm
 from paceline.models.quantize import STORED, quantize
 from paceline.train.save import save_head

@@ -17,6 +17,7 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.hybrid import Hybrid
 from tests.laws.tables import ready, table_drafter, table_runner
 from tests.laws.test_accept_exact import table
+from tests.passes import ancestors
 
 VOCAB = 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=99)
@@ -76,7 +77,9 @@ def test_the_best_nodes_of_all_are_joined_and_named() -> None:
     one = Says("one", (0, 1, 2), (10, 11, 12), (0.9, 0.5, 0.1))
     two = Says("two", (0, 1, 0), (10, 21, 30), (0.6, 0.4, 0.3))
     (draft,) = hybrid_of(one, two).propose([request_of()], [4])
-    paths = {tuple(draft.tree.tokens[a] for a in draft.tree.ancestors(n)[1:]): n for n in range(1, 5)}
+    paths = {
+        tuple(draft.tree.tokens[a] for a in ancestors(draft.tree.parents, n)[1:]): n for n in range(1, 5)
+    }
     assert set(paths) == {(10,), (10, 11), (10, 21), (30,)}
     assert draft.sources is not None
     assert draft.chances is not None

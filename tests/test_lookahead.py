@@ -16,6 +16,7 @@ from paceline.drafters import registry
 from paceline.drafters.lookahead import MAX_KEYS, Lookahead, LookaheadConfig, Pool
 from tests.laws.harness import engine_with, run
 from tests.laws.harness import request_of as engine_request
+from tests.passes import ancestors
 
 WIDE = {"max_window_size": 3, "max_ngram_size": 3, "max_verification_set_size": 2}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=99)
@@ -26,7 +27,7 @@ def request_of(tokens: list[int]) -> Request:
 
 
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:
-    return [tuple(tree.tokens[a] for a in tree.ancestors(n)[1:]) for n in range(1, len(tree.tokens))]
+    return [tuple(tree.tokens[a] for a in ancestors(tree.parents, n)[1:]) for n in range(1, len(tree.tokens))]
 
 
 def drafter_of(window: int = 3, size: int = 3, count: int = 2, from_text: bool = False) -> Lookahead:

@@ -20,6 +20,7 @@ from paceline.cpu.compile import kernel
 from paceline.cpu.lanes import address
 from paceline.cpu.top import BLOCK, choose, first_largest
 from tests.laws.harness import VOCAB, executor, prompts
+from tests.passes import ancestors
 
 
 @kernel
@@ -92,7 +93,7 @@ def test_joined_trees_hold_every_path_once(some: list[Tree]) -> None:
     joined = Tree(tuple(tokens), tuple(parents))
 
     def path(tree: Tree, node: int) -> tuple[int, ...]:
-        return tuple(tree.tokens[n] for n in tree.ancestors(node))
+        return tuple(tree.tokens[n] for n in ancestors(tree.parents, node))
 
     for tree, where in zip(some, places, strict=True):
         assert [path(tree, node) for node in range(len(tree.tokens))] == [

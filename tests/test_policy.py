@@ -13,7 +13,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from paceline.core.formulas import speedup
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request, ScheduledRequest
 from paceline.engine.policy.auto import AutoPolicy
@@ -21,6 +20,8 @@ from paceline.engine.policy.base import FixedPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.policy.switch import CREDIT, FIRST_OFF, MOST_OFF, NUM_PLAIN, Switch
 from paceline.engine.stats import AFTER, SpecStats, Suspicion
+from paceline.measure.formulas import speedup
+from tests.passes import ancestors
 from tests.simulation import CPU, FLAT, STEEP, TABLES, Skilled, World, auto, sometimes
 
 CHEAP = {1: 1.0, 64: 1.0001}
@@ -298,7 +299,7 @@ def test_drafts_are_joined_and_each_token_keeps_its_source() -> None:
     b = Draft(Tree((root, 3, 5, 6), (-1, 0, 1, 0)), "b", chances=(1.0, 0.7, 0.4, 0.2))
     joined = policy.choose([one], {0: [(0, a), (1, b)]})[0]
     paths = {
-        tuple(joined.tree.tokens[n] for n in joined.tree.ancestors(node)[1:]): joined.source_of(node)
+        tuple(joined.tree.tokens[n] for n in ancestors(joined.tree.parents, node)[1:]): joined.source_of(node)
         for node in range(1, 5)
     }
     assert paths == {(3,): "a", (3, 4): "a", (3, 5): "b", (6,): "b"}

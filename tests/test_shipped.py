@@ -12,8 +12,8 @@ import pytest
 
 from paceline.api.build import parse_speculation
 from paceline.core.errors import ConfigError
-from paceline.drafters import shipped
-from paceline.heads.config import target_hash
+from paceline.drafters import registry
+from paceline.loaders.heads import target_hash
 from tests.heads import random_head
 from tests.laws.harness import RandomCheckpoint
 
@@ -23,16 +23,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Shipped are an EAGLE and a Medusa head of the tiny target."""
     for kind in ("eagle", "medusa"):
         (tmp_path / kind).symlink_to(random_head(kind, RandomCheckpoint()))
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setattr(registry, "FOLDER", tmp_path)
     return tmp_path
 
 
 def test_the_best_head_of_the_target_is_found(folder: Path) -> None:
-    found = shipped.shipped_head(RandomCheckpoint(), True)
+    found = registry.shipped_head(RandomCheckpoint(), True)
     assert found is not None
     assert (found["method"], found["model"]) == ("eagle", str(folder / "eagle"))
-    assert (shipped.shipped_head(RandomCheckpoint(), "medusa") or {})["method"] == "medusa"
-    assert shipped.shipped_head(RandomCheckpoint(), False) is None
+    assert (registry.shipped_head(RandomCheckpoint(), "medusa") or {})["method"] == "medusa"
+    assert registry.shipped_head(RandomCheckpoint(), False) is None
 
 
 def test_another_model_gets_none_and_its_weights_are_not_read(
@@ -41,20 +41,20 @@ def test_another_model_gets_none_and_its_weights_are_not_read(
     values = json.loads((folder / "eagle" / "config.json").read_text())
     other = folder / "other" / "eagle"
     other.mkdir(parents=True)
-    monkeypatch.setattr(shipped, "FOLDER", other.parent)
+    monkeypatch.setattr(registry, "FOLDER", other.parent)
     (other / "config.json").write_text(
         json.dumps({**values, "target_hash": target_hash(RandomCheckpoint())[::-1]})
     )
-    assert shipped.shipped_head(RandomCheckpoint(), True) is None, "the same sizes, other weights"
+    assert registry.shipped_head(RandomCheckpoint(), True) is None, "the same sizes, other weights"
     (other / "config.json").write_text(json.dumps({**values, "hidden_size": 7}))
     target = RandomCheckpoint()
     monkeypatch.setattr(type(target), "tensor", None)
-    assert shipped.shipped_head(target, True) is None
+    assert registry.shipped_head(target, True) is None
 
 
 def test_a_kind_that_is_not_shipped_for_the_target_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"'dflash'.*FOLDER"):
-        shipped.shipped_head(RandomCheckpoint(), "dflash")
+        registry.shipped_head(RandomCheckpoint(), "dflash")
 
 
 @pytest.mark.parametrize(

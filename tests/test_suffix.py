@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from paceline import SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.types import Draft, Request
+from paceline.cpu.suffix_tree import SLOT_BYTES, SuffixTree
 from paceline.cpu.suffixes import COUNT, FIRST, NEXT, ROOT, SEPARATOR, TOKEN, TOTAL, WHERE
 from paceline.drafters.registry import parse
-from paceline.drafters.suffix import DOUBTS, SLOT_BYTES, Suffix, SuffixConfig, SuffixTree
+from paceline.drafters.suffix import DOUBTS, Suffix, SuffixConfig
 
 Counts = dict[tuple[int, ...], int]
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
-from paceline.core import formulas as costs
 from paceline.core.params import SamplingParams
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, load_profile, save_profile
+from paceline.measure import formulas as costs
 from paceline.measure.engines import answer, drafter_of, engine_with
 from paceline.measure.tune import Clocked, Prices, predict
 

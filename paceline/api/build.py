@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from paceline.api.options import EngineOptions
@@ -10,8 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
 from paceline.core.params import SamplingParams
 from paceline.core.types import BLOCK_SIZE, Request
-from paceline.core.waiting import waiting
-from paceline.drafters import registry, shipped
+from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
@@ -26,6 +30,7 @@ from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.kv_memory import KvMemory, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
+PATIENCE_S = 1.0  # what is done sooner needs no words
 SPARE = 0.125  # of the free memory, at most, for the KV cache by default
 
 
@@ -43,10 +48,6 @@ class Speculation(NamedTuple):
     is_pinned: bool = True  # as many tokens as were asked for, always; else the policy chooses
     head: bool | str = False  # whether the target's shipped head drafts too; or the kind it must be
 
-    @property
-    def most_nodes(self) -> int:
-        return sum(config.num_speculative_tokens for _, config in self.drafters)
-
 
 def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
     """None or "off": plain decoding. "auto": the policy chooses drafters and lengths; with "head": False
@@ -56,8 +57,9 @@ def parse_speculation(options: Mapping[str, Any] | str | None) -> Speculation:
     if isinstance(options, Mapping) and options.get("method") in ("auto", "off", "none"):
         if options["method"] == "auto":
             head = options.get("head", True)
-            remedy = f"use True, False or one of {', '.join(shipped.KINDS)}"
-            require(isinstance(head, bool) or head in shipped.KINDS, "speculative_config head", head, remedy)
+            is_known = isinstance(head, bool) or head in registry.SHIPPED
+            remedy = f"use True, False or one of {', '.join(registry.SHIPPED)}"
+            require(is_known, "speculative_config head", head, remedy)
         known = ("method", "head") if options["method"] == "auto" else ("method",)
         extra = next((name for name in options if name not in known), None)
         if extra is not None:
@@ -84,14 +86,15 @@ def build(options: EngineOptions) -> Built:
     backend.check_dtype(dtype)
     checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    head = shipped.shipped_head(checkpoint, asked.head)
+    head = registry.shipped_head(checkpoint, asked.head)
     if head is not None:
         asked = asked._replace(drafters=(*asked.drafters, registry.parse(head)))
     kept = backend.kv_format(dtype, options.kv_cache_dtype)
     memory = _kv_memory(options, checkpoint.config, kept, free_memory(place, checkpoint.config, dtype))
     num_blocks = blocks_in(memory, checkpoint.config, kept)
     length = _context(options.max_model_len, checkpoint.config, num_blocks)
-    num_draft = asked.most_nodes if asked.is_pinned else min(asked.most_nodes, length - 1)
+    most = sum(each.num_speculative_tokens for _, each in asked.drafters)
+    num_draft = most if asked.is_pinned else min(most, length - 1)
     config = options.engine_config(length, num_draft)
 
     def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:
@@ -108,15 +111,13 @@ def build(options: EngineOptions) -> Built:
     executor = load(checkpoint)[2]
     context = DrafterContext(executor, checkpoint, tokenizer, load)
     drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
-    policy = None if asked.is_pinned else _policy(drafters, num_draft, executor, checkpoint, dtype)
+    policy = None if asked.is_pinned else _policy(drafters, num_draft, context, dtype)
     with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
         engine = Engine(executor, drafters[0] if drafters else None, config, policy)
     return Built(engine, checkpoint, tokenizer, context)
 
 
-def _policy(
-    drafters: list[Drafter], num_draft: int, executor: LocalExecutor, checkpoint: Checkpoint, dtype: str
-) -> AutoPolicy:
+def _policy(drafters: list[Drafter], num_draft: int, context: DrafterContext, dtype: str) -> AutoPolicy:
     """Chooses among the drafters, those of a hybrid one by one; starts from what is known of this model on
     this machine."""
     single = [member for drafter in drafters for member in drafter.members]
@@ -125,7 +126,8 @@ def _policy(
             example = Request("example", SamplingParams(), [0, 1, 0, 1], 4, 0)
             drafter.propose([example], [1])
             drafter.release(example)
-    profile = profile_of(executor, profile_path(checkpoint.fingerprint, dtype, executor))
+    executor = context.executor
+    profile = profile_of(executor, profile_path(context.checkpoint.fingerprint, dtype, executor))
     one = profile.costs.pass_seconds(1)
     usual = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in single if drafter.usual}
     known = usual | {name: (known.seconds, known.acceptance) for name, known in profile.drafters.items()}
@@ -157,3 +159,29 @@ def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:
     remedy = f"the KV cache holds {room:,} tokens; raise kv_cache_memory or lower max_model_len"
     require(asked <= room, "max_model_len", asked, remedy)
     return asked
+
+
+@contextmanager
+def waiting(what: str, is_wanted: bool = True) -> Iterator[None]:
+    """Around slow work: after a second a line on stderr counts the seconds; in a log, it says so once."""
+    done = threading.Event()
+    reporter = threading.Thread(target=_report, args=(what, done), daemon=True)
+    if is_wanted:
+        reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if is_wanted:
+            reporter.join()
+
+
+def _report(what: str, done: threading.Event) -> None:
+    say, started, end = partial(print, file=sys.stderr, flush=True), time.monotonic(), ""
+    while not done.wait(PATIENCE_S):
+        if not sys.stderr.isatty():
+            say(f"paceline: {what}")
+            return
+        say(f"\rpaceline: {what} {time.monotonic() - started:.0f} s", end="")
+        end = "\r\x1b[K"
+    say(end=end)

@@ -63,24 +63,23 @@ class Intake:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         name = f"r{next(self._ids)}"
         requests: list[Request] = []
+        ends, stops = self.tokenizer.eos_ids, frozenset(params.stop_token_ids)
+        stop = params.stop, params.include_stop_str_in_output
+        # each bad word as it is spelled at the start of a text and after a space
+        spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+        bad = [tuple(self.tokenizer.encode(text, add_special=False)) for text in spellings]
         for index in range(params.n):
-            request = self._request(f"{name}.{index}", tokens, params, child_seed(seed, index), priority)
+            own_seed = child_seed(seed, index)
+            request = Request(f"{name}.{index}", params, list(tokens), len(tokens), own_seed, priority)
+            request.constraint = self.constraint(params)
+            request.bad_sequences = tuple(dict.fromkeys(tokens for tokens in bad if tokens))
+            # A grammar that has ended can only be followed by an end token, so it is not ignored there.
+            request.stop_ids = stops if params.ignore_eos and request.constraint is None else ends | stops
+            request.banned_until_min = ends | stops if params.min_tokens else frozenset()
+            request.text_stop = Detokenizer(self.tokenizer, *stop, min_tokens=params.min_tokens)
             request.leader = requests[0] if requests else None
             requests.append(request)
         return requests
-
-    def _request(
-        self, name: str, tokens: list[int], params: SamplingParams, seed: int, priority: int
-    ) -> Request:
-        request = Request(name, params, list(tokens), len(tokens), seed, priority)
-        request.constraint, request.bad_sequences = self.constraint(params), self._bad_sequences(params)
-        ends, stops = self.tokenizer.eos_ids, frozenset(params.stop_token_ids)
-        # A grammar that has ended can only be followed by an end token, so it is not ignored there.
-        request.stop_ids = stops if params.ignore_eos and request.constraint is None else ends | stops
-        request.banned_until_min = ends | stops if params.min_tokens else frozenset()
-        stop = params.stop, params.include_stop_str_in_output
-        request.text_stop = Detokenizer(self.tokenizer, *stop, min_tokens=params.min_tokens)
-        return request
 
     def constraint(self, params: SamplingParams) -> GrammarConstraint | None:
         """The grammar of a request at its beginning."""
@@ -88,12 +87,6 @@ class Intake:
             return None
         self._grammars = self._grammars or GrammarCompiler(self.tokenizer, self.vocab_size)
         return self._grammars.compile(params.structured_outputs)
-
-    def _bad_sequences(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as it is spelled at the start of a text and after a space."""
-        spellings = (text for word in params.bad_words for text in (word, " " + word.lstrip()))
-        encoded = (tuple(self.tokenizer.encode(text, add_special=False)) for text in spellings)
-        return tuple(dict.fromkeys(tokens for tokens in encoded if tokens))
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self.vocab_size), None)

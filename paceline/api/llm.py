@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,27 +20,23 @@ from paceline.engine.stats import SpecStats
 from paceline.loaders.detokenize import Detokenizer
 
 Message = Mapping[str, Any]
+Conversation = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+Asked = tuple[Encoded, SamplingParams, int]  # and its priority
 
 
 @dataclass(slots=True)
 class _Inbox:
-    """All that was emitted for a request, and how much of it its reader has seen."""
+    """All that was emitted for a request."""
 
     request: Request
     stats: SpecStats
     emissions: list[Emission] = field(default_factory=list)
-    num_seen: int = 0
 
     @property
     def detokenizer(self) -> Detokenizer:
         assert isinstance(self.request.text_stop, Detokenizer)
         return self.request.text_stop
-
-    def take(self) -> tuple[list[Emission], str, bool]:
-        """What is new: emissions, settled text, and whether that was the end."""
-        new, self.num_seen = self.emissions[self.num_seen :], len(self.emissions)
-        return new, self.detokenizer.take(), self.request.is_finished
 
     def completion(self, index: int) -> Completion:
         request = self.request
@@ -97,15 +93,14 @@ class LLM:
         if not is_list or not all(isinstance(rank, int) for rank in ranks):
             remedy = f"give one whole number for each of the {len(many)} prompts"
             raise ConfigError(f"priority is {priority!r:.40}; {remedy}")
-        return self._run(many, _per_prompt(params, len(many)), ranks)
+        return self._run(zip(many, _per_prompt(params, len(many)), ranks, strict=True))
 
-    def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
-    ) -> list[Result]:
+    def chat(self, messages: Conversation | Sequence[Conversation], params: Params = None) -> list[Result]:
         """Answer one conversation or several, through the model's own chat template."""
         many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [Encoded(None, self._encode_chat(m)) for m in many]  # type: ignore[arg-type]
-        return self._run(prompts, _per_prompt(params, len(prompts)), [0] * len(prompts))
+        each = zip(prompts, _per_prompt(params, len(prompts)), strict=True)
+        return self._run((prompt, own, 0) for prompt, own in each)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one raw prompt piece by piece. Closing the iterator stops the request."""
@@ -115,13 +110,11 @@ class LLM:
         encoded = self._intake.encode(prompt)
         return self._stream(encoded, self._requests(encoded, params)[0])
 
-    def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
-    ) -> Iterator[Chunk]:
+    def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Answer a conversation piece by piece."""
         return self.stream(self._encode_chat(messages), params)
 
-    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_chat(self, messages: Conversation) -> list[int]:
         if not messages or not any(message.get("content") for message in messages):
             raise RequestError("the conversation is empty; give at least one message with content")
         return self.tokenizer.encode_chat(messages)
@@ -131,11 +124,9 @@ class LLM:
         self.engine.check_fits(requests[0])
         return requests
 
-    def _run(
-        self, prompts: list[Encoded], params: list[SamplingParams], ranks: Sequence[int]
-    ) -> list[Result]:
-        groups = [self._requests(*fields) for fields in zip(prompts, params, ranks, strict=True)]
-        inboxes = self._add([r for group in groups for r in group])
+    def _run(self, asked: Iterable[Asked]) -> list[Result]:
+        groups = [(prompt, self._requests(prompt, params, rank)) for prompt, params, rank in asked]
+        inboxes = self._add([r for _, group in groups for r in group])
         try:
             for inbox in inboxes:
                 while not inbox.request.is_finished:
@@ -146,7 +137,7 @@ class LLM:
         if any(inbox.request.finish_reason is FinishReason.ABORT for inbox in inboxes):
             raise RequestError("the LLM was closed while it was generating; make a new one")
         left, results = iter(inboxes), []
-        for prompt, group in zip(prompts, groups, strict=True):
+        for prompt, group in groups:
             outputs = [next(left).completion(index) for index in range(len(group))]
             results.append(Result(prompt.text, prompt.tokens, outputs))
         failed = results[0].outputs[0].error if len(results) == 1 else None
@@ -157,10 +148,11 @@ class LLM:
     def _stream(self, prompt: Encoded, request: Request) -> Iterator[Chunk]:
         (inbox,) = self._add([request])
         try:
-            is_finished = False
+            is_finished, num_seen = False, 0
             while not is_finished:
                 with self._lock:  # one look at what another thread's step may be changing
-                    emissions, text, is_finished = inbox.take()
+                    emissions, text = inbox.emissions[num_seen:], inbox.detokenizer.take()
+                    num_seen, is_finished = len(inbox.emissions), request.is_finished
                     if not emissions and not is_finished:
                         self._pump()
                         continue

@@ -16,38 +16,27 @@ ENGINE, SPECULATION, MEMORY = "Engine", "Speculation", "Memory"  # panels of --h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    model: str = option(
-        "default", ENGINE, "The default model, a local folder or .gguf file, or a Hugging Face name.", "-m"
-    )
+    model: str = option("default", ENGINE, "default, a folder or .gguf file, or a Hugging Face name.", "-m")
     # "auto": the training-free drafters and the learned head that is shipped for the model, as much as pays
     # at each step; {"method": "auto", "head": False}: without the head; None or "off": plain decoding;
     # {"method": "suffix" | "ngram" | "draft_model" | ..., options}: that drafter, as much as pays; with
     # "num_speculative_tokens": K: always K tokens.
     speculative_config: dict[str, Any] | str | None = option(
-        "auto",
-        SPECULATION,
-        'auto, off, or all of it as JSON: {"method": "ngram", "prompt_lookup_max": 4}.',
-        "-sc",
+        "auto", SPECULATION, 'auto, off, or JSON such as {"method": "ngram", "prompt_lookup_max": 4}.', "-sc"
     )
     dtype: str = option(
         "auto", ENGINE, "Of the weights: auto (int8 on CPUs, bfloat16 on GPUs), int8, int4, float32, float16."
     )
     device: str = option("auto", ENGINE, "Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N.")
-    exact: bool = option(
-        False, ENGINE, "On a GPU, check drafts with the very arithmetic of plain decoding; CPUs always do."
-    )
+    exact: bool = option(False, ENGINE, "On a GPU: plain decoding's own arithmetic; CPUs always have it.")
     load_format: str = option(
-        "auto",
-        ENGINE,
-        "dummy: random weights of the model's shape, without a download ('llama-8b' is a shape, too).",
+        "auto", ENGINE, "dummy: random weights of the model's shape, no download (model may be llama-8b)."
     )
     kv_cache_dtype: str = option(
         "auto", MEMORY, "int8, on a GPU: half the memory, rounded; a quantized model on a CPU always has it."
     )
     # Bytes or a fraction are for the target; a draft model takes as many blocks of its own.
-    kv_cache_memory: int | float | None = option(
-        None, MEMORY, "For the KV cache: bytes, or a fraction of the free memory such as 0.2."
-    )
+    kv_cache_memory: int | float | None = option(None, MEMORY, "Bytes, or a share of the free memory (0.2).")
     max_model_len: int | None = option(None, MEMORY, "Longest prompt and answer together, in tokens.")
     max_num_seqs: int = option(16, MEMORY, "Answers written at the same time; more wait.")
     max_num_batched_tokens: int = option(512, MEMORY, "Tokens in one pass of the model.")
@@ -71,7 +60,5 @@ class EngineOptions:
 
     def engine_config(self, max_model_len: int, num_speculative_tokens: int = 0) -> EngineConfig:
         """What the engine itself is given once the context and the longest draft are known."""
-        lengths = max_model_len, num_speculative_tokens
-        return EngineConfig(
-            self.max_num_seqs, self.max_num_batched_tokens, *lengths, self.enable_prefix_caching
-        )
+        sizes = self.max_num_seqs, self.max_num_batched_tokens, max_model_len, num_speculative_tokens
+        return EngineConfig(*sizes, self.enable_prefix_caching)

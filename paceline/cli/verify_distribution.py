@@ -10,18 +10,17 @@ probabilities. The noise is keyed by the number of the sample, so a run can be r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from paceline.core.accept import accept
-from paceline.core.chi_square import chi_square_p_value
-from paceline.core.noise import Purpose
+from paceline.core.noise import Noise, Purpose
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import guess, noise_of, probabilities, warped
+from paceline.core.sampling import choose, noise_of, probabilities, processed, warped
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 
@@ -34,7 +33,9 @@ DEPTH = 3  # tokens a sample
 WIDTH = 4  # tokens the target may choose from at each place
 NUM_SAMPLES = 2000
 SMALLEST_P_VALUE = 0.001
+SMALLEST_CELL = 5.0  # expected counts below it are pooled: the test is not to be trusted on them
 
+Outcome = TypeVar("Outcome")
 Path = tuple[int, ...]
 Row = list[tuple[int, float]]  # likely tokens and their log-probabilities
 # Tokens drafted after a path, and the probabilities they were sampled from, if they were.
@@ -94,6 +95,21 @@ def _renumbered(rows: dict[Path, Row], number: dict[int, int]) -> dict[Path, tor
         values[[number[token] for token, _ in row]] = torch.tensor([logprob for _, logprob in row])
         logits[tuple(number[token] for token in path)] = values
     return logits
+
+
+def guess(
+    request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None
+) -> tuple[int, torch.Tensor | None]:
+    """A drafter's token after `request.tokens + path`, from its raw logits under the request's settings.
+    Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q
+    [vocab] float64, which comes with the token."""
+    noise = noise or noise_of(request)
+    logits = processed(request, path, logits)
+    position = request.num_tokens + len(path)
+    if request.params.is_greedy or request.is_seeded:
+        return choose(request, logits, position, noise), None
+    warm = warped(request.params, logits)
+    return noise.draw(warm.cpu().numpy(), position, Purpose.DRAFT), warm.softmax(0)
 
 
 def _guessed(request: Request, path: Path, logits: torch.Tensor) -> Below:
@@ -177,3 +193,19 @@ def exact_probabilities(landscape: Landscape) -> dict[Path, float]:
         steps = [(path, int(t)) for path, row in rows.items() for t in row.nonzero()[:, 0]]
         found = {(*path, t): found[path] * float(rows[path][t]) for path, t in steps}
     return found
+
+
+def chi_square_p_value(counts: Mapping[Outcome, int], exact: Mapping[Outcome, float]) -> float:
+    """Pearson's test: how often a faithful sampler would be at least this far off. 0 if something impossible
+    happened."""
+    total = sum(counts.values())
+    if any(exact.get(outcome, 0.0) == 0.0 for outcome in counts):
+        return 0.0
+    cells = [(counts.get(outcome, 0), total * mass) for outcome, mass in exact.items()]
+    large = [cell for cell in cells if cell[1] >= SMALLEST_CELL]
+    small = [cell for cell in cells if cell[1] < SMALLEST_CELL]
+    if small:
+        large.append((sum(seen for seen, _ in small), sum(expected for _, expected in small)))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
+    freedom, half = torch.tensor([(len(large) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, half))

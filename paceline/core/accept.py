@@ -45,10 +45,8 @@ def accept(
     try:
         if rule == "block":
             walk.verify_block()
-        elif rule == "siblings":
-            walk.reject_siblings()
         else:
-            walk.follow_choices()
+            walk.go_down(has_coins=rule == "siblings")
         verdict = walk.verdict()
         walk.show(verdict)
         return verdict
@@ -133,14 +131,9 @@ class _Walk:
         node = self.path[-1]
         return [child for child, parent in enumerate(self.draft.tree.parents) if parent == node]
 
-    def go_on(self, token: int, child: int | None) -> None:
-        if child is None:
-            self.tokens.append(token)
-        else:
-            self.descend(child)
-
-    def _choice(self, token: int = -1) -> tuple[int, int | None]:
+    def _choice(self) -> tuple[int, int | None]:
         """The target's own token, maybe picked on the device, and the child that holds it."""
+        token = -1 if self.picked is None else self.picked[self.path[-1]]
         logits = self.target_logits() if token < 0 or self.watch is not None else None
         if token < 0 and logits is not None:
             token = choose(self.request, logits, self.position, self.noise)
@@ -163,22 +156,19 @@ class _Walk:
     def target_probabilities(self) -> torch.Tensor:
         return probabilities(self.request.params, self.target_logits())
 
-    def follow_choices(self) -> None:
+    def go_down(self, has_coins: bool) -> None:
+        """Token by token. has_coins: sampled children are tested; else the target's choice counts."""
         child: int | None = 0
         while child is not None:
-            picked = -1 if self.picked is None else self.picked[self.path[-1]]
-            token, child = self._choice(picked)
-            self.go_on(token, child)
-
-    def reject_siblings(self) -> None:
-        child: int | None = 0
-        while child is not None:
-            q = (self.draft.q or {}).get(self.path[-1])
+            q = self.draft.q.get(self.path[-1]) if has_coins and self.draft.q else None
             if q is None or not self.children():
                 token, child = self._choice()
             else:
                 token, child = self._judge_siblings(self.target_probabilities(), q)
-            self.go_on(token, child)
+            if child is None:
+                self.tokens.append(token)
+            else:
+                self.descend(child)
 
     def _judge_siblings(self, p: torch.Tensor, q: torch.Tensor) -> tuple[int, int | None]:
         """Offer each sampled child in the order drawn; a rejected one's share of q leaves both p and q."""
@@ -186,7 +176,7 @@ class _Walk:
         for order, child in enumerate(self.children()):
             token = self.draft.tree.tokens[child]
             chances = float(p[token]), float(q[token])
-            if self.flip(child, self.position, *chances, _ratio(*chances), order=order):
+            if self.flip(Coin(child, self.position, *chances, 1.0, _ratio(*chances)), order):
                 return token, child
             p = _excess(p, q)
             p = p / p.sum()
@@ -205,25 +195,23 @@ class _Walk:
             chances = float(p[token]), float(q[i][token])
             joint = min(1.0, joint * _ratio(*chances))
             if joint == 0.0:
-                self.show(Coin(i + 1, self.position, *chances, joint, 0.0, None, False))
+                self.show(Coin(i + 1, self.position, *chances, joint, 0.0))
                 break
             self.descend(i + 1)
             p = self.target_probabilities()
             is_last = i + 1 == len(drafted)
             rest = p if is_last else (joint * p - q[i + 1]).clamp_min(0)
             threshold = joint if is_last else _share(float(rest.sum()), 1 - joint)
-            if self.flip(i + 1, self.position - 1, *chances, threshold, weight=joint):
+            if self.flip(Coin(i + 1, self.position - 1, *chances, joint, threshold)):
                 kept, leftover = i + 1, rest
         del self.path[kept + 1 :]
         del self.tokens[kept:]
         self.tokens.append(self.redraw(leftover))
 
-    def flip(
-        self, node: int, position: int, p: float, q: float, chance: float, weight: float = 1.0, order: int = 0
-    ) -> bool:
-        is_under = self.noise.flip(chance, position, order)
+    def flip(self, test: Coin, order: int = 0) -> bool:
+        is_under = self.noise.flip(test.chance, test.position, order)
         if self.watch is not None:
-            self.watch(Coin(node, position, p, q, weight, chance, self.noise.coin(position, order), is_under))
+            self.watch(test._replace(coin=self.noise.coin(test.position, order), is_under=is_under))
         return is_under
 
     def redraw(self, weights: torch.Tensor) -> int:

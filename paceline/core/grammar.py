@@ -8,8 +8,8 @@ stays where it was, and can still be rolled back. End tokens are allowed exactly
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import GrammarError
 from paceline.core.params import StructuredOutputs
@@ -24,7 +24,8 @@ MAX_REASON_CHARS = 200
 # Room for any usual indentation; without a bound a model may write blanks until its tokens run out.
 JSON_WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 # By llguidance's own figures: at most about 20 ms to build a lexer, 15 ms a mask, 2 kB a lexer state.
-LIMITS: Mapping[str, int] = {
+Limits = Mapping[str, int]  # of llguidance's parser
+LIMITS: Limits = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -43,30 +44,19 @@ class GrammarTokenizer(Protocol):
     def json(self) -> str: ...
 
 
-class Ids(NamedTuple):
-    """What a model's ids stand for."""
-
-    ends: list[int]
-    num_known: int  # ids from here on have no token
-    vocab_size: int  # the model's
-
-
 class GrammarCompiler:
     """Makes constraints for one model. `vocab_size` is the model's; ids without a token are never allowed."""
 
-    def __init__(
-        self, tokenizer: GrammarTokenizer, vocab_size: int, limits: Mapping[str, int] = LIMITS
-    ) -> None:
-        """limits: of llguidance's parser."""
+    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int, limits: Limits = LIMITS) -> None:
         import llguidance
 
         if not tokenizer.eos_ids:
             remedy = "use a model with an eos_token_id"
             raise GrammarError(f"the model has no end token, so structured output could never end; {remedy}")
-        ends = sorted(i for i in tokenizer.eos_ids if i < vocab_size)
-        self._ids = Ids(ends, min(vocab_size, tokenizer.vocab_size), vocab_size)
+        self.ends, self.vocab_size = sorted(i for i in tokenizer.eos_ids if i < vocab_size), vocab_size
+        self.num_known = min(vocab_size, tokenizer.vocab_size)  # ids from here on have no token
         num_ids = max(vocab_size, tokenizer.vocab_size)
-        self._tokenizer = llguidance.LLTokenizer(tokenizer.json(), n_vocab=num_ids, eos_token=ends)
+        self._tokenizer = llguidance.LLTokenizer(tokenizer.json(), n_vocab=num_ids, eos_token=self.ends)
         self._limits = llguidance.LLParserLimits(**limits, verbose_errors=False)
 
     def matcher(self, spec: StructuredOutputs) -> tuple[str, llguidance.LLMatcher]:
@@ -83,7 +73,7 @@ class GrammarCompiler:
 
     def compile(self, spec: StructuredOutputs) -> GrammarConstraint:
         kind, matcher = self.matcher(spec)
-        constraint = GrammarConstraint(matcher, kind, self._ids, fresh=lambda: self.matcher(spec)[1])
+        constraint = GrammarConstraint(self, spec, kind, matcher)
         if (matcher.is_stopped() and not matcher.is_accepting()) or not constraint.allowed().any():
             raise GrammarError(f"structured_outputs.{kind} allows no text at all; loosen it")
         return constraint
@@ -92,11 +82,9 @@ class GrammarCompiler:
 class GrammarConstraint:
     """One request's state in its grammar."""
 
-    def __init__(
-        self, matcher: llguidance.LLMatcher, kind: str, ids: Ids, fresh: Callable[[], llguidance.LLMatcher]
-    ) -> None:
-        """fresh: another matcher of the same grammar, at its beginning."""
-        self._matcher, self._kind, self._ids, self._fresh = matcher, kind, ids, fresh
+    def __init__(self, compiler: GrammarCompiler, spec: StructuredOutputs, kind: str, matcher: Any) -> None:
+        self._compiler, self._spec, self._kind = compiler, spec, kind
+        self._matcher: llguidance.LLMatcher = matcher
         self._tokens: list[int] = []  # advanced and not rolled back, without end tokens
         self._num_ends = 0  # end tokens advanced: the matcher never sees them
         self._mask: torch.Tensor | None = None  # of the present state
@@ -107,12 +95,22 @@ class GrammarConstraint:
     def allowed(self) -> torch.Tensor:
         """bool [vocab], read only: the tokens that may come next; after an end token only end tokens."""
         if self._mask is None:
-            self._mask = self._compute_mask()
+            import numpy as np
+            import torch
+
+            known, is_over = self._compiler.num_known, self._num_ends > 0
+            mask = torch.zeros(self._compiler.vocab_size, dtype=torch.bool)
+            if not is_over:
+                packed = np.frombuffer(self._step(None), dtype=np.uint8)
+                bits = np.unpackbits(packed, count=known, bitorder="little")
+                mask[:known] = torch.from_numpy(bits.view(np.bool_))
+            mask[self._compiler.ends] = is_over or self._matcher.is_accepting()
+            self._mask = mask
         return self._mask
 
     def advance(self, token: int) -> None:
         assert bool(self.allowed()[token]), f"token {token} is not allowed by the grammar here"
-        if token in self._ids.ends:
+        if token in self._compiler.ends:
             self._num_ends += 1
         else:
             self._step(token)
@@ -134,18 +132,6 @@ class GrammarConstraint:
         """The text is complete: an end token came, or nothing else may come."""
         return self._num_ends > 0 or (self._matcher.is_stopped() and not self._matcher.is_error())
 
-    def _compute_mask(self) -> torch.Tensor:
-        import numpy as np
-        import torch
-
-        mask, is_over = torch.zeros(self._ids.vocab_size, dtype=torch.bool), self._num_ends > 0
-        if not is_over:
-            packed = np.frombuffer(self._step(None), dtype=np.uint8)
-            bits = np.unpackbits(packed, count=self._ids.num_known, bitorder="little")
-            mask[: self._ids.num_known] = torch.from_numpy(bits.view(np.bool_))
-        mask[self._ids.ends] = is_over or self._matcher.is_accepting()
-        return mask
-
     def _step(self, token: int | None) -> bytes:
         """Let the matcher consume a token, or with None compute the present state's mask, packed.
 
@@ -157,7 +143,7 @@ class GrammarConstraint:
             raise GrammarError(self._too_complex[place])
         result = _apply(self._matcher, token)
         if self._matcher.is_error() and self._has_undone:
-            self._matcher, self._has_undone = self._fresh(), False
+            self._matcher, self._has_undone = self._compiler.matcher(self._spec)[1], False
             for earlier in self._tokens:
                 _apply(self._matcher, None)  # masks count against the limits too
                 _apply(self._matcher, earlier)
@@ -190,6 +176,7 @@ _REMEDY: Mapping[str, str] = {
 def _to_grammar(spec: StructuredOutputs) -> tuple[str, str]:
     """Which field was given, and llguidance's own grammar text for it."""
     from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
 
     if spec.json is not None or spec.json_object:
         kind = "json_object" if spec.json is None else "json"
@@ -206,7 +193,12 @@ def _to_grammar(spec: StructuredOutputs) -> tuple[str, str]:
         text = _checked_size("choice", f"start: CHOICE\nCHOICE: {choices}")
         return "choice", LLMatcher.grammar_from_lark(text)
     assert spec.grammar is not None, "StructuredOutputs holds exactly one field"
-    return "grammar", LLMatcher.grammar_from_lark(_to_lark(_checked_size("grammar", spec.grammar)))
+    text = _checked_size("grammar", spec.grammar)
+    try:
+        return "grammar", LLMatcher.grammar_from_lark(str(any_to_lark(text)))
+    except Exception as error:  # the converter raises bare Exception for what it cannot read
+        reason = f"{_shorten(str(error))}; {_REMEDY['grammar']}"
+        raise GrammarError(f"structured_outputs.grammar does not compile: {reason}") from error
 
 
 def _schema_text(schema: str | Mapping[str, Any]) -> str:
@@ -223,16 +215,6 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
         remedy = "give a JSON schema: an object such as {'type': 'object'}"
         raise GrammarError(f"structured_outputs.json is {value!r:.60}; {remedy}")
     return text
-
-
-def _to_lark(grammar: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return str(any_to_lark(grammar))
-    except Exception as error:  # the converter raises bare Exception for what it cannot read
-        reason = f"{_shorten(str(error))}; {_REMEDY['grammar']}"
-        raise GrammarError(f"structured_outputs.grammar does not compile: {reason}") from error
 
 
 def _checked_size(kind: str, text: str) -> str:

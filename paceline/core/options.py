@@ -31,9 +31,7 @@ class EngineConfig:
             value = getattr(self, name)
             require(is_whole(value) and value >= 1, name, value, "use a whole number, 1 or more")
         rows, drafted, length = self.max_num_batched_tokens, self.num_speculative_tokens, self.max_model_len
-        remedy = (
-            f"use at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token"
-        )
+        remedy = f"use at least max_num_seqs ({self.max_num_seqs}): every running request gets a token"
         require(rows >= self.max_num_seqs, "max_num_batched_tokens", rows, remedy)
         remedy = f"it must be smaller than the context of {length} tokens"
         require(drafted < length, "num_speculative_tokens", drafted, remedy)

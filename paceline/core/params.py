@@ -42,17 +42,16 @@ class StructuredOutputs:
             require(bool(self.choice), "structured_outputs.choice", self.choice, remedy)
 
 
-# Of whole numbers and of others: the least, the most, and what to do about one outside.
-WHOLE_NUMBERS: dict[str, tuple[int, int | None, str]] = {
+# The least, the most, and what to do about a value outside. Where the least is an int, only whole numbers are
+# allowed.
+LIMITS: dict[str, tuple[float, float, str]] = {
     "n": (1, 1024, "ask for 1 to 1024 completions"),
-    "max_tokens": (1, None, "ask for at least 1 token"),
-    "min_tokens": (0, None, "use 0 or more"),
-    "top_k": (-1, None, "use 0 to keep all tokens"),
+    "max_tokens": (1, math.inf, "ask for at least 1 token"),
+    "min_tokens": (0, math.inf, "use 0 or more"),
+    "top_k": (-1, math.inf, "use 0 to keep all tokens"),
     "logprobs": (0, 1000, "use 0 to 1000, or None"),
     "seed": (-(2**63), 2**64 - 1, "use a 64-bit whole number"),
-    "num_speculative_tokens": (0, None, "use 0 for no drafts"),
-}
-NUMBERS: dict[str, tuple[float, float, str]] = {
+    "num_speculative_tokens": (0, math.inf, "use 0 for no drafts"),
     "temperature": (0.0, 1e4, "use 0 for greedy, or 0.00001 to 10000"),
     "top_p": (1e-9, 1.0, "use a number above 0, at most 1"),
     "min_p": (0.0, 1.0, "use a number from 0 to 1"),
@@ -96,16 +95,13 @@ class SamplingParams:
         return self.temperature == 0
 
     def __post_init__(self) -> None:
-        for name, (low, high, remedy) in WHOLE_NUMBERS.items():
+        for name, (least, most, remedy) in LIMITS.items():
             value = getattr(self, name)
             if value is not None or name not in MAY_BE_NONE:
-                is_within = is_whole(value) and value >= low and (high is None or value <= high)
-                require(is_within, name, value, remedy)
-        for name, (least, most, remedy) in NUMBERS.items():
-            value = getattr(self, name)
-            require(_is_number(value) and least <= value <= most, name, value, remedy)
+                is_number = is_whole(value) if isinstance(least, int) else _is_number(value)
+                require(is_number and least <= value <= most, name, value, remedy)
         is_cold = 0 < self.temperature < 1e-5
-        require(not is_cold, "temperature", self.temperature, NUMBERS["temperature"][2])
+        require(not is_cold, "temperature", self.temperature, LIMITS["temperature"][2])
         remedy = f"more than max_tokens {brief(self.max_tokens)}: lower it or raise max_tokens"
         require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, remedy)
         for name in ("ignore_eos", "include_stop_str_in_output"):

@@ -27,9 +27,7 @@ def processed(request: Request, path: Sequence[int], logits: torch.Tensor) -> to
     temperature applied. A grammar is read in its present state: the caller has advanced it along `path`."""
     params = request.params
     has_options = _has_options(request)
-    if (
-        has_options or not params.is_greedy
-    ):  # `choose` checks a greedy choice, so the maximum is found only once
+    if has_options or not params.is_greedy:  # `choose` checks a greedy choice: one maximum is enough
         _best_of(request, logits)
     if not has_options:
         return logits
@@ -78,16 +76,9 @@ def _best_of(request: Request, logits: torch.Tensor) -> int:
 
 def _has_options(request: Request) -> bool:
     params = request.params
-    return bool(
-        request.constraint is not None
-        or params.allowed_token_ids is not None
-        or request.bad_sequences
-        or params.min_tokens
-        or params.logit_bias
-        or params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
+    is_limited = request.constraint is not None or params.allowed_token_ids is not None
+    is_penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    return bool(is_limited or is_penalized or request.bad_sequences or params.min_tokens or params.logit_bias)
 
 
 def warped(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
@@ -98,20 +89,16 @@ def warped(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
     if 0 < params.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], NEVER)
     if params.top_p < 1:
-        logits = logits.masked_fill(logits < _nucleus_edge(logits, params.top_p), NEVER)
+        total = logits.logsumexp(0)
+        for count in (FEW, logits.numel()):
+            best = logits.topk(min(count, logits.numel())).values
+            reached = int(((best - total).exp().cumsum(0) < params.top_p).sum())
+            if reached < best.numel():
+                break
+        # the smallest logit of the smallest set of best tokens whose probabilities reach top_p
+        edge = best[min(reached, best.numel() - 1)]
+        logits = logits.masked_fill(logits < edge, NEVER)
     return logits
-
-
-def _nucleus_edge(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The smallest logit of the smallest set of best tokens whose probabilities reach top_p."""
-    total = logits.logsumexp(0)
-    for count in (FEW, logits.numel()):
-        best = logits.topk(min(count, logits.numel())).values
-        mass = (best - total).exp().cumsum(0)
-        reached = int((mass < top_p).sum())
-        if reached < best.numel():
-            return best[reached]
-    return best[-1]
 
 
 def probabilities(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
@@ -139,21 +126,6 @@ def pick_of(request: Request, draft: Draft) -> Pick | None:
     if params.is_greedy:
         return Pick(0.0, 0)
     return None if draft.q and not request.is_seeded else Pick(params.temperature, request.seed)
-
-
-def guess(
-    request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None
-) -> tuple[int, torch.Tensor | None]:
-    """A drafter's token after `request.tokens + path`, from its raw logits under the request's settings.
-    Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q
-    [vocab] float64, which comes with the token."""
-    noise = noise or noise_of(request)
-    logits = processed(request, path, logits)
-    position = request.num_tokens + len(path)
-    if request.params.is_greedy or request.is_seeded:
-        return choose(request, logits, position, noise), None
-    warm = warped(request.params, logits)
-    return noise.draw(warm.cpu().numpy(), position, Purpose.DRAFT), warm.softmax(0)
 
 
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:

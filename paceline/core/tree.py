@@ -53,14 +53,6 @@ class Tree:
             children[p].append(i)
         return children
 
-    def ancestors(self, node: int) -> list[int]:
-        """The path from the root to `node`, both included."""
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]
-
     def best_path(self, scores: Sequence[float] | None = None) -> list[int]:
         """The root, its best child, that one's best child, and so on; without scores the first child is."""
         children, path = self.children(), [0]

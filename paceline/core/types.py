@@ -12,6 +12,8 @@ import enum
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from paceline.core.tree import Tree
@@ -100,6 +102,11 @@ class Request:
         return self.params.seed is not None
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether drafts are sampled from q; else what the target would choose is drafted."""
+        return self.params.seed is None and not self.params.is_greedy
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 
@@ -112,26 +119,23 @@ class Request:
         return self.tokens[self.num_prompt :]
 
     @property
-    def num_uncached(self) -> int:
-        return len(self.tokens) - self.cache.num_cached
-
-    @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
 
 
+@dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """What one request does in a pass, as the scheduler says."""
 
-    __slots__ = ("draft_limit", "is_caught_up", "num_lookahead_tokens", "num_new", "request")
+    request: Request
+    num_new: int  # known tokens computed now
+    draft_limit: int = 0  # most draft nodes that could be of use to it
+    num_lookahead_tokens: int = 0  # draft nodes it may add: slots are reserved for them
+    # All known tokens will be computed: the last is a root, and a token is chosen after it.
+    is_caught_up: bool = field(init=False)
 
-    def __init__(self, request: Request, num_new: int, draft_limit: int = 0) -> None:
-        self.request = request
-        self.num_new = num_new  # known tokens computed now
-        self.draft_limit = draft_limit  # most draft nodes that could be of use to it
-        self.num_lookahead_tokens = 0  # draft nodes it may add: slots are reserved for them
-        # All known tokens will be computed: the last is a root, and a token is chosen after it.
-        self.is_caught_up = num_new == len(request.tokens) - request.cache.num_cached
+    def __post_init__(self) -> None:
+        self.is_caught_up = self.num_new == len(self.request.tokens) - self.request.cache.num_cached
 
     @property
     def num_tokens_with_spec(self) -> int:
@@ -188,9 +192,6 @@ class Pick(NamedTuple):
     seed: int
 
 
-Picks = Sequence[Pick]
-
-
 class Segment(NamedTuple):
     """One request's rows in a pass: known tokens as a chain, then maybe a tree hanging from the last one."""
 
@@ -226,28 +227,24 @@ class Moves(NamedTuple):
     targets: list[int]  # no slot twice
 
 
+@dataclass(eq=False)
 class Batch:
     """The columns as int64 in one piece of memory, cut apart when asked for: making a tensor costs more than
     the few numbers in it. Built by runtime/batch.py, never changed."""
 
-    __slots__ = ("_flat", "block_size", "columns", "device", "moves", "picks")
+    columns: Columns
+    device: Any = "cpu"
+    picks: Sequence[Pick] | None = None  # for each of the wanted rows; None where one of them needs more
+    moves: Moves | None = None
+    block_size = BLOCK_SIZE
 
-    def __init__(
-        self, columns: Columns, device: Any = "cpu", picks: Picks | None = None, moves: Moves | None = None
-    ) -> None:
-        """picks: one for each of the wanted rows, or None where one of them needs more."""
-        self.columns, self.block_size, self.device = columns, BLOCK_SIZE, device
-        self.picks, self.moves = picks, moves
-        self._flat: array[int] | None = None
-
-    @property
+    @cached_property
     def flat(self) -> array[int]:
         """Made when first asked for: a GPU reads the columns as they are."""
-        if self._flat is None:
-            self._flat = array("q")
-            for column in self.columns:
-                self._flat.fromlist(column)
-        return self._flat
+        flat = array("q")
+        for column in self.columns:
+            flat.fromlist(column)
+        return flat
 
     @property
     def num_requests(self) -> int:
@@ -255,11 +252,8 @@ class Batch:
 
     def addresses(self) -> list[int]:
         """Where each column lies."""
-        at, found = self.flat.buffer_info()[0], []
-        for column in self.columns:
-            found.append(at)
-            at += 8 * len(column)
-        return found
+        sizes = [8 * len(column) for column in self.columns[:-1]]
+        return list(accumulate(sizes, initial=self.flat.buffer_info()[0]))
 
     def tensors(self) -> ColumnsOf[torch.Tensor]:
         """As torch reads them, int64."""

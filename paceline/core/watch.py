@@ -43,8 +43,8 @@ class Coin(NamedTuple):
     q: float
     weight: float  # min(1, p/q) of the whole chain up to the node in block verification, else 1
     chance: float
-    coin: float | None  # None: p is 0, and no coin was needed
-    is_under: bool
+    coin: float | None = None  # None: p is 0, and no coin was needed
+    is_under: bool = False
 
 
 class Redraw(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from paceline.loaders.checkpoint import Checkpoint
     from paceline.loaders.tokenizer import Tokenizer
     from paceline.runtime.executor import LocalExecutor
+
+Ids = Sequence[int]
+Rows = Sequence[torch.Tensor | None]  # [vocab] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +34,28 @@ class DrafterContext:
     vocab_size: int | None = None  # of the texts that are drafted, where the executor's is another
 
 
+def within(low: float, high: float, default: float | None) -> Any:
+    """A numeric option with its least and its most; floats allow any number between them, ints whole ones."""
+    return field(default=default, metadata={"within": (low, high)})
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
     """A drafter's options, checked on construction: flags, and numbers within their limits."""
 
-    num_speculative_tokens: int = 4  # K: how many tokens to draft
-    # an option, its least and its most; floats allow any number between them, ints only whole ones
-    limits: ClassVar[tuple[tuple[str, float, float], ...]] = (("num_speculative_tokens", 1, 128),)
+    num_speculative_tokens: int = within(1, 128, 4)  # K: how many tokens to draft
 
     def __post_init__(self) -> None:
-        defaults = {option.name: option.default for option in fields(self)}
-        for name in (name for name, default in defaults.items() if isinstance(default, bool)):
-            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "use true or false")
-        for name, low, high in self.limits:
-            value: Any = getattr(self, name)
-            ok, remedy = is_whole(value), f"use a whole number from {low:,} to {high:,}"
-            if isinstance(high, float):
-                ok, remedy = ok or isinstance(value, float), f"use a number from {low:g} to {high:g}"
-            is_unset = value is None and defaults[name] is None
-            require(is_unset or (ok and low <= value <= high), name, value, remedy)
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if isinstance(option.default, bool):
+                require(isinstance(value, bool), name, value, "use true or false")
+            if "within" in option.metadata and (value is not None or option.default is not None):
+                low, high = option.metadata["within"]
+                ok, remedy = is_whole(value), f"use a whole number from {low:,} to {high:,}"
+                if isinstance(high, float):
+                    ok, remedy = ok or isinstance(value, float), f"use a number from {low:g} to {high:g}"
+                require(ok and low <= value <= high, name, value, remedy)
 
 
 class Drafter:
@@ -113,11 +119,7 @@ def empty(request: Request, source: str = "") -> Draft:
 
 
 def chain(
-    request: Request,
-    tokens: Sequence[int],
-    source: str,
-    q: Sequence[torch.Tensor | None] = (),
-    chances: Sequence[float] | None = None,
+    request: Request, tokens: Ids, source: str, q: Rows = (), chances: Sequence[float] | None = None
 ) -> Draft:
     """A chain draft, ended after the first token that would end the request. q: the distribution each token
     was sampled from."""
@@ -129,9 +131,7 @@ def chain(
     return Draft(Tree.chain(request.tokens[-1], tokens), source, known, reached)
 
 
-def tree_draft(
-    request: Request, tokens: Sequence[int], parents: Sequence[int], chances: Sequence[float], source: str
-) -> Draft:
+def tree_draft(request: Request, tokens: Ids, parents: Ids, chances: Sequence[float], source: str) -> Draft:
     """A draft from its nodes, the root first, which are a tree. What would follow a token that ends the
     request is left out."""
     draft = Draft(Tree.known(tuple(tokens), tuple(parents)), source, chances=tuple(chances))
@@ -145,7 +145,7 @@ def tree_draft(
     return draft.cut(kept)
 
 
-def num_same(a: Sequence[int], b: Sequence[int]) -> int:
+def num_same(a: Ids, b: Ids) -> int:
     """How many of their first tokens are the same."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))

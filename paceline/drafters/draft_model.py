@@ -14,7 +14,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.core.types import Cached, Draft, Request, Segment
-from paceline.drafters.base import Drafter, DrafterContext, empty, fit_vocabulary, num_same
+from paceline.drafters.base import Drafter, DrafterContext, empty, fit_vocabulary, num_same, within
 from paceline.drafters.grow import Edge, Growth, TreeConfig, grow
 from paceline.drafters.reading import Reading
 from paceline.runtime.executor import LocalExecutor
@@ -43,9 +43,8 @@ class QuantizedConfig(TreeConfig):
 
 @dataclass(frozen=True, slots=True)
 class EarlyExitConfig(TreeConfig):
-    num_speculative_tokens: int = 2
-    num_layers: int | None = None  # None: two thirds of the target's
-    limits = (*TreeConfig.limits, ("num_layers", 1, 1024))
+    num_speculative_tokens: int = within(1, 128, 2)
+    num_layers: int | None = within(1, 1024, None)  # None: two thirds of the target's
 
 
 @dataclass(slots=True)
@@ -81,7 +80,8 @@ class ModelDrafter(Drafter):
 
         drafts = {}
         for growth, draft in zip(growths, grow(growths, logits_after, self.name), strict=True):
-            self.close(growth.reading, growth.fed(), growth.edges())
+            fed = [*growth.request.tokens, *growth.path(growth.trunk)]
+            self.close(growth.reading, fed, growth.edges())
             drafts[id(growth.request)] = draft
         return [drafts.get(id(r)) or empty(r, self.name) for r in requests]
 
@@ -103,10 +103,8 @@ class DraftModel(ModelDrafter):
         _, tokenizer, executor = context.load_model(self.config.model)
         difference = context.tokenizer.same_as(tokenizer) if context.tokenizer else None
         if difference:
-            raise ConfigError(
-                f"draft model {self.config.model!r} has another tokenizer than the target ({difference}); "
-                "use a draft of the same family"
-            )
+            what = f"draft model {self.config.model!r} has another tokenizer than the target"
+            raise ConfigError(f"{what} ({difference}); use a draft of the same family")
         return executor
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
@@ -194,9 +192,6 @@ class EarlyExit(ModelDrafter):
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:
         """The request's own blocks, read on from its newest token."""
-        readings = []
-        for request, budget in zip(requests, budgets, strict=True):
-            if budget:
-                view = Cached(request.cache.blocks, request.cache.num_cached)
-                readings.append(Reading(request, view, request.tokens[view.num_cached :], budget))
-        return readings
+        asked = [(request, budget) for request, budget in zip(requests, budgets, strict=True) if budget]
+        views = [(r, Cached(r.cache.blocks, r.cache.num_cached), budget) for r, budget in asked]
+        return [Reading(r, view, r.tokens[view.num_cached :], budget) for r, view, budget in views]

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from paceline.core.types import Draft, Request, Seen
+from paceline.core.types import Request, Seen
 from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import Growth
 from paceline.drafters.head_texts import HeadTexts, Text
-from paceline.drafters.heads import GREEDY, HeadDrafter, HeadDrafterConfig, Wanted
+from paceline.drafters.heads import GREEDY, HeadDrafter, HeadDrafterConfig, Reader
 from paceline.heads.config import Eagle1Config, LayeredConfig, MlpSpeculatorConfig
 from paceline.heads.rows import Feed, Guesses, Node, Sampler
 from paceline.heads.torch_heads import TorchMlpHead
@@ -61,9 +61,8 @@ class Eagle(HeadDrafter):
         config, executor = self.head.config, context.executor
         assert isinstance(config, LayeredConfig)
         norm = context.checkpoint.tensor("norm.weight") if isinstance(config, Eagle1Config) else None
-        return executor.backend.chain_head(
-            config, self.head.tensors, executor.decoder, executor.memory.num_blocks, norm, self.longest_chain
-        )
+        sizes = executor.memory.num_blocks, norm, self.longest_chain
+        return executor.backend.chain_head(config, self.head.tensors, executor.decoder, *sizes)
 
     def guess(self, texts: Sequence[Text], samplers: Sequence[Sampler], steps: int) -> Guesses:
         return self.backend.guess(self._feeds(texts), samplers, steps, self.least)
@@ -71,9 +70,8 @@ class Eagle(HeadDrafter):
     def _feeds(self, texts: Sequence[Text]) -> list[Feed]:
         return self.texts.feeds(texts)
 
-    def grow(self, wanted: Sequence[Wanted]) -> list[Draft]:
-        feeds = self._feeds([w.text for w in wanted])
-        trees = [_Nodes(w.text) for w in wanted]
+    def reader(self, texts: Sequence[Text]) -> Reader:
+        feeds, trees = self._feeds(texts), [_Nodes(text) for text in texts]
 
         def logits_after(growing: Sequence[Growth]) -> torch.Tensor:
             rows = [(trees[growth.number], growth, n) for growth in growing for n in growth.frontier]
@@ -85,7 +83,7 @@ class Eagle(HeadDrafter):
                 tree.outputs[n] = source
             return output.logits
 
-        return self.grow_all(wanted, logits_after)
+        return logits_after
 
     def burst_length(self, requests: Sequence[Request], most: int) -> int:
         """Drafts that are not weighed on the device have their full length."""

@@ -22,8 +22,8 @@ from paceline.core.options import require
 from paceline.core.sampling import noise_of, processed, warped
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Segment
-from paceline.drafters.base import DrafterConfig
-from paceline.drafters.reading import Candidate, GrammarWalk, Reading, draw, is_sampled, likeliest
+from paceline.drafters.base import DrafterConfig, within
+from paceline.drafters.reading import Candidate, GrammarWalk, Reading, draw, likeliest
 
 # by node: the model's logits [vocab] after it, or the tokens that are likeliest there where they are known
 Level = torch.Tensor | Sequence[Sequence[Candidate]]
@@ -34,16 +34,11 @@ Edge = tuple[int, int]  # a parent's index, and a token
 class TreeConfig(DrafterConfig):
     """num_speculative_tokens is the number of nodes."""
 
-    tree_width: int = 1  # nodes of a level that are read on, and tokens offered after each; 1: a chain
-    tree_depth: int | None = None  # None: as deep as there are nodes
+    # nodes of a level that are read on, and tokens offered after each; 1: a chain
+    tree_width: int = within(1, 16, 1)
+    tree_depth: int | None = within(1, 128, None)  # None: as deep as there are nodes
     # what is less likely than this, as a whole path, is not drafted (sampled: not drafted on)
-    confidence_threshold: float = 0.0
-    limits = (
-        *DrafterConfig.limits,
-        ("tree_width", 1, 16),
-        ("tree_depth", 1, 128),
-        ("confidence_threshold", 0.0, 1.0),
-    )
+    confidence_threshold: float = within(0.0, 1.0, 0.0)
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
@@ -96,17 +91,13 @@ class Growth:
         local = {node: i for i, node in enumerate(self.rows)}
         return [(local.get(self.parents[n], -1), self.tokens[n]) for n in self.rows]
 
-    def fed(self) -> list[int]:
-        """The tokens whose K/V count as cached."""
-        return [*self.request.tokens, *self.path(self.trunk)]
-
     def extend(self, level: Level) -> None:
         """Add what may follow the nodes of the frontier."""
         if self.trunk < 0:
             self.reading.cache.num_cached += len(self.reading.unread)
             self.trunk = 0
         first = len(self.tokens)
-        if isinstance(level, torch.Tensor) and is_sampled(self.request):
+        if isinstance(level, torch.Tensor) and self.request.is_sampled:
             self._sample(level)
         else:
             self._offer(level)
@@ -166,7 +157,11 @@ class Growth:
         for rank, (value, i) in enumerate(places):
             best = places[0][0]
             sureness = best / self.chances[read[-places[0][1]][0]]
-            if rank + min(_num_above(value / best, sureness), self.levels_left - 1) < self.num_left:
+            # how many of sureness, sureness**2, ... are above this place's share of the best
+            num_above = self.levels_left - 1 if value < best else 0
+            if value < best and sureness < 1:
+                num_above = min(math.ceil(math.log(value / best) / math.log(sureness)) - 1, num_above)
+            if rank + num_above < self.num_left:
                 counts[-i] += 1
         return counts
 
@@ -177,7 +172,7 @@ class Growth:
         sure, ends = self.config.confidence_threshold, self.request.stop_ids
         newest = range(self.newest, len(self.tokens))
         level = [n for n in newest if self.chances[n] >= sure and self.tokens[n] not in ends]
-        if is_sampled(self.request):
+        if self.request.is_sampled:
             return level if self.num_left else []
         # the last one's children would be worse than all that are kept
         kept = set(self._ranked()[: self.reading.budget - 1])
@@ -203,7 +198,7 @@ class Growth:
         """The best of what was offered, or all that was sampled. Depth first, siblings in the order they were
         added: the likeliest path comes first and needs no moving when accepted."""
         kept: Sequence[int] = range(1, len(self.tokens))
-        if not is_sampled(self.request):
+        if not self.request.is_sampled:
             sure, ranked = self.config.confidence_threshold, self._ranked()[: self.reading.budget]
             kept = sorted(n for n in ranked if self.chances[n] >= sure)
         children: dict[int, list[int]] = {}
@@ -230,12 +225,5 @@ def grow(growths: Sequence[Growth], read: Callable[[Sequence[Growth]], Level], s
                 first = end
     finally:
         for growth in growths:
-            growth.grammar.restore()
+            growth.grammar.go([])
     return [growth.draft(source) for growth in growths]
-
-
-def _num_above(share: float, sureness: float) -> int:
-    """How many of sureness, sureness**2, ... are above `share`."""
-    if share >= 1:
-        return 0
-    return 10**6 if sureness >= 1 else math.ceil(math.log(share) / math.log(sureness)) - 1

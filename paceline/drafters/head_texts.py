@@ -37,11 +37,6 @@ class Text:
     has_begun: bool = False  # there is a place
     is_whole: bool = True  # read from the first token on, nothing missing
 
-    @property
-    def is_ready(self) -> bool:
-        """All but the newest token has been seen, and there is something to read."""
-        return bool(self.waiting) and self.next == len(self.request.tokens) - 1
-
     def show(self, seen: Seen) -> None:
         """Rows of the text: the known tokens and the accepted path, after the commit."""
         known, verdict = seen.num_known, seen.verdict
@@ -110,11 +105,7 @@ class HeadTexts:
             if text.waiting[0].position:
                 self._share(text)
         if len(text.waiting) > most:
-            self._read_most(text)
-
-    def _read_most(self, text: Text) -> None:
-        """Take in what waits but for the last row, with which a draft begins."""
-        self._head.read(text.take(len(text.waiting) - 1))
+            self._head.read(text.take(len(text.waiting) - 1))  # a draft begins with the last row
 
     def _share(self, text: Text) -> None:
         """Begin with the rows of another text, as far as they are missing here."""
@@ -126,7 +117,7 @@ class HeadTexts:
             limit = missing + ahead
             same = num_same(other.request.tokens[:limit], text.request.tokens[:limit]) - ahead
             if same > max(most, other.count) and len(other.waiting) > 1:
-                self._read_most(other)
+                self._head.read(other.take(len(other.waiting) - 1))
             if min(same, other.count) > most:
                 best, most = other, min(same, other.count)
         if best is not None:

@@ -9,9 +9,9 @@ the target will add, and the target's own choice is what is emitted. Invariant: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,8 +19,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.core.sampling import pick_of
 from paceline.core.types import Cached, Draft, Needs, Pick, Request, Seen
-from paceline.drafters import shipped
-from paceline.drafters.base import Drafter, DrafterContext, chain, empty
+from paceline.drafters import registry
+from paceline.drafters.base import Drafter, DrafterContext, chain, empty, within
 from paceline.drafters.grow import Growth, Level, TreeConfig, grow
 from paceline.drafters.head_texts import HeadTexts, Text
 from paceline.drafters.reading import Candidate, Reading
@@ -34,7 +34,7 @@ GREEDY = Pick(0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class HeadDrafterConfig(TreeConfig):
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = within(1, 128, 5)
     model: str = ""  # a folder or a Hugging Face name; empty: the head that ships for this target
     # which hidden states of the target the head reads, where its files say it wrongly
     hidden_layers: Sequence[int] | None = None
@@ -49,12 +49,9 @@ class HeadDrafterConfig(TreeConfig):
         require(isinstance(self.model, str), "model", self.model, remedy)
 
 
-class Wanted(NamedTuple):
-    """A draft that a head is to make."""
-
-    text: Text
-    limit: int
-    sampler: Sampler | None  # how the head itself guesses; None: it cannot
+# logits [n, draft vocabulary] after the nodes of these growths' frontiers
+Reader = Callable[[Sequence[Growth]], torch.Tensor]
+Wanted = tuple[Text, int]  # a text, and the most tokens of its draft
 
 
 class HeadDrafter(Drafter):
@@ -68,14 +65,12 @@ class HeadDrafter(Drafter):
 
     def __init__(self, config: HeadDrafterConfig, context: DrafterContext) -> None:
         if context.vocab_size is not None:  # a stage's middle model is not the one the head was trained for
-            raise ConfigError(
-                f"method {self.name!r} drafts for the target alone; use it beside other drafters, "
-                f"not inside 'staged'"
-            )
+            remedy = "use it beside other drafters, not inside 'staged'"
+            raise ConfigError(f"method {self.name!r} drafts for the target alone; {remedy}")
         super().__init__(config)
         # the chance below which a chain is not drafted on; a policy may raise it
         self.least = self.floor = config.confidence_threshold
-        folder = config.model or shipped.folder_of(self.name, context.checkpoint)
+        folder = config.model or registry.shipped_folder(self.name, context.checkpoint)
         self.head = _with_layers(open_head(folder, context.checkpoint, (self.name,)), config.hidden_layers)
         self.needs = Needs(hidden_layers=self.head.config.hidden_layers)
         self.usual = self.head.config.first_accepted  # what a warning compares with
@@ -97,50 +92,48 @@ class HeadDrafter(Drafter):
         """Chains of up to `steps` tokens, in one call."""
         raise NotImplementedError
 
-    def grow(self, wanted: Sequence[Wanted]) -> list[Draft]:
+    def reader(self, texts: Sequence[Text]) -> Reader:
+        """What the head says of these texts' trees, level by level."""
         raise NotImplementedError
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        wanted = list(self._wanted(requests, budgets))
-        chains, trees = [w for w in wanted if w.sampler], [w for w in wanted if not w.sampler]
-        drafts = self._chains(chains) if chains else {}
-        for each, draft in zip(trees, self.grow(trees) if trees else (), strict=True):
-            drafts[each.text.request.id] = draft
-        return [drafts.get(r.id) or empty(r, self.name) for r in requests]
-
-    def _wanted(self, requests: Sequence[Request], budgets: Sequence[int]) -> Iterator[Wanted]:
+        chains, samplers, trees = list[Wanted](), list[Sampler](), list[Wanted]()
         for request, budget in zip(requests, budgets, strict=True):
             text, limit = self._text(request), min(budget, self.config.num_speculative_tokens)
-            if text is not None and limit:
-                yield Wanted(text, limit, self._sampler(request))
+            if text is None or not limit:
+                continue
+            sampler = self._sampler(request)
+            if sampler is None:
+                trees.append((text, limit))
+            else:
+                chains.append((text, limit))
+                samplers.append(sampler)
+        drafts: dict[str, Draft] = {}
+        if chains:
+            texts, limits = zip(*chains, strict=True)
+            tokens, chances = self.guess(texts, samplers, max(limits))
+        for i, (text, limit) in enumerate(chains):
+            sure = [row[i] for row in chances[:limit] if row[i] >= self.config.confidence_threshold]
+            path = [row[i] for row in tokens[: len(sure)]]
+            drafts[text.request.id] = chain(text.request, path, self.name, chances=sure)
+        drafts |= self._grow(trees) if trees else {}
+        return [drafts.get(r.id) or empty(r, self.name) for r in requests]
 
     def _text(self, request: Request) -> Text | None:
-        """None if the head cannot draft for it now."""
+        """None if the head cannot draft for it now: a token but the newest is unseen, or nothing waits."""
         text = self.texts.live.get(request.id)
-        return text if text is not None and text.is_ready else None
+        return text if text and text.waiting and text.next == len(request.tokens) - 1 else None
 
     def _sampler(self, request: Request) -> Sampler | None:
+        """How the head itself guesses; None: it cannot."""
         pick = (request.pick or pick_of(request, empty(request))) if self.config.tree_width == 1 else None
         if pick is None or not self.backend.can_guess(pick.temperature):
             return None
         return Sampler(pick.temperature, pick.seed, len(request.tokens))
 
-    def _chains(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
-        samplers = [w.sampler for w in wanted if w.sampler is not None]
-        tokens, chances = self.guess([w.text for w in wanted], samplers, max(w.limit for w in wanted))
-        drafts = {}
-        for i, (text, limit, _) in enumerate(wanted):
-            sure = [row[i] for row in chances[:limit] if row[i] >= self.config.confidence_threshold]
-            path = [row[i] for row in tokens[: len(sure)]]
-            drafts[text.request.id] = chain(text.request, path, self.name, chances=sure)
-        return drafts
-
-    def grow_all(
-        self, wanted: Sequence[Wanted], logits_after: Callable[[Sequence[Growth]], torch.Tensor]
-    ) -> list[Draft]:
-        """logits_after: [n, draft vocabulary] after the nodes of these growths' frontiers."""
-        requests = [w.text.request for w in wanted]
-        readings = [Reading(w.text.request, Cached(), w.text.request.tokens[-1:], w.limit) for w in wanted]
+    def _grow(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
+        requests, logits_after = [text.request for text, _ in wanted], self.reader([t for t, _ in wanted])
+        readings = [Reading(t.request, Cached(), t.request.tokens[-1:], limit) for t, limit in wanted]
         growths = [Growth(reading, self._tree, number) for number, reading in enumerate(readings)]
         is_greedy = self._offers_on_device and all(pick_of(r, empty(r)) == GREEDY for r in requests)
 
@@ -148,7 +141,8 @@ class HeadDrafter(Drafter):
             logits = logits_after(growing)
             return self._offers(logits) if is_greedy else self._spread(logits)
 
-        return grow(growths, read, self.name)
+        drafts = grow(growths, read, self.name)
+        return {request.id: draft for request, draft in zip(requests, drafts, strict=True)}
 
     def _offers(self, logits: torch.Tensor) -> list[list[Candidate]]:
         """The likeliest tokens after each of many nodes: the host waits for the device once a level."""
@@ -178,8 +172,6 @@ def _with_layers(head: Head, layers: Sequence[int] | None) -> Head:
         return head
     config = head.config
     if not isinstance(config, TappedConfig) or len(layers) != len(config.taps):
-        raise ConfigError(
-            f"hidden_layers is {list(layers)}; {head.where} reads layers {config.hidden_layers}, "
-            f"give as many or leave it out"
-        )
+        remedy = f"{head.where} reads layers {config.hidden_layers}, give as many or leave it out"
+        raise ConfigError(f"hidden_layers is {list(layers)}; {remedy}")
     return replace(head, config=replace(config, taps=tuple(layers)))

@@ -16,7 +16,7 @@ from paceline.core.options import require
 from paceline.core.tree import Tree, join
 from paceline.core.types import Draft, Needs, Request, Seen
 from paceline.drafters import registry
-from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, empty
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, empty, within
 
 DECAY = 0.98  # a round's weight after the next one
 UNSAID = 0.5  # the chance of each further token where a drafter names none
@@ -24,9 +24,9 @@ UNSAID = 0.5  # the chance of each further token where a drafter names none
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig(DrafterConfig):
-    num_speculative_tokens: int = 0  # nodes of the joined tree; 0: the most that one of the drafters has
+    # nodes of the joined tree; 0: the most that one of the drafters has
+    num_speculative_tokens: int = within(0, 128, 0)
     drafters: Sequence[str | Mapping[str, Any]] = ("ngram", "early_exit")  # names, or dicts with options
-    limits = (("num_speculative_tokens", 0, 128),)
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)

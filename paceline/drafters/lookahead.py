@@ -17,27 +17,22 @@ from dataclasses import dataclass
 
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, within
 
 MAX_KEYS = 4096  # first tokens that a request's pool remembers; the least recently used go first
 # how often a token of the pool, and of the window, is right after one that was: roughly as measured
 FOUND, WINDOW = (0.45, 0.05)
+Path = tuple[Sequence[int], float]  # tokens, each of this chance after the one before
 
 
 @dataclass(frozen=True, slots=True)
 class LookaheadConfig(DrafterConfig):
-    num_speculative_tokens: int = 0  # 0: as many nodes as window and n-grams need
+    num_speculative_tokens: int = within(0, 128, 0)  # 0: as many nodes as window and n-grams need
     # So small because a CPU pays for every row. Where rows are nearly free the paper's 7, 5, 7 accept more.
-    max_window_size: int = 1  # W
-    max_ngram_size: int = 2  # N
-    max_verification_set_size: int = 1  # G: n-grams checked in a step
+    max_window_size: int = within(1, 32, 1)  # W
+    max_ngram_size: int = within(2, 16, 2)  # N
+    max_verification_set_size: int = within(1, 32, 1)  # G: n-grams checked in a step
     pool_from_text: bool = True  # n-grams of the text itself are in the pool too
-    limits = (
-        ("num_speculative_tokens", 0, 128),
-        ("max_window_size", 1, 32),
-        ("max_ngram_size", 2, 16),
-        ("max_verification_set_size", 1, 32),
-    )
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
@@ -58,12 +53,8 @@ class Pool:
 
     def add(self, gram: Sequence[int]) -> None:
         first, rest = gram[0], tuple(gram[1:])
-        grams = self._grams.setdefault(first, [])
-        if rest in grams:
-            grams.remove(rest)
-        grams.insert(0, rest)
-        del grams[self.width :]
-        self._grams.move_to_end(first)
+        others = [gram for gram in self._grams.pop(first, ()) if gram != rest]
+        self._grams[first] = [rest, *others][: self.width]
         if len(self._grams) > MAX_KEYS:
             self._grams.popitem(last=False)
 
@@ -96,10 +87,10 @@ class Lookahead(Drafter):
             first = [[text[(j + i) % len(text)] for i in levels] for j in columns]
             state = self._states[request.id] = _State(Pool(self.config.max_verification_set_size), first)
             self._pool_text(state, text)
-        found: list[tuple[Sequence[int], float]] = [(gram, FOUND) for gram in state.pool.after(text[-1])]
-        window = [(path, WINDOW) for path in _paths(state.columns)]
+        paths: list[Path] = [(gram, FOUND) for gram in state.pool.after(text[-1])]
+        paths += [(path, WINDOW) for path in _paths(state.columns)]
         limit = min(budget, self.config.num_speculative_tokens)
-        return _tree_of(text[-1], [*found, *window], limit, request.stop_ids)
+        return _tree_of(text[-1], paths, limit, request.stop_ids)
 
     def _pool_text(self, state: _State, text: Sequence[int]) -> None:
         if self.config.pool_from_text:
@@ -146,12 +137,9 @@ def _paths(columns: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[*trunk[:j], *column] for j, column in enumerate(columns)]
 
 
-def _tree_of(
-    root: int, paths: Sequence[tuple[Sequence[int], float]], budget: int, ends: frozenset[int]
-) -> Draft:
-    """The draft of these paths, each with the chance of its tokens, up to a token that ends the request. A
-    path that the budget does not hold is left out.
-    """
+def _tree_of(root: int, paths: Sequence[Path], budget: int, ends: frozenset[int]) -> Draft:
+    """The draft of these paths, up to a token that ends the request. One that the budget does not hold is
+    left out."""
     tokens, parents, chances = [root], [-1], [1.0]
     places: dict[tuple[int, int], int] = {}
     for whole, chance in paths:

@@ -16,7 +16,7 @@ from operator import mul
 
 from paceline.core.options import require
 from paceline.core.types import Draft, Needs, Request
-from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain, empty, num_same
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain, empty, num_same, within
 
 LONGEST = 128  # tokens that a stage may take back: the longest draft there is
 # what followed a match of n tokens follows it again with the chance n / (n + DOUBT): measured for suffix.py
@@ -25,10 +25,10 @@ DOUBT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class NgramConfig(DrafterConfig):
-    num_speculative_tokens: int = 3
-    prompt_lookup_max: int | None = None  # longest match looked for; None: twice the tokens drafted
+    num_speculative_tokens: int = within(1, 128, 3)
+    # longest match looked for; None: twice the tokens drafted
+    prompt_lookup_max: int | None = within(1, 64, None)
     prompt_lookup_min: int | None = None  # shortest match trusted; None: 1, drafts half as long as it
-    limits = (*DrafterConfig.limits, ("prompt_lookup_max", 1, 64))
 
     def __post_init__(self) -> None:
         DrafterConfig.__post_init__(self)
@@ -52,38 +52,31 @@ class _Index:
     overwrote is kept that long."""
 
     def __init__(self, low: int, high: int) -> None:
-        self.low, self.high, self.num_indexed = low, high, 0
+        self.low, self.high = low, high
         self.ends: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that followed it
-        self.tail: list[int] = []  # the last LONGEST tokens that were indexed, and what each of them replaced
+        self.text: list[int] = []  # that was indexed, and what each of its last tokens replaced
         self.replaced: deque[list[tuple[tuple[int, ...], int | None]]] = deque(maxlen=LONGEST)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index n-grams that have a follower: all but the one that ends the text."""
-        self._take_back(tokens)
-        for end in range(max(self.num_indexed, 1), len(tokens)):
+        """Index n-grams that have a follower: all but the one that ends the text. What was indexed beyond the
+        text as it is now is forgotten."""
+        start = max(len(self.text) - LONGEST, 0)
+        now, before = tokens[start : len(self.text)], self.text[start:]
+        if now != before:
+            same = start + num_same(now, before)
+            for _ in range(max(same, 1), len(self.text)):
+                for gram, place in self.replaced.pop():
+                    if place is None:
+                        del self.ends[gram]
+                    else:
+                        self.ends[gram] = place
+            del self.text[same:]
+        for end in range(max(len(self.text), 1), len(tokens)):
             grams = [tuple(tokens[end - n : end]) for n in range(self.low, min(self.high, end) + 1)]
             if end >= len(tokens) - LONGEST:
                 self.replaced.append([(gram, self.ends.get(gram)) for gram in grams])
             self.ends.update(dict.fromkeys(grams, end))
-        self.tail += tokens[max(self.num_indexed, len(tokens) - LONGEST) :]
-        del self.tail[:-LONGEST]
-        self.num_indexed = len(tokens)
-
-    def _take_back(self, tokens: Sequence[int]) -> None:
-        """Forget what was indexed beyond the text as it is now."""
-        start = self.num_indexed - len(self.tail)
-        now = tokens[start : self.num_indexed]
-        if now == self.tail:
-            return
-        same = start + num_same(now, self.tail)
-        for _ in range(max(same, 1), self.num_indexed):
-            for gram, end in self.replaced.pop():
-                if end is None:
-                    del self.ends[gram]
-                else:
-                    self.ends[gram] = end
-        del self.tail[same - start :]
-        self.num_indexed = same
+        self.text += tokens[len(self.text) :]
 
     def follower(self, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Where the longest match goes on, and how long it is."""

@@ -1,7 +1,7 @@
 """How a drafting model reads a request: its place in the text, the request's grammar moved along guesses and
 back, and from logits at a node the tokens that are offered there.
 
-Invariants: the request is only read, and a grammar is where it was once `GrammarWalk.restore` returned.
+Invariants: the request is only read, and a grammar is where it was once `GrammarWalk.go` is given no path.
 What is sampled comes with the q it was sampled from, after every option of the request; what is not has none.
 """
 
@@ -51,19 +51,10 @@ class GrammarWalk:
             self.constraint.advance(token)
             self.path.append(token)
 
-    def restore(self) -> None:
-        self.go([])
-
 
 class Candidate(NamedTuple):
     token: int
     chance: float  # that the target chooses it too, by the drafting model's own account
-
-
-def is_sampled(request: Request) -> bool:
-    """Whether drafts for it are sampled from q. Greedy and seeded requests are offered what the target would
-    choose instead."""
-    return not request.params.is_greedy and not request.is_seeded
 
 
 def likeliest(request: Request, path: Sequence[int], logits: torch.Tensor, width: int) -> list[Candidate]:

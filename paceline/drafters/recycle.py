@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from paceline.core.types import Draft, Needs, Request, Seen
-from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, tree_draft
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, tree_draft, within
 
 WIDTH = 8
 # how often each rank was the target's choice, to start with: as measured
@@ -31,10 +31,9 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class RecycleConfig(DrafterConfig):
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int = within(1, 128, 8)
     tree: bool = True  # false: only the likeliest successor of each token, as a chain
-    min_token_prob: float = 0.1  # draft nothing with a smaller chance of being accepted
-    limits = (*DrafterConfig.limits, ("min_token_prob", 0.0, 1.0))
+    min_token_prob: float = within(0.0, 1.0, 0.1)  # draft nothing with a smaller chance of being accepted
 
 
 class Recycle(Drafter):

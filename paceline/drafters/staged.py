@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import ConfigError, GrammarError
+from paceline.core.errors import GrammarError
 from paceline.core.noise import child_seed
 from paceline.core.options import require
 from paceline.core.sampling import probabilities, processed
 from paceline.core.tree import Tree
-from paceline.core.types import Draft, Request, ScheduledRequest, Segment, Verdict
+from paceline.core.types import Draft, Request, ScheduledRequest, Verdict
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain, empty, fit_vocabulary
 from paceline.drafters.draft_model import ModelDrafter
-from paceline.drafters.reading import GrammarWalk, Reading, is_sampled, likeliest
+from paceline.drafters.reading import GrammarWalk, Reading, likeliest
 from paceline.runtime.batch import segment_of
 from paceline.runtime.check import judge
 from paceline.runtime.record import StepRecord
@@ -45,11 +45,8 @@ class StagedConfig(DrafterConfig):
             require(isinstance(value, Mapping), name, value, remedy)
         registry.parse(self.drafter)
         kind, _ = registry.parse(self.middle)
-        if not issubclass(kind, ModelDrafter):
-            raise ConfigError(
-                f"middle is {dict(self.middle)!r}; choose a method that runs a model: early_exit, "
-                f"draft_model or quantized"
-            )
+        remedy = "choose a method that runs a model: early_exit, draft_model or quantized"
+        require(issubclass(kind, ModelDrafter), "middle", dict(self.middle), remedy)
 
 
 @dataclass(slots=True)
@@ -81,14 +78,10 @@ class Staged(Drafter):
     def __init__(self, config: StagedConfig, context: DrafterContext) -> None:
         super().__init__(config)
         middle = registry.create(*registry.parse(config.middle), context)
-        assert isinstance(middle, ModelDrafter), "the config has seen to it"
+        assert isinstance(middle, ModelDrafter)
         self.middle = middle
-        kind, self.drafter_config = registry.parse(config.drafter)
         below = replace(context, executor=self.middle.executor, vocab_size=self.middle.vocab_size)
-        self.drafter = registry.create(kind, self.drafter_config, below)
-        # A drafter that keeps an index of the text is asked once a round, before the text goes on with
-        # guesses that may be taken back.
-        self.is_asked_again = self.drafter.can_rewind
+        self.drafter = registry.create(*registry.parse(config.drafter), below)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         stages = [self._begin(reading) for reading in self.middle.open(requests, budgets)]
@@ -97,7 +90,7 @@ class Staged(Drafter):
                 self._step(going)
         finally:
             for stage in stages:
-                stage.grammar.restore()
+                stage.grammar.go([])
         for s in stages:
             self.middle.close(s.reading, s.view.tokens[: s.reading.cache.num_cached])
         drafts = {id(s.request): chain(s.request, s.tokens, self.name, s.q, s.chances) for s in stages}
@@ -105,7 +98,7 @@ class Staged(Drafter):
 
     def _begin(self, reading: Reading) -> _Stage:
         request = reading.request
-        seed = child_seed(request.seed, STAGES + request.num_rounds) if is_sampled(request) else request.seed
+        seed = child_seed(request.seed, STAGES + request.num_rounds) if request.is_sampled else request.seed
         view = replace(request, tokens=list(request.tokens), cache=reading.cache, seed=seed, num_rounds=0)
         return _Stage(request, reading, view, GrammarWalk(request.constraint))
 
@@ -114,7 +107,10 @@ class Staged(Drafter):
         drafts, needs = self._drafts(stages), self.drafter.needs
         scheduled = [ScheduledRequest(stage.view, len(stage.reading.unread)) for stage in stages]
         pairs = zip(scheduled, drafts, strict=True)
-        segments = [self._known(segment_of(one, draft)) for one, draft in pairs]
+        size = self.middle.executor.config.vocab_size
+        segments = [segment_of(one, draft)._replace(pick=None) for one, draft in pairs]
+        # A token that the middle model does not know has no chance there: what is read instead is never used.
+        segments = [s._replace(tokens=[t if t < size else 0 for t in s.tokens]) for s in segments]
         wanted: dict[str, Any] = {"hidden_layers": needs.hidden_layers, "top_tokens": needs.top_tokens}
         output = self.middle.executor.forward(segments, num_layers=self.middle.num_layers, **wanted)
         output = output._replace(logits=fit_vocabulary(output.logits, self.middle.vocab_size), picked=None)
@@ -132,18 +128,13 @@ class Staged(Drafter):
 
     def _drafts(self, stages: Sequence[_Stage]) -> list[Draft]:
         """The middle model adds a token of its own, so one place is kept for it."""
-        most = self.drafter_config.num_speculative_tokens
-        drafting = [s for s in stages if s.num_left > 1 and (self.is_asked_again or not s.chances)]
+        most = self.drafter.config.num_speculative_tokens
+        # one that keeps an index of the text is asked before the text goes on with guesses, and not again
+        drafting = [s for s in stages if s.num_left > 1 and (self.drafter.can_rewind or not s.chances)]
         limits = [min(s.num_left - 1, most) for s in drafting]
         proposed = self.drafter.propose([s.view for s in drafting], limits) if drafting else []
         by_stage = {id(s): draft for s, draft in zip(drafting, proposed, strict=True)}
         return [by_stage.get(id(s)) or Draft(Tree.chain(s.view.tokens[-1])) for s in stages]
-
-    def _known(self, segment: Segment) -> Segment:
-        """A token that the middle model does not know has no chance there: what is read in its place is never
-        used."""
-        size = self.middle.executor.config.vocab_size
-        return segment._replace(tokens=[t if t < size else 0 for t in segment.tokens], pick=None)
 
     def _take(self, stage: _Stage, verdict: Verdict, logits: torch.Tensor) -> bool:
         """Let the copy's text go on; false if it has ended. logits: [nodes at least, vocab]."""
@@ -153,7 +144,7 @@ class Staged(Drafter):
         try:
             for node, token in zip(verdict.path, verdict.tokens, strict=True):
                 before = stage.chances[-1] if stage.chances else 1.0
-                if is_sampled(view):
+                if view.is_sampled:
                     stage.q.append(probabilities(view.params, processed(view, (), logits[node])))
                     stage.chances.append(before * float(stage.q[-1][token]))
                 else:

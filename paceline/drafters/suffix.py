@@ -13,102 +13,37 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from paceline.core.types import Draft, Needs, Request
-from paceline.cpu import suffixes, votes
+from paceline.cpu import votes
 from paceline.cpu.compile import entry_of
-from paceline.cpu.suffixes import Arrays
-from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, tree_draft
+from paceline.cpu.recycle import address
+from paceline.cpu.suffix_tree import SuffixTree, header_of
+from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, tree_draft, within
 from paceline.heads.rows import Matcher
 
 # How much a single occurrence is doubted, in the request's own text and in that of others: a match of d
 # tokens that occurred n times and was always followed by the same token is followed by it again with the
 # chance n / (n + doubt / d). Fitted to answers of the default model.
 DOUBTS = (2.0, 12.0)
-SLOT_BYTES = 8 * 4 + 2 * 4 + 4  # of a node, its two places in the hash table, and a token of text
-FIRST_SIZE = 1024  # slots
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig(DrafterConfig):
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int = within(1, 128, 8)
     # draft several continuations where votes differ and that is likelier than a longer chain
     tree: bool = True
-    suffix_decoding_max_tree_depth: int = 24  # tokens of a match and what followed it
-    suffix_decoding_max_spec_factor: float = 4.0  # drafted tokens for each that matched, at most
-    suffix_decoding_min_token_prob: float = 0.1  # draft nothing with a smaller chance of being accepted
-    suffix_decoding_max_cached_requests: int = 10_000  # past answers remembered; 0: none
+    suffix_decoding_max_tree_depth: int = within(2, 64, 24)  # tokens of a match and what followed it
+    # drafted tokens for each that matched, at most
+    suffix_decoding_max_spec_factor: float = within(0.0, 1000.0, 4.0)
+    # draft nothing with a smaller chance of being accepted
+    suffix_decoding_min_token_prob: float = within(0.0, 1.0, 0.1)
+    # past answers remembered; 0: none
+    suffix_decoding_max_cached_requests: int = within(0, 2**31, 10_000)
     # of the tree of past answers, and of each running request's tree
-    suffix_decoding_max_bytes: int = 32 * 2**20
-    limits = (
-        *DrafterConfig.limits,
-        ("suffix_decoding_max_tree_depth", 2, 64),
-        ("suffix_decoding_max_cached_requests", 0, 2**31),
-        ("suffix_decoding_max_bytes", 2**20, 2**36),
-        ("suffix_decoding_max_spec_factor", 0.0, 1000.0),
-        ("suffix_decoding_min_token_prob", 0.0, 1.0),
-    )
-
-
-class SuffixTree:
-    """Counts of all strings up to a depth in the newest text it was shown; cpu/suffixes.py has the layout.
-
-    Invariant: it never holds more than `max_bytes` (`num_bytes` says how many it does). Until then it grows;
-    after that the oldest tokens are forgotten, one for each that comes. A token costs at most `depth` steps.
-    """
-
-    def __init__(self, depth: int, max_bytes: int) -> None:
-        self.max_size = 1 << (max_bytes // SLOT_BYTES).bit_length() - 1
-        assert self.max_size >= (depth + 2) ** 2, "a tree holds at least the last `depth` tokens"
-        root, empty = np.zeros((1, 8), np.int32), np.full(1, suffixes.SEPARATOR, np.int32)
-        root[0, suffixes.WHERE] = -1
-        state, active = np.zeros(5, np.int64), np.zeros(depth, np.int32)
-        self.arrays = Arrays(root, np.zeros(2, np.int32), empty, state, active)
-        self._resize(min(FIRST_SIZE, self.max_size))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.size * SLOT_BYTES
-
-    @property
-    def num_pushed(self) -> int:
-        """Tokens and ends of texts so far, forgotten ones too."""
-        return int(self.arrays.state[suffixes.END])
-
-    @property
-    def num_held(self) -> int:
-        return self.num_pushed - int(self.arrays.state[suffixes.BEGIN])
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """The text goes on."""
-        left = array("i", tokens)
-        while True:
-            num_taken = suffixes.extend(self.at, left.buffer_info()[0], len(left))
-            if num_taken == len(left):
-                return
-            left = left[num_taken:]
-            self.grow()
-
-    def close(self, begin: int = 0) -> None:
-        """The text is complete, and what comes next is another. All that began before `begin`, as
-        `num_pushed` counts, is forgotten."""
-        suffixes.close(self.at, begin)
-
-    def grow(self) -> None:
-        self._resize(2 * self.size)
-
-    def _resize(self, size: int) -> None:
-        old = self.arrays
-        nodes, table = np.zeros((size, 8), np.int32), np.zeros(2 * size, np.int32)
-        self.arrays = Arrays(nodes, table, np.empty(size, np.int32), old.state, old.active)
-        suffixes.move(*self.arrays[:4], old.nodes, old.text)
-        self._header = header_of(self.arrays, size, len(old.active), size < self.max_size)
-        self.at = self._header.buffer_info()[0]  # what kernels are given
-        self.size = size
+    suffix_decoding_max_bytes: int = within(2**20, 2**36, 32 * 2**20)
 
 
 class Suffix(Drafter):
@@ -178,21 +113,11 @@ class Suffix(Drafter):
     def release(self, request: Request) -> None:
         """Forget the request's tree; its answer joins the past, and the oldest one leaves it if there are too
         many. Not if it was never drafted for: where drafts do not pay, neither does learning."""
-        most, was_drafted = self.config.suffix_decoding_max_cached_requests, request.id in self._live
-        self._live.pop(request.id, None)
-        if not was_drafted or not request.num_output or not most:
+        most = self.config.suffix_decoding_max_cached_requests
+        if self._live.pop(request.id, None) is None or not request.num_output or not most:
             return
         self.past.extend(request.output)
         self.past.close(self._ends.popleft() if len(self._ends) >= most else 0)
         self._ends.append(self.past.num_pushed)
         while self._ends[0] <= self.past.num_pushed - self.past.num_held:  # forgotten for want of room
             self._ends.popleft()
-
-
-def header_of(arrays: Iterable[np.ndarray], *sizes: int) -> array[int]:
-    """What a kernel is given the address of (`buffer_info()[0]`): where the arrays lie, and their sizes."""
-    return array("q", [*(address(each) for each in arrays), *sizes])
-
-
-def address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])

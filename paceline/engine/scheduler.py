@@ -116,7 +116,7 @@ class Scheduler:
         elif self.config.enable_prefix_caching:
             self.kv.adopt_prefix(request.cache, request.tokens)
         num_shared = request.cache.num_cached
-        num_new = min(request.num_uncached, self._budget)
+        num_new = min(len(request.tokens) - request.cache.num_cached, self._budget)
         if not self.kv.reserve(request.cache, request.cache.num_cached + num_new):
             self.kv.free(request.cache)
             return False

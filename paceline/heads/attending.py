@@ -8,6 +8,7 @@ places and those listed for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,29 +17,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.heads.config import DflashConfig, LayeredConfig
+from paceline.heads.modules import Tensors
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Row, Sampler
-from paceline.heads.torch_heads import Tensors, TorchHead
+from paceline.heads.torch_heads import TorchHead
 from paceline.models.layer import masked, rms_norm
 from paceline.models.rope import rotary_tables
 
 
+@dataclass(slots=True)
 class TorchPlace:
-    """Keys and values of a sequence, [layers, room, kv heads, dim]."""
+    """A sequence's keys and values."""
 
-    __slots__ = ("keys", "values")
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+    kept: Tensor  # [2, layers, room, kv heads, dim]
 
     def reserve(self, length: int) -> None:
-        room = self.keys.shape[1]
+        room = self.kept.shape[2]
         if length > room:
-            more = (0, 0, 0, 0, 0, max(length, 2 * room, 64) - room)
-            self.keys, self.values = functional.pad(self.keys, more), functional.pad(self.values, more)
-
-    def attend(self, i: int, q: Tensor, length: int, visible: Tensor | None) -> Tensor:
-        """Layer i: q [rows, heads, dim] over the first places; visible [rows, length], all where None."""
-        return masked(q[None], self.keys[None, i, :length], self.values[None, i, :length], visible)[0]
+            self.kept = functional.pad(self.kept, (0, 0, 0, 0, 0, max(length, 2 * room, 64) - room))
 
 
 class _Rows(NamedTuple):
@@ -47,7 +42,14 @@ class _Rows(NamedTuple):
     place: TorchPlace
     at: Tensor  # [rows]: where their keys and values go, the last one last
     positions: Tensor  # [rows]
-    visible: Tensor | None  # [rows, places up to the last row's] bool; None: all
+    visible: Tensor | None = None  # [rows, places up to the last row's] bool; None: all
+
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Layer i: q [rows, heads, dim] over the places up to the last row's, whose k and v are written."""
+        keys, values = self.place.kept[:, i]
+        keys[self.at], values[self.at] = k, v
+        end = int(self.at[-1]) + 1
+        return masked(q[None], keys[None, :end], values[None, :end], self.visible)[0]
 
 
 class AttendingHead(TorchHead):
@@ -64,12 +66,11 @@ class AttendingHead(TorchHead):
         self._tables = rotary_tables(config.rope, config.head_dim, room).to(device)
 
     def place(self) -> TorchPlace:
-        shape = (self.module.num_layers, 0, self.config.num_kv_heads, self.config.head_dim)
-        empty = torch.empty(shape, dtype=self._dtype, device=self.device)
-        return TorchPlace(empty, empty)
+        shape = (2, self.module.num_layers, 0, self.config.num_kv_heads, self.config.head_dim)
+        return TorchPlace(torch.empty(shape, dtype=self._dtype, device=self.device))
 
     def fork(self, place: TorchPlace, length: int) -> TorchPlace:
-        return TorchPlace(place.keys[:, :length].clone(), place.values[:, :length].clone())
+        return TorchPlace(place.kept[:, :, :length].clone())
 
     def _features(self, rows: Sequence[Row]) -> Tensor:
         """[rows, taps * hidden] of the target; rows of one pass are taken together."""
@@ -132,28 +133,21 @@ class TorchChainHead(AttendingHead):
             found = []
             for i, feed in enumerate(feeds):
                 at = self._tensor([feed.start + len(feed.tokens) + step - 1])
-                rows = _Rows(feed.place, at, at, None)
-                found.append(self._run(rows, tokens[i : i + 1], sources[i : i + 1]))
+                found.append(self._run(_Rows(feed.place, at, at), tokens[i : i + 1], sources[i : i + 1]))
             return self._predict(torch.cat(found))
 
         return self._chain(self.begin(feeds), steps, following)
 
     def _run(self, rows: _Rows, tokens: Tensor, source: Tensor) -> Tensor:
         """Outputs [rows, hidden]."""
-        place, end = rows.place, int(rows.at[-1]) + 1
-        place.reserve(end)
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            place.keys[i, rows.at], place.values[i, rows.at] = k, v
-            return place.attend(i, q, end, rows.visible)
-
+        rows.place.reserve(int(rows.at[-1]) + 1)
         embedded = self._embed(tokens).to(self._dtype)
-        found: Tensor = self.module(embedded, source, self._tables.at(rows.positions), attend)
+        found: Tensor = self.module(embedded, source, self._tables.at(rows.positions), rows.attend)
         return found
 
     def _predict(self, x: Tensor) -> HeadOutput:
         hidden, source = self.module.finish(x)
-        return HeadOutput(self.module.lm_head(hidden), list(source))
+        return HeadOutput(self.module.lm_head(hidden), source)
 
 
 class TorchBlockHead(AttendingHead):
@@ -172,7 +166,7 @@ class TorchBlockHead(AttendingHead):
         feed.place.reserve(end + self.config.block_size)
         angles = self._tables.at(torch.arange(feed.start, end, device=self.device))
         for i, (k, v) in enumerate(self.module.keys_values(self._features(feed.rows), angles)):
-            feed.place.keys[i, feed.start : end], feed.place.values[i, feed.start : end] = k, v
+            feed.place.kept[0, i, feed.start : end], feed.place.kept[1, i, feed.start : end] = k, v
 
     @torch.inference_mode()
     def logits(self, feeds: Sequence[Feed], steps: int) -> Tensor:
@@ -185,28 +179,22 @@ class TorchBlockHead(AttendingHead):
 
     @torch.inference_mode()
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses:
-        """The likeliest tokens, from left to right; the device is waited for once."""
-        tokens, chances, module = [], [], self.module
-        words = self._words[self._tensor([feed.tokens[-1] for feed in feeds])]
-        for logits in self.logits(feeds, steps):
-            if self.config.markov_rank:
-                logits = logits + module.markov_w2(module.markov_w1.rows(words))
-            chance, words = logits.float().softmax(-1).max(-1)
-            tokens.append(self._tokens(words))
-            chances.append(chance)
-        return Guesses(torch.stack(tokens).tolist(), torch.stack(chances).cumprod(0).tolist())
+        """The likeliest tokens, from left to right."""
+        logits, module = self.logits(feeds, steps), self.module
+
+        def following(tokens: Tensor, _: Any, step: int) -> HeadOutput:
+            if not self.config.markov_rank:
+                return HeadOutput(logits[step], ())
+            return HeadOutput(logits[step] + module.markov_w2(module.markov_w1.rows(self._words[tokens])), ())
+
+        roots = self._tensor([feed.tokens[-1] for feed in feeds])
+        return self._chain(following(roots, (), 0), steps, following)
 
     def _block(self, feed: Feed) -> Tensor:
         """[size, hidden]: rows that see the whole context and each other."""
-        start = feed.start + len(feed.rows)
-        end = start + self.config.block_size
-        tokens = [feed.tokens[-1], *[self.config.mask_token_id] * (end - start - 1)]
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            feed.place.keys[i, start:end], feed.place.values[i, start:end] = k, v
-            found: Tensor = feed.place.attend(i, q, end, None)
-            return found
-
-        angles = self._tables.at(torch.arange(start, end, device=self.device))
-        found: Tensor = self.module(self._embed(self._tensor(tokens)).to(self._dtype), angles, attend)
+        start, size = feed.start + len(feed.rows), self.config.block_size
+        tokens = self._tensor([feed.tokens[-1], *[self.config.mask_token_id] * (size - 1)])
+        at = torch.arange(start, start + size, device=self.device)
+        rows, angles = _Rows(feed.place, at, at), self._tables.at(at)
+        found: Tensor = self.module(self._embed(tokens).to(self._dtype), angles, rows.attend)
         return found

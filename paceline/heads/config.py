@@ -8,17 +8,13 @@ stream after n layers.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from paceline.core.errors import ConfigError, ModelFileError
-from paceline.core.options import from_options, nearest
-from paceline.models.config import ModelConfig, RopeConfig
-
-if TYPE_CHECKING:
-    from paceline.loaders.checkpoint import Checkpoint
+from paceline.core.options import from_options, is_whole, nearest, require
+from paceline.models.config import RopeConfig
 
 Kind = Literal["eagle", "medusa", "dflash", "draft", "mlp_speculator"]
 FORMAT = 1
@@ -49,15 +45,14 @@ class HeadConfig:
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self) if f.name in LIMITS):
             value, most = getattr(self, name), LIMITS[name]
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ConfigError(f"{name} is {value!r}; a head has a whole number from 1 to {most}")
-        if self.draft_vocab_size > self.vocab_size:
-            words = f"the target knows {self.vocab_size} tokens"
-            raise ConfigError(f"draft_vocab_size is {self.draft_vocab_size}; {words}")
-        if isinstance(self.first_accepted, bool) or not 0 <= self.first_accepted <= 1:
-            raise ConfigError(f"first_accepted is {self.first_accepted!r}; it is a share, from 0 to 1")
+            remedy = f"a head has a whole number from 1 to {most}"
+            require(is_whole(value) and 1 <= value <= most, name, value, remedy)
+        words, remedy = self.draft_vocab_size, f"the target knows {self.vocab_size} tokens"
+        require(words <= self.vocab_size, "draft_vocab_size", words, remedy)
+        share, remedy = self.first_accepted, "it is a share, from 0 to 1"
+        require(not isinstance(share, bool) and 0 <= share <= 1, "first_accepted", share, remedy)
         for tap in self.hidden_layers:
-            if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap <= self.target_layers:
+            if not is_whole(tap) or not 0 <= tap <= self.target_layers:
                 raise ConfigError(f"the head reads layer {tap!r}; the target has {self.target_layers}")
 
     @property
@@ -240,46 +235,9 @@ def _from_values(kind: type[HeadConfig], values: Mapping[str, Any], where: str) 
     return from_options(kind, options, f"a head of kind {kind.kind}")
 
 
-def shared_fields(target: ModelConfig, name: str, digest: str, draft_vocab_size: int) -> dict[str, Any]:
-    """What every head of this target has in its config."""
-    return {
-        "target_name": name,
-        "target_hash": digest,
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
-        "target_layers": target.num_layers,
-        "rms_eps": target.rms_eps,
-        "draft_vocab_size": min(draft_vocab_size, target.vocab_size),
-    }
-
-
 def default_taps(num_layers: int, count: int = 3) -> tuple[int, ...]:
     """Low, middle and high as EAGLE-3 has them; spread evenly for another count or very few layers."""
     if count == 3 and num_layers >= 6:
         return 2, num_layers // 2, num_layers - 3
     low, high = (2, num_layers - 2) if num_layers >= 6 else (0, num_layers)
     return tuple(round(low + i * (high - low) / max(1, count - 1)) for i in range(count))
-
-
-def target_hash(checkpoint: Checkpoint) -> str:
-    """Which weights a head belongs to: sizes, the last norm, and the keys of the first and last layer."""
-    import torch
-
-    config = checkpoint.config
-    layers = (config.num_layers, config.num_heads, config.num_kv_heads)
-    sizes = (config.family, config.vocab_size, config.hidden_size, *layers)
-    digest = hashlib.sha256(repr(sizes).encode())
-    for name in ("norm.weight", *(f"layers.{i}.self_attn.k_proj.weight" for i in (0, config.num_layers - 1))):
-        digest.update(checkpoint.tensor(name).to(torch.float16).contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def check_target(config: HeadConfig, checkpoint: Checkpoint, where: str) -> None:
-    """A head only runs on the target it was trained for."""
-    found = target_hash(checkpoint)
-    if found != config.target_hash:
-        raise ModelFileError(
-            f"{where}: this {config.kind} head was trained for {config.target_name} "
-            f"({config.target_hash[:12]}), not for {checkpoint.name} ({found[:12]}); "
-            f"use a head of that target, or train one: paceline train {config.kind}"
-        )

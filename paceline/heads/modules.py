@@ -17,22 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.heads.config import (
-    DflashConfig,
-    DraftConfig,
-    Eagle1Config,
-    EagleConfig,
-    HeadConfig,
-    LayeredConfig,
-    MedusaConfig,
-    MlpSpeculatorConfig,
-    SeparateMedusaConfig,
-)
+from paceline.heads import config as configs
 from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
 from paceline.models.rope import Angles
 
+Tensors = Mapping[str, Tensor]
 
-def sizes_of(config: LayeredConfig) -> Sizes:
+
+def sizes_of(config: configs.LayeredConfig) -> Sizes:
     """Of one of its layers."""
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     widths = config.hidden_size, config.intermediate_size
@@ -62,22 +54,15 @@ class ChainModule(HeadModule):
         return x, x
 
 
-class EagleLayer(Layer):
-    """Reads a token and a source, each with a norm of its own."""
-
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__(sizes_of(config), 2 * config.hidden_size)
-        self.hidden_norm = Norm(config.hidden_size, config.rms_eps)
-
-
 class Eagle(ChainModule):
-    """EAGLE-3."""
+    """EAGLE-3: its layer reads a token and a source, each with a norm of its own."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: configs.EagleConfig) -> None:
         super().__init__(config)
         d = config.hidden_size
         self.fc = Linear.empty(len(config.taps) * d, d)
-        self.midlayer = EagleLayer(config)
+        self.midlayer: Any = Layer(sizes_of(config), 2 * d)
+        self.midlayer.hidden_norm = Norm(d, config.rms_eps)
         self.norm = Norm(d, config.rms_eps)
 
     def source(self, features: Tensor) -> Tensor:
@@ -100,7 +85,7 @@ class Eagle(ChainModule):
 class Eagle1(ChainModule):
     """EAGLE-1 and -2: no norms at the ends."""
 
-    def __init__(self, config: Eagle1Config) -> None:
+    def __init__(self, config: configs.Eagle1Config) -> None:
         super().__init__(config)
         self.fc = Linear.empty(2 * config.hidden_size, config.hidden_size, has_bias=config.has_fc_bias)
         self.midlayer = Layer(sizes_of(config))
@@ -113,7 +98,7 @@ class Eagle1(ChainModule):
 class Draft(ChainModule):
     """A small llama on the target's embeddings."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: configs.DraftConfig) -> None:
         super().__init__(config)
         self.num_layers = config.num_layers
         self.layers = nn.ModuleList(Layer(sizes_of(config)) for _ in range(config.num_layers))
@@ -129,7 +114,7 @@ class Draft(ChainModule):
 class Dflash(HeadModule):
     """A block in one pass: fused features are keys and values of every layer, beside those of the block."""
 
-    def __init__(self, config: DflashConfig) -> None:
+    def __init__(self, config: configs.DflashConfig) -> None:
         super().__init__(config)
         d = config.hidden_size
         self.num_layers = config.num_layers
@@ -154,14 +139,14 @@ class Dflash(HeadModule):
 class Medusa(HeadModule):
     """Stacks of residual blocks, one a position ahead."""
 
-    def __init__(self, config: MedusaConfig) -> None:
+    def __init__(self, config: configs.MedusaConfig) -> None:
         super().__init__(config)
         d, count = config.hidden_size, config.num_heads_ahead
         self.blocks = nn.ModuleList(nn.Module() for _ in range(count))
         for block in self.blocks:
             block.layers = nn.ModuleList(Linear.empty(d, d, has_bias=True) for _ in range(config.num_blocks))
         self.trunk = None if config.trunk is None else Eagle(config.trunk)
-        if isinstance(config, SeparateMedusaConfig):
+        if isinstance(config, configs.SeparateMedusaConfig):
             self.lm_heads = nn.ModuleList(Linear.empty(d, config.draft_vocab_size) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,7 +178,7 @@ class ShiftedNorm(Norm):
 class MlpSpeculator(HeadModule):
     """A state takes in one token a step; where weights are tied, all steps but the first share theirs."""
 
-    def __init__(self, config: MlpSpeculatorConfig) -> None:
+    def __init__(self, config: configs.MlpSpeculatorConfig) -> None:
         super().__init__(config)
         inner, vocab, steps = config.inner_dim, config.vocab_size, config.num_predict
         shared = 1 if config.is_tied else steps
@@ -214,14 +199,14 @@ class MlpSpeculator(HeadModule):
         return head(state), state
 
 
-MODULES: dict[type[HeadConfig], Any] = {
-    EagleConfig: Eagle,
-    Eagle1Config: Eagle1,
-    DraftConfig: Draft,
-    DflashConfig: Dflash,
-    MedusaConfig: Medusa,
-    SeparateMedusaConfig: Medusa,
-    MlpSpeculatorConfig: MlpSpeculator,
+MODULES: dict[type[configs.HeadConfig], Any] = {
+    configs.EagleConfig: Eagle,
+    configs.Eagle1Config: Eagle1,
+    configs.DraftConfig: Draft,
+    configs.DflashConfig: Dflash,
+    configs.MedusaConfig: Medusa,
+    configs.SeparateMedusaConfig: Medusa,
+    configs.MlpSpeculatorConfig: MlpSpeculator,
 }
 
 
@@ -231,14 +216,14 @@ def through(layers: nn.ModuleList, x: Tensor, angles: Angles, attend: AttendIn) 
     return x
 
 
-def empty_module(config: HeadConfig) -> Any:
+def empty_module(config: configs.HeadConfig) -> Any:
     """The definition, its weights without numbers."""
     with torch.device("meta"):
         return MODULES[type(config)](config)
 
 
 def load_module(
-    config: HeadConfig, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+    config: configs.HeadConfig, tensors: Tensors, device: torch.device, dtype: torch.dtype
 ) -> Any:
     """The definition with these weights. Rows of the target's output layer may be among them as `lm_head`."""
     module = empty_module(replace(config, has_lm_head="lm_head.weight" in tensors))
@@ -247,7 +232,7 @@ def load_module(
     return module
 
 
-def tensor_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: configs.HeadConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a head's file, with its shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in empty_module(config).state_dict().items()}
     if config.draft_vocab_size < config.vocab_size:

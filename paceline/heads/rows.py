@@ -52,7 +52,7 @@ class Sampler(NamedTuple):
 
 class HeadOutput(NamedTuple):
     logits: torch.Tensor  # [n, draft vocabulary]; the next call may overwrite them
-    outputs: Sequence[Any]  # [n]: each a source for nodes that follow
+    outputs: Any  # [n]: each a source for nodes that follow
 
 
 class Guesses(NamedTuple):

@@ -6,18 +6,18 @@ Invariant: only greedy drafts are guessed here, and the device is waited for onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.heads.config import HeadConfig, MedusaConfig
-from paceline.heads.modules import load_module
+from paceline.heads.modules import Tensors, load_module
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Row, Sampler
 from paceline.models.layer import rms_norm
 
-Tensors = Mapping[str, Tensor]
+Following = Callable[[Tensor, Any, int], HeadOutput]  # (tokens, the sources of their rows, step)
 
 
 class TorchHead:
@@ -38,17 +38,15 @@ class TorchHead:
         """Draft ids -> tokens."""
         return words if self._ids is None else self._ids[words]
 
-    def _chain(
-        self, output: HeadOutput, steps: int, following: Callable[[Tensor, Tensor, int], HeadOutput]
-    ) -> Guesses:
-        """The likeliest tokens, step by step. following: (tokens, the sources of their rows, step)."""
+    def _chain(self, output: HeadOutput, steps: int, following: Following) -> Guesses:
+        """The likeliest tokens, step by step."""
         tokens, chances = [], []
         for step in range(1, steps + 1):
             chance, best = output.logits.float().softmax(-1).max(-1)
             tokens.append(self._tokens(best))
             chances.append(chance)
             if step < steps:
-                output = following(tokens[-1], torch.stack(list(output.outputs)), step)
+                output = following(tokens[-1], output.outputs, step)
         return Guesses(torch.stack(tokens).tolist(), torch.stack(chances).cumprod(0).tolist())
 
 
@@ -100,4 +98,4 @@ class TorchMlpHead(NormedHead):
 
     def _step(self, tokens: Tensor, state: Tensor, step: int) -> HeadOutput:
         logits, state = self.module(state, tokens, step)
-        return HeadOutput(logits, list(state))
+        return HeadOutput(logits, state)

@@ -6,12 +6,15 @@ hash for which weights it was trained, one of another project is known by its si
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from paceline.core.errors import ModelFileError
-from paceline.heads.config import check_target, read_head_config
+from paceline.heads.config import HeadConfig, read_head_config
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders import hub
 from paceline.loaders.foreign_heads import read_foreign
@@ -62,3 +65,25 @@ def _check(head: Head, target: Checkpoint) -> None:
     is_inside = int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
     if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
         raise ModelFileError(f"{head.where}: draft tokens are not an ascending list; the file is damaged")
+
+
+def target_hash(checkpoint: Checkpoint) -> str:
+    """Which weights a head belongs to: sizes, the last norm, and the keys of the first and last layer."""
+    config = checkpoint.config
+    layers = (config.num_layers, config.num_heads, config.num_kv_heads)
+    sizes = (config.family, config.vocab_size, config.hidden_size, *layers)
+    digest = hashlib.sha256(repr(sizes).encode())
+    for name in ("norm.weight", *(f"layers.{i}.self_attn.k_proj.weight" for i in (0, config.num_layers - 1))):
+        digest.update(checkpoint.tensor(name).to(torch.float16).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_target(config: HeadConfig, checkpoint: Checkpoint, where: str) -> None:
+    """A head only runs on the target it was trained for."""
+    found = target_hash(checkpoint)
+    if found != config.target_hash:
+        raise ModelFileError(
+            f"{where}: this {config.kind} head was trained for {config.target_name} "
+            f"({config.target_hash[:12]}), not for {checkpoint.name} ({found[:12]}); "
+            f"use a head of that target, or train one: paceline train {config.kind}"
+        )

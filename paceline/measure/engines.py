@@ -19,7 +19,6 @@ from paceline.core.options import nearest
 from paceline.core.params import SamplingParams
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter
-from paceline.drafters.shipped import shipped_head
 from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
@@ -76,7 +75,7 @@ def engine_with(llm: LLM, drafter: Any, most: int) -> Engine:
 def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
     """As `LLM` makes it by default, without what a profile on disk knows of its drafters."""
     executor, config = llm.engine.executor, llm.engine.config
-    head = shipped_head(llm.checkpoint, has_head)
+    head = registry.shipped_head(llm.checkpoint, has_head)
     options = [registry.AUTO, *([head] if head else ())]
     lengths = [registry.parse(each)[1].num_speculative_tokens for each in options]
     drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)

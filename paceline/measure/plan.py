@@ -7,11 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.core import formulas
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest
 from paceline.loaders.checkpoint import describe
-from paceline.measure import roofline
+from paceline.measure import formulas, roofline
 from paceline.measure.options import Paper
 from paceline.measure.results import Table, cell, table_of
 from paceline.measure.roofline import HARDWARE, THIS, Deployment, Hardware, training

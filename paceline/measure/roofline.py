@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from paceline.core import formulas
+from paceline.measure import formulas
 from paceline.models.config import ModelConfig
 
 GB, TERA = 10**9, 10**12

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from paceline.api.llm import LLM
-from paceline.core import formulas
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
@@ -25,6 +24,7 @@ from paceline.drafters import registry
 from paceline.engine.engine import Engine
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
+from paceline.measure import formulas
 from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of, engine_with, ids_of
 from paceline.measure.engines import load as load_model
 from paceline.measure.options import Tune

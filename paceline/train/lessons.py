@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.heads.config import target_hash
 from paceline.loaders.checkpoint import Checkpoint
+from paceline.loaders.heads import target_hash
 from paceline.models.decoder import Transformer
 from paceline.models.layer import causal
 from paceline.train.losses import Teacher, teach

@@ -69,9 +69,22 @@ def recipe_for(kind: str, **changes: Any) -> Recipe:
     return replace(RECIPES[kind], **changes)
 
 
+def shared_fields(target: ModelConfig, name: str, digest: str, draft_vocab_size: int) -> dict[str, Any]:
+    """What every head of this target has in its config."""
+    return {
+        "target_name": name,
+        "target_hash": digest,
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "target_layers": target.num_layers,
+        "rms_eps": target.rms_eps,
+        "draft_vocab_size": min(draft_vocab_size, target.vocab_size),
+    }
+
+
 def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, blank: int) -> heads.HeadConfig:
     """The head that a recipe makes for a target; kinds that attend have the target's sizes."""
-    shared = heads.shared_fields(target, name, digest, recipe.draft_vocab_size)
+    shared = shared_fields(target, name, digest, recipe.draft_vocab_size)
     shared["has_lm_head"] = recipe.has_lm_head
     layered = shared | {
         "num_heads": target.num_heads,

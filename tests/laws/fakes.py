@@ -9,13 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from paceline.cli.verify_distribution import guess
 from paceline.core.errors import GrammarError
 from paceline.core.noise import Purpose
-from paceline.core.sampling import choose, guess, noise_of, probabilities, processed
+from paceline.core.sampling import choose, noise_of, probabilities, processed
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 from paceline.drafters.base import Drafter, chain, empty
 from tests.laws.harness import DEVICE, VOCAB, model
+from tests.passes import ancestors
 
 
 class Fake(Drafter):
@@ -86,7 +88,7 @@ class RandomTree(Fake):
         right = 0
         while len(tokens) <= budget:
             parent = int(self.rng.integers(0, len(tokens)))
-            depth = len(Tree(tuple(tokens), tuple(parents)).ancestors(right)) - 1
+            depth = len(ancestors(parents, right)) - 1
             is_right = parent == right and depth < len(truth) and self.rng.random() < 0.7
             token = truth[depth] if is_right else int(self.rng.integers(0, VOCAB))
             if (parent, token) in zip(parents, tokens, strict=True):
@@ -128,7 +130,7 @@ class SampledTree(Fake):
                 or (node and request.constraint is not None)
             ):
                 break
-            path = [tokens[n] for n in Tree(tuple(tokens), tuple(parents)).ancestors(node)[1:]]
+            path = [tokens[n] for n in ancestors(parents, node)[1:]]
             try:
                 logits = processed(
                     request, path, torch.from_numpy(model([*request.tokens, *path], seed=1)).to(DEVICE)

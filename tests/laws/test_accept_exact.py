@@ -13,16 +13,18 @@ import pytest
 import torch
 
 import paceline.core.accept as accept_module
+from paceline.cli.verify_distribution import guess
 from paceline.core.accept import accept
 from paceline.core.noise import Noise, Purpose
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import guess, probabilities, processed
+from paceline.core.sampling import probabilities, processed
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 from paceline.drafters.base import chain
 from tests.laws.chances import enumerate_law
 from tests.laws.grammar import NoEqualRests, allowed_after
 from tests.laws.reference import distribution
+from tests.passes import ancestors
 
 VOCAB, PROMPT = 5, [3, 1, 2]
 END = 4  # ends a text where an option says so
@@ -74,7 +76,8 @@ def request_with(options: dict[str, object]) -> Request:
 
 def target_logits(request: Request, tree: Tree) -> torch.Tensor:
     contexts = [
-        [*request.tokens[:-1], *(tree.tokens[n] for n in tree.ancestors(i))] for i in range(len(tree.tokens))
+        [*request.tokens[:-1], *(tree.tokens[n] for n in ancestors(tree.parents, i))]
+        for i in range(len(tree.tokens))
     ]
     return torch.stack([torch.from_numpy(target(c)) for c in contexts])
 
@@ -208,7 +211,7 @@ def num_accepted(request: Request, noise: Noise, one_by_one: bool) -> int:
     logits = target_logits(request, draft.tree)
     if one_by_one:
         walk = accept_module._Walk(request, draft, logits, noise)
-        walk.reject_siblings()
+        walk.go_down(has_coins=True)
         return len(walk.path) - 1
     return accept(request, draft, logits, noise).num_accepted
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.cli.verify_distribution import chi_square_p_value, guess
 from paceline.core.accept import accept
-from paceline.core.chi_square import chi_square_p_value
 from paceline.core.noise import Noise, Purpose
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import guess
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 from paceline.drafters.reading import Reading

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.heads.config import target_hash
 from paceline.loaders.checkpoint import Checkpoint
+from paceline.loaders.heads import target_hash
 from paceline.train.lessons import Target
 from paceline.train.recipes import Recipe, head_config, recipe_for
 from paceline.train.students import Student, build_student

@@ -13,9 +13,10 @@ import torch
 from torch.nn import functional
 
 from paceline.core.types import Cached, Segment
-from paceline.heads.config import DflashConfig, EagleConfig, target_hash
+from paceline.heads.config import DflashConfig, EagleConfig
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.heads import target_hash
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.torch_backend import TorchBackend
 from paceline.train import chains

@@ -14,9 +14,10 @@ import torch
 
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError, ModelFileError
-from paceline.heads.config import check_target, read_head_config, target_hash, write_head_config
+from paceline.heads.config import read_head_config, write_head_config
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.heads import check_target, target_hash
 from paceline.train.data import WriteConfig, Writer, write_texts
 from paceline.train.lessons import Target, answer_counts, draft_vocabulary, prepare
 from paceline.train.recipes import Recipe, recipe_for
