@@ -1,4 +1,4 @@
-"""A suffix tree over a window of text, in flat arrays: the compiled part of drafters/suffix.py.
+"""A suffix tree over a window of text, in flat arrays: the compiled part of suffix_tree.py.
 
 A node is a row of int32: a string that occurred, how often, and its children, the likeliest first. One that
 occurred once is a leaf that says where the text goes on; it grows children when it occurs again. Invariant:
