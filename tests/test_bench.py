@@ -268,7 +268,7 @@ def test_peers_answer(peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if not (Path(os.environ.get("PACELINE_PEERS") or ".peers") / FOLDERS[peer] / ".installed").exists():
         pytest.skip("not installed; `make peers` does it")
     assert Path(peer_python(peer)).exists()
-    hub.fetch_default(progress=False)
+    hub.resolve("default", progress=False)
     prompts = tmp_path / "one.jsonl"
     prompts.write_text(
         json.dumps(

@@ -157,7 +157,7 @@ def test_surprise_is_torchs_cross_entropy_whatever_the_chunks(tiny_folder: Path)
         for kernels in ("exact", "torch")
     )
     total = surprise(ours, tokens)
-    assert ours.kv.pool.num_used == 0
+    assert ours.kv.num_used == 0
     cache = Cached()
     assert oracle.kv.reserve(cache, len(tokens))
     logits = oracle.forward([Segment(tokens, cache, None, len(tokens))]).logits

@@ -14,15 +14,7 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.measure import rows as planning
 from paceline.measure.compare import units_of
-from paceline.measure.report import (
-    Sample,
-    Task,
-    acceptance_by_position,
-    decoding_rates,
-    end_to_end_rates,
-    num_identical,
-    report_rows,
-)
+from paceline.measure.report import Sample, Task, acceptance_by_position, num_identical, rates_of, report_rows
 from paceline.measure.results import OVERALL, rewritten
 from paceline.measure.rows import OURS, PLAIN, Row
 
@@ -59,8 +51,8 @@ def all_samples() -> list[Sample]:
 
 def test_rates_are_tokens_over_seconds_of_each_repeat() -> None:
     mine = [s for s in all_samples() if s.row == SLOW]
-    assert end_to_end_rates(mine) == [8 / 2, 8 / 3, 8 / 5]
-    assert decoding_rates(mine) == [6 / 1.5, 6 / 2.25, 6 / 3.75]
+    assert rates_of(mine, is_whole=True) == [8 / 2, 8 / 3, 8 / 5]
+    assert rates_of(mine) == [6 / 1.5, 6 / 2.25, 6 / 3.75]
 
 
 def test_reading_the_prompt_counts_end_to_end_alone() -> None:

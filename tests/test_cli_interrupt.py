@@ -72,7 +72,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
-    hub.fetch_default(progress=False)
+    hub.resolve("default", progress=False)
     ours, theirs = pty.openpty()
     command = [
         sys.executable,

@@ -47,8 +47,7 @@ from paceline.engine.policy.calibration import Answer, Calibration, Factor
 from paceline.engine.policy.cost import CostTable, Load
 from paceline.engine.stats import Median
 from paceline.heads.rows import Matcher
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.record import StepRecord
 from tests.calm import (
     CHANGING,
@@ -275,7 +274,7 @@ def test_logits_that_are_not_finite_end_their_request(head: str) -> None:
     engine.step()
     assert isinstance(ours.error, ModelError)
     assert ours.output == theirs.output[: ours.num_output]
-    assert engine.executor.kv.pool.num_used == 0
+    assert engine.executor.kv.num_used == 0
 
 
 def test_an_arrival_is_served_when_the_burst_is_over_and_few_blocks_are_shared(head: str) -> None:

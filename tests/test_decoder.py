@@ -276,7 +276,7 @@ def test_default_model_agrees_with_transformers() -> None:
 
     from paceline.loaders import hub
 
-    opened = open_checkpoint(str(hub.fetch_default(progress=False)), progress=False)
+    opened = open_checkpoint(str(hub.resolve("default", progress=False)), progress=False)
     config = opened.config
     oracle = LlamaForCausalLM(
         LlamaConfig(
@@ -307,7 +307,7 @@ def test_bits_of_the_default_model_do_not_depend_on_company(dtype: str) -> None:
     from paceline.loaders import hub
 
     model = CpuDecoder.load(
-        open_checkpoint(str(hub.fetch_default(progress=False)), progress=False), dtype=dtype, context=256
+        open_checkpoint(str(hub.resolve("default", progress=False)), progress=False), dtype=dtype, context=256
     )
     config, (blocks, others) = model.config, shuffled_blocks(2)
     tokens = [(7919 * i + 13) % config.vocab_size for i in range(100)]

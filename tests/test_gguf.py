@@ -22,8 +22,7 @@ from paceline.core.errors import ModelFileError
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.gguf import GgufCheckpoint
-from paceline.loaders.gguf_config import read_config
-from paceline.loaders.gguf_header import GgufHeader, read_header
+from paceline.loaders.gguf_header import GgufHeader, read_config, read_header
 from paceline.models.config import ModelConfig, RopeConfig
 from tests.make_models import GGUF_FAMILIES, folder_weights, tiny_gguf, tiny_hf, tiny_tokenizer
 
@@ -135,7 +134,7 @@ def test_random_blocks_of_every_kind_agree_with_gguf(quant: str, tmp_path: Path)
 
 
 def test_default_model_opens_fast_and_is_what_it_says() -> None:
-    path = hub.fetch_default(progress=False)
+    path = hub.resolve("default", progress=False)
     start = time.process_time()  # not the clock's: others may use the machine
     checkpoint = open_checkpoint("default", progress=False)
     assert time.process_time() - start < 2.0

@@ -116,7 +116,7 @@ def test_the_cache_follows_the_text_through_trees(
             data.draw(st.integers(0, VOCAB - 1)),
         ]
     drafter.release(request)
-    assert runner.kv.pool.num_used == 0
+    assert runner.kv.num_used == 0
 
 
 def test_an_accepted_branch_off_the_trunk_is_not_read_again() -> None:

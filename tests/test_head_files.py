@@ -17,11 +17,10 @@ from paceline.drafters.base import DrafterContext
 from paceline.heads.config import write_head_config
 from paceline.heads.rows import Feed, Row, Sampler
 from paceline.heads.torch_heads import TorchMedusaHead, TorchMlpHead
-from paceline.loaders.export_heads import export_head
-from paceline.loaders.heads import open_head, target_hash
+from paceline.loaders.heads import export_head, open_head, target_hash
 from paceline.models.layer import Linear, rms_norm
 from paceline.models.quantize import STORED, quantize
-from paceline.train.save import save_head
+from paceline.train.session import save_head
 from tests.heads import Oracle, Tensors, config_of, eagle_1, mlp_speculator, random_tensors, write_head
 from tests.laws.harness import CONFIG, RandomCheckpoint, executor
 

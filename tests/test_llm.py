@@ -56,7 +56,7 @@ def all_texts(llms: dict[str, LLM], params: SamplingParams, prompt: Any = PROMPT
     results = {name: llm.generate(prompt, params)[0] for name, llm in llms.items()}
     for llm in llms.values():
         llm.engine.check()
-        assert llm.engine.executor.kv.pool.num_used == 0
+        assert llm.engine.executor.kv.num_used == 0
     return results
 
 
@@ -222,7 +222,7 @@ def test_threads_share_an_llm(tiny: LLM) -> None:
     finally:
         sys.setswitchinterval(before)
     assert streamed == batched == alone
-    assert tiny.engine.executor.kv.pool.num_used == 0
+    assert tiny.engine.executor.kv.num_used == 0
 
 
 def test_a_model_of_nan_is_an_error_and_not_a_text(tiny_folder: Path, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_model_of_nan_is_an_error_and_not_a_text(tiny_folder: Path, tmp_path: 
     llm = LLM(str(tiny_folder), speculative_config=spoilt_draft, progress=False)
     with pytest.raises(ModelError, match="not finite"):  # said aloud, not hidden by drafting nothing
         llm.generate("a b", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-    assert llm.engine.executor.kv.pool.num_used == 0
+    assert llm.engine.executor.kv.num_used == 0
 
 
 def test_unseeded_structured_output_ends_well(llms: dict[str, LLM]) -> None:
@@ -281,7 +281,7 @@ def test_streams_may_be_interleaved_and_dropped(tiny: LLM) -> None:
     rest = [*one]
     assert firsts[0].text + "".join(c.text for c in rest) == tiny.generate(PROMPT, params)[0].text
     three.close()
-    assert tiny.engine.executor.kv.pool.num_used == 0
+    assert tiny.engine.executor.kv.num_used == 0
     assert not tiny.engine.has_work
 
 
@@ -301,7 +301,7 @@ def test_closing_ends_what_is_running(tiny_folder: Path) -> None:
     next(stream)
     llm.close()
     assert list(stream) == []
-    assert llm.engine.executor.kv.pool.num_used == 0
+    assert llm.engine.executor.kv.num_used == 0
 
 
 def test_priorities_are_one_a_prompt(tiny: LLM) -> None:

@@ -449,12 +449,12 @@ def test_sums_by_source_and_depth() -> None:
     stats.record_plain()
     counts = (stats.num_steps, stats.num_tokens, stats.num_drafted, stats.num_accepted, stats.num_own)
     assert counts == (3, 6, 5, 3, 3)
-    assert stats.drafted_by_source == {"a": 3, "b": 2}
-    assert stats.accepted_by_source == {"a": 1, "b": 2}
+    by_source = {name: (each.num_drafted, each.num_accepted) for name, each in stats.by_source.items()}
+    assert by_source == {"a": (3, 1), "b": (2, 2)}
     assert stats.lengths == {3: 1, 2: 1, 0: 1}
     assert (stats.drafted_at, stats.accepted_at) == ([2, 2], [2, 1])
-    assert stats.by_source["a"].acceptance == [0.5, 0.0]
-    assert stats.by_source["b"].acceptance == [1.0, 1.0]
+    assert stats.by_source["a"].acceptance_per_position == [0.5, 0.0]
+    assert stats.by_source["b"].acceptance_per_position == [1.0, 1.0]
 
 
 def test_a_drafter_that_is_never_right_is_reported_once() -> None:

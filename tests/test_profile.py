@@ -47,7 +47,7 @@ def test_a_profile_of_another_version_is_refused() -> None:
 def test_measuring_leaves_nothing_behind_and_never_falls_with_rows() -> None:
     target = executor()
     timings = measure(target, 60)  # it stops by itself, long before
-    assert target.kv.pool.num_used == 0
+    assert target.kv.num_used == 0
     assert {1, 2, 4, 8} <= set(timings.seconds)
     assert list(timings.seconds.values()) == sorted(timings.seconds.values())
 
@@ -81,7 +81,7 @@ def test_what_is_recorded_once_is_no_cost_of_a_pass() -> None:
 def test_a_small_cache_is_measured_as_far_as_it_goes() -> None:
     target = executor(num_blocks=1)
     assert max(measure(target, 0.1).seconds) <= 16
-    assert target.kv.pool.num_used == 0
+    assert target.kv.num_used == 0
 
 
 def test_a_saved_profile_that_cannot_be_true_is_measured_anew(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int)
     for request in alive:
         engine.abort(request)
     engine.check()
-    assert engine.executor.kv.pool.num_used == 0
+    assert engine.executor.kv.num_used == 0
     if isinstance(engine.drafter, DraftModel):
-        assert engine.drafter.executor.kv.pool.num_used == 0
+        assert engine.drafter.executor.kv.num_used == 0
     assert engine.scheduler.num_preemptions > 0
     whole = [request for request in finished if request.finish_reason is not FinishReason.ABORT]
     stopped = [request for request in finished if request.finish_reason is FinishReason.ABORT]

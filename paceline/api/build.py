@@ -26,8 +26,7 @@ from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
 from paceline.runtime.backend import backend_for
 from paceline.runtime.device import free_memory, resolve
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory, blocks_in
+from paceline.runtime.executor import KvMemory, LocalExecutor, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
 PATIENCE_S = 1.0  # what is done sooner needs no words

@@ -52,9 +52,9 @@ class Intake:
         """One request for each of the n completions; the later ones share the first one's prompt blocks."""
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
-        self._check_ids("prompt", tokens)
+        self.check_ids("prompt", tokens)
         for field_name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            self._check_ids(field_name, getattr(params, field_name) or ())
+            self.check_ids(field_name, getattr(params, field_name) or ())
         # More tokens than the context or the vocabulary holds mean all of them: no kernel may overflow.
         most = dict.fromkeys(("max_tokens", "min_tokens", "num_speculative_tokens"), self.max_model_len)
         most["top_k"] = self.vocab_size
@@ -88,7 +88,7 @@ class Intake:
         self._grammars = self._grammars or GrammarCompiler(self.tokenizer, self.vocab_size)
         return self._grammars.compile(params.structured_outputs)
 
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+    def check_ids(self, name: str, ids: Iterable[int]) -> None:
         bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self.vocab_size), None)
         if bad is not None:
             known = f"the model's ids go from 0 to {self.vocab_size - 1}"

@@ -1,8 +1,6 @@
-"""The verbs that measure: `paceline bench` (alone it compares Paceline and its peers on the same prompts;
-sub-commands measure single parts), `tune` and `plan`.
-
-Options are the dataclasses of measure/options.py, the work is done in paceline/measure/; here are the
-progress bar, the tables and the exit status.
+"""The verbs that measure: `paceline bench` (alone it compares Paceline and its peers; sub-commands measure
+single parts), `tune` and `plan`. Options are the dataclasses of measure/options.py, the work is done in
+paceline/measure/; here are the progress bar, the tables and the exit status.
 """
 
 from __future__ import annotations
@@ -18,15 +16,9 @@ from paceline.cli import console, parsing
 from paceline.cli.options import as_command
 from paceline.measure import options
 
-VERBS = {
-    "decode": options.Decode,
-    "batch": options.Batch,
-    "step": options.Step,
-    "kernels": options.Kernels,
-    "quality": options.Quality,
-    "serve": options.Serve,
-    "soak": options.Soak,
-}
+VERBS: dict[str, type] = {"decode": options.Decode, "batch": options.Batch, "step": options.Step}
+VERBS |= {"kernels": options.Kernels, "quality": options.Quality}
+VERBS |= {"serve": options.Serve, "soak": options.Soak}
 INTERRUPTED = 130
 app = typer.Typer(invoke_without_command=True)
 
@@ -52,10 +44,8 @@ def measured(verb: str, asked: Any) -> None:
         console.show(screen, table)
     console.write(screen, module.LEGEND, style="dim")
     _draw(verb, report, target)
-    if report.get("is_interrupted"):
-        raise typer.Exit(INTERRUPTED)
-    if not report.get("is_ok", True):
-        raise typer.Exit(1)
+    if report.get("is_interrupted") or not report.get("is_ok", True):
+        raise typer.Exit(INTERRUPTED if report.get("is_interrupted") else 1)
 
 
 def tune(asked: options.Tune) -> None:

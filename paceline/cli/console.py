@@ -1,9 +1,6 @@
-"""Where the terminal's words go. Data is written to stdout, everything about the work (progress, errors,
-hints) to stderr.
-
+"""Where the terminal's words go: data to stdout, all about the work (progress, errors, hints) to stderr.
 Invariant: unstyled text reaches a pipe or a file byte for byte; rich, which expands tabs and drops control
-characters, only styles. Rich leaves colours out by itself when the stream is not a terminal or NO_COLOR is
-set.
+characters, only styles, and leaves colours out where the stream is not a terminal or NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -29,8 +26,7 @@ ESCAPES = {0x1B: None, 0x9B: None}  # what begins a command to a terminal
 def stdin() -> TextIO:
     """UTF-8 whatever the locale; bytes that are not become surrogates, which `as_prompt` refuses by name."""
     if sys.stdin is None or sys.stdin.closed:
-        remedy = "pipe text into it, or give the prompt as an argument"
-        raise ConfigError(f"stdin is closed, so nothing can be read from it; {remedy}")
+        raise ConfigError("stdin is closed; pipe text into it, or give the prompt as an argument")
     if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     return sys.stdin
@@ -92,9 +88,8 @@ def telling(num_turns: int | None) -> Iterator[Tell]:
 
 def show(screen: Console, table: Table) -> None:
     """Columns of words, then columns of numbers; long words may fold where the terminal is narrow."""
-    made = RichTable(
-        title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    made = RichTable(title=table.title, title_justify="left", **look)
     for name in table.names:  # several columns of words hold short ones, which should stay whole
         made.add_column(name, overflow="fold", no_wrap=len(table.names) > 2)
     for name in table.numbers:

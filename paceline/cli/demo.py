@@ -1,6 +1,4 @@
-"""`paceline demo`: the same prompt twice, plain and with drafts, and what the drafts changed: the time, and
-nothing else.
-
+"""`paceline demo`: the same prompt twice, plain and with drafts, and what the drafts changed: the time alone.
 Invariant: a speed is only named where something was timed; the tokens of the first step came with the prompt
 and are not.
 """
@@ -21,7 +19,7 @@ from paceline.cli import console, parsing
 from paceline.cli.options import JSON_HELP, LOADING, MAIN, Drafting, Given, group
 from paceline.cli.streaming import Answer, as_prompt, checked_prompt, collect
 from paceline.core.errors import ConfigError
-from paceline.core.options import option, options_of
+from paceline.core.options import option, options_of, require
 from paceline.measure.results import Table, cell
 
 if TYPE_CHECKING:
@@ -61,7 +59,15 @@ def demo(asked: Demo) -> None:
     if config is None:
         what = f"--method is {asked.engine['method']}, so there is nothing to compare"
         raise ConfigError(f"{what}; use auto, suffix, ngram, draft_model or another")
-    text = checked_prompt(_find_prompt(asked.prompt))
+    text = asked.prompt
+    if text.isdigit():
+        from paceline.measure import prompts
+
+        shipped = {p.id: p.text for p in prompts.load()}
+        remedy = f"the shipped prompts are {min(shipped)} to {max(shipped)}; use one of them or your own text"
+        require(text in shipped, "--prompt", text, remedy)
+        text = shipped[text]
+    checked_prompt(text)
     seed = None if asked.temperature == 0 else 7
     params = SamplingParams(temperature=asked.temperature, seed=seed, max_tokens=asked.max_tokens)
     method = config if isinstance(config, str) else config["method"]
@@ -74,26 +80,28 @@ def demo(asked: Demo) -> None:
         # Drafts first: a drafter that remembers answers must not have seen plain decoding give this one.
         drafted = _run(screen, llm, prompt, method, params)
         plain = _run(screen, llm, prompt, "plain", replace(params, num_speculative_tokens=0))
-    found = {"prompt": text, "method": method, **_compared(plain, drafted)}
-    _print_table(screen, found)
+    assert drafted.completion is not None, "a stream that was not interrupted ends with its result"
+    stats, speeds = drafted.completion.stats, (plain.speed, drafted.speed)
+    found: dict[str, Any] = {"prompt": text, "method": method}
+    for name, answer, speed in zip(("plain", "drafted"), (plain, drafted), speeds, strict=True):
+        rate = None if speed is None else round(speed, 2)
+        found[name] = {"text": answer.text, "token_ids": answer.token_ids, "tokens_per_second": rate}
+    found["tau"], found["alpha"] = round(stats.tau, 4), round(stats.alpha, 4) if stats.num_drafted else None
+    found["speedup"] = round(speeds[1] / speeds[0], 4) if speeds[0] and speeds[1] else None
+    found["identical"] = plain.token_ids == drafted.token_ids
+    same = "[green]yes[/green]" if found["identical"] else "[bold red]no[/bold red]"
+    rates = [cell(found[name]["tokens_per_second"], "{:.1f}") for name in ("plain", "drafted")]
+    tau, alpha, speedup = cell(found["tau"], "{:.2f}"), cell(found["alpha"], "{:.2f}"), found["speedup"]
+    first = ("plain", rates[0], "1.00", "-", "-" if speedup is None else "1.00x", "")
+    rows = [first, (method, rates[1], tau, alpha, cell(speedup, "{:.2f}x"), same)]
+    console.show(screen, Table("", ("",), ("tokens/s", "τ", "α", "speedup", "identical"), rows))
+    console.write(screen, LEGEND + (UNTIMED if speedup is None else ""), style="dim")
     if asked.json:
         console.write_json(console.stdout(), found)
     if asked.svg is not None:
         screen.save_svg(str(asked.svg), title="paceline demo")
     if not found["identical"]:
         raise typer.Exit(1)
-
-
-def _find_prompt(prompt: str) -> str:
-    if not prompt.isdigit():
-        return prompt
-    from paceline.measure import prompts
-
-    shipped = {p.id: p.text for p in prompts.load()}
-    if prompt not in shipped:
-        remedy = f"use one of {min(shipped)} to {max(shipped)}, or your own text"
-        raise ConfigError(f"--prompt {prompt} is not the number of a shipped prompt; {remedy}")
-    return shipped[prompt]
 
 
 def _warm_up(llm: LLM, prompt: list[int]) -> None:
@@ -130,28 +138,3 @@ def _run(screen: Console, llm: LLM, prompt: list[int], title: str, params: Sampl
         legend = f"drafted by {source} and accepted; the rest is the target's own\n"
         console.write(screen, legend, style="dim")
     return answer
-
-
-def _compared(plain: Answer, drafted: Answer) -> dict[str, Any]:
-    assert drafted.completion is not None, "a stream that was not interrupted ends with its result"
-    stats, speeds = drafted.completion.stats, (plain.speed, drafted.speed)
-    rounded = [None if speed is None else round(speed, 2) for speed in speeds]
-    speedup = round(speeds[1] / speeds[0], 4) if speeds[0] and speeds[1] else None
-    return {
-        "plain": {"text": plain.text, "token_ids": plain.token_ids, "tokens_per_second": rounded[0]},
-        "drafted": {"text": drafted.text, "token_ids": drafted.token_ids, "tokens_per_second": rounded[1]},
-        "tau": round(stats.tau, 4),
-        "alpha": round(stats.alpha, 4) if stats.num_drafted else None,
-        "speedup": speedup,
-        "identical": plain.token_ids == drafted.token_ids,
-    }
-
-
-def _print_table(screen: Console, found: dict[str, Any]) -> None:
-    same = "[green]yes[/green]" if found["identical"] else "[bold red]no[/bold red]"
-    plain, drafted = (cell(found[name]["tokens_per_second"], "{:.1f}") for name in ("plain", "drafted"))
-    tau, alpha, speedup = cell(found["tau"], "{:.2f}"), cell(found["alpha"], "{:.2f}"), found["speedup"]
-    first = ("plain", plain, "1.00", "-", "-" if speedup is None else "1.00x", "")
-    rows = [first, (found["method"], drafted, tau, alpha, cell(speedup, "{:.2f}x"), same)]
-    console.show(screen, Table("", ("",), ("tokens/s", "τ", "α", "speedup", "identical"), rows))
-    console.write(screen, LEGEND + (UNTIMED if speedup is None else ""), style="dim")

@@ -25,8 +25,7 @@ def main() -> int:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Leaves at once from within an import: there is nothing to save yet, and libraries swallow the exception
-    and go on half imported."""
+    """Leaves at once from within an import: libraries swallow the exception and go on half imported."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             if sys.stderr.isatty():

@@ -1,8 +1,5 @@
 """A record of real steps: what was drafted, how each node was judged, what was emitted and what became of the
-cached K/V.
-
-Invariant: every number is one that the engine used (it is shown them while it works), none is worked out
-again in another way.
+cached K/V. Invariant: every number is one that the engine used, none is worked out again in another way.
 """
 
 from __future__ import annotations
@@ -93,6 +90,10 @@ class Step:
     blocks_after: list[int] = field(default_factory=list)
 
     @property
+    def explanation(self) -> str:
+        return EXPLAINED[self.rule]
+
+    @property
     def kept(self) -> list[int]:
         """Slots whose K/V stay: the root's and those of accepted nodes."""
         return [self.root_slot + node for node in self.path]
@@ -111,7 +112,7 @@ class Step:
 
     def to_json(self) -> dict[str, Any]:
         kv = {"kept": self.kept, "dropped": self.dropped, "moves": self.moves}
-        return {**asdict(self), "kv": kv, "explanation": EXPLAINED[self.rule]}
+        return {**asdict(self), "kv": kv, "explanation": self.explanation}
 
 
 class Recorder:
@@ -150,10 +151,8 @@ class Recorder:
                 if step.own is not None and step.own.token != event.tokens[-1]:
                     step.own = None  # the options left no token after the path: the walk went a step back
                 for node in step.nodes:
-                    if node.p is not None:
-                        node.fate = "rejected"
-                    if node.index in event.path:
-                        node.fate = "accepted"
+                    if node.index in event.path or node.p is not None:
+                        node.fate = "accepted" if node.index in event.path else "rejected"
 
     def settle(self, tokens: list[int]) -> None:
         """After the commit: what was emitted, and what the cache holds now."""
@@ -167,9 +166,8 @@ class Recorder:
         root, tree, depths = request.num_tokens - 1, draft.tree, draft.tree.depths()
         chances = draft.chances or [None] * len(tree.tokens)
         nodes = []
-        for i in range(1, len(tree.tokens)):
-            token, places = tree.tokens[i], (root + depths[i], root + i)
-            told = (self.text(token), *places, draft.source_of(i), chances[i])
+        for i, token in enumerate(tree.tokens[1:], start=1):
+            told = (self.text(token), root + depths[i], root + i, draft.source_of(i), chances[i])
             nodes.append(Node(i, tree.parents[i], token, *told))
         num_cached, blocks = request.cache.num_cached, list(request.cache.blocks)
         num_rows = request.num_tokens - num_cached + draft.num_drafted

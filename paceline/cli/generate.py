@@ -1,18 +1,33 @@
-"""`paceline generate`: one prompt in, text out as it is made. With --json: one object with everything known
-about it.
+"""`paceline generate`: one prompt in, text out as it is made; with --json one object with everything known
+about it. `paceline chat`: a conversation at the terminal, or one question a line from a pipe.
+Invariant: Ctrl-C stops an answer, not the conversation; what had been said by then stays in the history.
 """
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from typing import TextIO
 
 import paceline
 from paceline.cli import console, options, parsing
-from paceline.cli.options import ENGINE, MAIN, Given, Sampling, group
-from paceline.cli.streaming import as_prompt, completion_json, given_prompt, print_answer
-from paceline.core.errors import ConfigError
+from paceline.cli.options import ENGINE, MAIN, SAMPLING, Given, Sampling, group
+from paceline.cli.streaming import (
+    Answer,
+    as_prompt,
+    checked_prompt,
+    completion_json,
+    given_prompt,
+    on_interrupt,
+    print_answer,
+)
+from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option, options_of
+
+HELP = "/exit or Ctrl-D leaves, /reset forgets what was said, /stats tells the speed, Ctrl-C stops an answer."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +75,92 @@ def generate(asked: Generate) -> None:
     for number, completion in enumerate(outputs, start=1):
         console.write(screen, f"[{number}]\n", style="dim")
         console.write(screen, completion.text + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Talk with a model. /help lists what else can be typed.
+
+    Examples:
+
+      paceline chat --method ngram
+
+      printf 'Hello\\nWhat did I just say?\\n' | paceline chat --temperature 0 --json
+    """
+
+    engine: Given = group(ENGINE)
+    sampling: Given = group(options_of(Sampling, "temperature", "top_p", "top_k", "min_p", "seed", "stop"))
+    system: str | None = option(None, MAIN, options.SYSTEM_HELP)
+    max_tokens: int = option(512, SAMPLING, "Longest answer.")
+    json: bool = option(False, MAIN, options.JSON_HELP)
+
+
+def chat(asked: Chat) -> None:
+    params = parsing.sampling_params(asked.sampling | {"max_tokens": asked.max_tokens})
+    engine, source = parsing.engine_options(asked.engine), console.stdin()
+    opening = [{"role": "system", "content": asked.system}] if asked.system is not None else []
+    messages, answers = list(opening), list[Answer]()
+    with paceline.LLM(engine) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
+        if source.isatty():
+            console.hint(HELP)
+        for line in _lines(source):
+            if line == "/exit":
+                break
+            if line == "/help":
+                console.hint(HELP)
+            elif line == "/reset":
+                messages = list(opening)
+                console.hint("forgotten")
+            elif line == "/stats":
+                _print_stats(answers)
+            elif line.startswith("/"):
+                console.stderr().print(f"there is no {line.split()[0]}; {HELP}", style="yellow", markup=False)
+            else:
+                asking = [*messages, {"role": "user", "content": line}]
+                try:
+                    checked_prompt(line)
+                    answers.append(print_answer(llm.stream_chat(asking, params), asked.json))
+                except RequestError as error:  # most often it no longer fits: the session goes on
+                    console.print_error(f"{error} (in a conversation: /reset starts a new one)")
+                    continue
+                messages = [*asking, {"role": "assistant", "content": answers[-1].text}]
+                if answers[-1].is_interrupted:
+                    console.hint("(stopped)")
+
+
+def _lines(source: TextIO) -> Iterator[str]:
+    """What the user types, without empty lines. At a terminal with line editing and history."""
+    if not source.isatty():
+        yield from (line.strip() for line in source if line.strip())
+        return
+    import readline  # noqa: F401  (importing it is what gives input() its history)
+
+    while True:
+        try:
+            with on_interrupt(signal.default_int_handler):
+                if not sys.stdout.isatty():  # stdout is being collected: keep it to the answers
+                    console.write(console.stderr(), "> ")
+                line = input("> " if sys.stdout.isatty() else "").strip()
+        except EOFError:
+            console.write(console.stderr(), "\n")
+            return
+        except KeyboardInterrupt:
+            console.hint("\n/exit or Ctrl-D leaves")
+            continue
+        if line:
+            yield line
+
+
+def _print_stats(answers: list[Answer]) -> None:
+    done = [a.completion.stats for a in answers if a.completion is not None]
+    names = ("num_tokens", "num_steps", "num_drafted", "num_accepted")
+    num_tokens, num_steps, drafted, accepted = (sum(getattr(s, name) for s in done) for name in names)
+    timed = [a for a in answers if a.last_at > a.first_at]
+    seconds = sum(a.last_at - a.first_at for a in timed)
+    speed = sum(len(a.token_ids) - a.num_first for a in timed) / seconds if seconds else 0.0
+    tau = num_tokens / num_steps if num_steps else 0.0
+    console.stderr().print(
+        f"{len(answers)} answers ({len(answers) - len(done)} stopped), {num_tokens} tokens, "
+        f"{num_steps} steps (τ {tau:.2f}), {accepted} of {drafted} drafted tokens accepted, "
+        f"{speed:.1f} tokens/s"
+    )

@@ -1,7 +1,5 @@
-"""The command line: `paceline VERB`. Each verb is one module; heavy imports happen when a verb runs, so
-`--help` is quick.
-
-Exit status: 0 done, 1 a check found a difference, 2 something the user can mend (one line on stderr), 130
+"""The command line: `paceline VERB`. Heavy imports happen when a verb runs, so `--help` is quick. Exit
+status: 0 done, 1 a check found a difference, 2 something the user can mend (one line on stderr), 130
 interrupted.
 """
 
@@ -18,10 +16,9 @@ from typer.core import TyperCommand, TyperGroup
 
 import paceline
 from paceline.cli import bench, console
-from paceline.cli.chat import chat
 from paceline.cli.demo import demo
 from paceline.cli.explain import explain
-from paceline.cli.generate import generate
+from paceline.cli.generate import chat, generate
 from paceline.cli.models import export, models
 from paceline.cli.options import as_command
 from paceline.cli.serve import serve
@@ -33,35 +30,28 @@ from paceline.core.errors import PacelineError
 UsageError: Any = typer.BadParameter.__bases__[0]
 
 
-def _without_flag_types(params: list[Any]) -> list[Any]:
-    """A flag takes no value, so its help names no type."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.display_type_rich = lambda ctx: None
-    return params
-
-
-class _Verb(TyperCommand):
+class _Flags:
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_flag_types(super().get_params(ctx))
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):  # a flag takes no value, so its help names no type
+                param.display_type_rich = lambda ctx: None
+        return params
 
 
-class _Verbs(TyperGroup):
+class _Verb(_Flags, TyperCommand): ...
+
+
+class _Verbs(_Flags, TyperGroup):
     """Turns what a user can mend into one line, for every verb alike."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_flag_types(super().get_params(ctx))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):  # a character it cannot write becomes a question mark
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
-        sys.exit(self._status(*args, **{**kwargs, "prog_name": "paceline", "standalone_mode": False}))
-
-    def _status(self, *args: Any, **kwargs: Any) -> int:
         try:
-            status = super().main(*args, **kwargs)
-            return status if isinstance(status, int) else 0
+            status = super().main(*args, **{**kwargs, "prog_name": "paceline", "standalone_mode": False})
+            sys.exit(status if isinstance(status, int) else 0)
         except UsageError as error:
             path = error.ctx.command_path if error.ctx is not None else "paceline"
             what = error.format_message().rstrip(".")
@@ -75,8 +65,8 @@ class _Verbs(TyperGroup):
             where, why = error.filename or "a stream", error.strerror or error
             console.print_error(f"{where} cannot be read or written ({why}); choose another")
         except typer.Abort:
-            return 130
-        return 2
+            sys.exit(130)
+        sys.exit(2)
 
 
 app = typer.Typer(

@@ -73,8 +73,7 @@ class Export:
 def export(asked: Export) -> None:
     from paceline.loaders import hub
     from paceline.loaders.checkpoint import open_checkpoint
-    from paceline.loaders.export_heads import export_head
-    from paceline.loaders.heads import open_head
+    from paceline.loaders.heads import export_head, open_head
 
     checkpoint = open_checkpoint(asked.target)
     head = open_head(asked.head, checkpoint, ("eagle", "medusa", "dflash"))

@@ -1,8 +1,6 @@
 """Options of the verbs: fields of dataclasses. A verb is a function of one such value; its docstring is the
-help. What the options mean to the engine is in parsing.py.
-
-Invariant: an option left out is not passed on, so its default lives in one place. LIVELY is the exception: a
-person at a terminal wants livelier text than greedy and a safer one than the whole distribution.
+help. What the options mean to the engine is in parsing.py. Invariant: an option left out is not passed on, so
+its default lives in one place; LIVELY is the exception, for a person wants livelier text than greedy.
 """
 
 from __future__ import annotations
@@ -18,27 +16,22 @@ import typer
 from paceline.api.options import SPECULATION, EngineOptions
 from paceline.core.errors import ConfigError
 from paceline.core.options import Option, option, options_of, parsed
+from paceline.measure.options import DRAFT_MODEL_HELP
 
 MAIN, SAMPLING, STRUCTURE = "Options", "Sampling", "Structure"  # panels of --help
 Given = dict[str, Any]  # the options that the user wrote, by name
+METHOD_HELP = """What drafts: auto (what pays, each step), suffix, ngram, recycle, lookahead, draft_model, \
+early_exit, quantized, or none."""
+LENGTH_HELP = "Always draft this many tokens; left out: as many as pay."
 
 
 @dataclass(frozen=True)
 class Drafting:
     """The short spelling of speculative_config."""
 
-    method: str | None = option(
-        None,
-        SPECULATION,
-        "What drafts: auto (what pays, each step), suffix, ngram, recycle, lookahead, draft_model, "
-        "early_exit, quantized, or none.",
-    )
-    num_speculative_tokens: int | None = option(
-        None, SPECULATION, "Always draft this many tokens; left out: as many as pay.", "-k"
-    )
-    draft_model: str | None = option(
-        None, SPECULATION, "The smaller model of --method draft_model, or a head's folder."
-    )
+    method: str | None = option(None, SPECULATION, METHOD_HELP)
+    num_speculative_tokens: int | None = option(None, SPECULATION, LENGTH_HELP, "-k")
+    draft_model: str | None = option(None, SPECULATION, DRAFT_MODEL_HELP)
 
 
 @dataclass(frozen=True)
@@ -53,9 +46,7 @@ class Sampling:
     min_tokens: int | None = option(None, SAMPLING, "Do not stop before this many tokens.")
     stop_token_id: tuple[int, ...] = option((), SAMPLING, "Stop at this token; may be repeated.")
     ignore_eos: bool = option(False, SAMPLING, "Go on after the model's end token.")
-    repetition_penalty: float | None = option(
-        None, SAMPLING, "Above 1: tokens of the prompt and the answer become less likely."
-    )
+    repetition_penalty: float | None = option(None, SAMPLING, "Above 1: tokens of the text are less likely.")
     presence_penalty: float | None = option(None, SAMPLING, "Taken off each token already in the answer.")
     frequency_penalty: float | None = option(None, SAMPLING, "Taken off for each time it is in the answer.")
     logit_bias: tuple[str, ...] = option((), SAMPLING, "ID=VALUE, added to that logit; may be repeated.")
@@ -84,8 +75,7 @@ def group(settings: Sequence[Option]) -> Any:
 
 
 def as_command(verb: Callable[[Any], None], owner: type | None = None) -> Callable[..., None]:
-    """A command that calls a verb with one value of a dataclass, made from what the user wrote. `owner`: that
-    dataclass, where the verb's own parameter does not say it."""
+    """A command that calls a verb with a value of `owner`, or of its parameter's type: what a user wrote."""
     owner = owner or get_type_hints(verb)["asked"]
     fields = options_of(owner)
     groups = {each.name: each.metadata["group"] for each, _ in fields if "group" in each.metadata}

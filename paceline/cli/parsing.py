@@ -27,8 +27,7 @@ def engine_options(given: Given) -> EngineOptions:
 
 
 def speculative_config(given: Given) -> dict[str, Any] | str | None:
-    """The engine's dictionary from either spelling, "auto" where nothing is said, None for plain decoding.
-    The engine itself checks methods and keys."""
+    """From either spelling; "auto" where nothing is said, None for plain decoding. The engine checks it."""
     config, short = given.get("speculative_config"), [name for name in SHORT if name in given]
     method, length, draft = (given.get(name) for name in SHORT)
     if config is not None:
@@ -52,12 +51,13 @@ def speculative_config(given: Given) -> dict[str, Any] | str | None:
 
 def sampling_params(given: Given) -> SamplingParams:
     chosen = {RENAMED.get(name, name): v for name, v in given.items() if name not in STRUCTURED}
-    if "logit_bias" in chosen:
-        chosen["logit_bias"] = dict(map(_bias, chosen["logit_bias"]))
-    return SamplingParams(**LIVELY | chosen | {"structured_outputs": _structured_outputs(given)})
-
-
-def _structured_outputs(given: Given) -> StructuredOutputs | None:
+    for pair in chosen.pop("logit_bias", ()):
+        token, _, value = pair.partition("=")
+        try:
+            chosen.setdefault("logit_bias", {})[int(token)] = float(value)
+        except ValueError:
+            remedy = "write ID=VALUE, for instance 42=-5 or 42=-inf"
+            raise ConfigError(f"--logit-bias is {pair[:40]!r}; {remedy}") from None
     wanted = {STRUCTURED[name]: value for name, value in given.items() if name in STRUCTURED}
     if len(wanted) > 1:
         flags = "--json-schema, --regex, --choice and --grammar"
@@ -68,16 +68,8 @@ def _structured_outputs(given: Given) -> StructuredOutputs | None:
         wanted["json"] = json_object("--json-schema", _file_or_text("--json-schema", wanted["json"]))
     if "grammar" in wanted:
         wanted["grammar"] = _file_or_text("--grammar", wanted["grammar"])
-    return StructuredOutputs(**wanted) if wanted else None
-
-
-def _bias(pair: str) -> tuple[int, float]:
-    token, _, value = pair.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        remedy = "write ID=VALUE, for instance 42=-5 or 42=-inf"
-        raise ConfigError(f"--logit-bias is {pair[:40]!r}; {remedy}") from None
+    structured = StructuredOutputs(**wanted) if wanted else None
+    return SamplingParams(**LIVELY | chosen | {"structured_outputs": structured})
 
 
 def _file_or_text(flag: str, value: str) -> str:

@@ -1,7 +1,6 @@
-"""Reading a stream of chunks at a terminal: collect the answer, time it, and stop it on Ctrl-C.
-
-Invariant: an interrupt takes effect between chunks, never inside an engine step, so the engine can go on with
-the next request.
+"""Reading a stream of chunks at a terminal: collect the answer, time it, and stop it on Ctrl-C. Invariant: an
+interrupt takes effect between chunks, never inside an engine step, so the engine can go on with the next
+request.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Answer:
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second of decoding alone, from the first chunk to the last; None where nothing came after
-        the first."""
+        """Tokens a second from the first chunk to the last; None where nothing came after the first."""
         seconds, count = self.last_at - self.first_at, len(self.token_ids) - self.num_first
         return count / seconds if count > 0 and seconds > 0 else None
 
@@ -55,12 +53,9 @@ class Answer:
         said = {"text": self.text, "token_ids": self.token_ids, "finish_reason": "abort"}
         if self.completion is not None:
             said = completion_json(self.completion)
-        timings = {
-            "first_token_s": round(self.first_at - self.started, 4),
-            "total_s": round(self.last_at - self.started, 4),
-            "tokens_per_second": round(self.speed or 0.0, 2),
-        }
-        return {**said, "timings": timings}
+        first, total = (round(at - self.started, 4) for at in (self.first_at, self.last_at))
+        speed = round(self.speed or 0.0, 2)
+        return {**said, "timings": {"first_token_s": first, "total_s": total, "tokens_per_second": speed}}
 
 
 def checked_prompt(text: str) -> str:
@@ -80,8 +75,7 @@ def given_prompt(text: str) -> str:
 
 
 def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = None) -> list[int]:
-    """The tokens of a user's text as the model's chat template puts it; of the text itself where that is
-    asked for or there is no template."""
+    """The tokens of a text as the chat template puts it; of the text itself if raw or without a template."""
     checked_prompt(text)
     if is_raw or llm.checkpoint.tokenizer_source().chat_template is None:
         if system is not None:
@@ -135,10 +129,7 @@ def on_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Iterator[No
 
 def completion_json(completion: Completion) -> dict[str, Any]:
     logprobs = completion.logprobs
-    return {
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "logprobs": None if logprobs is None else [entry._asdict() for entry in logprobs],
-        "stats": completion.stats.to_dict(),
-    }
+    told = None if logprobs is None else [entry._asdict() for entry in logprobs]
+    said = {"text": completion.text, "token_ids": list(completion.token_ids)}
+    more = {"finish_reason": completion.finish_reason, "logprobs": told}
+    return {**said, **more, "stats": completion.stats.to_dict()}

@@ -1,6 +1,4 @@
-"""`paceline train`: drafters for the user's own model. The target writes the text, and heads learn to guess
-it.
-
+"""`paceline train`: drafters for the user's own model. The target writes the text, heads learn to guess it.
 Invariant: DIR/text and the heads' state folders are all that is needed to go on with --resume; a head is
 complete whenever it is there.
 """
@@ -86,8 +84,8 @@ def train(asked: Train) -> None:
     from paceline.train.texts import load_shard
     from paceline.train.trainer import Limit, TrainConfig
 
-    names, hours = _kinds(asked), asked.hours
-    recipes = [recipe_for(name, has_trunk=asked.trunk, **_changes(asked)) for name in names]
+    names, hours, changes = _kinds(asked), asked.hours, _changes(asked)
+    recipes = [recipe_for(name, has_trunk=asked.trunk, **changes) for name in names]
     folders = [asked.out] if asked.kind is not None else [asked.out / name for name in names]
     with _Bar(console=console.stderr()) as bar:
         texts = _texts(asked, folders, bar)
@@ -139,8 +137,7 @@ def _kinds(asked: Train) -> list[str]:
 
 def _changes(asked: Train) -> dict[str, Any]:
     """Of the recipe: name=value, the value as JSON."""
-    from paceline.train.losses import Mix
-    from paceline.train.recipes import Recipe
+    from paceline.train.recipes import Mix, Recipe
 
     known, found = [f.name for f in fields(Recipe) if f.name != "kind"], {}
     for setting in asked.set:
@@ -209,5 +206,5 @@ class _Bar(progress.Progress):
             self.update(self.task, completed=int(1000 * numbers["share"]), note=note)
         elif what == "saved":
             for name, found in numbers["acceptance"].items():
-                line = f"{numbers['kind']} has {found.tau:.3f} tokens a step on {name}"
-                self.console.print(line, highlight=False)
+                said = f"{numbers['kind']} has {found.tau:.3f} tokens a step on {name}"
+                self.console.print(said, highlight=False)

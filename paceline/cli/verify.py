@@ -1,5 +1,4 @@
 """`paceline verify`: proves on the user's own model and machine that drafts change the time and not the text.
-
 Two halves: equality of greedy and seeded texts (verify_equality), the law of unseeded ones
 (verify_distribution).
 """
@@ -22,11 +21,10 @@ from paceline.cli import console, parsing
 from paceline.cli.options import LOADING, MAIN, Given, group
 from paceline.cli.streaming import as_prompt
 from paceline.core.errors import ConfigError, RequestError
-from paceline.core.options import nearest, option
+from paceline.core.options import option
 from paceline.measure.results import Table
 
 if TYPE_CHECKING:
-    from paceline.api.llm import LLM
     from paceline.cli.verify_distribution import RuleResult
     from paceline.cli.verify_equality import Check
     from paceline.measure.prompts import Prompt
@@ -55,9 +53,7 @@ class Verify:
     max_tokens: int = option(16, MAIN, "Tokens an answer.", min=1)
     limit: int | None = option(None, MAIN, "Most prompts of each category.", min=1)
     methods: str | None = option(None, MAIN, "Only these drafters, separated by commas.")
-    draft_model: str | None = option(
-        None, MAIN, "For draft_model (left out: the model itself), or a head's folder."
-    )
+    draft_model: str | None = option(None, MAIN, "Of draft_model (left out: the model), or a head's folder.")
 
 
 def verify(asked: Verify) -> None:
@@ -65,9 +61,8 @@ def verify(asked: Verify) -> None:
 
     prompts = chosen(asked.prompts, asked.limit)
     engine = parsing.engine_options(asked.loading)
-    configs = _drafters(asked, engine.model)
     parsing.check_target("--json", asked.json)
-    _check_draft_model(engine.model, configs)
+    configs = _drafters(asked, engine.model)
     checks, rules = _examine(engine, prompts, asked.max_tokens, configs)
     is_ok = not any(check.differences for check in checks) and all(rule.is_ok for rule in rules)
     _print_report(console.stdout(), checks, rules)
@@ -82,33 +77,28 @@ def verify(asked: Verify) -> None:
 def _drafters(asked: Verify, model: str) -> Configs:
     """All but learned heads if none is named: the target may have none."""
     from paceline.drafters.registry import DRAFTERS, HEADS, parse
+    from paceline.loaders.checkpoint import open_checkpoint
+    from paceline.loaders.tokenizer import Tokenizer
+    from paceline.measure.rows import names_of
 
     known = ["auto", *DRAFTERS]
     names = [name for name in known if name not in HEADS]
     if asked.methods is not None:
-        names = [name.strip() for name in asked.methods.split(",")]
+        names = names_of("--methods", asked.methods, known)
     configs: Configs = {name: {"method": name} for name in names}
     for name, config in configs.items():
-        if name not in known:
-            raise ConfigError(f"--methods holds {name!r}; {nearest(name, known)}")
         if name == "draft_model" or (name in HEADS and asked.draft_model):
             config["model"] = asked.draft_model or model
         if name != "auto":  # a named drafter is checked at its full length, whether that pays here or not
             config["num_speculative_tokens"] = parse(config)[1].num_speculative_tokens
-    return configs
-
-
-def _check_draft_model(model: str, configs: Configs) -> None:
-    """Another tokenizer would only be noticed when the drafter is built, after half of the work."""
-    from paceline.loaders.checkpoint import open_checkpoint
-    from paceline.loaders.tokenizer import Tokenizer
-
+    # Another tokenizer would only be noticed when the drafter is built, after half of the work.
     draft = configs.get("draft_model", {}).get("model", model)
     sources = [open_checkpoint(name).tokenizer_source() for name in dict.fromkeys((model, draft))]
     ours, *theirs = map(Tokenizer.from_source, sources)
     if difference := next(map(ours.same_as, theirs), None):
         what = f"--draft-model {draft} has another tokenizer than {model} ({difference})"
         raise ConfigError(f"{what}; use a draft of the same family")
+    return configs
 
 
 def _examine(
@@ -123,7 +113,14 @@ def _examine(
     more: dict[str, Any] = {"max_num_seqs": max(BATCHES)}
     with console.telling(len(prompts) * num_turns) as tell:
         with paceline.LLM(engine, speculative_config=None, **more) as llm:
-            examination = Examination(prompts, [_input_of(llm, prompt) for prompt in prompts], max_tokens)
+            inputs = []
+            for prompt in prompts:
+                try:
+                    inputs.append(as_prompt(llm, prompt.text))
+                    llm.stream(inputs[-1])  # refuses what does not fit; nothing runs before it is read
+                except RequestError as error:
+                    raise RequestError(f"prompt {prompt.id}: {error}") from None
+            examination = Examination(prompts, inputs, max_tokens)
             for mode in MODES:
                 tell(f"plain, T={mode.temperature}", 0)
                 plain[mode] = examination.plain(llm, mode)
@@ -143,23 +140,20 @@ def _examine(
     return checks, rules
 
 
-def _input_of(llm: LLM, prompt: Prompt) -> list[int]:
-    """The prompt as the model reads it; one that cannot be run is named."""
-    try:
-        tokens = as_prompt(llm, prompt.text)
-        llm.stream(tokens)  # refuses what does not fit; nothing runs before the stream is read
-    except RequestError as error:
-        raise RequestError(f"prompt {prompt.id}: {error}") from None
-    return tokens
-
-
 def _print_report(screen: Console, checks: list[Check], rules: list[RuleResult]) -> None:
     """Two tables, each difference by name, one verdict."""
     from paceline.cli.verify_equality import NEAR_TIE
 
     names, numbers = ("drafter", "mode"), ("T", "batch", "prompts", "identical", "τ")
-    title, rows = "the same text as plain decoding", [_cells(check) for check in checks]
-    console.show(screen, Table(title, names, numbers, rows))
+    rows = []
+    for check in checks:
+        same, count = YES, check.prompts
+        if check.differences:
+            same = f"[bold red]no[/bold red] ({count - len(check.differences)} of {count})"
+        if check.near_ties:
+            same += f", {check.near_ties} near ties"
+        rows.append((*map(str, check[:5]), same, f"{check.tau:.2f}"))
+    console.show(screen, Table("the same text as plain decoding", names, numbers, rows))
     for check in checks:
         for found in check.differences[:MAX_NAMED]:
             mode = f"{check.mode}, T={check.temperature}"
@@ -174,22 +168,11 @@ def _print_report(screen: Console, checks: list[Check], rules: list[RuleResult])
     console.show(screen, Table(title, ("rule",), ("p-value", ""), rows))
     total = len(checks) + len(rules)
     num_bad = sum(bool(check.differences) for check in checks) + sum(not rule.is_ok for rule in rules)
-    if num_bad:
-        screen.print(f"{num_bad} of {total} checks found a difference", style="bold red")
-    else:
-        passed = f"all {total} checks passed: drafts changed the time and not the text"
-        screen.print(passed, style="bold green")
+    said = f"all {total} checks passed: drafts changed the time and not the text"
+    said = f"{num_bad} of {total} checks found a difference" if num_bad else said
+    screen.print(said, style="bold red" if num_bad else "bold green")
     if ties := sum(check.near_ties for check in checks):
         num_texts = sum(check.prompts for check in checks)
         what = f"{ties} of {num_texts} texts part at a near tie, where logits are within {NEAR_TIE}: "
         why = "half precision rounds differently in passes of other shapes; --exact does not"
         screen.print(what + why, style="yellow")
-
-
-def _cells(check: Check) -> tuple[str, ...]:
-    same, count = YES, check.prompts
-    if check.differences:
-        same = f"[bold red]no[/bold red] ({count - len(check.differences)} of {count})"
-    if check.near_ties:
-        same += f", {check.near_ties} near ties"
-    return (*map(str, check[:5]), same, f"{check.tau:.2f}")

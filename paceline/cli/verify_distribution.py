@@ -1,16 +1,15 @@
 """Does unseeded sampling follow the target's distribution? A chi-square test of every accept rule on the
-model's own logits.
-
-The target's next-token logits are read at one text and after each of its likely continuations; the draft's
-logits are the same model's when it sees only the end of that text, so p and q differ as those of a real pair
-do. Then the engine's own `accept` judges thousands of drafts, and the texts are counted against their exact
-probabilities. The noise is keyed by the number of the sample, so a run can be repeated.
+model's own logits. The target's next-token logits are read at one text and after each of its likely
+continuations; the draft's logits are the same model's when it sees only the end of that text, so p and q
+differ as those of a real pair do. Then the engine's own `accept` judges thousands of drafts, and the texts
+are counted against their exact probabilities. The noise is keyed by the number of the sample, so a run can be
+repeated.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -34,6 +33,7 @@ WIDTH = 4  # tokens the target may choose from at each place
 NUM_SAMPLES = 2000
 SMALLEST_P_VALUE = 0.001
 SMALLEST_CELL = 5.0  # expected counts below it are pooled: the test is not to be trusted on them
+RULES = ("token", "block", "siblings", "deterministic", "coupled")
 
 Outcome = TypeVar("Outcome")
 Path = tuple[int, ...]
@@ -53,8 +53,7 @@ class RuleResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Landscape:
-    """Logits [tokens] after each path of likely tokens, over the few tokens that matter, renumbered from
-    0."""
+    """Logits [tokens] after each path of likely tokens, over the few that matter, renumbered from 0."""
 
     target: dict[Path, torch.Tensor]
     draft: dict[Path, torch.Tensor]
@@ -62,17 +61,14 @@ class Landscape:
 
 
 def survey(llm: LLM) -> Landscape:
-    """Ask the model for its logits along every likely path, as the log-probabilities that `generate`
-    reports."""
+    """The model's logits along every likely path: the log-probabilities that `generate` reports."""
     context = llm.tokenizer.encode(TEXT)
     # The draft sees the shortest end of the context after which a token is likely that is also likely after
     # all of it: else nothing would be kept.
     ends = [context[-count:] for count in range(min(NUM_SEEN_BY_DRAFT, len(context)), len(context) + 1)]
     likely = [{token for token, _ in row} for row in _likely(llm, ends)]
     seen = next(end for end, row in zip(ends, likely, strict=True) if row & likely[-1])
-    target: dict[Path, Row] = {}
-    draft: dict[Path, Row] = {}
-    paths: list[Path] = [()]
+    target, draft, paths = dict[Path, Row](), dict[Path, Row](), list[Path]([()])
     for _ in range(DEPTH):
         target.update(zip(paths, _likely(llm, [[*context, *path] for path in paths]), strict=True))
         draft.update(zip(paths, _likely(llm, [[*seen, *path] for path in paths]), strict=True))
@@ -112,62 +108,26 @@ def guess(
     return noise.draw(warm.cpu().numpy(), position, Purpose.DRAFT), warm.softmax(0)
 
 
-def _guessed(request: Request, path: Path, logits: torch.Tensor) -> Below:
-    """What a draft model offers: one token sampled after the one before (or guessed with the request's own
-    seed)."""
+def _below(rule: str, request: Request, path: Path, logits: torch.Tensor) -> Below:
+    """What leads to a rule when it is drafted."""
+    if rule == "deterministic":  # the two likeliest tokens: nothing was sampled, so there is no q
+        return logits.topk(2).indices.tolist(), None
+    if rule == "token" and path:  # after one sampled token the likeliest: q is known at the root alone
+        return [int(logits.argmax())] if len(path) == 1 else [], None
+    if rule == "siblings":  # two tokens sampled without replacement
+        logits = warped(request.params, logits)
+        weights, noise, position = logits.numpy().copy(), noise_of(request), request.num_tokens + len(path)
+        first = noise.draw(weights, position, Purpose.DRAFT)
+        weights[first] = -torch.inf
+        return [first, noise.draw(weights, position, Purpose.DRAFT)], logits.softmax(0)
+    # as a draft model does: one token sampled after the one before, or guessed with the request's own seed
     token, probability = guess(request, path, logits)
     return [token], probability
 
 
-def _sampled_once(request: Request, path: Path, logits: torch.Tensor) -> Below:
-    """One sampled token, then the likeliest: q is known at the root alone, which leads to the token rule."""
-    if len(path) == 0:
-        return _guessed(request, path, logits)
-    return [int(logits.argmax())] if len(path) == 1 else [], None
-
-
-def _sampled_pair(request: Request, path: Path, logits: torch.Tensor) -> Below:
-    """Two tokens sampled without replacement."""
-    logits = warped(request.params, logits)
-    weights, noise, position = logits.numpy().copy(), noise_of(request), request.num_tokens + len(path)
-    first = noise.draw(weights, position, Purpose.DRAFT)
-    weights[first] = -torch.inf
-    return [first, noise.draw(weights, position, Purpose.DRAFT)], logits.softmax(0)
-
-
-def _best_pair(request: Request, path: Path, logits: torch.Tensor) -> Below:
-    """The two likeliest tokens: nothing was sampled, so there is no q."""
-    return logits.topk(2).indices.tolist(), None
-
-
-RULES: dict[str, Callable[[Request, Path, torch.Tensor], Below]] = {
-    "token": _sampled_once,
-    "block": _guessed,
-    "siblings": _sampled_pair,
-    "deterministic": _best_pair,
-    "coupled": _guessed,
-}
-
-
-def _draft(rule: str, request: Request, landscape: Landscape, depth: int) -> tuple[Draft, list[Path]]:
-    """And the path to each node."""
-    paths: list[Path] = [()]
-    parents, q = [-1], {}
-    for node, path in enumerate(paths):  # grows while it is read
-        logits = landscape.draft.get((*request.output, *path))
-        if len(path) < depth and logits is not None:
-            tokens, probability = RULES[rule](request, path, logits)
-            if probability is not None:
-                q[node] = probability
-            paths += [(*path, token) for token in tokens]
-            parents += [node] * len(tokens)
-    tree = Tree((request.tokens[-1], *(path[-1] for path in paths[1:])), tuple(parents))
-    return Draft(tree, "check", q or None), paths
-
-
 def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
     """Sample with drafts, count, and compare with the exact probabilities."""
-    first = list(RULES).index(rule) * num_samples  # rules share no noise: their p-values are independent
+    first = RULES.index(rule) * num_samples  # rules share no noise: their p-values are independent
     counts = Counter(_sample(rule, landscape, seed) for seed in range(first, first + num_samples))
     return RuleResult(rule, chi_square_p_value(counts, exact_probabilities(landscape)))
 
@@ -176,7 +136,17 @@ def _sample(rule: str, landscape: Landscape, seed: int) -> Path:
     params = SamplingParams(top_k=WIDTH, seed=seed if rule == "coupled" else None)
     request = Request("check", params, tokens=[0], num_prompt=1, seed=seed)
     while request.num_output < DEPTH:
-        draft, paths = _draft(rule, request, landscape, DEPTH - request.num_output - 1)
+        paths, parents, q = list[Path]([()]), [-1], dict[int, torch.Tensor]()
+        depth = DEPTH - request.num_output - 1
+        for node, path in enumerate(paths):  # grows while it is read
+            logits = landscape.draft.get((*request.output, *path))
+            if len(path) < depth and logits is not None:
+                tokens, probability = _below(rule, request, path, logits)
+                q |= {} if probability is None else {node: probability}
+                paths += [(*path, token) for token in tokens]
+                parents += [node] * len(tokens)
+        tree = Tree((request.tokens[-1], *(path[-1] for path in paths[1:])), tuple(parents))
+        draft = Draft(tree, "check", q or None)
         unread = torch.zeros(landscape.num_tokens)  # a node off the map cannot be accepted
         rows = [landscape.target.get((*request.output, *path), unread) for path in paths]
         request.tokens += accept(request, draft, torch.stack(rows)).tokens

@@ -1,8 +1,6 @@
-"""Is decoding with drafts the same as without? Every drafter, greedy and seeded, alone and in a batch, on the
-same prompts.
-
-The plain texts are made once for each mode, in a batch, and every other run is compared with them token by
-token: so equality also says that the batch a request is in changes nothing.
+"""Is decoding with drafts the same as without? Every drafter, greedy and seeded, alone and in a batch. Plain
+texts are made once for each mode, in a batch, and every other run is compared with them token by token: so
+equality also says that the batch a request is in changes nothing.
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ class Examination:
         return [list(result.token_ids) for result in results]
 
     def check(self, llm: LLM, drafter: str, mode: Mode, batch: int, plain: Texts, advance: Advance) -> Check:
-        """Batch 1: one prompt after the other. Else all at once, and the engine runs as many together as
-        `max_num_seqs` says."""
+        """Batch 1: one prompt after the other; else all at once, as many together as `max_num_seqs` says."""
         params, results = self.params(mode), list[Result]()
         step = 1 if batch == 1 else len(params)
         for start in range(0, len(params), step):
@@ -100,8 +97,7 @@ class Examination:
         return Check(drafter, *mode, batch, count, not found, ties, round(tau, 4), differences)
 
     def _weighed(self, llm: LLM, mode: Mode, index: int, found: Difference, texts: Texts) -> Difference:
-        """With the margin between the two tokens: logits, and where the choice was seeded its noise, times
-        the temperature. texts: the plain one and the drafted one."""
+        """With the margin between the plain and the drafted token: logits, and seeded noise times T."""
         at, (plain, drafted) = found.position, texts
         if at >= min(len(plain), len(drafted)):
             return found
@@ -127,8 +123,8 @@ def first_difference(
 ) -> Difference | None:
     if plain == drafted:
         return None
-    shared = min(len(plain), len(drafted))
-    position = next((i for i in range(shared) if plain[i] != drafted[i]), shared)
+    pairs = enumerate(zip(plain, drafted, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
     tokens = [text[position : position + 1] for text in (plain, drafted)]
     at = [f"{token[0]} {spell(token[0])!r}" if token else "the end" for token in tokens]
     return Difference(prompt_id, position, at[0], at[1])

@@ -230,7 +230,7 @@ class Moves(NamedTuple):
 @dataclass(eq=False)
 class Batch:
     """The columns as int64 in one piece of memory, cut apart when asked for: making a tensor costs more than
-    the few numbers in it. Built by runtime/batch.py, never changed."""
+    the few numbers in it. Built by core/batch.py, never changed."""
 
     columns: Columns
     device: Any = "cpu"

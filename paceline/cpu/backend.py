@@ -15,7 +15,6 @@ from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.medusa import MedusaHead
 from paceline.cpu.top import top
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
-from paceline.loaders.head_files import Head
 from paceline.models.attention import FLOATS, KvFormat
 from paceline.models.quantize import bits_of
 
@@ -44,18 +43,18 @@ class CpuBackend:
     def load(self, source: Any, dtype: str, context: int | None = None) -> CpuDecoder:
         return CpuDecoder.load(source, dtype, context, self._use_cache)
 
-    def chain_head(
-        self, config: LayeredConfig, tensors: Any, decoder: CpuDecoder, num_blocks: int, norm: Any, steps: int
-    ) -> ChainHead:
-        return ChainHead(config, tensors, decoder, norm)
+    def chain_head(self, given: HeadInput) -> ChainHead:
+        assert isinstance(given.head.config, LayeredConfig)
+        return ChainHead(given.head.config, given.head.tensors, given.decoder, given.norm)
 
-    def block_head(self, head: Head, decoder: CpuDecoder, num_blocks: int, steps: int) -> BlockHead:
-        assert isinstance(head.config, DflashConfig)
-        return BlockHead(head.config, head.tensors, decoder)
+    def block_head(self, given: HeadInput) -> BlockHead:
+        assert isinstance(given.head.config, DflashConfig)
+        return BlockHead(given.head.config, given.head.tensors, given.decoder)
 
-    def side_heads(self, head: Head, decoder: CpuDecoder, norm: torch.Tensor, steps: int) -> MedusaHead:
-        assert isinstance(head.config, MedusaConfig)
-        return MedusaHead(head.config, head.tensors, norm)
+    def side_heads(self, given: HeadInput) -> MedusaHead:
+        assert isinstance(given.head.config, MedusaConfig)
+        assert given.norm is not None
+        return MedusaHead(given.head.config, given.head.tensors, given.norm)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         return top(logits, k)

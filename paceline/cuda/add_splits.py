@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from paceline.cuda.overlap import let_next_start, wait_for_previous
+from paceline.cuda.rows import let_next_start, wait_for_previous
 
 
 class Partials(NamedTuple):

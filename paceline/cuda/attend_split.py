@@ -14,8 +14,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from paceline.cuda.add_splits import Partials, add_if_last
-from paceline.cuda.overlap import let_next_start, wait_for_previous
-from paceline.cuda.rows import BLOCK_SIZE, SCALE_BYTES
+from paceline.cuda.rows import BLOCK_SIZE, SCALE_BYTES, let_next_start, wait_for_previous
 
 PLACES = tl.constexpr(64)  # keys of a tile: as many as a word of the masks has bits
 NEAR = tl.constexpr(16)  # splits of the near size, at most; all after them are of the far size

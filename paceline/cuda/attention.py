@@ -3,9 +3,9 @@
 A request's keys stand at places: its cached prefix at 0 .. prefix - 1, then the rows of this pass in order,
 so a chain's row stands at its position. Places are cut into splits, short ones near the start (few keys: as
 many programs as possible) and long ones after (many keys: few sums to add). Invariant: splits and tiles are
-aligned to places and never to what else is in the launch, and what a row does not see adds an exact zero. So
-a row's bits depend on its own context, on where its ancestors stand, and on constants that the sizes of a
-launch choose (`launch_for`); in exact mode these are fixed.
+aligned to places and never to what else is in the launch, and what a row does not see adds an exact zero: its
+bits depend on its own context, on where its ancestors stand, and on constants that the sizes of a launch
+choose (`launch_for`); in exact mode these are fixed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 from paceline.cuda.add_splits import add_splits
 from paceline.cuda.attend_split import NEAR, PLACES, attend_split
 from paceline.cuda.batch import DeviceBatch
-from paceline.cuda.overlap import LAUNCH
-from paceline.cuda.rows import SCALE_BYTES, are_dense
+from paceline.cuda.rows import LAUNCH, SCALE_BYTES, are_dense
 from paceline.models.attention import LayerCache
 
 LOG2_E = 1.4426950408889634
@@ -76,17 +75,13 @@ class Attending(NamedTuple):
     counters: Tensor | None = None  # [any] int32, zero before and after; shared by passes of one stream
 
 
-def tiling_for(num_rows: int, max_context: int) -> Tiling:
-    fits = (t for rows, most, t in TILINGS if num_rows <= rows and (most is None or max_context <= most))
-    return next(fits, UNSPLIT)
-
-
 def launch_for(q: Tensor, keys: Tensor, how: Attending) -> Tiling:
     """A tiling fitted to the model's sizes and the context."""
     num_rows, heads, dim = q.shape
     padded = triton.next_power_of_2(dim)
     group, places = heads // keys.shape[1], how.max_context + how.max_rows
-    tiling = EXACT if how.is_exact else tiling_for(num_rows, how.max_context)
+    fits = (t for rows, most, t in TILINGS if num_rows <= rows and (most is None or how.max_context <= most))
+    tiling = EXACT if how.is_exact else next(fits, UNSPLIT)
     # float32 products run without tensor cores, and larger tiles of them do not fit into registers.
     most = 16 if q.element_size() > 2 else min(tiling.block_m, QUERY_BYTES // (padded * q.element_size()))
     block_m = max(16, most, triton.next_power_of_2(group))
@@ -127,7 +122,6 @@ def attend(
     assert len(batch.slots) == len(batch.masks) == num_rows, "one of each a row"
     assert len(batch.starts) == len(batch.block_tables) + 1 == num_requests + 1, "one of each a request"
     assert are_dense(q, keys, values, out, batch.block_tables, batch.masks), "addresses follow from shapes"
-    assert how.scale > 0, "a maximum of scores is a maximum of scaled scores"
     count = 0 if num_splits == 1 else num_rows * heads * num_splits
     partials = torch.empty(count * (dim + 2), dtype=torch.float32, device=q.device)
     sums, peaks, totals = partials.split([count * dim, count, count])  # the first is aligned

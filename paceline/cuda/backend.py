@@ -13,8 +13,7 @@ from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Capture
 from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
 from paceline.cuda.weights import dtype_of
-from paceline.heads.config import LayeredConfig
-from paceline.loaders.head_files import Head
+from paceline.loaders.head_files import HeadInput
 from paceline.models.attention import FLOATS, KvFormat
 
 Recorded = TypeVar("Recorded", CudaChainHead, CudaBlockHead, CudaMedusaHead, CudaBurstBackend)
@@ -54,17 +53,14 @@ class CudaBackend:
     def load(self, source: Any, dtype: str, context: int | None = None) -> CudaDecoder:
         return CudaDecoder.load(source, dtype, self.device, context, self._exact, self._capture)
 
-    def chain_head(
-        self, config: LayeredConfig, tensors: Any, decoder: CudaDecoder, num_blocks: int,
-        norm: torch.Tensor | None, steps: int,
-    ) -> CudaChainHead:  # fmt: skip
-        return self._warm(CudaChainHead(Head(config, tensors, "", ""), decoder, num_blocks), steps)
+    def chain_head(self, given: HeadInput) -> CudaChainHead:
+        return self._warm(CudaChainHead(given.head, given.decoder, given.num_blocks), given.steps)
 
-    def block_head(self, head: Head, decoder: CudaDecoder, num_blocks: int, steps: int) -> CudaBlockHead:
-        return self._warm(CudaBlockHead(head, decoder, num_blocks), steps)
+    def block_head(self, given: HeadInput) -> CudaBlockHead:
+        return self._warm(CudaBlockHead(given.head, given.decoder, given.num_blocks), given.steps)
 
-    def side_heads(self, head: Head, decoder: CudaDecoder, norm: torch.Tensor, steps: int) -> CudaMedusaHead:
-        return self._warm(CudaMedusaHead(head, decoder), steps)
+    def side_heads(self, given: HeadInput) -> CudaMedusaHead:
+        return self._warm(CudaMedusaHead(given.head, given.decoder), given.steps)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits.topk(k).indices

@@ -90,13 +90,7 @@ def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.
         for row in range(first, end):
             above = masks[parents[row]] if parents[row] >= 0 else 0
             masks[row] = above | 1 << (row - first) % (WORD * num_words)
-    return mask_words(masks, num_words)
-
-
-def mask_words(masks: Sequence[int], num_words: int) -> np.ndarray:
-    """[T, W] int64 of masks of any length."""
-    size = WORD // 8 * num_words
-    words = bytearray().join(mask.to_bytes(size, "little") for mask in masks)
+    words = bytearray().join(mask.to_bytes(WORD // 8 * num_words, "little") for mask in masks)
     return np.frombuffer(words, np.int64).reshape(len(masks), num_words)
 
 
@@ -154,8 +148,11 @@ def batch_columns(bucket: Bucket, trash_slot: int) -> dict[str, Column]:
     return by_field(each, each, slots, starts, Column((requests,)), tables, masks)
 
 
-def padded_starts(starts: list[int], bucket: Bucket) -> list[int]:
-    return [*starts, *[starts[-1]] * (bucket.requests + 1 - len(starts)), bucket.rows]
+def tables_of(columns: Columns, bucket: Bucket) -> np.ndarray:
+    """[requests, blocks of the longest]."""
+    requests = len(columns.prefix_lens)
+    tables = np.array(columns.block_tables, np.int32).reshape(requests, -1 if requests else 0)
+    return tables[:, : bucket.num_blocks]
 
 
 def choice_columns(count: int) -> dict[str, Column]:
@@ -177,15 +174,15 @@ NOTHING = Columns([], [], [], [], [], [0], [], [], [])
 def batch_values(bucket: Bucket, columns: Columns, picks: Sequence[Pick] | None) -> dict[str, Any]:
     """Of the target's pass; picks: how the token after each wanted row is chosen."""
     rows, requests = len(columns.slots), len(columns.prefix_lens)
-    extra, width = bucket.rows - rows, len(columns.block_tables) // max(requests, 1)
+    extra = bucket.rows - rows
     if rows == requests and bucket.rows <= len(_OWN) and bucket.num_words == 1:
         masks = np.concatenate((_FIRST[:rows], _OWN[:extra]))
     else:
         parents = [*columns.parents, *[-1] * extra]
         masks = ancestor_words(parents, [*columns.starts, bucket.rows], bucket.num_words)
-    tables = np.array(columns.block_tables, np.int32).reshape(requests, width)[:, : bucket.num_blocks]
-    ids, positions, starts = columns.input_ids, columns.positions, padded_starts(columns.starts, bucket)
-    values = by_field(ids, positions, columns.slots, starts, columns.prefix_lens, tables, masks)
+    starts = [*columns.starts, *[rows] * (bucket.requests - requests), bucket.rows]
+    ids, positions, prefixes = columns.input_ids, columns.positions, columns.prefix_lens
+    values = by_field(ids, positions, columns.slots, starts, prefixes, tables_of(columns, bucket), masks)
     if picks is not None:
         values |= choice_values(picks, [positions[row] + 1 for row in columns.rows])
     return values

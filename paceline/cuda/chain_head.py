@@ -9,27 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.cuda import head_inputs as inputs
-from paceline.cuda import rows
+from paceline.core.batch import build
+from paceline.core.types import Cached, Columns, Segment
+from paceline.cuda import batch, rows
 from paceline.cuda.attention import Attending
-from paceline.cuda.batch import REQUESTS, Bucket, Buffer, DeviceBatch, context_for, next_size
+from paceline.cuda.batch import REQUESTS, Bucket, Buffer, Column, DeviceBatch, context_for, next_size
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import join
-from paceline.cuda.head_inputs import ChainShape, PassRows
 from paceline.cuda.pick import guess
-from paceline.cuda.recorded_head import RecordedHead
+from paceline.cuda.recorded_head import ALIGNED, HeadShape, RecordedHead, head_bucket, sampler_values
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Sampler
 from paceline.loaders.head_files import Head
 
 CHUNK = 256  # rows of a text read in one pass
+
+
+class ChainRows(NamedTuple):
+    """Rows of a pass."""
+
+    columns: Columns  # slots: where keys and values are read
+    written: list[int]  # where they are written: not so for rows of passes before
+    addresses: list[int]  # of features, as many for each row
+
+    def values(self, bucket: Bucket) -> dict[str, Any]:
+        addresses = np.array(self.addresses, np.int64).reshape(len(self.written), -1)
+        others = {"written": self.written, "wanted": self.columns.rows, "addresses": addresses}
+        return batch.batch_values(bucket, self.columns, None) | others
 
 
 class CudaChainHead(RecordedHead):
@@ -40,7 +54,7 @@ class CudaChainHead(RecordedHead):
         if isinstance(config, DraftConfig):
             prefixes = [f"layers.{i}." for i in range(config.num_layers)]
         super().__init__(head, decoder, num_blocks, prefixes)
-        self.config, self.taps = config, config.hidden_layers
+        self.config = config
         self._fuse = reader.matrix("fc") if reader.has("fc") else None
         self._hidden_norm = reader.norm_if_any("midlayer.hidden_norm")
         self._norm = reader.norm_if_any("norm")
@@ -54,93 +68,119 @@ class CudaChainHead(RecordedHead):
         for first in range(0, len(feed.tokens), CHUNK):
             part = slice(first, first + CHUNK)
             some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
-            table, count = inputs.table_of_feeds([some], self.taps), len(some.tokens)
+            count = len(some.tokens)
             bucket = Bucket(count, 1, count, context_for(some.start))
             # Nothing waits for it, and a recording's inputs are one buffer.
-            self._launch(ChainShape(bucket, 1, 0), table.values(bucket), is_recorded=False)
+            values = self._feed_rows([some]).values(bucket)
+            self._launch(HeadShape(bucket, 0, is_guessed=False), values, may_record=False)
 
     @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
-        return self._after(inputs.table_of_feeds(self._tails(feeds), self.taps))
+        logits, outputs = self._run_rows(self._feed_rows(self._tails(feeds)))
+        return HeadOutput(logits, list(outputs.clone()))
 
     @torch.inference_mode()
     def outputs(self, feeds: Sequence[Feed]) -> Tensor:
         """[feeds, hidden] after the last row of each; the next call may overwrite them."""
-        return self._run_rows(inputs.table_of_feeds(self._tails(feeds), self.taps))[1]
+        return self._run_rows(self._feed_rows(self._tails(feeds)))[1]
 
     @torch.inference_mode()
     def level(self, nodes: Sequence[Node]) -> HeadOutput:
+        """Nodes of levels before stand in the pass for their keys alone."""
+        groups: dict[int, list[Node]] = {}
         for node in nodes:
-            node.place.reserve(node.at + 1)  # before the trash slot is asked for: more memory moves it
-        has_sources, trash_slot = bool(self.taps), self._cache.trash_slot
-        return self._after(inputs.table_of_nodes(nodes, trash_slot, self.nowhere, has_sources), is_true=False)
+            groups.setdefault(id(node.place), []).append(node)
+        segments = []
+        for members in groups.values():
+            place, seen, end = members[0].place, members[0].seen, max(node.at for node in members) + 1
+            place.reserve(end)
+            tokens, parents = [0] * (end - seen), [-1] * (end - seen)
+            for node in members:
+                assert node.seen == seen, "nodes of a tree see the same text"
+                tokens[node.at - seen] = node.token
+                for above, at in pairwise(node.others):
+                    parents[at - seen] = above - seen
+            segments.append(Segment(tokens, Cached(place.blocks, seen), parents))
+        columns = build(segments).columns
+        firsts, count = dict(zip(groups, columns.starts, strict=False)), len(columns.slots)
+        wanted = [firsts[id(node.place)] + node.at - node.seen for node in nodes]
+        written, addresses = [self._cache.trash_slot] * count, [self.nowhere] * (count * bool(self.taps))
+        for node, row in zip(nodes, wanted, strict=True):
+            written[row] = columns.slots[row]
+            if self.taps:
+                addresses[row] = node.source.data_ptr()
+        found = ChainRows(columns._replace(rows=wanted), written, addresses)
+        logits, outputs = self._run_rows(found, is_true=False)
+        return HeadOutput(logits, list(outputs.clone()))
 
     @torch.inference_mode()
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed; short ones are as quick, so `least` stops nothing."""
         feeds = self._tails(feeds)
-        longest = max(feed.start + len(feed.tokens) for feed in feeds)
-        for feed in feeds:
-            feed.place.reserve(feed.start + len(feed.tokens) + steps)
-        table = inputs.table_of_feeds(feeds, self.taps)
-        bucket = inputs.bucket_of(len(table.tokens), len(feeds), longest + steps)
-        shape = ChainShape(bucket, bucket.requests, steps)
-        values = self.values(shape, table, feeds, samplers)
-        results = self._launch(shape, values, inputs.is_recordable(bucket))
-        return inputs.guesses_of(results, len(feeds))
+        ends = [feed.start + len(feed.tokens) for feed in feeds]
+        for feed, end in zip(feeds, ends, strict=True):
+            feed.place.reserve(end + steps)
+        bucket = head_bucket(sum(len(feed.tokens) for feed in feeds), len(feeds), max(ends) + steps)
+        shape = HeadShape(bucket, steps, wanted=bucket.requests)
+        return self._guesses(self._launch(shape, self.values(shape, feeds, samplers)), len(feeds))
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
         """Record what a request alone will need for chains of up to `steps` tokens; of none, for outputs."""
-        for bucket in inputs.warm_buckets(self.decoder.config.max_context):
+        for bucket in self.warm_buckets():
             for count in range(min(steps, 1), steps + 1):
-                self._record(ChainShape(bucket, 1, count))
+                self._record(HeadShape(bucket, count, count > 0))
 
-    def _tails(self, feeds: Sequence[Feed]) -> list[Feed]:
-        """The feeds without what is too long for a recording, which is read now: all but the last row."""
-        tails = []
-        for f in feeds:
-            if len(f.tokens) > inputs.TAIL:
-                self.read(f._replace(tokens=f.tokens[:-1], rows=f.rows[:-1]))
-                f = Feed(f.place, f.start + len(f.tokens) - 1, f.tokens[-1:], f.rows[-1:])
-            tails.append(f)
-        return tails
+    def _feed_rows(self, feeds: Sequence[Feed], count: int = 0) -> ChainRows:
+        """The logits of each text's last row are wanted. count: as many rows each, at least: those after a
+        text's last have features that lie `nowhere`, and are overwritten before they are seen."""
+        segments, addresses = [], []
+        for feed in feeds:
+            extra = max(count - len(feed.tokens), 0)
+            feed.place.reserve(feed.start + len(feed.tokens) + extra)
+            segments.append(Segment([*feed.tokens, *[0] * extra], Cached(feed.place.blocks, feed.start)))
+            addresses += [*self._addresses(feed.rows), *[self.nowhere] * (extra * len(self.taps))]
+        columns = build(segments).columns
+        wanted = [row + len(feed.tokens) - 1 for row, feed in zip(columns.starts, feeds, strict=False)]
+        return ChainRows(columns._replace(rows=wanted), columns.slots, addresses)
 
-    def _after(self, table: PassRows, is_true: bool = True) -> HeadOutput:
-        logits, outputs = self._run_rows(table, is_true)
-        return HeadOutput(logits, list(outputs.clone()))
-
-    def _run_rows(self, table: PassRows, is_true: bool = True) -> tuple[Tensor, Tensor]:
+    def _run_rows(self, found: ChainRows, is_true: bool = True) -> tuple[Tensor, Tensor]:
         """Logits [n, words] and outputs [n, hidden] where the passes leave them."""
-        count = len(table.wanted)
-        bucket = inputs.bucket_of(len(table.tokens), len(table.prefixes), max(table.prefixes))
-        shape = ChainShape(bucket, next_size(REQUESTS, count), 0, is_true)
-        is_recorded = inputs.is_recordable(bucket) and shape.wanted in REQUESTS
-        logits, outputs = self._launch(shape, table.values(bucket), is_recorded)
+        columns, count = found.columns, len(found.columns.rows)
+        bucket = head_bucket(len(columns.slots), len(columns.prefix_lens), max(columns.prefix_lens))
+        shape = HeadShape(bucket, 0, False, next_size(REQUESTS, count), is_true)
+        logits, outputs = self._launch(shape, found.values(bucket))
         return logits[:count], outputs[:count]
 
     def values(
-        self, shape: ChainShape, table: PassRows, feeds: Sequence[Feed], samplers: Sequence[Sampler]
+        self, shape: HeadShape, feeds: Sequence[Feed], samplers: Sequence[Sampler], count: int = 0
     ) -> dict[str, Any]:
         """What chains after the feeds read, and where the rows of further steps lie: [steps, requests]."""
         ends = [feed.start + len(feed.tokens) for feed in feeds]
         after = [range(end, end + shape.steps - 1) for end in ends]
         slots = [feed.place.slots(each.start, each.stop) for feed, each in zip(feeds, after, strict=True)]
         ahead = {"next_positions": np.array(after).T, "next_slots": np.array(slots).T}
-        return table.values(shape.bucket) | inputs.speaker_values(samplers) | ahead
+        return self._feed_rows(feeds, count).values(shape.bucket) | sampler_values(samplers) | ahead
 
-    def prepare(self, shape: ChainShape) -> tuple[Callable[[], Any], Buffer]:
-        num_features = len(self.taps) if shape.is_true else min(len(self.taps), 1)
-        columns = inputs.chain_columns(shape, num_features, self._cache.trash_slot, self.nowhere)
-        buffer = Buffer(columns, self.device, PassRows().values(shape.bucket))
+    def prepare(self, shape: HeadShape) -> tuple[Callable[[], Any], Buffer]:
+        (num_rows, requests, _, _), trash_slot = shape.bucket, self._cache.trash_slot
+        num_features = len(self.taps) if shape.is_true else min(len(self.taps), 1)  # of a row
+        columns = batch.batch_columns(shape.bucket, trash_slot)
+        columns["addresses"] = Column((num_rows, num_features), torch.int64, self.nowhere)
+        columns["written"] = Column((num_rows,), padding=trash_slot)
+        columns["wanted"] = Column((shape.wanted,), torch.int64)
+        if shape.is_guessed:
+            ahead = Column((max(shape.steps - 1, 1), max(requests, ALIGNED)))
+            columns |= {"next_positions": ahead, "next_slots": ahead._replace(padding=trash_slot)}
+            columns |= batch.choice_columns(requests)
+        buffer = Buffer(columns, self.device, batch.batch_values(shape.bucket, batch.NOTHING, None))
         at = buffer.on_device
-        if shape.steps:
-            requests = shape.bucket.requests
+        if shape.is_guessed:
             at["each"] = torch.arange(requests + 1, dtype=torch.int32, device=self.device)
             at["alone"] = torch.ones((requests, 1), dtype=torch.int64, device=self.device)
         return partial(self._run, shape, at), buffer
 
-    def _run(self, shape: ChainShape, at: Mapping[str, Tensor]) -> Any:
+    def _run(self, shape: HeadShape, at: Mapping[str, Tensor]) -> Any:
         """-> results of a chain, or logits [wanted, words] and outputs [wanted, hidden]."""
         how = Attending(self._scale, shape.bucket.context, shape.bucket.rows)
         features = None  # [parts, T, hidden]: of the target and fused, or of this head
@@ -151,18 +191,17 @@ class CudaChainHead(RecordedHead):
         x, normed = self._pass(DeviceBatch.of(at), features, at["written"], how)
         x, normed = x[at["wanted"]], normed[at["wanted"]]
         logits = self._output_layer(normed)
-        if not shape.steps:
+        if not shape.is_guessed:
             return logits, self._output(x, normed)
         count, steps = shape.bucket.requests, shape.steps
-        # [2, steps, R or more]: each step from an aligned address
-        results = torch.empty((2, steps, max(count, inputs.ALIGNED)), dtype=torch.int32, device=self.device)
+        results = self._results(steps, max(count, ALIGNED))  # each step from an aligned address
         for step in range(steps):
             if step:
                 positions, slots = at["next_positions"][step - 1, :count], at["next_slots"][step - 1, :count]
                 tables, tokens = at["block_tables"][:-1], results[0, step - 1, :count]
-                batch = DeviceBatch(tokens, positions, slots, at["each"], positions, tables, at["alone"])
+                step_batch = DeviceBatch(tokens, positions, slots, at["each"], positions, tables, at["alone"])
                 features = self._output(x, normed)[None] if self.taps else None
-                x, normed = self._pass(batch, features, slots, how._replace(max_rows=1))
+                x, normed = self._pass(step_batch, features, slots, how._replace(max_rows=1))
                 logits = self._output_layer(normed)
             guess(logits, at, self._ids, step, results[:, step, :count])
         return results

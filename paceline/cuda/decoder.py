@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -39,23 +39,6 @@ class PassSpec(NamedTuple):
     has_picks: bool
 
 
-class Picked(Sequence[int]):
-    """Tokens on their way from the device: the first read waits for them, the one time in a step."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._arriving = Arriving(tokens)
-
-    @cached_property
-    def _tokens(self) -> list[int]:
-        return self._arriving.read().tolist()
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tokens[index]
-
-
 class CudaDecoder:
     """Built by `CudaDecoder.load`."""
 
@@ -65,8 +48,7 @@ class CudaDecoder:
         self._graphs = Graphs(capture)
         self._picks = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=self.device)  # of the last pass,
         self.latest: Sequence[int] | None = None  # and the same on their way to the host
-        # of attention: all passes are on one stream
-        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)  # of attention
 
     @classmethod
     def load(
@@ -112,7 +94,7 @@ class CudaDecoder:
         values = batch_values(spec.bucket, columns, batch.picks)
         logits, picked, hidden = self._graphs.launch(key, make, values, is_recorded)
         kept = hidden[:, :num_rows].clone() if hidden is not None else ()
-        chosen = None if picked is None else Picked(picked[:count])
+        chosen = None if picked is None else Arriving(picked[:count])
         if chosen is not None and count <= MAX_GRAPH_ROWS:  # of more, the next pass could not read them
             self.latest = chosen
         return Output(logits[:count], dict(zip(wished, kept, strict=True)), chosen, is_first=is_first)
@@ -151,6 +133,6 @@ class CudaDecoder:
         logits = weights.head(normed if wanted is None else normed[wanted])
         if not spec.has_picks:
             return logits, None, hidden
-        count = len(logits)  # the next pass may read the tokens where they are written
-        out = self._picks[:count] if count <= MAX_GRAPH_ROWS else None
+        # the next pass may read the tokens where they are written
+        out = self._picks[: len(logits)] if len(logits) <= MAX_GRAPH_ROWS else None
         return logits, pick(logits, at, out), hidden

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
-from paceline.cuda.rows import MAX_HIDDEN, added_up, are_dense, normed
+from paceline.cuda.rows import LAUNCH, added_up, are_dense, let_next_start, normed, wait_for_previous
 
 
 @triton.jit
@@ -36,8 +35,6 @@ def gather(addresses: Tensor, weight: Tensor | None, eps: float, like: Tensor) -
     """-> [T, parts * hidden]: rows like `like` [hidden] that lie at addresses [T, parts] int64, normed if
     there is a weight."""
     (num_rows, parts), hidden = addresses.shape, len(like)
-    assert hidden <= MAX_HIDDEN, "a row is one tile"
-    assert are_dense(addresses), "rows follow each other"
     out, block = like.new_empty((num_rows, parts * hidden)), triton.next_power_of_2(hidden)
     _gather[(num_rows * parts,)](addresses, weight, out, eps, hidden, block, num_warps=4, **LAUNCH)
     return out
@@ -85,8 +82,6 @@ def join(
 ) -> Tensor:
     """-> [T, 2 * hidden]: embeddings, then features."""
     (splits, num_rows, hidden), (table, scale) = features.shape, embedding
-    assert hidden <= MAX_HIDDEN, "a row is one tile"
-    assert (len(ids), table.shape[1]) == (num_rows, hidden), "one row a token"
     assert are_dense(table, features), "rows follow each other"
     out, sizes = table.new_empty((num_rows, 2 * hidden)), (hidden, splits, keeps_normed)
     _join[(num_rows, 2)](

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 
@@ -66,8 +68,9 @@ class Capture:
         return Recording(graph.replay, outputs, run)
 
 
-class Arriving:
-    """A copy on its way to the host, in line before anything that overwrites its source; reading it waits."""
+class Arriving(Sequence[Any]):
+    """Numbers on their way to the host, in line before anything that overwrites their source. The first read
+    waits for them, the one time in a step."""
 
     def __init__(self, source: torch.Tensor) -> None:
         is_cuda = source.device.type == "cuda"
@@ -77,10 +80,21 @@ class Arriving:
         if self._event is not None:
             self._event.record()
 
-    def read(self) -> torch.Tensor:
+    @cached_property
+    def array(self) -> np.ndarray:
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+        return self._host.numpy()
+
+    @cached_property
+    def _numbers(self) -> list[Any]:
+        return self.array.tolist()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index]
 
 
 class Graphs:

@@ -15,9 +15,8 @@ import triton
 from torch import Tensor
 
 from paceline.cuda.multiply import add_parts, expand, multiply
-from paceline.cuda.overlap import INTERPRETED, LAUNCH
 from paceline.cuda.pack import PackedWeight
-from paceline.cuda.rows import Activation
+from paceline.cuda.rows import INTERPRETED, LAUNCH, Activation
 
 # With more rows of x a product is bound by arithmetic: whole weights are made and torch multiplies.
 FUSED_ROWS = 256
@@ -112,9 +111,9 @@ class Matrix(NamedTuple):
             whole = torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
             return whole if activation is None else add_up(whole[None], activation, x.dtype)
         tile, splits = way_of(len(x), weight, x.dtype, is_exact)
-        if splits > 1:
-            return add_up(self._multiply(x, tile, splits), activation, x.dtype)
-        return self._multiply(x, tile, 1, activation)[0]
+        if splits == 1:
+            return self._multiply(x, tile, 1, activation)[0]
+        return add_up(self._multiply(x, tile, splits), activation, x.dtype)
 
     def parts(self, x: Tensor, *, is_early: bool = False) -> Tensor:
         """x [T, K] -> [S, T, N]: y is their sum; float32 if there are several, else of x's dtype. `is_early`:

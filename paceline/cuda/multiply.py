@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from paceline.cuda.overlap import OVERLAPS, let_next_start, wait_for_previous
-from paceline.cuda.rows import activated, added_up
+from paceline.cuda.rows import OVERLAPS, activated, added_up, let_next_start, wait_for_previous
 
 _FOUR = tl.constexpr("""{
     .reg .b32 a, b, c, d;

@@ -3,10 +3,9 @@
 int8 is w = q * s with q in [-127, 127]; int4 is w = (16 + q) * s - c with q in [0, 15]: in bfloat16 the bits
 0x4180 | q << 3 are 16 + q, so one multiply-add makes the weight. s and c are bfloat16, one pair for each
 group of consecutive inputs of a row. An int16 word holds the integers of four (int4) or two (int8) equal
-parts of its group: word j has inputs j, j + words, j + 2 * words ... from its lowest bits up. Tiles are thus
-whole words, the same place of all of them is one run of inputs, and a group of all rows is one run of memory.
-Weights of 16 and 32 bits stay [N, K], not copied, so an embedding can be the output layer too; their groups
-are but steps of the kernel. Invariant: packing loses nothing: the integers can be read back.
+parts of its group: word j has inputs j, j + words, j + 2 * words ... from its lowest bits up. Weights of 16
+and 32 bits stay [N, K], not copied, so an embedding can be the output layer too; their groups are but steps
+of the kernel. Invariant: packing loses nothing: the integers can be read back.
 """
 
 from __future__ import annotations

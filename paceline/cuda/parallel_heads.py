@@ -10,41 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.cuda import head_inputs as inputs
+from paceline.core.batch import build
+from paceline.core.types import Cached, Segment
 from paceline.cuda import rows
 from paceline.cuda.attention import Attending
-from paceline.cuda.batch import REQUESTS, Bucket, Buffer, Column, DeviceBatch, choice_columns, next_size
+from paceline.cuda.batch import Bucket, Buffer, Column, DeviceBatch, choice_columns, tables_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.pick import guess
-from paceline.cuda.recorded_head import PagedPlace, RecordedHead
+from paceline.cuda.recorded_head import ALIGNED, HeadShape, RecordedHead, head_bucket, sampler_values
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import TRUNK, DflashConfig, MedusaConfig
 from paceline.heads.rows import Feed, Guesses, Row, Sampler
 from paceline.loaders.head_files import Head
 
 
-class BlockShape(NamedTuple):
-    """What a block is recorded for."""
-
-    bucket: Bucket  # rows: features of texts; context: places of one text, its block counted
-    steps: int
-    is_guessed: bool  # else logits are wanted
-
-
-def _spans(spans: Sequence[tuple[PagedPlace, int, int]]) -> tuple[list[int], list[int]]:
-    """Positions and slots of rows `start` to `end` of each place."""
-    positions = [at for _, start, end in spans for at in range(start, end)]
-    return positions, [slot for place, start, end in spans for slot in place.slots(start, end)]
-
-
 class CudaBlockHead(RecordedHead):
+    """The rows of its buckets are features of texts; the context counts the block of a text, too."""
+
     def __init__(self, head: Head, decoder: CudaDecoder, num_blocks: int) -> None:
         config, reader = head.config, head_reader(head, decoder.weights)
         assert isinstance(config, DflashConfig)
@@ -63,7 +52,7 @@ class CudaBlockHead(RecordedHead):
         """Features, fused and normed, as keys and values of every layer."""
         count, end = len(feed.rows), feed.start + len(feed.rows)
         feed.place.reserve(end)
-        addresses = np.array(inputs.addresses_of(feed.rows, self.config.taps)).reshape(count, -1)
+        addresses = np.array(self._addresses(feed.rows)).reshape(count, -1)
         values = {"positions": range(feed.start, end), "slots": feed.place.slots(feed.start, end)}
         columns = {"addresses": Column(addresses.shape, torch.int64)}
         columns |= {"positions": Column((count,)), "slots": Column((count,))}
@@ -80,57 +69,50 @@ class CudaBlockHead(RecordedHead):
     @torch.inference_mode()
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses:
         """Tokens from left to right; the device is waited for once."""
-        return inputs.guesses_of(self._run_feeds(feeds, samplers, steps), len(feeds))
+        return self._guesses(self._run_feeds(feeds, samplers, steps), len(feeds))
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
         """Record what a request alone will need for drafts of up to `steps` tokens."""
-        for bucket in inputs.warm_buckets(self.decoder.config.max_context):
+        for bucket in self.warm_buckets():
             for count in range(1, steps + 1):
-                self._record(BlockShape(bucket, count, is_guessed=True))
-
-    def _tail(self, feed: Feed) -> Feed:
-        """The feed without what is too long for a recording, which is read now."""
-        if len(feed.rows) <= inputs.TAIL:
-            return feed
-        self.read(feed._replace(rows=feed.rows[:-1]))
-        return feed._replace(start=feed.start + len(feed.rows) - 1, rows=feed.rows[-1:])
+                self._record(HeadShape(bucket, count))
 
     def _run_feeds(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Tensor:
-        feeds, size = [self._tail(feed) for feed in feeds], self.config.block_size
+        feeds, size = self._tails(feeds), self.config.block_size
         ends = [feed.start + len(feed.rows) for feed in feeds]
         for feed, end in zip(feeds, ends, strict=True):
             feed.place.reserve(end + size)
-        bucket = inputs.bucket_of(sum(len(feed.rows) for feed in feeds), len(feeds), max(ends) + size)
-        shape = BlockShape(bucket, steps, bool(samplers))
-        values = self._values(bucket, feeds) | inputs.speaker_values(samplers)
-        return self._launch(shape, values, inputs.is_recordable(bucket))
+        bucket = head_bucket(sum(len(feed.rows) for feed in feeds), len(feeds), max(ends) + size)
+        values = self._values(bucket, feeds) | sampler_values(samplers)
+        return self._launch(HeadShape(bucket, steps, bool(samplers)), values)
 
     def _values(self, bucket: Bucket, feeds: Sequence[Feed]) -> dict[str, Any]:
         """Rows of the texts, padding, then the blocks: a root and masks each."""
         size, masked = self.config.block_size, [self.config.mask_token_id] * (self.config.block_size - 1)
-        ends = [feed.start + len(feed.rows) for feed in feeds]
-        texts = _spans([(feed.place, feed.start, end) for feed, end in zip(feeds, ends, strict=True)])
-        blocks = _spans([(feed.place, end, end + size) for feed, end in zip(feeds, ends, strict=True)])
-        count = len(texts[0])
-        extra, absent = bucket.rows - count, [1 << i for i in range(size)] * (bucket.requests - len(feeds))
-        addresses = [at for feed in feeds for at in inputs.addresses_of(feed.rows, self.config.taps)]
+        texts = build([Segment([0] * len(f.rows), Cached(f.place.blocks, f.start)) for f in feeds]).columns
+        ends = [Cached(f.place.blocks, f.start + len(f.rows)) for f in feeds]
+        roots = [f.tokens[-1] for f in feeds]
+        blocks = build([Segment([root, *masked], end) for root, end in zip(roots, ends, strict=True)]).columns
+        extra = bucket.rows - len(texts.slots)
+        absent = [1 << i for i in range(size)] * (bucket.requests - len(feeds))
+        addresses = [at for feed in feeds for at in self._addresses(feed.rows)]
         return {
-            "addresses": np.array(addresses, np.int64).reshape(count, len(self.config.taps)),
-            "positions": [*texts[0], *[0] * extra, *blocks[0]],
-            "slots": [*texts[1], *[self._cache.trash_slot] * extra, *blocks[1]],
-            "tokens": [token for feed in feeds for token in (feed.tokens[-1], *masked)],
-            "masks": np.array([*[0] * (len(feeds) * size), *absent], np.uint64).view(np.int64)[:, None],
-            "prefixes": [end + size for end in ends],
-            "tables": inputs.block_tables([feed.place for feed in feeds], bucket),
-            "words": [self._words[feed.tokens[-1]] for feed in feeds],
+            "addresses": np.array(addresses, np.int64).reshape(-1, len(self.taps)),
+            "positions": [*texts.positions, *[0] * extra, *blocks.positions],
+            "slots": [*texts.slots, *[self._cache.trash_slot] * extra, *blocks.slots],
+            "tokens": blocks.input_ids,
+            "masks": np.array([*[0] * len(blocks.slots), *absent], np.uint64).view(np.int64)[:, None],
+            "prefixes": [end + size for end in blocks.prefix_lens],
+            "tables": tables_of(blocks, bucket),
+            "words": self._words[roots],
         }
 
-    def prepare(self, shape: BlockShape) -> tuple[Callable[[], Any], Buffer]:
+    def prepare(self, shape: HeadShape) -> tuple[Callable[[], Any], Buffer]:
         (num_texts, requests, _, _), size = shape.bucket, self.config.block_size
         num_rows, both, each = requests * size, (num_texts + requests * size,), Column((requests,))
         columns = {
-            "addresses": Column((num_texts, len(self.config.taps)), torch.int64, self.nowhere),
+            "addresses": Column((num_texts, len(self.taps)), torch.int64, self.nowhere),
             "masks": Column((num_rows, 1), torch.int64), "positions": Column(both),
             "slots": Column(both, padding=self._cache.trash_slot), "tokens": Column((num_rows,)),
             "prefixes": each, "tables": Column((requests, shape.bucket.num_blocks), padding=None),
@@ -141,21 +123,16 @@ class CudaBlockHead(RecordedHead):
         buffer.on_device["starts"] = starts
         return partial(self._run, shape, buffer.on_device), buffer
 
-    def _run(self, shape: BlockShape, at: Mapping[str, Tensor]) -> Tensor:
+    def _run(self, shape: HeadShape, at: Mapping[str, Tensor]) -> Tensor:
         """-> results [2, steps, requests] of guesses, or logits [steps, requests, words]."""
         requests, steps = shape.bucket.requests, shape.steps
         first = 0 if self.config.sample_from_anchor else 1
         normed = self._block(shape.bucket, at).view(requests, self.config.block_size, -1)
         kept = normed[:, first : first + steps].transpose(0, 1).contiguous()
         logits = self._output_layer(kept.flatten(0, 1))  # [steps * requests, words]
-        if not shape.is_guessed:
-            return logits.view(steps, requests, -1)
-        if self._markov is None:
-            results = torch.empty((2, steps, requests), dtype=torch.int32, device=self.device)
-            guess(logits, at, self._ids, 0, results.flatten(1))
-            return results
-        most = max(requests, inputs.ALIGNED)  # each step from an aligned address
-        results = torch.empty((2, steps, most), dtype=torch.int32, device=self.device)
+        if self._markov is None or not shape.is_guessed:
+            return self._chosen(shape, logits, at)
+        results = self._results(steps, max(requests, ALIGNED))  # each step from an aligned address
         (table, matrix), words = self._markov, at["words"]
         for step, some in enumerate(logits.split(requests)):
             added = matrix(rows.embed(words, table, 1.0))
@@ -184,17 +161,13 @@ class CudaBlockHead(RecordedHead):
         return normed
 
 
-class SideShape(NamedTuple):
-    requests: int
-    is_guessed: bool  # else logits are wanted
-
-
 class CudaMedusaHead(RecordedHead):
     def __init__(self, head: Head, decoder: CudaDecoder) -> None:
         super().__init__(head, decoder)
         config, reader = head.config, head_reader(head, decoder.weights)
         assert isinstance(config, MedusaConfig)
         self.config, heads = config, range(config.num_heads_ahead)
+        self.taps = (config.target_layers,)  # a trunk's output is in its place
 
         def stacked(name: str) -> Tensor:
             """[heads, inputs, outputs]"""
@@ -211,7 +184,7 @@ class CudaMedusaHead(RecordedHead):
 
     @torch.inference_mode()
     def guess(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Guesses:
-        return inputs.guesses_of(self._run_rows(rows, samplers), len(rows))
+        return self._guesses(self._run_rows(rows, samplers), len(rows))
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
@@ -220,30 +193,23 @@ class CudaMedusaHead(RecordedHead):
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
         """Record what a request alone will need; all heads are computed, however many tokens are wanted."""
-        self._record(SideShape(1, is_guessed=True))
+        self._record(HeadShape(head_bucket(1, 1, 0), self.config.num_heads_ahead))
 
     def _run_rows(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Tensor:
-        shape = SideShape(next_size(REQUESTS, len(rows)), bool(samplers))
-        addresses = np.array(inputs.addresses_of(rows, (self.config.target_layers,)))[:, None]
-        return self._launch(shape, {"addresses": addresses, **inputs.speaker_values(samplers)})
+        shape = HeadShape(head_bucket(1, len(rows), 0), self.config.num_heads_ahead, bool(samplers))
+        addresses = np.array(self._addresses(rows))[:, None]
+        return self._launch(shape, {"addresses": addresses, **sampler_values(samplers)})
 
-    def prepare(self, shape: SideShape) -> tuple[Callable[[], Any], Buffer]:
-        addresses = Column((shape.requests, 1), torch.int64, self.nowhere)
-        buffer = Buffer({"addresses": addresses, **choice_columns(shape.requests)}, self.device, {})
+    def prepare(self, shape: HeadShape) -> tuple[Callable[[], Any], Buffer]:
+        addresses = Column((shape.bucket.requests, 1), torch.int64, self.nowhere)
+        buffer = Buffer({"addresses": addresses, **choice_columns(shape.bucket.requests)}, self.device, {})
         return partial(self._run, shape, buffer.on_device), buffer
 
-    def _run(self, shape: SideShape, at: Mapping[str, Tensor]) -> Tensor:
+    def _run(self, shape: HeadShape, at: Mapping[str, Tensor]) -> Tensor:
         """-> results [2, heads, requests] of guesses, or logits [heads, requests, words]."""
-        count = self.config.num_heads_ahead
-        y = self._gathered(at["addresses"], self._norm).expand(count, -1, -1)
+        y = self._gathered(at["addresses"], self._norm).expand(shape.steps, -1, -1)
         for weight, bias in self._blocks:
             y = y + functional.silu(torch.baddbmm(bias, y, weight))
         if isinstance(self._output_layer, Tensor):
-            logits = torch.bmm(y, self._output_layer).flatten(0, 1)
-        else:
-            logits = self._output_layer(y.flatten(0, 1))
-        if not shape.is_guessed:
-            return logits.view(count, shape.requests, -1)
-        results = torch.empty((2, count, shape.requests), dtype=torch.int32, device=self.device)
-        guess(logits, at, self._ids, 0, results.flatten(1))
-        return results
+            return self._chosen(shape, torch.bmm(y, self._output_layer).flatten(0, 1), at)
+        return self._chosen(shape, self._output_layer(y.flatten(0, 1)), at)

@@ -18,8 +18,7 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from paceline.core.noise import Purpose
-from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
-from paceline.cuda.rows import are_dense
+from paceline.cuda.rows import LAUNCH, are_dense, let_next_start, wait_for_previous
 
 BLOCK = 1024  # ids of a program; four share a random counter
 TARGET = tl.constexpr(int(Purpose.TARGET))
@@ -169,8 +168,6 @@ def guess(
     num_blocks = triton.cdiv(vocab, BLOCK)
     assert are_dense(logits, logits if added is None else added), "rows follow each other"
     assert num_rows % len(seeds) == 0, "as many rows each step"
-    assert results.shape == (2, num_rows), "a guess a row"
-    assert ids is None or len(ids) == vocab, "a token a logit"
     scores, sums = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
     words = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
     drafted = torch.empty(num_rows, dtype=torch.int32, device=device)

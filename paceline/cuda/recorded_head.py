@@ -1,29 +1,36 @@
-"""What learned heads on a GPU share: drafts as CUDA graphs, and keys and values in blocks at fixed addresses.
+"""What learned heads on a GPU share: drafts as CUDA graphs, their inputs, and keys and values in blocks.
 
-A place is one sequence's blocks. Where blocks run out the memory is made anew, twice as large, and
-`generation` counts: what was recorded for the memory before is never replayed. Invariant: a block belongs to
-one place, until that is gone; padding reads features that are zero and writes to the last slot, which has no
-place.
+What the host knows before a draft begins is all among its inputs (columns of cuda/batch.py): steps follow
+each other without it. A place is one sequence's blocks; where blocks run out the memory is made anew, twice
+as large, and `generation` counts: what was recorded before is never replayed. Invariant: a block belongs to
+one place, until that is gone; padding reads features that are zero and writes to the last slot, of no place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from paceline.core.types import BLOCK_SIZE
-from paceline.cuda.batch import Buffer
+from paceline.cuda.batch import REQUESTS, Bucket, Buffer, choice_values, context_for, next_size
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import gather
 from paceline.cuda.graphs import Graphs
+from paceline.cuda.pick import guess
 from paceline.cuda.weights import Layer, head_reader
 from paceline.heads.config import LayeredConfig
+from paceline.heads.rows import Feed, Guesses, Row, Sampler
 from paceline.loaders.head_files import Head
 
+ALIGNED = 4  # numbers of 32 bits
+ROWS = (8, 32, 128, 256)  # of texts in a pass; beyond, kernel by kernel
+TAIL = 32  # rows of one text, at most; what is more is read before
+WARM = 2048  # contexts up to this are recorded before the first draft
 MOST_BYTES = 2**28  # of keys and values, to begin with
 BEYOND = 256  # positions after the target's last: a draft may be longer than what is left of the context
 
@@ -69,13 +76,10 @@ class HeadCache:
         keys, values = self._data[index].flatten(1, 2)
         return keys, values
 
-    def place(self) -> PagedPlace:
-        return PagedPlace(self)
-
     @torch.inference_mode()
     def fork(self, place: PagedPlace, length: int) -> PagedPlace:
         """Another sequence with the same first rows."""
-        fresh = self.place()
+        fresh = PagedPlace(self)
         fresh.reserve(length)
         self._data[:, :, fresh.blocks] = self._data[:, :, place.blocks[: len(fresh.blocks)]]
         return fresh
@@ -94,6 +98,26 @@ class HeadCache:
         self.num_blocks, self.generation = num_blocks, self.generation + 1
 
 
+class HeadShape(NamedTuple):
+    """What the passes of a draft, or of a level of trees, are recorded for."""
+
+    bucket: Bucket
+    steps: int  # tokens of a draft
+    is_guessed: bool = True  # else logits are wanted
+    wanted: int = 1  # rows of a chain's first pass whose logits are
+    is_true: bool = True  # a chain's features are the target's, else outputs of this head
+
+
+def head_bucket(num_rows: int, num_requests: int, length: int) -> Bucket:
+    """length: rows of one text that are cached. Any number of the rows may be of one text."""
+    rows = next_size(ROWS, num_rows)
+    return Bucket(rows, next_size(REQUESTS, num_requests), rows, context_for(length))
+
+
+def sampler_values(samplers: Sequence[Sampler]) -> dict[str, Any]:
+    return choice_values(samplers, [sampler.position for sampler in samplers])
+
+
 class RecordedHead:
     """`prepare` of the subclass makes the passes of a shape and the buffer that they read."""
 
@@ -105,7 +129,7 @@ class RecordedHead:
         ids, config = head.tensors.get("draft_ids"), head.config  # [words]: draft id -> target id
         self._ids = None if ids is None else ids.to(self.device, torch.int32).contiguous()
         self._eps, self._graphs = config.rms_eps, Graphs(decoder.capture)
-        self._zeros = self._empty(config.hidden_size).zero_()
+        self._zeros, self.taps = self._empty(config.hidden_size).zero_(), config.hidden_layers
         self.nowhere = self._zeros.data_ptr()  # address of features for rows that have none
         self._layers: list[Layer] = []
         if prefixes:
@@ -116,30 +140,74 @@ class RecordedHead:
             self._scale = config.head_dim**-0.5
             sizes = (len(prefixes), config.num_kv_heads, config.head_dim)
             self._cache = HeadCache(sizes, self.dtype, self.device, num_blocks)
-            self.place, self.fork = self._cache.place, self._cache.fork
+            self.place, self.fork = partial(PagedPlace, self._cache), self._cache.fork
 
     @property
     def generation(self) -> int:
         """A recording is good for one of them."""
         return self._cache.generation if self._layers else 0
 
+    def warm_buckets(self) -> list[Bucket]:
+        """What one request may soon need."""
+        most = self.decoder.config.max_context
+        return sorted({head_bucket(1, 1, length) for length in (1, WARM // 2, WARM) if length <= most})
+
     def can_guess(self, temperature: float) -> bool:
         return True
 
-    def prepare(self, shape: Any) -> tuple[Callable[[], Any], Buffer]:
+    def prepare(self, shape: HeadShape) -> tuple[Callable[[], Any], Buffer]:
         """What launches the passes of a shape, and what they read."""
         raise NotImplementedError
 
-    def _record(self, shape: Hashable) -> None:
+    def read(self, feed: Feed) -> None:
+        """Keys and values of a text."""
+        raise NotImplementedError
+
+    def _tails(self, feeds: Sequence[Feed]) -> list[Feed]:
+        """The feeds without what is too long for a recording, which is read now: all but the last row."""
+        tails = []
+        for f in feeds:
+            count = len(f.rows) or len(f.tokens)
+            if count > TAIL:
+                self.read(f._replace(tokens=f.tokens[:-1], rows=f.rows[:-1]))
+                f = Feed(f.place, f.start + count - 1, f.tokens[-1:], f.rows[-1:])
+            tails.append(f)
+        return tails
+
+    def _addresses(self, rows: Sequence[Row]) -> list[int]:
+        """Where the hidden states of each row lie."""
+        shown = [(row.hidden[layer], row.at) for row in rows for layer in self.taps]
+        return [hidden.data_ptr() + at * hidden.stride(0) * hidden.element_size() for hidden, at in shown]
+
+    def _record(self, shape: HeadShape) -> None:
         self._graphs.get((shape, self.generation), partial(self.prepare, shape))
 
-    def _launch(self, shape: Hashable, values: Mapping[str, Any], is_recorded: bool = True) -> Any:
-        """The outputs of the passes; what was recorded overwrites them in the next call."""
+    def _launch(self, shape: HeadShape, values: Mapping[str, Any], may_record: bool = True) -> Any:
+        """The outputs of the passes; small ones are recorded, and the next call overwrites them."""
+        is_small = shape.bucket.rows in ROWS and {shape.bucket.requests, shape.wanted} <= {*REQUESTS}
         key, make = (shape, self.generation), partial(self.prepare, shape)
-        return self._graphs.launch(key, make, values, is_recorded)
+        return self._graphs.launch(key, make, values, may_record and is_small)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _results(self, steps: int, requests: int) -> torch.Tensor:
+        return torch.empty((2, steps, requests), dtype=torch.int32, device=self.device)
+
+    @staticmethod
+    def _guesses(results: torch.Tensor, count: int) -> Guesses:
+        """results [2, steps, R or more] int32: tokens, and chances of steps as bits of float32. Waits."""
+        tokens, chances = results.cpu().numpy()[:, :, :count]
+        return Guesses(tokens.tolist(), np.ascontiguousarray(chances).view(np.float32).cumprod(0).tolist())
+
+    def _chosen(self, shape: HeadShape, logits: torch.Tensor, at: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """logits [steps * requests, words] -> results [2, steps, requests] of guesses, or the logits."""
+        steps, requests = shape.steps, shape.bucket.requests
+        if not shape.is_guessed:
+            return logits.view(steps, requests, -1)
+        results = self._results(steps, requests)
+        guess(logits, at, self._ids, 0, results.flatten(1))
+        return results
 
     def _gathered(self, addresses: torch.Tensor, norm: torch.Tensor | None = None) -> torch.Tensor:
         """[T, parts] -> [T, parts * hidden]: features, normed if there is a norm."""

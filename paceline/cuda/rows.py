@@ -3,6 +3,10 @@
 Everything is computed in float32 and rounded where it is written; `add_norm` also rounds where the torch
 decoder does, so the residual stream has the same bits. Invariant: a row's result depends on that row alone.
 Tiles follow from the model's sizes, never from the number of rows.
+
+Kernels start while the one before still runs (programmatic dependent launch, Hopper and later): each lets the
+next one start at once and reads what no kernel of the pass writes. Invariant: every program launched with
+LAUNCH waits before its first load of a computed number and its first store, so the order is as without.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.core import types
-from paceline.cuda.overlap import LAUNCH, let_next_start, wait_for_previous
 from paceline.models.attention import LayerCache
 
 BLOCK_SIZE, SCALE_BYTES = tl.constexpr(types.BLOCK_SIZE), tl.constexpr(types.SCALE_BYTES)
@@ -26,7 +30,24 @@ TILE = 1024  # elements a program where a row need not be one tile
 # multiprocessors.
 HEADS = 2
 
+INTERPRETED: bool = triton.knobs.runtime.interpret
+_CAN_OVERLAP = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+OVERLAPS = tl.constexpr(_CAN_OVERLAP)
+LAUNCH: dict[str, bool] = {"launch_pdl": True} if _CAN_OVERLAP else {}  # options of every launch
+
 Activation = Literal["silu", "gelu_tanh"]
+
+
+@triton.jit
+def let_next_start() -> None:
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous() -> None:
+    if OVERLAPS:
+        gdc_wait()
 
 
 def are_dense(*tensors: Tensor) -> bool:
@@ -188,7 +209,6 @@ def place(
     assert _are_parts(qkv, (num_rows, num_heads * dim), q_out.dtype), "all heads of every token"
     width = dim + SCALE_BYTES.value * (keys.dtype == torch.int8)
     assert keys.shape == values.shape == (len(keys), num_kv, width), "keys and values are of the same heads"
-    assert rotary[0].shape == (len(rotary[0]), dim / 2), "half a head turns with the other half"
     assert are_dense(*rotary, keys, values, q_out), "rows follow each other"
     group = HEADS if len(qkv) <= 4 else 1  # of many parts, less of each
     sizes = (num_q, num_kv, dim, len(qkv), triton.next_power_of_2(dim // 2), group)

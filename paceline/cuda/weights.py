@@ -17,7 +17,6 @@ from paceline.cuda import rows
 from paceline.cuda.attention import Attending, attend
 from paceline.cuda.batch import DeviceBatch
 from paceline.cuda.linear import Matrix
-from paceline.cuda.overlap import CHECKED_ROWS, PLAIN_ROWS
 from paceline.cuda.pack import pack
 from paceline.cuda.rows import Activation
 from paceline.loaders.head_files import Head
@@ -27,6 +26,8 @@ from paceline.models.rope import Angles, rotary_tables
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {"int8": 8, "int4": 4}  # weights alone: activations are bfloat16
+# Up to these numbers of rows products let the next kernel start at their own start (measured on an H200).
+PLAIN_ROWS, CHECKED_ROWS = 8, 64
 NORMS = ("input", "pre_feedforward", "post_feedforward")  # not of every layer
 
 

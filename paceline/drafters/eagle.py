@@ -18,9 +18,10 @@ from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import Growth
 from paceline.drafters.head_texts import HeadTexts, Text
 from paceline.drafters.heads import GREEDY, HeadDrafter, HeadDrafterConfig, Reader
-from paceline.heads.config import Eagle1Config, LayeredConfig, MlpSpeculatorConfig
+from paceline.heads.config import Eagle1Config, MlpSpeculatorConfig
 from paceline.heads.rows import Feed, Guesses, Node, Sampler
 from paceline.heads.torch_heads import TorchMlpHead
+from paceline.loaders.head_files import HeadInput
 
 CHUNK = 8  # rows: where more wait, all but the last are read before, which needs their keys and values alone
 
@@ -58,11 +59,11 @@ class Eagle(HeadDrafter):
             self.burst_backend = executor.backend.burst(executor.decoder, layers, self.backend, length)
 
     def _load(self, context: DrafterContext) -> Any:
-        config, executor = self.head.config, context.executor
-        assert isinstance(config, LayeredConfig)
-        norm = context.checkpoint.tensor("norm.weight") if isinstance(config, Eagle1Config) else None
-        sizes = executor.memory.num_blocks, norm, self.longest_chain
-        return executor.backend.chain_head(config, self.head.tensors, executor.decoder, *sizes)
+        executor, is_normed = context.executor, isinstance(self.head.config, Eagle1Config)
+        norm = context.checkpoint.tensor("norm.weight") if is_normed else None
+        blocks = executor.memory.num_blocks
+        given = HeadInput(self.head, executor.decoder, blocks, self.longest_chain, norm)
+        return executor.backend.chain_head(given)
 
     def guess(self, texts: Sequence[Text], samplers: Sequence[Sampler], steps: int) -> Guesses:
         return self.backend.guess(self._feeds(texts), samplers, steps, self.least)

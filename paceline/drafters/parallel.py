@@ -26,6 +26,7 @@ from paceline.drafters.head_texts import HeadTexts, Text
 from paceline.drafters.heads import HeadDrafter, HeadDrafterConfig, Reader
 from paceline.heads.config import TRUNK, DflashConfig, MedusaConfig
 from paceline.heads.rows import BlockBackend, ChainHead, Guesses, Row, Sampler, SideBackend
+from paceline.loaders.head_files import Head, HeadInput
 
 # rows: where more wait, they are read before
 TRUNK_CHUNK, BLOCK_CHUNK = 8, 256
@@ -45,6 +46,7 @@ class Medusa(HeadDrafter):
         head, executor, tensors = self.head.config, context.executor, self.head.tensors
         assert isinstance(head, MedusaConfig)
         self._limit_depth(head.num_heads_ahead)
+        blocks = executor.memory.num_blocks
         self.is_eager = head.trunk is not None
         self._trunk: ChainHead | None = None
         if head.trunk is None:
@@ -52,9 +54,10 @@ class Medusa(HeadDrafter):
         else:
             norm, length = tensors[f"{TRUNK}norm.weight"], len(TRUNK)
             own = {name[length:]: tensor for name, tensor in tensors.items() if name.startswith(TRUNK)}
-            given, blocks = {**own, "lm_head.weight": tensors["lm_head.weight"]}, executor.memory.num_blocks
-            self._trunk = executor.backend.chain_head(head.trunk, given, executor.decoder, blocks, None, 0)
-        self.backend = executor.backend.side_heads(self.head, executor.decoder, norm, self.longest_chain)
+            trunk = Head(head.trunk, {**own, "lm_head.weight": tensors["lm_head.weight"]}, "", "")
+            self._trunk = executor.backend.chain_head(HeadInput(trunk, executor.decoder, blocks, 0))
+        given = HeadInput(self.head, executor.decoder, blocks, self.longest_chain, norm)
+        self.backend = executor.backend.side_heads(given)
         self.texts = HeadTexts(self._trunk, TRUNK_CHUNK)
 
     def guess(self, texts: Sequence[Text], samplers: Sequence[Sampler], steps: int) -> Guesses:
@@ -82,8 +85,8 @@ class Dflash(HeadDrafter):
         assert isinstance(head, DflashConfig)
         self._limit_depth(head.num_drafts)
         self._most, steps = head.num_drafts, min(self.longest_chain, head.num_drafts)
-        blocks = executor.memory.num_blocks
-        self.backend = executor.backend.block_head(self.head, executor.decoder, blocks, steps)
+        given = HeadInput(self.head, executor.decoder, executor.memory.num_blocks, steps)
+        self.backend = executor.backend.block_head(given)
         self.texts = HeadTexts(self.backend, BLOCK_CHUNK, lookahead=0)
         # the Markov head: a token's row of the first factor, which the second turns into logits
         ids = self.head.tensors.get("draft_ids")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.batch import segment_of
 from paceline.core.errors import GrammarError
 from paceline.core.noise import child_seed
 from paceline.core.options import require
@@ -25,9 +26,7 @@ from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext, chain, empty, fit_vocabulary
 from paceline.drafters.draft_model import ModelDrafter
 from paceline.drafters.reading import GrammarWalk, Reading, likeliest
-from paceline.runtime.batch import segment_of
-from paceline.runtime.check import judge
-from paceline.runtime.record import StepRecord
+from paceline.runtime.record import StepRecord, judge
 
 STAGES = 2**32  # seeds from here on belong to stages: a request has fewer completions
 

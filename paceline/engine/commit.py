@@ -6,6 +6,7 @@ Invariant: nothing else changes a request but the scheduler, which gives and tak
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.core.errors import PacelineError
@@ -25,14 +26,13 @@ class Emission(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
 
 
+@dataclass(slots=True)
 class Commits:
-    def __init__(
-        self, kv: KvCache, max_model_len: int, totals: SpecStats, stats: Mapping[str, SpecStats],
-        finish: Callable[[Request, FinishReason], None],
-    ) -> None:  # fmt: skip
-        """stats: by request."""
-        self._kv, self._max_model_len, self._finish = kv, max_model_len, finish
-        self._totals, self._stats = totals, stats
+    kv: KvCache
+    max_model_len: int
+    totals: SpecStats
+    stats: Mapping[str, SpecStats]  # by request
+    finish: Callable[[Request, FinishReason], None]
 
     def land(self, record: StepRecord) -> list[Emission]:
         """What each request emitted; the verdicts that took effect are noted in the record."""
@@ -41,24 +41,24 @@ class Commits:
         for index, one in enumerate(record.scheduled):
             request, draft, verdict = one.request, record.drafts[index], record.judged[index]
             if isinstance(verdict, PacelineError):
-                emissions.append(self._fail(request, verdict))
+                request.error = verdict
+                self.finish(request, FinishReason.ERROR)
+                emissions.append(Emission(request, (), 0, (), ()))
             elif request.is_finished:  # stopped while the pass ran
                 continue
             elif draft is None or verdict is None:
-                self._kv.commit(request.cache, request.cache.num_cached, range(one.num_new), request.tokens)
+                self.kv.commit(request.cache, request.cache.num_cached, range(one.num_new), request.tokens)
             else:
                 record.verdicts[index] = verdict
                 num_plain += len(draft.tree.tokens) == 1
                 emissions.append(self._commit(request, draft, verdict, record.has_more))
         if num_plain:
-            self._totals.record_plain(num_plain)
+            self.totals.record_plain(num_plain)
         return emissions
 
     def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
-        """Text grows by what was accepted and the target's own token, up to the first that ends the
-        request.
-        """
-        root, stats = len(request.tokens) - 1, self._stats[request.id]
+        """The text grows by what was accepted and the target's own token, up to the first that ends it."""
+        root, stats = len(request.tokens) - 1, self.stats[request.id]
         reason, emitted = None, 0
         for token in verdict.tokens:
             request.tokens.append(token)
@@ -66,20 +66,17 @@ class Commits:
             reason = self._ending(request, token)
             if reason is not None:
                 break
-            if request.constraint is not None and not self._advance(request, token):
-                reason = FinishReason.ERROR
-                break
         request.num_rounds += 1
         if reason is not None:
-            self._finish(request, reason)
+            self.finish(request, reason)
         else:
-            self._kv.commit(request.cache, root, verdict.path, request.tokens, has_more)
+            self.kv.commit(request.cache, root, verdict.path, request.tokens, has_more)
         if len(draft.tree.tokens) == 1:
             stats.record_plain()
             return Emission(request, verdict.tokens, 0, (), verdict.logprobs)
         accepted = verdict.path[1 : 1 + emitted]
         stats.record(draft, accepted, emitted)
-        self._totals.record(draft, accepted, emitted)
+        self.totals.record(draft, accepted, emitted)
         sources = tuple(map(draft.source_of, accepted))
         return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted])
 
@@ -88,20 +85,12 @@ class Commits:
         if has_text_stop or token in request.stop_ids:
             return FinishReason.STOP
         num_tokens = len(request.tokens)
-        if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= self._max_model_len:
+        if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
+        if request.constraint is not None:
+            try:
+                request.constraint.advance(token)
+            except PacelineError as error:  # it may prove too complex on the way: only this request fails
+                request.error = error
+                return FinishReason.ERROR
         return None
-
-    def _advance(self, request: Request, token: int) -> bool:
-        """A grammar may prove too complex on the way: then this request fails, and the others go on."""
-        assert request.constraint is not None
-        try:
-            request.constraint.advance(token)
-        except PacelineError as error:
-            request.error = error
-        return request.error is None
-
-    def _fail(self, request: Request, error: PacelineError) -> Emission:
-        request.error = error
-        self._finish(request, FinishReason.ERROR)
-        return Emission(request, (), 0, (), ())

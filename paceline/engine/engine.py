@@ -7,13 +7,15 @@ commit.py alone changes a request. The engine knows token ids and nothing of tex
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
+from paceline.core.batch import segment_of
 from paceline.core.errors import RequestError
 from paceline.core.options import EngineConfig
 from paceline.core.sampling import pick_of
-from paceline.core.types import Answers, Draft, FinishReason, Needs, Request, ScheduledRequest, Segment
+from paceline.core.types import Answers, FinishReason, Needs, Request, Segment
 from paceline.core.watch import Watch
 from paceline.drafters.base import Drafter
 from paceline.engine.commit import Commits, Emission
@@ -22,9 +24,8 @@ from paceline.engine.policy.base import Asks, FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Median, SpecStats, Suspicion
 from paceline.heads.rows import BurstInput
-from paceline.runtime.batch import segment_of
 from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.record import StepRecord, longest
+from paceline.runtime.record import Drafting, Scheduled, StepRecord, longest
 
 BURST_SECONDS = 0.12  # of a burst that is over before anything is heard of it; what arrives meanwhile waits
 MOST_LENGTH = 32  # tokens of a draft without a head in such a burst,
@@ -71,15 +72,12 @@ class Engine:
         """Refuse what could never run, before anything is queued."""
         limit = self.config.max_model_len
         if request.num_tokens >= limit:
-            raise RequestError(
-                f"the prompt has {request.num_tokens:,} tokens and the context holds {limit:,}; "
-                f"shorten it to at most {limit - 1:,}"
-            )
+            what = f"the prompt has {request.num_tokens:,} tokens and the context holds {limit:,}"
+            raise RequestError(f"{what}; shorten it to at most {limit - 1:,}")
         method, names = request.params.speculative_method, [drafter.name for drafter in self.policy.drafters]
         if method is not None and method not in names:
-            raise RequestError(
-                f"speculative_method is {method!r:.40}; loaded are: {', '.join(names) or 'none'}"
-            )
+            known = ", ".join(names) or "none"
+            raise RequestError(f"speculative_method is {method!r:.40}; loaded are: {known}")
 
     def add(self, request: Request) -> None:
         self.check_fits(request)
@@ -96,21 +94,16 @@ class Engine:
 
     def set_aside(self) -> list[Request]:
         """After an exception in `step`: forget the pass under way and take every request out, its blocks free
-        and the drafters' memory of it gone. Returns those that ran, then those that waited; `resume` puts one
-        back, and its tokens are computed again."""
+        and the drafters' memory of it gone. Returns those that ran, then those that waited; the scheduler
+        takes one back with `add`, and its tokens are computed again."""
         requests = self.scheduler.requests
         self._pending = self._committed = None
         for request in list(self.scheduler.running):
             self.scheduler.preempt(request)
-            self.policy.release(request)
-            for drafter in self.policy.drafters:
-                drafter.release(request)
+            self._release(request)
         self.scheduler.waiting.clear()
         self.check()
         return requests
-
-    def resume(self, request: Request) -> None:
-        self.scheduler.add(request)
 
     def step(self) -> list[Emission]:
         """What was said in one step. Where passes run by themselves the next is on its way already: the
@@ -137,25 +130,27 @@ class Engine:
             assert not self.has_work, "requests are waiting and none can run"
             return None
         plan = self.policy.plan(scheduled)
-        answers, drafting = {}, {}  # type: Answers, dict[int, tuple[int, float | None]]
+        answers, drafting = Answers(), Drafting()
         burst = self._launch_burst(scheduled, plan) or self._propose(scheduled, plan, answers, drafting)
         if burst is not None:
             return burst
-        drafts = self._drafts(scheduled, answers)
+        chosen = self.policy.choose(scheduled, answers) if answers else {}
+        if not self.executor.decoder.checks_trees:
+            chosen = {i: draft.cut(draft.tree.best_path()) for i, draft in chosen.items()}
+        drafts = [  # what is checked: often nothing but the root
+            (chosen.get(i) or rooted(one.request.tokens[-1])) if one.is_caught_up else None
+            for i, one in enumerate(scheduled)
+        ]
         segments = [segment_of(one, draft) for one, draft in zip(scheduled, drafts, strict=True)]
         sent, layers, top_tokens = perf_counter(), self._hidden_layers, self._top_tokens
         if plan.plain_steps:  # nothing will be learned from it
             layers, top_tokens = (), 0
         output = self.executor.forward(segments, hidden_layers=layers, top_tokens=top_tokens)
-        first = Pass(scheduled, drafts, output, sent)
-        return PendingPasses(self.executor, self.scheduler, first, plan.plain_steps, answers, drafting)
+        sent_passes = deque([Pass(scheduled, drafts, output, sent)])
+        return PendingPasses(self.executor, self.scheduler, sent_passes, plan.plain_steps, answers, drafting)
 
     def _propose(
-        self,
-        scheduled: list[ScheduledRequest],
-        plan: Plan,
-        answers: Answers,
-        drafting: dict[int, tuple[int, float | None]],
+        self, scheduled: Scheduled, plan: Plan, answers: Answers, drafting: Drafting
     ) -> PendingBurst | None:
         """Add what each drafter that is asked says, and what it took: by drafter, nodes and seconds. A burst
         instead, where a head still pays for all requests after the others have answered and can have one.
@@ -175,7 +170,7 @@ class Engine:
         return None
 
     def _ask(
-        self, number: int, asks: Asks, scheduled: Sequence[ScheduledRequest], answers: Answers, least: float
+        self, number: int, asks: Asks, scheduled: Scheduled, answers: Answers, least: float
     ) -> float | None:
         """Add a drafter's drafts to the answers; seconds, None if they say nothing about the next time."""
         drafter, before = self.policy.drafters[number], self.executor.backend.num_recordings
@@ -189,17 +184,7 @@ class Engine:
                 answers.setdefault(index, []).append((number, draft))
         return taken if self.executor.backend.num_recordings == before else None
 
-    def _drafts(self, scheduled: Sequence[ScheduledRequest], answers: Answers) -> list[Draft | None]:
-        """For every request that the target speaks for, what it checks: often nothing but the root."""
-        chosen = self.policy.choose(scheduled, answers) if answers else {}
-        if not self.executor.decoder.checks_trees:
-            chosen = {i: draft.cut(draft.tree.best_path()) for i, draft in chosen.items()}
-        return [
-            (chosen.get(i) or rooted(one.request.tokens[-1])) if one.is_caught_up else None
-            for i, one in enumerate(scheduled)
-        ]
-
-    def _launch_burst(self, scheduled: list[ScheduledRequest], plan: Plan) -> PendingBurst | None:
+    def _launch_burst(self, scheduled: Scheduled, plan: Plan) -> PendingBurst | None:
         """Where the device can draft, weigh and check all that is planned for several rounds: plain decoding,
         a matcher, or a head and a matcher, of one request.
         """
@@ -226,9 +211,7 @@ class Engine:
         parts = BurstParts(backend, head, others[0] if others else None, length)
         return self._start_burst(scheduled, parts, plan)
 
-    def _launch_head_burst(
-        self, scheduled: list[ScheduledRequest], number: int, asks: Asks
-    ) -> PendingBurst | None:
+    def _launch_head_burst(self, scheduled: Scheduled, number: int, asks: Asks) -> PendingBurst | None:
         """Where a device checks all that a head drafts, for all requests; the host asks other drafters
         meanwhile.
         """
@@ -240,9 +223,7 @@ class Engine:
         parts = BurstParts(backend, number, None, length)
         return self._start_burst(scheduled, parts, Plan()) if length else None
 
-    def _start_burst(
-        self, scheduled: list[ScheduledRequest], parts: BurstParts, plan: Plan
-    ) -> PendingBurst | None:
+    def _start_burst(self, scheduled: Scheduled, parts: BurstParts, plan: Plan) -> PendingBurst | None:
         """None if it cannot be: a request needs the host, or slots run out."""
         backend, length, requests = parts.backend, parts.length, [one.request for one in scheduled]
         if backend is None or self.watch is not None or len(requests) > backend.most_requests:
@@ -251,42 +232,37 @@ class Engine:
             return None
         if not all(r.pick is not None and backend.can_run(r.pick.temperature) for r in requests):
             return None
-        count = min(
-            self._num_rounds(requests, length), plan.plain_steps or backend.most_rounds, backend.most_rounds
-        )
+        # as many rounds as there is room for, each of which emits at least one token that is wanted
+        room = min((self.config.max_model_len - r.cache.num_cached) // (length + 1) for r in requests)
+        wanted = min(r.params.max_tokens - r.num_output for r in requests)
+        count = min(room, wanted, plan.plain_steps or backend.most_rounds, backend.most_rounds)
         if backend.is_weighing:  # such a burst is over before anything is heard of it
             count = min(count, max(int(BURST_SECONDS / self._round_seconds.value), 1))
             count = min(count, STOP_ROUNDS) if requests[0].params.stop else count
         if count < 1 or not self.scheduler.reserve_burst(scheduled, count * (length + 1)):
             return None
-        burst = self.executor.burst(backend, *self._burst_input(requests, parts, count, plan.least))
+        segments = [
+            Segment([r.tokens[-1], *[0] * length], r.cache, num_logits=length + 1, pick=r.pick)
+            for r in requests
+        ]
+        burst = self.executor.burst(backend, segments, self._burst_input(requests, parts, count, plan.least))
         return PendingBurst(burst, scheduled, self.policy.drafters, parts, self._goes_on)
 
     def _burst_input(
         self, requests: Sequence[Request], parts: BurstParts, count: int, least: float
-    ) -> tuple[list[Segment], BurstInput]:
-        backend, head, matcher, length = parts
-        first, drafters = requests[0], self.policy.drafters
-        tail = [0] * length
-        segments = [
-            Segment([r.tokens[-1], *tail], r.cache, num_logits=length + 1, pick=r.pick) for r in requests
-        ]
+    ) -> BurstInput:
+        (backend, head, matcher, length), first = parts, requests[0]
+        drafters = self.policy.drafters
         feeds, samplers = ([], []) if head is None else drafters[head].burst_feeds(requests, length)
-        wanted = min(first.params.max_tokens - first.num_output, self.config.max_model_len - first.num_tokens)
+        stops, wanted = tuple(first.stop_ids), self.scheduler.num_left(first)
         names = tuple("" if n is None else drafters[n].name for n in (matcher, head))
-        given = BurstInput(count, feeds, samplers, stops=tuple(first.stop_ids), wanted=wanted, names=names)
-        if backend is not None and backend.is_weighing:
-            weights = self.policy.weights(head, matcher, first, length)
-            tables = None if matcher is None else drafters[matcher].matcher(first)
-            floor = 0.0 if head is None else drafters[head].floor
-            given = given._replace(weights=weights, matcher=tables, least=max(least, floor))
-        return segments, given
-
-    def _num_rounds(self, requests: Sequence[Request], length: int) -> int:
-        """For which there is room, and of which each emits at least one token that is wanted."""
-        limit = self.config.max_model_len
-        room = min((limit - request.cache.num_cached) // (length + 1) for request in requests)
-        return min(room, *(request.params.max_tokens - request.num_output for request in requests))
+        given = BurstInput(count, feeds, samplers, stops=stops, wanted=wanted, names=names)
+        if backend is None or not backend.is_weighing:
+            return given
+        weights = self.policy.weights(head, matcher, first, length)
+        tables = None if matcher is None else drafters[matcher].matcher(first)
+        floor = 0.0 if head is None else drafters[head].floor
+        return given._replace(weights=weights, matcher=tables, least=max(least, floor))
 
     def _goes_on(self, pending: PendingBurst) -> bool:
         """Whether another round is better than whatever else could be done: no request waits for a seat, and
@@ -310,8 +286,12 @@ class Engine:
         """
         started = perf_counter()
         emissions = self._commits.land(record)
-        committed = perf_counter()
-        since_last = self._since_last(committed)
+        # not known if there was no commit before, or if something was recorded since, which happens once and
+        # takes longer than a hundred steps
+        before, num_before = self._committed, self._num_recorded
+        committed, self._num_recorded = perf_counter(), self.executor.backend.num_recordings
+        since_last = None if before is None or num_before != self._num_recorded else committed - before
+        self._committed = committed
         if record.seconds is not None:  # the device has measured its part
             record.seconds += committed - started
             self._round_seconds.add(record.seconds)
@@ -322,32 +302,24 @@ class Engine:
             for number, draft in record.answers.get(index, ()):
                 self._suspicion.judge(self.policy.drafters[number], draft, verdict)
         if self._learners and (not record.is_plain or record.hidden):
-            self._show(record)
+            seen = record.seen()
+            for drafter in self._learners:
+                width = drafter.needs.top_tokens
+                if drafter.needs.hidden_layers and not record.has_features:
+                    continue  # a burst without a head: it reads on without these rows
+                tops = [one.top[:, :width] if one.top is not None and width else None for one in seen]
+                drafter.observe([one._replace(top=top) for one, top in zip(seen, tops, strict=True)])
         return emissions
-
-    def _show(self, record: StepRecord) -> None:
-        seen = record.seen()
-        for drafter in self._learners:
-            width = drafter.needs.top_tokens
-            if drafter.needs.hidden_layers and not record.has_features:
-                continue  # a burst without a head: it reads on without these rows
-            tops = [one.top[:, :width] if one.top is not None and width else None for one in seen]
-            drafter.observe([one._replace(top=top) for one, top in zip(seen, tops, strict=True)])
-
-    def _since_last(self, committed: float) -> float | None:
-        """Seconds since the last commit. None if there was none, or if something was recorded meanwhile: that
-        happens once and takes longer than a hundred steps.
-        """
-        before, num_before = self._committed, self._num_recorded
-        self._committed, self._num_recorded = committed, self.executor.backend.num_recordings
-        return None if before is None or num_before != self._num_recorded else committed - before
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
         self.policy.release(request)
         for drafter in self.policy.drafters:
             drafter.release(request)
 
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""
-        self.executor.kv.pool.check([r.cache.blocks for r in self.scheduler.requests])
+        self.executor.kv.check([r.cache.blocks for r in self.scheduler.requests])

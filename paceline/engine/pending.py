@@ -18,14 +18,13 @@ from typing import NamedTuple
 from paceline.core.accept import follow
 from paceline.core.sampling import not_finite
 from paceline.core.tree import Tree
-from paceline.core.types import Answers, Burst, Cached, Draft, Output, ScheduledRequest, Segment
+from paceline.core.types import Answers, Burst, Cached, Draft, Output, Segment
 from paceline.core.watch import Watch
 from paceline.drafters.base import Drafter
 from paceline.engine.scheduler import Scheduler
 from paceline.heads.rows import BurstBackend
-from paceline.runtime.check import judge
 from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.record import Drafting, StepRecord, longest
+from paceline.runtime.record import Drafting, Scheduled, StepRecord, judge, longest
 
 AHEAD = 2  # passes under way at a time, so that a device never waits for the host
 
@@ -37,7 +36,7 @@ def rooted(token: int) -> Draft:
 
 
 class Pass(NamedTuple):
-    scheduled: Sequence[ScheduledRequest]
+    scheduled: Scheduled
     drafts: Sequence[Draft | None] | None  # None: of roots alone, which were not known when it was sent
     output: Output
     sent: float  # when
@@ -51,25 +50,21 @@ class PendingPasses:
 
     executor: LocalExecutor
     scheduler: Scheduler
-    first: Pass
+    under_way: deque[Pass]  # one, to begin with
     plain_steps: int  # that may follow each other, the first included: no draft is wanted in between
     answers: Answers = field(default_factory=dict)
     drafting: Drafting = field(default_factory=dict)
-    _under_way: deque[Pass] = field(default_factory=deque)
     _num_sent: int = 1
-
-    def __post_init__(self) -> None:
-        self._under_way.append(self.first)
 
     @property
     def is_under_way(self) -> bool:
         """There is more to land, and a request that wants it."""
-        return any(not one.request.is_finished for each in self._under_way for one in each.scheduled)
+        return any(not one.request.is_finished for each in self.under_way for one in each.scheduled)
 
     def extend(self) -> None:
         """Send the plain pass after the last, if that is plain too."""
-        last, decoder = self._under_way[-1], self.executor.decoder
-        if len(self._under_way) >= AHEAD or self._num_sent >= self.plain_steps or not _is_plain(last):
+        last, decoder = self.under_way[-1], self.executor.decoder
+        if len(self.under_way) >= AHEAD or self._num_sent >= self.plain_steps or not _is_plain(last):
             return
         if last.output.picked is not decoder.latest:  # another model or a burst has used the device meanwhile
             return
@@ -83,18 +78,16 @@ class PendingPasses:
             ahead = Cached(cache.blocks, cache.num_cached + 1)
             segments.append(Segment([-1 - i], ahead, None, 1, one.request.pick))
         sent = perf_counter()
-        self._under_way.append(Pass([one for _, one in going], None, self.executor.forward(segments), sent))
+        self.under_way.append(Pass([one for _, one in going], None, self.executor.forward(segments), sent))
         self._num_sent += 1
 
     def next(self, watch: Watch | None) -> StepRecord:
         """The first that has not landed; waits for the device."""
-        one, is_first = self._under_way.popleft(), self._num_sent == 1
-        drafts = one.drafts
-        if drafts is None:
-            drafts = [rooted(each.request.tokens[-1]) for each in one.scheduled]
+        one, is_first = self.under_way.popleft(), self._num_sent == 1
+        drafts = one.drafts or [rooted(each.request.tokens[-1]) for each in one.scheduled]
         if one.output.picked is not None:
             len(one.output.picked)  # waits
-        landed, has_more = perf_counter(), bool(self._under_way)
+        landed, has_more = perf_counter(), bool(self.under_way)
         judged = judge(one.scheduled, drafts, one.output, watch, has_logits=not has_more)
         record = StepRecord(
             one.scheduled, drafts, judged, self.answers, self.drafting, one.output.hidden, one.output.top
@@ -128,7 +121,7 @@ class PendingBurst:
     """Rounds of draft, check and the next draft that a device runs by itself."""
 
     burst: Burst
-    scheduled: Sequence[ScheduledRequest]
+    scheduled: Scheduled
     drafters: Sequence[Drafter]  # of the policy
     parts: BurstParts
     goes_on: Callable[[PendingBurst], bool]  # is another round better than whatever else could be done?
@@ -161,20 +154,17 @@ class PendingBurst:
             None if request.is_finished else follow(draft, picked) or not_finite(request)
             for request, draft, picked in zip(requests, said.drafts, said.picked, strict=True)
         ]
-        record = StepRecord(self.scheduled, said.drafts, judged, self._answers(said.drafts, said.answers))
+        numbers = {self.drafters[n].name: n for n in (head, matcher) if n is not None}
+        answers = {i: [(numbers[d.source], d)] for i, d in enumerate(said.drafts) if d.num_drafted}
+        if said.answers:
+            answers = {0: [(numbers[source], draft) for source, draft in said.answers]}
+        record = StepRecord(self.scheduled, said.drafts, judged, answers)
         if head is not None and said.num_read != 0:
             seconds = said.head_seconds if said.seconds is not None else None
-            record.drafting = {head: (longest(record.answers, head), seconds)}
+            record.drafting = {head: (longest(answers, head), seconds)}
         record.hidden, record.is_plain = self.burst.hidden(number), head is None and matcher is None
         record.has_features = head is not None
         record.has_more = self.num_landed < len(self.burst)
         if said.seconds is not None:
             record.seconds = said.seconds + perf_counter() - started
         return record
-
-    def _answers(self, drafts: Sequence[Draft], answers: Sequence[tuple[str, Draft]]) -> Answers:
-        asked = (self.parts.head, self.parts.matcher)
-        numbers = {self.drafters[n].name: n for n in asked if n is not None}
-        if answers:
-            return {0: [(numbers[source], draft) for source, draft in answers]}
-        return {i: [(numbers[d.source], d)] for i, d in enumerate(drafts) if d.num_drafted}

@@ -47,10 +47,13 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             self._admit()
         scheduled = list(self._plan.values())
-        if self.config.num_speculative_tokens:
+        if asked := self.config.num_speculative_tokens:
             for one in scheduled:
                 if one.num_new == 1 and one.is_caught_up:
-                    one.draft_limit = max(min(self._draft_limit(one.request), self._budget), 0)
+                    most, left = one.request.params.num_speculative_tokens, self.num_left(one.request)
+                    # the target adds a token of its own to whatever is accepted
+                    limit = min(asked, asked if most is None else most, left - 1, self._budget)
+                    one.draft_limit = max(limit, 0)
         return scheduled
 
     def reserve_drafts(self, scheduled: Sequence[ScheduledRequest], nodes: Mapping[int, int]) -> None:
@@ -79,7 +82,7 @@ class Scheduler:
         has_seats = bool(self.waiting) and len(self.running) < self.config.max_num_seqs
         if has_seats or len(going) < len(self.running):
             return []
-        lasting = [(i, request) for i, request in going if self._num_left(request) > 1]
+        lasting = [(i, request) for i, request in going if self.num_left(request) > 1]
         if not all(self.kv.reserve(request.cache, request.cache.num_cached + 2) for _, request in lasting):
             return []
         return [(i, ScheduledRequest(request, 1)) for i, request in lasting]
@@ -96,47 +99,37 @@ class Scheduler:
         self._budget -= num_new
 
     def _admit(self) -> None:
+        """Find shared blocks and reserve the first chunk, of as many as there is room for."""
         for request in list(self.waiting):
             if len(self.running) >= self.config.max_num_seqs or not self._budget:
                 return
-            leader = request.leader
-            if leader and leader.status is Status.RUNNING and leader.cache.num_cached < request.num_prompt:
+            leader, cache = request.leader, request.cache
+            if leader is not None and leader.status is not Status.RUNNING:
+                leader = None
+            if leader is not None and leader.cache.num_cached < request.num_prompt:
                 continue  # its prompt will be shared
-            if not self._start(request):
+            if leader is not None and request.num_output == 0:
+                self.kv.fork(leader.cache, cache, request.num_prompt - 1)
+            elif self.config.enable_prefix_caching:
+                self.kv.adopt_prefix(cache, request.tokens)
+            num_shared, num_new = cache.num_cached, min(len(request.tokens) - cache.num_cached, self._budget)
+            if not self.kv.reserve(cache, num_shared + num_new):
+                self.kv.free(cache)  # there is no room yet, and nothing may be held
                 return
+            self.num_prefix_hits += num_shared
+            self.num_prefix_queries += request.num_tokens
+            if not request.num_preemptions:
+                request.num_prefix_hits = num_shared
+            self._plan[request.id] = ScheduledRequest(request, num_new)
+            self._budget -= num_new
             self.waiting.remove(request)
             insort(self.running, request, key=_order)
             request.status = Status.RUNNING
 
-    def _start(self, request: Request) -> bool:
-        """Find shared blocks, reserve the first chunk. False, with nothing held, if there is no room yet."""
-        leader = request.leader
-        if leader is not None and leader.status is Status.RUNNING and request.num_output == 0:
-            self.kv.fork(leader.cache, request.cache, request.num_prompt - 1)
-        elif self.config.enable_prefix_caching:
-            self.kv.adopt_prefix(request.cache, request.tokens)
-        num_shared = request.cache.num_cached
-        num_new = min(len(request.tokens) - request.cache.num_cached, self._budget)
-        if not self.kv.reserve(request.cache, request.cache.num_cached + num_new):
-            self.kv.free(request.cache)
-            return False
-        self.num_prefix_hits += num_shared
-        if not request.num_preemptions:
-            request.num_prefix_hits = num_shared
-        self.num_prefix_queries += request.num_tokens
-        self._plan[request.id] = ScheduledRequest(request, num_new)
-        self._budget -= num_new
-        return True
-
-    def _num_left(self, request: Request) -> int:
+    def num_left(self, request: Request) -> int:
         """Tokens that it may still emit."""
         left = request.params.max_tokens - request.num_output
         return min(left, self.config.max_model_len - request.num_tokens)
-
-    def _draft_limit(self, request: Request) -> int:
-        """No more than could still be emitted: the target adds a token of its own to whatever is accepted."""
-        asked, most = self.config.num_speculative_tokens, request.params.num_speculative_tokens
-        return min(asked, asked if most is None else most, self._num_left(request) - 1)
 
     def preempt(self, request: Request) -> None:
         """Take all its blocks; its tokens stay and are computed again when it comes back."""

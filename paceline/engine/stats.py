@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,38 +23,40 @@ OUTLIER = 8.0  # times the median: no number counts as more
 
 
 @dataclass(slots=True)
-class Positions:
-    """By depth from 1 on: rounds that drafted so deep, and rounds that accepted so deep."""
+class DraftCounts:
+    """Drafted tokens, in all and by depth from 1 on."""
 
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-
-    def record(self, drafted: Iterable[int], accepted: Iterable[int]) -> None:
-        """A round that drafted and accepted at these depths."""
-        for counts, depths in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
-            for depth in depths:
-                missing = depth - len(self.drafted_at)
-                self.drafted_at.extend([0] * missing)
-                self.accepted_at.extend([0] * missing)
-                counts[depth - 1] += 1
+    num_drafted: int = 0  # nodes the target checked
+    num_accepted: int = 0  # of them, emitted
+    drafted_at: list[int] = field(default_factory=list)  # rounds that drafted so deep
+    accepted_at: list[int] = field(default_factory=list)  # rounds that accepted so deep
 
     @property
-    def acceptance(self) -> list[float]:
+    def acceptance_per_position(self) -> list[float]:
         """Of the rounds that drafted so deep, the share that accepted so deep."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
 
+    def add(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """A round's nodes, by their depths. A depth counts once, however many siblings were drafted there."""
+        self.num_drafted += len(drafted)
+        self.num_accepted += len(accepted)
+        missing = max(drafted, default=0) - len(self.drafted_at)
+        for counts, depths in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+            counts.extend([0] * missing)
+            for depth in set(depths):
+                counts[depth - 1] += 1
+
+    def counts_json(self) -> dict[str, object]:
+        names = ("num_drafted", "num_accepted", "acceptance_per_position")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(slots=True)
-class SpecStats:
+class SpecStats(DraftCounts):
     num_steps: int = 0  # target passes that spoke for this request
     num_tokens: int = 0  # emitted
-    num_drafted: int = 0  # nodes the target checked
-    num_accepted: int = 0  # of them, emitted
     num_own: int = 0  # emitted tokens that are the target's own: a bonus or a replacement
-    positions: Positions = field(default_factory=Positions)
-    by_source: dict[str, Positions] = field(default_factory=dict)  # of the nodes that each drafter proposed
-    drafted_by_source: dict[str, int] = field(default_factory=dict)
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    by_source: dict[str, DraftCounts] = field(default_factory=dict)  # of the nodes that each drafter proposed
     lengths: dict[int, int] = field(default_factory=dict)  # nodes checked in a step -> steps
 
     @property
@@ -68,16 +70,9 @@ class SpecStats:
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
-    def drafted_at(self) -> list[int]:
-        return self.positions.drafted_at
-
-    @property
-    def accepted_at(self) -> list[int]:
-        return self.positions.accepted_at
-
-    @property
-    def acceptance_per_position(self) -> list[float]:
-        return self.positions.acceptance
+    def num_drafts(self) -> int:
+        """Steps that checked a draft."""
+        return self.num_steps - self.lengths.get(0, 0)
 
     def record_plain(self, num_rounds: int = 1) -> None:
         """Rounds without a draft, each of which emits a token."""
@@ -88,46 +83,32 @@ class SpecStats:
 
     def record(self, draft: Draft, path: Sequence[int], num_tokens: int) -> None:
         """path: the nodes of the draft that were emitted; the rest of the tokens are the target's own."""
-        num_drafted, num_accepted = draft.num_drafted, len(path)
         self.num_steps += 1
         self.num_tokens += num_tokens
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        self.num_own += num_tokens - num_accepted
-        self.lengths[num_drafted] = self.lengths.get(num_drafted, 0) + 1
-        self._record_nodes(draft, path)
+        self.num_own += num_tokens - len(path)
+        self.lengths[draft.num_drafted] = self.lengths.get(draft.num_drafted, 0) + 1
+        depths = draft.tree.depths()
+        drafted, accepted = depths[1:], [depths[node] for node in path]
+        self.add(drafted, accepted)
+        if draft.sources is None:
+            self._counts(draft.source).add(drafted, accepted)
+            return
+        nodes = defaultdict[str, list[int]](list)
+        for node, source in enumerate(draft.sources[1:], start=1):
+            nodes[source].append(node)
+        for source, own in nodes.items():
+            taken = [depths[node] for node in path if node in own]
+            self._counts(source).add([depths[node] for node in own], taken)
 
-    def _record_nodes(self, draft: Draft, path: Sequence[int]) -> None:
-        """A depth counts once a round, however many siblings were drafted there."""
-        depths, nodes = draft.tree.depths(), defaultdict(list)
-        self.positions.record(range(1, max(depths) + 1), range(1, len(path) + 1))
-        for node in range(1, len(depths)):
-            nodes[draft.source_of(node)].append(node)
-        for source, its_nodes in nodes.items():
-            accepted = [node for node in path if node in its_nodes]
-            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + len(its_nodes)
-            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + len(accepted)
-            positions = self.by_source.setdefault(source, Positions())
-            positions.record({depths[node] for node in its_nodes}, {depths[node] for node in accepted})
+    def _counts(self, source: str) -> DraftCounts:
+        return self.by_source.setdefault(source, DraftCounts())
 
     def to_dict(self) -> dict[str, object]:
         return {
-            "tau": self.tau,
-            "alpha": self.alpha,
-            "acceptance_per_position": self.acceptance_per_position,
-            "num_steps": self.num_steps,
-            "num_tokens": self.num_tokens,
-            "num_drafted": self.num_drafted,
-            "num_accepted": self.num_accepted,
+            **{name: getattr(self, name) for name in ("tau", "alpha", "num_steps", "num_tokens")},
+            **self.counts_json(),
             "drafts": {str(length): self.lengths[length] for length in sorted(self.lengths)},
-            "by_source": {
-                source: {
-                    "num_drafted": self.drafted_by_source[source],
-                    "num_accepted": self.accepted_by_source[source],
-                    "acceptance_per_position": positions.acceptance,
-                }
-                for source, positions in self.by_source.items()
-            },
+            "by_source": {source: counts.counts_json() for source, counts in self.by_source.items()},
         }
 
 

@@ -1,8 +1,7 @@
-"""Renders a model's chat template: the messages of a chat as the one text the model was trained on.
+"""Renders a model's chat template, with the names of Hugging Face's `apply_chat_template`.
 
 Invariant: templates come with model files and are untrusted: they run in template_sandbox.py, and whatever
-they do wrong ends in a one-line error. The names a template may use are those of Hugging Face's
-`apply_chat_template`, so the text is the same.
+they do wrong ends in a one-line error.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ ENDS = ("bos_token", "eos_token")
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """The chat as text. `variables` are add_generation_prompt (True unless given), tools, bos_token and
-    eos_token (undefined where None), and those that only some templates read, such as enable_thinking.
-    """
+    eos_token (undefined where None), and those that only some templates read, such as enable_thinking."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         example = [{"role": "user", "content": "Hello"}]
         raise RequestError(f"messages is {messages!r:.60}; give a list such as {example}")
@@ -58,11 +56,9 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
 def _compile(template: str) -> tuple[BoundedEnvironment, jinja2.Template]:
     if len(template) > MAX_TEMPLATE:
         raise ModelFileError(f"the chat template is over {MAX_TEMPLATE} characters long; pass another one")
-    environment = BoundedEnvironment(
-        extensions=["jinja2.ext.loopcontrols", _Generation],
-        filters={"tojson": _to_json},
-        functions={"raise_exception": _refuse, "strftime_now": _now},
-    )
+    functions = {"raise_exception": _refuse, "strftime_now": _now}
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
+    environment = BoundedEnvironment(extensions, {"tojson": _to_json}, functions)
     return environment, environment.from_string(template)
 
 
@@ -78,8 +74,7 @@ class _Generation(Extension):
 
 def _refuse(message: Any) -> None:
     """A template's own `raise_exception`: about the messages, not the template."""
-    shown = " ".join(str(message).split())[:200]
-    raise RequestError(f"the chat template refuses these messages: {shown}; change the messages")
+    raise RequestError(f"the chat template refuses these messages: {one_line(message)}; change the messages")
 
 
 def _now(pattern: str) -> str:
@@ -94,8 +89,8 @@ def _to_json(
     """Without jinja2's escapes for HTML: models were trained on plain JSON."""
     if not 0 <= (indent or 0) <= 16 or max(map(len, separators or ("",))) > 16:
         raise ValueError("tojson takes an indent of 0 to 16 and short separators")
-    options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    layout: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -1,8 +1,7 @@
 """Opens a model: a file or folder with its weights, a description alone, or random weights of its shape.
 
 Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time, so memory stays
-bounded by the largest tensor. A description reads or fetches at most a config.json or a GGUF header. A random
-tensor depends on its name and shape alone, so two loads are the same model.
+bounded by the largest tensor. A description reads or fetches at most a config.json or a GGUF header.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tokenizers.pre_tokenizers import ByteLevel
 
 from paceline.core.errors import ConfigError, ModelFileError, ModelNotFound
-from paceline.loaders import gguf_config, hf_config, hub
-from paceline.loaders.fields import one_line, read_json
-from paceline.loaders.gguf_header import read_header
+from paceline.loaders import gguf_header, hf_config, hub
+from paceline.loaders.fields import read_json
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig, RopeConfig
 
@@ -55,11 +53,8 @@ class Checkpoint(Protocol):
 def open_checkpoint(
     model: str, progress: bool = True, load_format: str = "auto", device: str = "cpu"
 ) -> Checkpoint:
-    """Find `model` (a path, the default model's name or a Hugging Face name), fetch it if need be, open it.
-
-    With load_format "dummy" only its config is read (a shape's name is enough); weights are random, made on
-    `device`.
-    """
+    """Find `model` (a path, the default's name or a Hugging Face name), fetch it if need be, open it. With
+    load_format "dummy" only its config is read (a shape's name is enough); `device` makes random weights."""
     if load_format == "dummy":
         name, config = describe(model)
         return DummyCheckpoint(config, device, name=name)
@@ -115,10 +110,11 @@ def describe(model: str) -> Described:
     is_default, known = model.lower() in hub.DEFAULT_ALIASES, hub.HF_NAME.fullmatch(model)
     default = hub.local_models()[0] if is_default else None
     path = hub.existing(model) or (default.path if default and default.is_here else None)
-    if path is None and known is not None:
-        path = _from_hub(known["repo"], known["file"])
+    if path is None and known is not None:  # a config is fetched if need be, a GGUF file is not
+        repo, file = known["repo"], known["file"]
+        path = hub.from_hub(repo, CONFIG) if file is None else hub.cached_file(repo, file)
     if path is not None:
-        return Described(hub.display_name(model), _local(path))
+        return Described(hub.display_name(model), _read_config(path))
     shape = "smollm2-135m" if is_default else model
     if shape not in SHAPES:
         forms = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name"
@@ -126,27 +122,11 @@ def describe(model: str) -> Described:
     return Described(shape, SHAPES[shape])
 
 
-def _local(path: Path) -> ModelConfig:
+def _read_config(path: Path) -> ModelConfig:
     path = path / CONFIG if (path / CONFIG).is_file() else path
     if path.suffix == ".json":
         return hf_config.read_config(str(path), read_json(path))
     file = hub.weights_at(path)
     if file.is_dir():
         raise ModelFileError(f"{path} has no {CONFIG} and no GGUF file; name one of either kind")
-    return gguf_config.read_config(file, read_header(file))
-
-
-def _from_hub(repo: str, file: str | None) -> Path:
-    """The repository's config.json, fetched if need be, or a GGUF file of it that was fetched before."""
-    import huggingface_hub
-
-    if file is not None:
-        here = huggingface_hub.try_to_load_from_cache(repo, file)
-        if not isinstance(here, str):
-            raise ModelNotFound(f"{repo}:{file} is not here; fetch it, or name {repo} or its original")
-        return Path(here)
-    try:
-        return Path(huggingface_hub.hf_hub_download(repo, CONFIG))
-    except Exception as error:  # the hub's errors have no common base, and all mean the same to the user
-        reason = f"{CONFIG} of {repo} could not be fetched ({one_line(error)})"
-        raise ModelNotFound(f"{reason}; check the name and the connection, or give a local one") from error
+    return gguf_header.read_config(file, gguf_header.read_header(file))

@@ -1,18 +1,16 @@
 """Token ids to text, one token at a time, with stop strings.
 
-Invariant: without a stop, the text after `finish` is `tokenizer.decode(all ids)`. Text is *settled* once no
-later token can change or cut it: characters still missing bytes, and a tail that may yet become a stop
-string, are held back. Each token takes time proportional to its own length.
+Text is *settled* once no later token can change or cut it: characters still missing bytes, and a tail that
+may yet become a stop string, are held back. Invariant: without a stop, the text after `finish` is
+`tokenizer.decode(all ids)`.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from paceline.loaders.tokenizer import Tokenizer
+from paceline.loaders.tokenizer import Tokenizer
 
 
 class Detokenizer:

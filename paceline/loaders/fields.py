@@ -23,10 +23,11 @@ MAX_LAYERS = 1_024
 NUM_SAMPLES, SAMPLE_BYTES = 64, 512
 ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
 Shapes = Mapping[str, tuple[int, ...]]
+Found = Mapping[str, Any]  # what a file holds; each has a `shape`
 DAMAGED = "the file is damaged or of an unknown kind"
 
 
-def one_line(error: BaseException, limit: int = 200) -> str:
+def one_line(error: object, limit: int = 200) -> str:
     """An error's message, or its type where it has none, for use inside another message."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
@@ -64,9 +65,7 @@ class Fields:
         return self.values.get(key)
 
     def refuse(self, key: str, remedy: str) -> ModelFileError:
-        shown = repr(self.values.get(key))
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return ModelFileError(f"{self.source}: {key} = {shown} {remedy}")
+        return ModelFileError(f"{self.source}: {key} = {self.values.get(key)!r:.60} {remedy}")
 
     def refuse_any(self, keys: Iterable[str], remedy: str) -> None:
         """What a file asks for and nothing here does is refused by name."""
@@ -117,9 +116,7 @@ class Fields:
 
 
 def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
-    """The config of a file: what the file says in `values`, and what its family fixes. What the decoder takes
-    for granted is checked here, before `weight_names` is ever called.
-    """
+    """What the file says, and what its family fixes. What the decoder takes for granted is checked here."""
     if family == "gemma3":
         import numpy as np
 
@@ -143,12 +140,11 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
     return config
 
 
-def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Shapes, layers: str) -> None:
+def check_weights(path: Path, config: ModelConfig, names: dict[str, str], found: Found, layers: str) -> None:
     """Every weight of the config is in the file with its shape, and no layer has a tensor beyond those.
-
-    `names` maps the config's weights to the file's tensors, `layers` begins the name of each layer's tensors.
-    """
-    check_shapes(path, found, {names[name]: shape for name, shape in config.weight_names().items()})
+    names: the config's weights to the file's tensors; layers: begins the names of all layers' tensors."""
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    check_shapes(path, shapes, {names[name]: shape for name, shape in config.weight_names().items()})
     others = (name for name in found.keys() - set(names.values()) if name.startswith(layers))
     unused = [name for name in others if not any(part in name for part in ROTARY)]
     if unused:

@@ -1,38 +1,26 @@
 """Heads that other projects made: EAGLE-1 and -3 (as published, SpecForge's, vLLM's, those of `speculators`),
 DFlash (z-lab's, those of `speculators`), Medusa (as published, vLLM's) and IBM's MLP speculators.
 
-They differ in tensor names, and in what a layer's number means: in `speculators` and vLLM's own files it
-counts hidden states (the residual stream after n layers, as we do), in z-lab's files and SpecForge's nested
-`eagle_config` it is a layer whose output is read, one less. Invariant: what a config asks for and no drafter
-does is refused by name.
+A layer's number counts hidden states in `speculators` and vLLM's own files (the residual stream after n
+layers, as we do); in z-lab's files and SpecForge's nested `eagle_config` it is a layer whose output is read,
+one less. Invariant: what a config asks for and no drafter does is refused by name.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError, ModelFileError
-from paceline.heads.config import (
-    LIMITS,
-    DflashConfig,
-    Eagle1Config,
-    EagleConfig,
-    HeadConfig,
-    MedusaConfig,
-    MlpSpeculatorConfig,
-    SeparateMedusaConfig,
-    default_taps,
-)
+from paceline.heads import config as kinds
 from paceline.heads.modules import tensor_shapes
+from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import Fields
 from paceline.loaders.head_files import Head, HeadFiles, Tensors
 from paceline.loaders.hf_config import layer_sizes
-
-if TYPE_CHECKING:
-    from paceline.loaders.checkpoint import Checkpoint
 
 log = logging.getLogger("paceline")
 NOT_IN_EAGLE = ("fc_norm", "norm_before_fc", "use_aux_norm", "attention_bias", "mlp_bias")
@@ -67,7 +55,7 @@ def read_foreign(files: HeadFiles, target: Checkpoint) -> Head:
     raise ModelFileError(f"{files.where} is not a head that is known (architectures {shown!r}); {known}")
 
 
-def _config(kind: type[HeadConfig], files: HeadFiles, target: Checkpoint, **fields: Any) -> Any:
+def _config(kind: type[kinds.HeadConfig], files: HeadFiles, target: Checkpoint, **fields: Any) -> Any:
     """The config of a head that another project made: it names its target, if at all, and has no hash."""
     named = files.fields.section("speculators_config").section("verifier").get("name_or_path")
     name = str(named or files.values.get("base_model_name_or_path") or "another project's target")
@@ -102,9 +90,9 @@ def _eagle(files: HeadFiles, target: Checkpoint, prefix: str, layer: str) -> Hea
     width, vocab = fields["hidden_size"], fields["vocab_size"]
     if outer.count("target_hidden_size", width) != width:
         raise outer.refuse("target_hidden_size", f"is not the head's own {width}, which is not supported")
-    kind: type[HeadConfig] = EagleConfig
+    kind: type[kinds.HeadConfig] = kinds.EagleConfig
     if files.shape(f"{prefix}fc.weight")[1:] == (2 * width,) and not fields["has_lm_head"]:
-        kind, dialect = Eagle1Config, "eagle 1"
+        kind, dialect = kinds.Eagle1Config, "eagle 1"
         fields |= {"draft_vocab_size": vocab, "has_fc_bias": files.has(f"{prefix}fc.bias")}
     else:
         is_specforge = "LlamaForCausalLMEagle3" in (files.values.get("architectures") or ())
@@ -113,7 +101,7 @@ def _eagle(files: HeadFiles, target: Checkpoint, prefix: str, layer: str) -> Hea
         size = outer.count("draft_vocab_size", keys.count("draft_vocab_size", vocab))
         if size < vocab and not files.has(f"{prefix}d2t"):
             raise files.error(f"missing tensor d2t: what the {size} draft tokens are; fetch the head again")
-        taps = default_taps(target.config.num_layers)
+        taps = kinds.default_taps(target.config.num_layers)
         if outer.get(LAYER_IDS) is not None:
             taps = _taps(outer, LAYER_IDS, 0)
         elif nested.get(LAYER_IDS) is not None:
@@ -127,7 +115,7 @@ def _eagle(files: HeadFiles, target: Checkpoint, prefix: str, layer: str) -> Hea
     return Head(config, _tensors(files, config, stored, f"{prefix}d2t"), files.where, dialect)
 
 
-def _tensors(files: HeadFiles, config: HeadConfig, stored: dict[str, str], offsets: str) -> Tensors:
+def _tensors(files: HeadFiles, config: kinds.HeadConfig, stored: dict[str, str], offsets: str) -> Tensors:
     """By our names. Their draft vocabulary is stored as offsets: how far a token's id is beyond its row."""
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if not name.startswith("markov")}
     tensors = files.read(shapes, stored | {"draft_ids": offsets})
@@ -152,27 +140,20 @@ def _dflash(files: HeadFiles, target: Checkpoint) -> Head:
     if (files.folder / "mask_embedding.pt").exists():
         raise files.error("mask_embedding.pt is pickled, so not read; use a head whose mask is a token")
     layers = ("aux_hidden_state_layer_ids", 0) if is_speculators else ("target_layer_ids", 1)
-    config: DflashConfig = _config(
-        DflashConfig,
-        files,
-        target,
-        **layer_sizes(keys),
-        num_layers=keys.count("num_hidden_layers"),
-        draft_vocab_size=own.count("draft_vocab_size", keys.count("vocab_size")),
-        has_lm_head=files.has("lm_head.weight"),
-        taps=_taps(own, *layers),
-        block_size=own.count("block_size", outer.count("block_size", 16)),
-        mask_token_id=mask,
-        sample_from_anchor=own.flag("sample_from_anchor", False),
-        markov_rank=own.count("markov_rank") if rank else 0,
-    )
+    fields = layer_sizes(keys) | {"num_layers": keys.count("num_hidden_layers"), "mask_token_id": mask}
+    fields |= {"has_lm_head": files.has("lm_head.weight"), "taps": _taps(own, *layers)}
+    fields["draft_vocab_size"] = own.count("draft_vocab_size", fields["vocab_size"])
+    fields["block_size"] = own.count("block_size", outer.count("block_size", 16))
+    fields["sample_from_anchor"] = own.flag("sample_from_anchor", False)
+    fields["markov_rank"] = own.count("markov_rank") if rank else 0
+    config: kinds.DflashConfig = _config(kinds.DflashConfig, files, target, **fields)
     tensors = _tensors(files, config, {}, "d2t")
     if config.markov_rank:
         tensors |= _markov(files, config, tensors.get("draft_ids"))
     return Head(config, tensors, files.where, "speculators" if is_speculators else "z-lab")
 
 
-def _markov(files: HeadFiles, config: DflashConfig, ids: torch.Tensor | None) -> Tensors:
+def _markov(files: HeadFiles, config: kinds.DflashConfig, ids: torch.Tensor | None) -> Tensors:
     """Their first matrix has a row for every token of the target; ours for every draft token, and one for all
     others: what those have in common, or zeros where they differ or where there are none."""
     rank = config.markov_rank
@@ -190,18 +171,15 @@ def _medusa(files: HeadFiles, target: Checkpoint) -> Head:
     """`0.0.linear.weight` is the first block of the first head, `0.1.weight` its output layer."""
     blocks = files.fields.count("medusa_num_layers", 1)
     prefix = next((p for p in MEDUSA_PREFIXES if files.has(f"{p}0.0.linear.weight")), "")
-    found = sum(files.has(f"{prefix}{i}.0.linear.weight") for i in range(2 * LIMITS["num_heads_ahead"]))
+    found = sum(files.has(f"{prefix}{i}.0.linear.weight") for i in range(2 * kinds.LIMITS["num_heads_ahead"]))
     # configs were uploaded that name more heads than there are
     heads = min(files.fields.count("medusa_num_heads", found or None), found or 1)
     vocab, hidden = files.shape(f"{prefix}0.{blocks}.weight")
-    sizes: dict[str, Any] = {"vocab_size": vocab, "hidden_size": hidden, "draft_vocab_size": vocab}
-    sizes |= {"num_heads_ahead": heads, "num_blocks": blocks, "rms_eps": target.config.rms_eps}
-    config = _config(SeparateMedusaConfig, files, target, has_lm_head=False, **sizes)
     stored = {f"lm_heads.{i}.weight": f"{prefix}{i}.{blocks}.weight" for i in range(heads)}
-    for i in range(heads):
-        for b in range(blocks):
-            for part in ("weight", "bias"):
-                stored[f"blocks.{i}.layers.{b}.{part}"] = f"{prefix}{i}.{b}.linear.{part}"
+    for i, b, part in product(range(heads), range(blocks), ("weight", "bias")):
+        stored[f"blocks.{i}.layers.{b}.{part}"] = f"{prefix}{i}.{b}.linear.{part}"
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "draft_vocab_size": vocab, "num_blocks": blocks}
+    config = _medusa_config(files, target, False, num_heads_ahead=heads, **sizes)
     return Head(config, _blocks(files, config, stored), files.where, "medusa")
 
 
@@ -209,21 +187,23 @@ def _medusa_of_vllm(files: HeadFiles, target: Checkpoint) -> Head:
     fields = files.fields
     prefix = next((p for p in MEDUSA_PREFIXES if files.has(f"{p}blocks.0.layers.0.weight")), "")
     is_shared, vocab = fields.flag("original_lm_head", False), fields.count("vocab_size")
-    words, hidden = fields.count("truncated_vocab_size", vocab), fields.count("hidden_size")
-    heads, blocks = fields.count("num_heads"), fields.count("num_hidden_layers", 1)
-    sizes: dict[str, Any] = {"vocab_size": vocab, "hidden_size": hidden, "draft_vocab_size": words}
-    sizes |= {"num_heads_ahead": heads, "num_blocks": blocks, "rms_eps": target.config.rms_eps}
-    kind = MedusaConfig if is_shared else SeparateMedusaConfig
-    config = _config(kind, files, target, has_lm_head=is_shared, **sizes)
-    stored = {name: prefix + name for name in tensor_shapes(config)}
+    sizes = {"vocab_size": vocab, "draft_vocab_size": fields.count("truncated_vocab_size", vocab)}
+    sizes |= {"hidden_size": fields.count("hidden_size"), "num_heads_ahead": fields.count("num_heads")}
+    sizes["num_blocks"] = fields.count("num_hidden_layers", 1)
+    config = _medusa_config(files, target, is_shared, **sizes)
+    stored = {name: prefix + name for name in tensor_shapes(config)} | {"draft_ids": f"{prefix}token_map"}
     if is_shared and not files.has(f"{prefix}lm_head.weight"):
         stored["lm_head.weight"] = f"{prefix}lm_heads.0.weight"
-    if words < vocab:
-        stored["draft_ids"] = f"{prefix}token_map"
     return Head(config, _blocks(files, config, stored), files.where, "vllm")
 
 
-def _blocks(files: HeadFiles, config: MedusaConfig, stored: dict[str, str]) -> Tensors:
+def _medusa_config(files: HeadFiles, target: Checkpoint, is_shared: bool, **sizes: int) -> Any:
+    """is_shared: all heads have one output layer."""
+    kind = kinds.MedusaConfig if is_shared else kinds.SeparateMedusaConfig
+    return _config(kind, files, target, has_lm_head=is_shared, rms_eps=target.config.rms_eps, **sizes)
+
+
+def _blocks(files: HeadFiles, config: kinds.MedusaConfig, stored: dict[str, str]) -> Tensors:
     """Blocks without a bias are given one of zeros."""
     shapes = tensor_shapes(config)
     absent = [name for name in shapes if name.endswith(".bias") and not files.has(stored[name])]
@@ -238,7 +218,7 @@ def _mlp_speculator(files: HeadFiles, target: Checkpoint) -> Head:
     sizes = {"vocab_size": vocab, "hidden_size": width, "draft_vocab_size": vocab, "has_lm_head": False}
     sizes |= {"num_predict": fields.count("n_predict"), "inner_dim": inner}
     flags = {"is_tied": fields.flag("tie_weights", False), "is_scaled": fields.flag("scale_input", False)}
-    config = _config(MlpSpeculatorConfig, files, target, rms_eps=1e-6, **sizes, **flags)
+    config = _config(kinds.MlpSpeculatorConfig, files, target, rms_eps=1e-6, **sizes, **flags)
     shapes = tensor_shapes(config)
     tensors = files.read(shapes, {name: prefix + name for name in shapes})
     return Head(config, tensors, files.where, "mlp speculator")

@@ -1,8 +1,7 @@
 """GGUF files: quantized weights, config and tokenizer in one file.
 
 Invariant: opening checks every tensor's bounds, type and shape, so `tensor` can only fail if the file changes
-while it is open. llama files store the rows of q and k interleaved for their kind of rotary embedding; that
-is undone here.
+while it is open. llama files store the rows of q and k interleaved; that is undone here.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import torch
 
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import Fields, check_weights, fingerprint, unique_ids
-from paceline.loaders.gguf_config import Divisors, gguf_name, read_config
-from paceline.loaders.gguf_header import TensorInfo, read_header
+from paceline.loaders.gguf_header import TensorInfo, gguf_name, read_config, read_header
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
 
@@ -44,18 +42,21 @@ class GgufCheckpoint:
             end = header.data_start + info.offset + self._num_bytes(info)
             if end > header.file_size:
                 raise self._refuse(info, f"is truncated: byte {end} of {header.file_size}; fetch it again")
-        self.config: ModelConfig = read_config(path, header, self._rope_divisors())
+        rotary = header.tensors.get("rope_freqs.weight")
+        if rotary is not None and not 0 < math.prod(rotary.shape) <= MAX_DIVISORS:
+            raise self._refuse(rotary, f"has shape {list(rotary.shape)}, which fits no head; fetch it again")
+        divisors = None if rotary is None else tuple(self._read(rotary).reshape(-1).tolist())
+        self.config: ModelConfig = read_config(path, header, divisors)
         names = {weight: gguf_name(self.config, weight) for weight in self.config.weight_names()}
-        found = {tensor: info.shape for tensor, info in header.tensors.items()}
-        check_weights(path, self.config, names, found, layers="blk.")
+        check_weights(path, self.config, names, header.tensors, layers="blk.")
         self._stored = {weight: header.tensors[stored] for weight, stored in names.items()}
         for info in self._stored.values():  # a block of zeros: the only way to ask whether gguf reads a type
             self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
-        tokenizer = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}
-        self._tokenizer = Fields(str(path), tokenizer)
+        about = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}
+        keys = self._tokenizer = Fields(str(path), about)
         self.eos_ids = unique_ids(self._end_ids(), self.config.vocab_size)
-        bos_ids = unique_ids(self._tokenizer.token_ids("tokenizer.ggml.bos_token_id"), self.config.vocab_size)
-        self.bos_id: int | None = bos_ids[0] if bos_ids else None
+        bos_ids = unique_ids(keys.token_ids("tokenizer.ggml.bos_token_id"), self.config.vocab_size)
+        self.bos_id: int | None = next(iter(bos_ids), None)
         self.fingerprint = fingerprint([path], header.data_start)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -72,14 +73,6 @@ class GgufCheckpoint:
         template = stated if isinstance(stated, str) else None
         return TokenizerSource(None, self._tokenizer.values, {}, template, self.bos_id, self.eos_ids)
 
-    def _rope_divisors(self) -> Divisors:
-        info = self._header.tensors.get("rope_freqs.weight")
-        if info is None:
-            return None
-        if not 0 < math.prod(info.shape) <= MAX_DIVISORS:
-            raise self._refuse(info, f"has shape {list(info.shape)}, which fits no head; fetch it again")
-        return tuple(self._read(info).reshape(-1).tolist())
-
     def _read(self, info: TensorInfo) -> npt.NDArray[np.float32]:
         num_bytes = self._num_bytes(info)
         raw = np.fromfile(self.path, np.uint8, num_bytes, offset=self._header.data_start + info.offset)
@@ -92,10 +85,9 @@ class GgufCheckpoint:
         kind = KINDS(info.kind)
         try:
             with np.errstate(all="ignore"):  # scales of damaged blocks may overflow: damaged weights
-                values: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind)
+                return np.asarray(gguf.quants.dequantize(rows, kind))
         except NotImplementedError as error:
             raise self._refuse(info, f"has type {kind.name}, which is not read; use another file") from error
-        return values
 
     def _num_bytes(self, info: TensorInfo) -> int:
         try:

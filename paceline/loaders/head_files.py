@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
 from paceline.core.errors import ModelFileError
 from paceline.heads.config import HeadConfig
@@ -30,6 +32,25 @@ class Head:
     tensors: Tensors  # float32; `draft_ids` int64
     where: str
     dialect: str
+
+
+class HeadInput(NamedTuple):
+    """What a backend makes a head of."""
+
+    head: Head
+    decoder: Any  # the target
+    num_blocks: int  # of K/V
+    steps: int  # tokens of the longest chain that will be asked for, 0 for trees alone
+    norm: torch.Tensor | None = None  # the target's last, for heads that read what comes out of it
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
+    """Beside the file first, and moved into place when all of it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.part")
+    save_file(tensors, partial, metadata=metadata)
+    partial.chmod(0o644)  # the library makes files that only their owner can read
+    partial.replace(path)
 
 
 def scales_of(name: str) -> str:

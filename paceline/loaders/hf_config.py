@@ -1,14 +1,12 @@
 """config.json of a Hugging Face folder to a ModelConfig.
 
 Invariant: an absent key means what the family's default is; a key that asks for something the decoder does
-not do is refused by name. Rotary settings are read in both spellings: `rope_theta` + `rope_scaling`, and the
-newer `rope_parameters`.
+not do is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import ModelFileError
@@ -40,11 +38,10 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
 def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a parsed config.json; `source` names it in errors."""
     outer = Fields(source, values)
-    model_type = outer.text("model_type")
-    if model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ModelFileError(f"{source}: model type {model_type!r} is not supported; use one of {known}")
-    family = FAMILIES[model_type]
+    name = outer.text("model_type")
+    if name not in FAMILIES:
+        raise ModelFileError(f"{source}: model type {name!r} is not supported; use {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
     outer.refuse_any(["quantization_config"], "use the unquantized model or a GGUF file")
     keys = outer.section("text_config") if "text_config" in values else outer
     keys = Fields(keys.source, DEFAULTS[family] | dict(keys.values))
@@ -71,17 +68,11 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
 
 def layer_sizes(keys: Fields, default_theta: float = 10_000.0) -> dict[str, Any]:
     """What the configs of models and of heads both say about a layer."""
-    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    return {
-        "vocab_size": keys.count("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": keys.count("intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": keys.count("num_key_value_heads", heads),
-        "head_dim": keys.count("head_dim", hidden // heads or None),
-        "rms_eps": keys.number("rms_norm_eps", 1e-6),
-        "rope": _rope(keys, default_theta),
-    }
+    sizes: dict[str, Any] = {n: keys.count(n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
+    heads = keys.count("num_attention_heads")
+    sizes |= {"num_heads": heads, "num_kv_heads": keys.count("num_key_value_heads", heads)}
+    sizes["head_dim"] = keys.count("head_dim", sizes["hidden_size"] // heads or None)
+    return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": _rope(keys, default_theta)}
 
 
 def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]:
@@ -139,7 +130,5 @@ def _scaled_rope(parameters: Fields, theta: float, keys: Fields) -> RopeConfig:
     if not parameters.flag("truncate", True):
         raise parameters.refuse("truncate", "is not supported; use a model with plain yarn scaling")
     fast, slow = parameters.number("beta_fast", 32.0), parameters.number("beta_slow", 1.0)
-    rope = RopeConfig(theta, "yarn", factor, original_context=original, beta_fast=fast, beta_slow=slow)
-    if parameters.get("attention_factor") is not None:
-        rope = replace(rope, attention_factor=parameters.number("attention_factor"))
-    return rope
+    boost = None if parameters.get("attention_factor") is None else parameters.number("attention_factor")
+    return RopeConfig(theta, "yarn", factor, 1.0, 4.0, original, fast, slow, boost)

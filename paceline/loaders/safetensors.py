@@ -48,8 +48,7 @@ class SafetensorsCheckpoint:
         head = next((head for head in HEADS if head in self._found), HEADS[0])
         weights = self.config.weight_names()
         self._names = {weight: head if weight == "lm_head.weight" else prefix + weight for weight in weights}
-        shapes = {tensor: stored.shape for tensor, stored in self._found.items()}
-        check_weights(path, self.config, self._names, shapes, layers=prefix + "layers.")
+        check_weights(path, self.config, self._names, self._found, layers=prefix + "layers.")
         for tensor in self._names.values():
             if self._found[tensor].dtype not in TYPES:
                 kind, known = self._found[tensor].dtype, ", ".join(TYPES)
@@ -57,8 +56,7 @@ class SafetensorsCheckpoint:
         self._tokenizer_config = _optional_fields(path / "tokenizer_config.json").values
         sections = [_optional_fields(path / "generation_config.json"), values, values.section("text_config")]
         self.eos_ids = self._token_ids("eos_token", sections)
-        bos_ids = self._token_ids("bos_token", sections)
-        self.bos_id: int | None = bos_ids[0] if bos_ids else None
+        self.bos_id: int | None = next(iter(self._token_ids("bos_token", sections)), None)
         self.fingerprint = fingerprint([path / "config.json", *files], HEADER_BYTES)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -112,14 +110,13 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         single = folder / "model.safetensors"  # other files beside it are copies in other layouts
         files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    missing = next((file for file in files if not file.is_file()), None)
-    if missing is not None:
-        raise ModelFileError(f"{folder}: shard {missing.name} is missing; fetch the model again")
+    for file in files:
+        if not file.is_file():
+            raise ModelFileError(f"{folder}: shard {file.name} is missing; fetch the model again")
     if not files:
-        pickled = next((file.name for file in sorted(folder.iterdir()) if file.suffix in PICKLED), None)
-        found = f"only {pickled}" if pickled else "no weights"
+        pickled = (f"only {file.name}" for file in sorted(folder.iterdir()) if file.suffix in PICKLED)
         remedy = "only .safetensors and .gguf weights are read, convert the model first"
-        raise ModelFileError(f"{folder} has {found}; {remedy}")
+        raise ModelFileError(f"{folder} has {next(pickled, 'no weights')}; {remedy}")
     return files
 
 
@@ -141,7 +138,6 @@ def read_tensor(file: Path, name: str) -> torch.Tensor:
     """One tensor in the type it is stored in."""
     try:
         with safe_open(file, framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor
+            return opened.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error

@@ -1,8 +1,7 @@
 """A jinja2 environment for untrusted templates: no side effects, and bounded work and memory.
 
 Invariant: every loop turn, call, filter, test and built string is charged to the render's budget *before* or
-as it is made, so a hostile template ends in `TooCostly` after at most about two seconds. Used by
-chat_template.py alone.
+as it is made, so a hostile template ends in `TooCostly` after at most about two seconds.
 """
 
 from __future__ import annotations
@@ -30,23 +29,19 @@ MAX_INDENT = 64
 SIZED = (str, list, tuple)
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-STR_METHODS = _words("""
+STR_METHODS = """
     capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace
     istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition
-    rsplit rstrip split splitlines startswith strip swapcase title upper""")
-SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {str: STR_METHODS, dict: _words("get items keys values copy")}
-SAFE_ATTRIBUTES |= {list: _words("index count copy"), tuple: _words("index count")}
-SAFE_ATTRIBUTES |= {int: frozenset(), float: frozenset()}
+    rsplit rstrip split splitlines startswith strip swapcase title upper"""
+SAFE_ATTRIBUTES: dict[type, list[str]] = {str: STR_METHODS.split(), int: [], float: []}
+SAFE_ATTRIBUTES |= {list: ["index", "count", "copy"], tuple: ["index", "count"]}
+SAFE_ATTRIBUTES[dict] = ["get", "items", "keys", "values", "copy"]
 # Filters that look at the top of their input only; all others are charged for every element below it.
-SHALLOW_FILTERS = _words("""
-    count d default first items last length list map reject rejectattr reverse safe select selectattr""")
-DEEP_FILTERS = _words("""
+SHALLOW_FILTERS = """
+    count d default first items last length list map reject rejectattr reverse safe select selectattr"""
+DEEP_FILTERS = """
     abs attr capitalize dictsort e escape float groupby indent int join lower max min replace round sort
-    string title tojson trim unique upper wordcount""")
+    string title tojson trim unique upper wordcount"""
 
 
 class TooCostly(Exception):
@@ -73,8 +68,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals.update(functions)
         self.filters.update(filters)
-        known = {n: f for n, f in self.filters.items() if n in SHALLOW_FILTERS | DEEP_FILTERS}
-        self.filters = {name: self._charged(f, name in DEEP_FILTERS) for name, f in known.items()}
+        shallow, deep = SHALLOW_FILTERS.split(), DEEP_FILTERS.split()
+        known = [name for name in shallow + deep if name in self.filters]  # not all in every jinja2
+        self.filters = {name: self._charged(self.filters[name], name in deep) for name in known}
         self.filters["join"] = self.joined
         self.tests = {name: self._charged(test, is_deep=True) for name, test in self.tests.items()}
 

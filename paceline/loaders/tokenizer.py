@@ -81,7 +81,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that has a token; the model's own vocabulary may be padded beyond."""
+        """One more than the largest id that has a token; the model's may be padded beyond."""
         return len(self._tokens)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
@@ -125,9 +125,7 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The messages as the model's chat template writes them. `variables` are the template's:
-        add_generation_prompt (True unless given), tools, and others such as enable_thinking.
-        """
+        """The messages as the model's chat template writes them; `variables`: see chat_template.render."""
         from paceline.loaders.chat_template import render
 
         if self._source.chat_template is None:

@@ -1,3 +1,1 @@
-"""The benchmark: Paceline and its peers, each in a process of its own, on the same prompts. cli/bench.py is
-the way in.
-"""
+"""The benchmark: Paceline and its peers, each in a process of its own, on the same prompts (cli/bench.py)."""

@@ -1,6 +1,5 @@
-"""`paceline bench batch`: tokens a second by the number of requests at once, as ratios to plain decoding.
-
-A wave is a number of requests with prompts of their own, timed from when the last of them has its first token
+"""`paceline bench batch`: tokens a second by the number of requests at once, as ratios to plain decoding. A
+wave is a number of requests with prompts of their own, timed from when the last of them has its first token
 to when the first of them ends. Every row reads the same waves, in turn. Invariant: a wave in which a CUDA
 graph was recorded or a kernel compiled counts for no row.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.api.intake import Intake
 from paceline.api.llm import LLM
@@ -30,12 +29,6 @@ MOST_WAVES = 4  # times the waves asked for, where many do not count
 FEWEST_REQUESTS = 16  # of the waves of a level together
 CONTEXT, PROMPT = 1536, 1000  # most tokens of a request, and of its prompt
 LEGEND = "Ratios are to plain decoding in the same waves; different: texts that are not plain decoding's.\n"
-
-
-class Wave(NamedTuple):
-    speed: float  # tokens a second while all were running
-    texts: list[list[int]]
-    is_clean: bool  # nothing was recorded or compiled meanwhile
 
 
 class Run:
@@ -68,17 +61,17 @@ class Run:
         different, number, wanted = 0, 0, self.num_waves[level]
         while len(counted) < wanted and number <= MOST_WAVES * wanted:
             texts = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
-            found: dict[str, Wave] = {}
+            found = {}
             for name, engine in in_turn(engines.items(), number):
                 gc.freeze()  # a collection that walked through what others have left would fall into a wave
                 found[name] = wave(engine, [intake.requests(ids, params)[0] for ids in texts])
                 tell(f"{level} requests", 1)
-            plain = found[PLAIN].texts
-            pairs = [pair for each in found.values() for pair in zip(each.texts, plain, strict=True)]
-            different += sum(a != b for a, b in pairs)
+            _, plain, _ = found[PLAIN]
+            for _, outputs, _ in found.values():
+                different += sum(a != b for a, b in zip(outputs, plain, strict=True))
             number += 1
-            if number > WARM_UPS and all(each.is_clean for each in found.values()):
-                counted.append({name: found[name].speed for name in self.rows})
+            if number > WARM_UPS and all(is_clean for _, _, is_clean in found.values()):
+                counted.append({name: speed for name, (speed, _, _) in found.items()})
         if not counted:
             why = f"graphs were recorded in all {number} waves; give more --waves"
             raise RequestError(f"{level} requests: {why}")
@@ -93,7 +86,8 @@ class Run:
         }
 
 
-def wave(engine: Engine, requests: list[Request]) -> Wave:
+def wave(engine: Engine, requests: list[Request]) -> tuple[float, list[list[int]], bool]:
+    """Tokens a second while all were running, the texts, and whether nothing was recorded meanwhile."""
     for request in requests:
         engine.add(request)
     while any(request.num_output == 0 for request in requests):
@@ -108,7 +102,7 @@ def wave(engine: Engine, requests: list[Request]) -> Wave:
         engine.step()
     for request in requests:
         engine.stats.pop(request.id, None)
-    return Wave(speed, [request.output for request in requests], is_clean)
+    return speed, [request.output for request in requests], is_clean
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

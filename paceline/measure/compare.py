@@ -1,13 +1,14 @@
 """`paceline bench`: starts a worker process for each row, lets them take turns, stops them, whatever happens.
-
 Invariant: at most one worker computes at any moment. Lengths come first: an untimed plain run of ours says
 how long each answer naturally is, and then every row writes exactly that many tokens, end token ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from paceline.core.errors import ConfigError
@@ -18,25 +19,17 @@ from paceline.measure.models import gguf_file, hf_folder, main_type
 from paceline.measure.options import Compare
 from paceline.measure.processes import Worker, WorkerError, peer_worker
 from paceline.measure.prompts import chosen
-from paceline.measure.report import Sample, Task, Unit, by_task, report_rows
+from paceline.measure.report import Answer, Task, Unit, by_task, report_rows, samples_of
 from paceline.measure.results import OVERALL, Table, Tell, table_of
-from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Row, in_turn
+from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Row
 
 LEAST_TOKENS = 8  # of an answer
 # Peers get a context that just holds the longest request, rounded up; drafts need a little more.
 CONTEXT_STEP, CONTEXT_SPARE = 256, 32
-FIGURES = {  # of the table over all tasks
-    "tok/s": ("tokens_per_second", "{:.1f}"),
-    "±": ("spread", "{:.0%}"),
-    "speedup": ("speedup", "{:.2f}"),
-    "τ": ("tau", "{:.2f}"),
-    "α": ("alpha", "{:.2f}"),
-    "same": ("same", "{}"),
-    "TTFT": ("ttft_ms", "{:.0f}"),
-    "TPOT": ("tpot_ms", "{:.1f}"),
-    "e2e": ("end_to_end_tokens_per_second", "{:.1f}"),
-    "MB": ("peak_mb", "{:.0f}"),
-}
+# of the table over all tasks
+FIGURES = {"tok/s": "{tokens_per_second:.1f}", "±": "{spread:.0%}", "speedup": "{speedup:.2f}"}
+FIGURES |= {"τ": "{tau:.2f}", "α": "{alpha:.2f}", "same": "{same}", "TTFT": "{ttft_ms:.0f}"}
+FIGURES |= {"TPOT": "{tpot_ms:.1f}", "e2e": "{end_to_end_tokens_per_second:.1f}", "MB": "{peak_mb:.0f}"}
 LEGEND = """tok/s, speedup: of decoding, after the first token; ±: (largest - smallest) / median of repeats;
 τ: tokens a step; α: share of drafted tokens accepted; same: answers equal to plain decoding's; TTFT, TPOT:
 milliseconds to the first token and for each further one; e2e: tokens a second, reading the prompt included;
@@ -52,12 +45,10 @@ class Run:
         self.rows = [Row(OURS, dtype, method) for dtype in dtypes for method in methods]
         self.rows += planning.peer_rows(asked.peers, methods, asked.concurrency)
         if not self.rows:
-            remedy = "so there is nothing to measure; name an engine"
-            raise ConfigError(f"--dtypes and --peers are both none, {remedy}")
+            raise ConfigError("--dtypes and --peers are none: nothing to measure; name an engine")
         for row in self.rows:
             planning.peer_python(row.peer)
-        is_alone = asked.concurrency == 1
-        num_units = len(self.prompts) if is_alone else len({prompt.category for prompt in self.prompts})
+        num_units = len({p.id if asked.concurrency == 1 else p.category for p in self.prompts})
         self.num_turns = asked.repeats * num_units * len(self.rows)  # of the timed repeats
 
     def report(self, tell: Tell) -> dict[str, Any]:
@@ -71,7 +62,12 @@ class Run:
 
             first = next((row for row in self.rows if row.peer == OURS), Row(OURS, "float32", PLAIN))
             reader = start(first, None)
-            tasks = self._encode(reader, tell)
+            tell("reading the prompts", 0)
+            texts, most = {prompt.id: prompt.text for prompt in self.prompts}, self.asked.max_new_tokens
+            limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
+            found = reader.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
+            pairs = [(prompt, found[prompt.id]) for prompt in self.prompts]
+            tasks = [Task(p.id, p.category, tuple(each["ids"]), each["num_tokens"]) for p, each in pairs]
             longest = max(len(task.ids) + task.num_tokens for task in tasks) + CONTEXT_SPARE
             context = min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, checkpoint.config.max_context)
             workers = {}
@@ -79,19 +75,17 @@ class Run:
                 kind = main_type(checkpoint.path) if FILE_AS_IS in row.variant else FILE_AS_IS
                 named = row._replace(variant=row.variant.replace(FILE_AS_IS, kind))
                 workers[named] = reader if row == first else start(row, context)
-            samples = list(self._samples(workers, units_of(tasks, self.asked.concurrency), tell))
+            units = units_of(tasks, self.asked.concurrency)
+            runners = {row: partial(self._run, row, worker) for row, worker in workers.items()}
+            # The first unit of each category is enough to compile, to page weights in, to reach every kernel.
+            for unit in {unit[0].category: unit for unit in reversed(units)}.values():
+                for row, run in runners.items():
+                    tell(f"warming up {row}", 0)
+                    run(unit)
+            samples = list(chain(*samples_of(runners, units, self.asked.repeats, tell)))
             peaks = {row: worker.peak_mb() for row, worker in workers.items()}
             notes = {row.engine: worker.note for row, worker in workers.items() if worker.note}
             return {"rows": report_rows(list(workers), samples, peaks), "notes": notes}
-
-    def _encode(self, worker: Worker, tell: Tell) -> list[Task]:
-        """Prompts as token ids, with the length of each answer."""
-        tell("reading the prompts", 0)
-        texts, most = {prompt.id: prompt.text for prompt in self.prompts}, self.asked.max_new_tokens
-        limits = {"max_tokens": most, "min_tokens": min(LEAST_TOKENS, most)}
-        found = worker.ask("encode", seconds=60 + 60 * len(texts), texts=texts, **limits)["prompts"]
-        pairs = [(prompt, found[prompt.id]) for prompt in self.prompts]
-        return [Task(p.id, p.category, tuple(each["ids"]), each["num_tokens"]) for p, each in pairs]
 
     def _model_options(self, row: Row, checkpoint: Checkpoint, tell: Tell) -> dict[str, Any]:
         """What a worker loads. A drafter by its name always drafts its usual length; only "auto" chooses."""
@@ -106,19 +100,7 @@ class Run:
             config = {"method": row.method, **model, "num_speculative_tokens": most}
         return {"model": self.asked.model, "dtype": row.variant, "speculative_config": config}
 
-    def _samples(self, workers: dict[Row, Worker], units: list[Unit], tell: Tell) -> Iterator[Sample]:
-        # The first unit of each category: enough to compile, to page weights in and to reach every kernel.
-        for unit in {unit[0].category: unit for unit in reversed(units)}.values():
-            for row in workers:
-                tell(f"warming up {row}", 0)
-                self._sample(workers[row], 0, row, unit)
-        for number in range(self.asked.repeats * len(units)):
-            for row in in_turn(workers, number):
-                tell(str(row), 0)
-                yield self._sample(workers[row], number // len(units), row, units[number % len(units)])
-                tell(str(row), 1)
-
-    def _sample(self, worker: Worker, repeat: int, row: Row, unit: Unit) -> Sample:
+    def _run(self, row: Row, worker: Worker, unit: Unit) -> tuple[float, list[Answer]]:
         prompts = [{"ids": list(task.ids), "num_tokens": task.num_tokens} for task in unit]
         # Slower than a token a second is no answer.
         seconds = 60 + sum(task.num_tokens + 0.2 * len(task.ids) for task in unit)
@@ -127,17 +109,16 @@ class Run:
             if got["num_tokens"] != task.num_tokens:
                 wrote = f"wrote {got['num_tokens']} tokens for prompt {task.id}"
                 raise WorkerError(f"{row} {wrote} where {task.num_tokens} were asked for")
-        return Sample(row, repeat, unit, answer["wall_s"], answer["answers"])
+        return answer["wall_s"], answer["answers"]
 
 
 def units_of(tasks: Sequence[Task], concurrency: int) -> list[Unit]:
     """What runs together: each prompt alone, or all of a category."""
-    if concurrency == 1:
-        return [(task,) for task in tasks]
-    by_category: dict[str, list[Task]] = {}
+    groups: dict[str, Unit] = {}
     for task in tasks:
-        by_category.setdefault(task.category, []).append(task)
-    return [tuple(group) for group in by_category.values()]
+        key = task.id if concurrency == 1 else task.category
+        groups[key] = (*groups.get(key, ()), task)
+    return list(groups.values())
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -146,9 +127,9 @@ def tables(report: dict[str, Any]) -> list[Table]:
     for row in overall:
         row["same"] = None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"
     notes = [f"{engine}: {note}" for engine, note in report["notes"].items()]
-    title = f"overall, {overall[0]['prompts']} prompts"
+    title, names = f"overall, {overall[0]['prompts']} prompts", ("engine", "method")
     return [
-        table_of(title, ("engine", "method"), FIGURES, overall)._replace(notes=notes),
-        by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}"),
-        by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}"),
+        table_of(title, names, FIGURES, overall)._replace(notes=notes),
+        by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}", *names),
+        by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}", *names),
     ]

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from paceline.core.errors import ConfigError
 
-MAX_ERROR_BYTES = 65_536
 MAX_BODY_BYTES = 16 * 2**20
 READ_BYTES = 65_536
 GET_TIMEOUT_S = 30.0
@@ -39,7 +38,9 @@ class Response(NamedTuple):
     async def parts(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            while size := _chunk_size(await self.reader.readuntil(b"\r\n")):
+            while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
+                if size > MAX_BODY_BYTES:
+                    raise Refused(f"a piece of {size} bytes")
                 yield await self.reader.readexactly(size)
                 await self.reader.readexactly(2)
             return
@@ -49,12 +50,12 @@ class Response(NamedTuple):
             left -= len(part)
             yield part
 
-    async def whole(self, limit: int) -> bytes:
+    async def whole(self) -> bytes:
         body = b""
         async for part in self.parts():
             body += part
-            if len(body) > limit:
-                raise Refused(f"an answer of more than {limit} bytes")
+            if len(body) > MAX_BODY_BYTES:
+                raise Refused(f"an answer of more than {MAX_BODY_BYTES} bytes")
         return body
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -78,23 +79,28 @@ class Endpoint(NamedTuple):
     async def get(self, path: str) -> bytes:
         try:
             async with asyncio.timeout(GET_TIMEOUT_S), self.asked("GET", path) as response:
-                body = await response.whole(MAX_BODY_BYTES)
+                body = await response.whole()
         except TimeoutError:
             raise Refused(f"no answer after {GET_TIMEOUT_S:g} s") from None
         if response.status != 200:
-            raise _refusal(response.status, body)
+            raise _refusal(f"HTTP {response.status}", _json(body))
         return body
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """What follows `data:`, until [DONE] or the end of the answer."""
         async with self.asked("POST", path, json.dumps(body).encode()) as response:
             if response.status != 200:
-                raise _refusal(response.status, await response.whole(MAX_ERROR_BYTES))
+                raise _refusal(f"HTTP {response.status}", _json(await response.whole()))
             async for line in response.lines():
                 if line.startswith(b"data:"):
                     if line[5:].strip() == b"[DONE]":
                         return
-                    yield _event(line[5:])
+                    event = _json(line[5:])
+                    if not isinstance(event, dict):
+                        raise Refused("an event that is not a JSON object")
+                    if event.get("error"):
+                        raise _refusal("broke off", event)
+                    yield event
 
     @contextlib.asynccontextmanager
     async def asked(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
@@ -102,7 +108,14 @@ class Endpoint(NamedTuple):
         try:
             context = ssl.create_default_context() if self.is_tls else None
             reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
-            writer.write(self._request(method, path, body))
+            host = f"[{self.host}]" if ":" in self.host else self.host
+            lines = [f"{method} {self.folder}{path} HTTP/1.1", f"Host: {host}:{self.port}"]
+            lines += ["Connection: close", "Accept: */*"]
+            if self.api_key:
+                lines.append(f"Authorization: Bearer {self.api_key}")
+            if body:
+                lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+            writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
             await writer.drain()
             first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             version, _, rest = first.partition(" ")
@@ -113,19 +126,11 @@ class Endpoint(NamedTuple):
             yield Response(int(rest[:3]), headers, reader)
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise Refused(_in_words(error)) from None
+        except ValueError:
+            raise Refused("the answer is not HTTP") from None
         finally:
             if writer is not None:
                 writer.close()
-
-    def _request(self, method: str, path: str, body: bytes) -> bytes:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = [f"{method} {self.folder}{path} HTTP/1.1", f"Host: {host}:{self.port}"]
-        lines += ["Connection: close", "Accept: */*"]
-        if self.api_key:
-            lines.append(f"Authorization: Bearer {self.api_key}")
-        if body:
-            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
 def endpoint_of(base_url: str, api_key: str | None) -> Endpoint:
@@ -134,8 +139,8 @@ def endpoint_of(base_url: str, api_key: str | None) -> Endpoint:
         parts = urlsplit(base_url)
         port = parts.port
     except ValueError:
-        remedy = "whose port is not a number; write http://127.0.0.1:8000"
-        raise ConfigError(f"--base-url is {base_url!r}, {remedy}") from None
+        form = "whose port is not a number; write http://127.0.0.1:8000"
+        raise ConfigError(f"--base-url is {base_url!r}, {form}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--base-url is {base_url!r}; write http://127.0.0.1:8000 or https://...")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -145,38 +150,16 @@ def endpoint_of(base_url: str, api_key: str | None) -> Endpoint:
     return Endpoint(parts.hostname, port or (443 if is_tls else 80), is_tls, folder, api_key)
 
 
-def _chunk_size(line: bytes) -> int:
-    try:
-        size = int(line.split(b";")[0], 16)
-    except ValueError:
-        raise Refused("the answer is not HTTP") from None
-    if not 0 <= size <= MAX_BODY_BYTES:
-        raise Refused(f"a piece of {size} bytes")
-    return size
-
-
-def _event(data: bytes) -> dict[str, Any]:
-    event = None
+def _json(data: bytes) -> Any:
     with contextlib.suppress(ValueError):
-        event = json.loads(data)
-    if not isinstance(event, dict):
-        raise Refused("an event that is not a JSON object")
-    if event.get("error"):
-        raise _told("broke off", event)
-    return event
+        return json.loads(data)
+    return None
 
 
-def _refusal(status: int, body: bytes) -> Refused:
-    try:
-        return _told(f"HTTP {status}", json.loads(body))
-    except ValueError:
-        return Refused(f"HTTP {status}")
-
-
-def _told(what: str, event: Any) -> Refused:
+def _refusal(what: str, event: Any) -> Refused:
     """What went wrong, with the message and the code of a server's error."""
     error = event.get("error", event) if isinstance(event, dict) else event
-    fields = error if isinstance(error, dict) else {"message": error}
+    fields = error if isinstance(error, dict) else {"message": error or ""}
     said = " ".join(str(fields.get("message", error)).split())[:200]
     refused = Refused(f"{what}: {said}" if said else what)
     refused.code = str(fields.get("code") or "")

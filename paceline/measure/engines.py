@@ -1,5 +1,4 @@
 """Several engines over one loaded model: rows of `bench decode`, `bench batch` and `tune`, timed in turns.
-
 The one place where measuring makes engines and policies. Invariant: all of them share the model's executor
 and take turns, so a comparison is of drafting alone; each has drafters of its own.
 """
@@ -9,8 +8,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from paceline.api.build import HEAD_COST
 from paceline.api.llm import LLM
@@ -24,7 +21,6 @@ from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.measure.options import Loaded
 from paceline.measure.rows import AUTO, PLAIN, names_of
-from paceline.runtime.backend import Backend, backend_for
 
 # of SpecStats
 COUNTS = ("num_tokens", "num_steps", "num_drafted", "num_accepted", "drafted_at", "accepted_at")
@@ -93,13 +89,8 @@ def ids_of(llm: LLM, text: str) -> list[int]:
     return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
-def cpu_backend() -> Backend:
-    return backend_for(torch.device("cpu"), "exact", False)
-
-
 def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> dict[str, Any]:
-    """One request, timed, as report.py counts answers: the loop of `bench`, `bench decode` and `tune`. With
-    the seconds from the start at which each step wrote tokens, and their numbers."""
+    """One request as report.py counts answers, with the seconds at which steps wrote tokens, and how many."""
     llm.engine = engine or llm.engine
     tokens, times, counts, started = [], [], [], time.perf_counter()
     for chunk in llm.stream(ids, params):

@@ -1,8 +1,7 @@
 """`paceline bench kernels`: products, attention and whole passes of ours, and llama.cpp's passes over as many
-tokens, each beside what the machine allows (step.py).
-
-A product runs over all layers of the model, so that weights come from memory and not from a cache, with all
-threads inside one compiled region, each on its share of every matrix, as in cpu/forward.py.
+tokens, each beside what the machine allows (step.py). A product runs over all layers of the model, so that
+weights come from memory and not from a cache, with all threads inside one compiled region, each on its share
+of every matrix, as in cpu/forward.py.
 """
 
 from __future__ import annotations
@@ -21,23 +20,24 @@ import torch
 from numba import carray, prange
 
 from paceline.core.errors import ConfigError
+from paceline.core.options import require
 from paceline.core.types import BLOCK_SIZE
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.lanes import int_pointer
 from paceline.cpu.matmul import SCALE_SHIFT, Matrix, product_4, product_8, product_32
 from paceline.cpu.sync import num_threads
-from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
+from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.packed import LINEARS, Tensors
 from paceline.measure import limits
-from paceline.measure.engines import cpu_backend
 from paceline.measure.models import gguf_file, main_type, matrix_bytes
 from paceline.measure.options import Kernels
 from paceline.measure.processes import Worker, peer_worker
 from paceline.measure.results import Table, Tell, table_of
-from paceline.measure.roofline import Deployment, Hardware, Work
+from paceline.measure.roofline import Deployment, Work
 from paceline.measure.rows import PLAIN, dtypes_of, is_installed, peer_python, peer_rows
-from paceline.measure.step import Subject, limits_json, passes_of, take_turns
+from paceline.measure.step import Labels, Subject, limits_json, passes_of, take_turns
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits
+from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.timing import STRIDE, Timed
 
@@ -46,15 +46,8 @@ PREFILL = 512
 SPARE = 64  # tokens of a peer's context beyond what is asked of it
 QUIET_S = 0.02  # threads that have just worked still spin: they must sleep before another process is timed
 PASSES_SHOWN, KERNELS_SHOWN = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32), (1, 2, 4, 8, 16, 32)  # the file has all
-FIGURES = {
-    "tokens": ("tokens", "{}"),
-    "ms": ("ms", "{:.2f}"),
-    "×1": ("ratio", "{:.2f}"),
-    "GB/s": ("gb_s", "{:.1f}"),
-    "GMAC/s": ("gmac_s", "{:.0f}"),
-    "floor": ("floor_ms", "{:.2f}"),
-    "reached": ("of_floor", "{:.0%}"),
-}
+FIGURES = {"tokens": "{tokens}", "ms": "{ms:.2f}", "×1": "{ratio:.2f}", "GB/s": "{gb_s:.1f}"}
+FIGURES |= {"GMAC/s": "{gmac_s:.0f}", "floor": "{floor_ms:.2f}", "reached": "{of_floor:.0%}"}
 LEGEND = """×1: time relative to one token; floor: the longer of two times, reading all weights and cached
 tokens at the measured bandwidth and doing all multiply-adds at the measured rate; reached: its share of the
 time, 100 % is the limit.
@@ -69,9 +62,8 @@ class Run:
         usual = "llama.cpp:Q8_0" if is_installed("llama.cpp") else "none"  # the nearest to int8
         rows = peer_rows(usual if asked.peers == "auto" else asked.peers, [PLAIN], 1)
         for row in rows:
-            if row.peer != "llama.cpp":
-                remedy = "name llama.cpp, none or auto"
-                raise ConfigError(f"--peers holds {row.peer}, whose passes cannot be timed alone; {remedy}")
+            alone = "its passes cannot be timed alone; name llama.cpp, none or auto"
+            require(row.peer == "llama.cpp", "--peers", row.peer, alone)
             peer_python(row.peer)
         self.peers = [row for row in rows if not row.is_raw]
         # of the prompts, of the passes and of the kernels, the uncounted first ones included
@@ -81,24 +73,30 @@ class Run:
         context, repeats = self.asked.context, self.asked.repeats
         checkpoint = open_checkpoint(self.asked.model)
         length, room = min(PREFILL, checkpoint.config.max_context), checkpoint.config.max_context - SIZES[-1]
-        if context > room:
-            raise ConfigError(f"--context is {context}; the model's own leaves room for {room}")
+        require(context <= room, "--context", context, f"the model's own leaves room for {room}")
         tell("measuring the machine", 0)
         found = limits.measure()
         tell("loading the models", 0)
         longest = max(length, context + SIZES[-1])
-        models = [Model.load(checkpoint, dtype, found, longest) for dtype in self.dtypes]
+        models, num_blocks = list[Model](), -(-longest // BLOCK_SIZE)
+        for dtype in self.dtypes:
+            backend = backend_for(torch.device("cpu"), "exact", False)
+            executor = LocalExecutor.load(backend, checkpoint, num_blocks, dtype=dtype)
+            assert isinstance(executor.decoder, CpuDecoder), "the CPU's backend loads it"
+            on = Deployment(checkpoint.config, found, dtype, found.kv_dtype(dtype))
+            models.append(Model(on, executor.decoder.tensors, Timed(executor, longest)))
         with ExitStack() as stack:
-            peers = []
+            prompts = [model.forward(0, 1) for model in models]
+            passes = [model.forward(context) for model in models]
             for row in self.peers:
                 path = gguf_file(checkpoint, row.variant, tell)
                 options = {"model": str(path), "context": max(context + SIZES[-1], PREFILL) + SPARE}
                 worker = stack.enter_context(peer_worker(row, options, tell))
                 dtype = "float32" if main_type(path) == "F32" else "int8"
-                peers.append(Llamacpp(worker, path, Deployment(checkpoint.config, found, dtype, "float16")))
-            prompts = [*(model.forward(0, 1) for model in models), *(peer.forward(0) for peer in peers)]
+                for subjects, cached in ((prompts, 0), (passes, context)):
+                    on = Deployment(checkpoint.config, found, dtype, "float16", context=cached)
+                    subjects.append(llamacpp_passes(worker, path, on))
             prompt = take_turns(prompts, [length], repeats, found, tell)
-            passes = [*(m.forward(context) for m in models), *(peer.forward(context) for peer in peers)]
             forward = take_turns(passes, SIZES, repeats, found, tell)
         parts = [*(part for model in models for part in model.products()), models[0].attention(context)]
         kernels = take_turns(parts, SIZES, repeats, found, tell)
@@ -112,27 +110,18 @@ class Model(NamedTuple):
     tensors: Tensors
     timed: Timed
 
-    @classmethod
-    def load(cls, checkpoint: Checkpoint, dtype: str, found: Hardware, longest: int) -> Model:
-        executor = LocalExecutor.load(cpu_backend(), checkpoint, -(-longest // BLOCK_SIZE), dtype=dtype)
-        assert isinstance(executor.decoder, CpuDecoder), "the CPU's backend loads it"
-        on = Deployment(checkpoint.config, found, dtype, found.kv_dtype(dtype))
-        return cls(on, executor.decoder.tensors, Timed(executor, longest))
-
     def products(self) -> Iterator[Subject]:
         config, bits = self.on.config, bits_of(self.on.dtype)
         kinds = {name: (bits, [f"layers.{i}.{name}" for i in range(config.num_layers)]) for name in LINEARS}
         kinds["head"] = head_bits(bits), ["embedding" if config.tie_embeddings else "head"]
         for name, (width, names) in kinds.items():
-            product = Product(width, self.tensors, names)
-            labels = {"kernel": name, "shape": product.shape, "dtype": self.on.dtype}
-            yield Subject(labels, product.seconds, product.work)
+            yield product_of(width, self.tensors, names, {"kernel": name, "dtype": self.on.dtype})
 
     def forward(self, context: int, num_logits: int | None = None) -> Subject:
         """Passes with the logits of all rows, or of the last ones."""
         labels = {"engine": "paceline", "dtype": self.on.dtype, "context": context}
         labels["logits"] = "last" if num_logits else "all"
-        return passes_of(self.timed, replace(self.on, context=context), labels, num_logits)
+        return passes_of(self.timed, replace(self.on, context=context), num_logits, labels)
 
     def attention(self, context: int) -> Subject:
         """What a pass takes longer over the context than over none."""
@@ -145,28 +134,22 @@ class Model(NamedTuple):
         )
 
 
-class Llamacpp(NamedTuple):
+def llamacpp_passes(worker: Worker, path: Path, on: Deployment) -> Subject:
     """llama.cpp's passes: it reads prompts whose beginning is cached, and computes the last logits only."""
+    vocab_size, context, turns = on.config.vocab_size, on.context, count(1)
+    prefix = [(STRIDE * i) % vocab_size for i in range(context)]
+    further = Work(num_bytes=matrix_bytes(path) - on.bytes_read)
 
-    worker: Worker
-    path: Path
-    on: Deployment
+    def seconds(tokens: int) -> float:
+        turn = next(turns)  # new tokens each time: what it has read already it would not read again
+        new = [(11 * i + 13 * turn + context) % vocab_size for i in range(tokens)]
+        time.sleep(QUIET_S)
+        found = float(worker.ask("read_prompt", ids=prefix + new, num_cached=context)["seconds"])
+        time.sleep(QUIET_S)
+        return found
 
-    def forward(self, context: int) -> Subject:
-        vocab_size, on = self.on.config.vocab_size, replace(self.on, context=context)
-        prefix, turns = [(STRIDE * i) % vocab_size for i in range(context)], count(1)
-        further = Work(num_bytes=matrix_bytes(self.path) - on.bytes_read)
-
-        def seconds(tokens: int) -> float:
-            turn = next(turns)  # new tokens each time: what it has read already it would not read again
-            new = [(11 * i + 13 * turn + context) % vocab_size for i in range(tokens)]
-            time.sleep(QUIET_S)
-            found = float(self.worker.ask("read_prompt", ids=prefix + new, num_cached=context)["seconds"])
-            time.sleep(QUIET_S)
-            return found
-
-        labels = {"engine": "llama.cpp", "dtype": main_type(self.path), "context": context, "logits": "last"}
-        return Subject(labels, seconds, lambda tokens: on.work(tokens, 1).plus(further))
+    labels = {"engine": "llama.cpp", "dtype": main_type(path), "context": context, "logits": "last"}
+    return Subject(labels, seconds, lambda tokens: on.work(tokens, 1).plus(further))
 
 
 class Inputs(NamedTuple):
@@ -193,43 +176,38 @@ def _over_all(product: Any) -> Any:
 RUN = {bits: _over_all(product) for bits, product in ((32, product_32), (8, product_8), (4, product_4))}
 
 
-class Product:
-    """All layers' matrices of one kind, and made-up tokens to multiply with. `tensors` must outlive it."""
+def product_of(bits: int, tensors: Tensors, names: list[str], labels: Labels) -> Subject:
+    """All layers' matrices of one kind times made-up tokens. `tensors` must outlive it."""
+    weights, biases = ([tensors[f"{each}.{part}"] for each in names] for part in ("weight", "bias"))
+    (tiles, across, _), widest = weights[0].shape, SIZES[-1]
+    k, n = (across, tiles * FLOAT_ROWS) if bits == 32 else (across * GROUP[bits], tiles * DOT_ROWS)
+    rows = [[w.data_ptr(), b.data_ptr(), k, n] for w, b in zip(weights, biases, strict=True)]
+    table = np.array(rows, np.int64)  # [layers, 4]: fields of a Matrix each
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    floats = torch.randn(widest * k, generator=torch.Generator().manual_seed(0))
+    values = floats if bits == 32 else (40 * floats).clamp(-127, 127).to(torch.int8)
+    groups = k // GROUP.get(bits, k)
+    # Scales of a usual size: tiny results would be slow ones.
+    scales = torch.full((groups * widest,), 2.0 ** (SCALE_SHIFT - 7))
+    sums, y = torch.ones(groups * widest, dtype=torch.int32), torch.empty(widest * n)
+    flops = {"float_flops" if bits == 32 else "int8_flops": 2.0 * len(rows) * k * n}
 
-    def __init__(self, bits: int, tensors: Tensors, names: list[str]) -> None:
-        weights, biases = ([tensors[f"{each}.{part}"] for each in names] for part in ("weight", "bias"))
-        (tiles, across, _), widest = weights[0].shape, SIZES[-1]
-        k, n = (across, tiles * FLOAT_ROWS) if bits == 32 else (across * GROUP[bits], tiles * DOT_ROWS)
-        rows = [[w.data_ptr(), b.data_ptr(), k, n] for w, b in zip(weights, biases, strict=True)]
-        self.table = np.array(rows, np.int64)  # [layers, 4]: fields of a Matrix each
-        self.bits, self.shape, self.macs = bits, f"{n}x{k}", len(rows) * k * n  # shape as it lies in memory
-        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-        floats = torch.randn(widest * k, generator=torch.Generator().manual_seed(0))
-        self._values = floats if bits == 32 else (40 * floats).clamp(-127, 127).to(torch.int8)
-        groups = k // GROUP.get(bits, k)
-        # Scales of a usual size: tiny results would be slow ones.
-        self._scales = torch.full((groups * widest,), 2.0 ** (SCALE_SHIFT - 7))
-        self._sums = torch.ones(groups * widest, dtype=torch.int32)
-        self._y = torch.empty(widest * n)
-
-    def work(self, tokens: int) -> Work:
-        kind = "float_flops" if self.bits == 32 else "int8_flops"
-        return Work(float(self.num_bytes), **{kind: 2.0 * self.macs * tokens})
-
-    def seconds(self, tokens: int) -> float:
-        x = Inputs(self._values.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr())
-        run, table = RUN[self.bits], self.table
+    def seconds(tokens: int) -> float:
+        x = Inputs(values.data_ptr(), scales.data_ptr(), sums.data_ptr())
         started = time.perf_counter()
-        run(table.ctypes.data, len(table), x, self._y.data_ptr(), tokens, num_threads())
+        RUN[bits](table.ctypes.data, len(table), x, y.data_ptr(), tokens, num_threads())
         return time.perf_counter() - started
+
+    def work(tokens: int) -> Work:
+        return Work(float(num_bytes), **{kind: tokens * count for kind, count in flops.items()})
+
+    return Subject({**labels, "shape": f"{n}x{k}"}, seconds, work)  # the shape as it lies in memory
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
     found, context = report["limits"], report["forward"][0]["context"]
-    said = (
-        f"limits of {found['threads']} threads: reading {found['read_gb_s']:.1f} GB/s, "
-        f"int8 {found['int8_gmac_s']:.0f} GMAC/s, float32 {found['float32_gmac_s']:.0f} GMAC/s"
-    )
+    rates = f"int8 {found['int8_gmac_s']:.0f} GMAC/s, float32 {found['float32_gmac_s']:.0f} GMAC/s"
+    said = f"limits of {found['threads']} threads: reading {found['read_gb_s']:.1f} GB/s, {rates}"
     passes = [r for r in report["forward"] if r["context"] and r["tokens"] in PASSES_SHOWN]
     prompts = [r for r in report["forward"] if not r["context"]]
     parts = [r for r in report["kernels"] if r["tokens"] in KERNELS_SHOWN]

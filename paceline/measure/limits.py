@@ -7,7 +7,7 @@ registers, with enough sums to keep every unit busy.
 from __future__ import annotations
 
 import os
-import time
+import timeit
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
@@ -133,10 +133,5 @@ def of_device(device: torch.device) -> Hardware:
 
 def _fastest(run: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
     """Seconds of the fastest run after a first one, which compiles."""
-    times = []
-    for _ in range(RUNS + 1):
-        started = time.perf_counter()
-        run()
-        wait()
-        times.append(time.perf_counter() - started)
+    times = timeit.repeat(lambda: (run(), wait()), repeat=RUNS + 1, number=1)
     return min(times[1:])

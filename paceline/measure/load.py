@@ -1,8 +1,7 @@
-"""Load on a server: when requests are due, what became of each, and the figures that follow.
-
-Open loop: requests are due at times drawn beforehand, whether or not earlier ones have been answered, and
-time counts from then, so a crowded client or a cap cannot hide waiting. At an infinite rate the cap alone
-paces them, and time counts from the sending. Names are those of vLLM's benchmark: ttft, tpot, itl, e2el.
+"""Load on a server: when requests are due, what became of each, and the figures that follow. Open loop:
+requests are due at times drawn beforehand, whether or not earlier ones have been answered, and time counts
+from then, so a crowded client or a cap cannot hide waiting. At an infinite rate the cap alone paces them, and
+time counts from the sending. Names are those of vLLM's benchmark: ttft, tpot, itl, e2el.
 """
 
 from __future__ import annotations
@@ -77,6 +76,15 @@ class Record:
         seconds = {"ttft": [first], "tpot": further, "itl": gaps, "e2el": [total]}
         return {name: [1000 * value for value in values] for name, values in seconds.items()}
 
+    def to_json(self) -> dict[str, Any]:
+        """Without the text: it may be a user's own."""
+        told: dict[str, Any] = {"prompt": self.prompt, "due_s": round(self.due, 6)}
+        told["sent_s"] = round(self.sent, 6)
+        for name in GOALS:
+            told[f"{name}_ms"] = next((round(value, 3) for value in self.latencies()[name]), None)
+        told |= {"prompt_tokens": self.num_prompt, "output_tokens": self.num_tokens}
+        return {**told, "finish_reason": self.finish, "error": self.error}
+
 
 def job_of(asked: Serve, model: str, extra: dict[str, Any], prompt: Prompt) -> Job:
     """`extra` goes into the body; null takes a field out."""
@@ -126,7 +134,17 @@ async def ask(server: Endpoint, timeout_s: float, job: Job, record: Record, bega
     try:
         async with asyncio.timeout(timeout_s):
             async for event in server.events(job.path, job.body):
-                _take(event, record, time.perf_counter() - began)
+                now = time.perf_counter() - began
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    said = delta.get("content") or delta.get("reasoning_content") or choice.get("text")
+                    record.arrivals += [now] if said or delta.get("tool_calls") else []
+                    record.finish, record.end = choice.get("finish_reason") or record.finish, now
+                if isinstance(usage := event.get("usage"), dict):
+                    record.num_tokens = usage.get("completion_tokens") or 0
+                    record.num_prompt = usage.get("prompt_tokens") or 0
+                    details = usage.get("prompt_tokens_details") or {}
+                    record.num_cached = details.get("cached_tokens") or 0
         if record.finish is None:
             record.error = "the answer has no end"
     except Refused as error:
@@ -137,21 +155,6 @@ async def ask(server: Endpoint, timeout_s: float, job: Job, record: Record, bega
         record.end = time.perf_counter() - began
     record.is_counted = record.num_tokens > 0
     record.num_tokens = record.num_tokens or len(record.arrivals)
-
-
-def _take(event: dict[str, Any], record: Record, now: float) -> None:
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        said = delta.get("content") or delta.get("reasoning_content") or choice.get("text")
-        if said or delta.get("tool_calls"):
-            record.arrivals.append(now)
-        record.finish = choice.get("finish_reason") or record.finish
-        record.end = now
-    usage = event.get("usage")
-    if isinstance(usage, dict):
-        record.num_tokens = usage.get("completion_tokens") or 0
-        record.num_prompt = usage.get("prompt_tokens") or 0
-        record.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def goals_of(text: str) -> Goals:
@@ -172,7 +175,12 @@ def level_report(
 ) -> dict[str, Any]:
     answered = [record for record in records if record.error is None]
     latencies = [record.latencies() for record in answered]
-    together = {name: [value for each in latencies for value in each[name]] for name in (*GOALS, "itl")}
+    spreads = dict[str, Figures | None]()
+    for name in (*GOALS, "itl"):
+        values = [value for each in latencies for value in each[name]]
+        marks = zip(percents, np.percentile(values, percents) if values else (), strict=False)
+        spread = {f"p{percent:g}": round(float(value), 3) for percent, value in marks}
+        spreads[f"{name}_ms"] = {"mean": round(fmean(values), 3), **spread} if values else None
     failures = Counter(record.error for record in records if record.error is not None)
     began = min((record.due for record in records), default=0.0)
     seconds = max((record.end for record in records), default=0.0) - began
@@ -204,24 +212,8 @@ def level_report(
         "tokens_counted_by": "server" if all(record.is_counted for record in answered) else "pieces of text",
         "peak_in_flight": peak_in_flight(records),
         "client_lag_ms": round(lag, 3),
-        **{f"{name}_ms": _spread(values, percents) for name, values in together.items()},
+        **spreads,
     }
-
-
-def _spread(values: list[float], percents: Sequence[float]) -> Figures | None:
-    if not values:
-        return None
-    found = zip(percents, np.percentile(values, percents), strict=True)
-    return {"mean": round(fmean(values), 3), **{f"p{percent:g}": round(float(v), 3) for percent, v in found}}
-
-
-def record_json(record: Record) -> dict[str, Any]:
-    """Without the text: it may be a user's own."""
-    times: dict[str, float | None] = {"due_s": round(record.due, 6), "sent_s": round(record.sent, 6)}
-    for name in GOALS:
-        times[f"{name}_ms"] = next((round(value, 3) for value in record.latencies()[name]), None)
-    counts = {"prompt_tokens": record.num_prompt, "output_tokens": record.num_tokens}
-    return {"prompt": record.prompt, **times, **counts, "finish_reason": record.finish, "error": record.error}
 
 
 def peak_in_flight(records: Sequence[Record]) -> int:
@@ -231,8 +223,7 @@ def peak_in_flight(records: Sequence[Record]) -> int:
 
 
 async def metrics(server: Endpoint) -> Figures:
-    """A server's figures by name, without its prefix and _total; those of a position in a draft or of a
-    histogram's bucket as NAME:POSITION. vLLM and Paceline write the same names."""
+    """Figures by name, without prefix and _total; of a draft's position or a bucket as NAME:POSITION."""
     found = defaultdict[str, float](float)
     for name, labels, value in SAMPLE.findall((await server.get("/metrics")).decode("utf-8", "replace")):
         position = POSITION.search(labels)

@@ -1,7 +1,5 @@
-"""The model's files as the peers read them: GGUF in another quantization, or a Hugging Face folder.
-
-Made once from the model itself and kept in Paceline's cache folder (`bench/`). Invariant: a file has its name
-only when it is whole.
+"""The model's files as the peers read them, GGUF in another quantization or a Hugging Face folder: made once
+and kept in Paceline's cache folder (`bench/`). Invariant: a file has its name only when it is whole.
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +30,7 @@ def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
         raise ConfigError(f"llama.cpp reads GGUF files only, not folders ({checkpoint.path}); {remedy}")
     if kind in (FILE_AS_IS, main_type(checkpoint.path)):
         return checkpoint.path
-    target = hub.cache_dir() / "bench" / _name(checkpoint, f"{kind}.gguf")
-    if not target.is_file():
-        tell(f"writing {target.name}", 0)
-        with _part_of(target) as part:
-            _requantize(checkpoint.path, part, kind)
-    return target
+    return _made(checkpoint, f"{kind}.gguf", tell, lambda part: _requantize(checkpoint.path, part, kind))
 
 
 def main_type(path: Path) -> str:
@@ -63,17 +55,19 @@ def matrix_bytes(path: Path) -> int:
     return total
 
 
-def _name(checkpoint: Checkpoint, ending: str) -> str:
-    return f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-{ending}"
-
-
-@contextmanager
-def _part_of(target: Path) -> Iterator[Path]:
-    """A path for what is not yet whole, which then becomes the target; each process has its own."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    yield part
-    os.replace(part, target)
+def _made(
+    checkpoint: Checkpoint, ending: str, tell: Tell, write: Callable[[Path], None], folder: Path | None = None
+) -> Path:
+    """What was written from the model, now or before; until it is whole, each process has its own path."""
+    folder = folder or hub.cache_dir() / "bench"
+    target = folder / f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-{ending}"
+    if not target.exists():
+        tell(f"writing {target.name}", 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        write(part)
+        os.replace(part, target)
+    return target
 
 
 def _requantize(source: Path, target: Path, kind_name: str) -> None:
@@ -105,14 +99,7 @@ def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) ->
     """The model as a Hugging Face folder in float32: itself where it is one, else written from GGUF."""
     if checkpoint.path.is_dir():
         return checkpoint.path
-    config, target = _hf_config(checkpoint), (folder or hub.cache_dir() / "bench") / _name(checkpoint, "hf")
-    if not target.is_dir():
-        tell(f"writing {target.name}", 0)
-        with _part_of(target) as part:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-            _write_folder(checkpoint, part, config)
-    return target
+    return _made(checkpoint, "hf", tell, lambda part: _write_folder(checkpoint, part), folder)
 
 
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -141,16 +128,18 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _write_folder(checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
+def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from paceline.loaders.tokenizer import Tokenizer
 
+    texts = {"config": json.dumps(_hf_config(checkpoint), indent=2)}
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     names = checkpoint.config.weight_names()
     prefixed = {name: name if name == "lm_head.weight" else f"model.{name}" for name in names}
     weights = {there: checkpoint.tensor(name) for name, there in prefixed.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    texts = {"config": json.dumps(config, indent=2)}
     texts["tokenizer"] = Tokenizer.from_source(checkpoint.tokenizer_source()).json()
     texts["tokenizer_config"] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     for name, text in texts.items():

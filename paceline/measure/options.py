@@ -13,10 +13,8 @@ from paceline.core.options import option, options_of
 
 PROMPTS_HELP = "Your prompts (.jsonl as Spec-Bench has it, .jsonl.gz or .txt) instead of the shipped ones."
 DRAFT_MODEL_HELP = "The smaller model of --method draft_model, or a head's folder."
-ROWS_HELP = (
-    "Rows that take turns, separated by commas: plain, auto, auto-free (auto without a learned head), "
-    "or a drafter; eagle/5 always drafts five tokens."
-)
+ROWS_HELP = """Rows that take turns, separated by commas: plain, auto, auto-free (auto without a learned \
+head), or a drafter; eagle/5 always drafts five tokens."""
 LIMIT_HELP = "At most this many prompts of each task."
 TOKENS_HELP = "Most tokens of an answer."
 SHAPE_HELP = "A model as elsewhere, a config.json, or a shape: llama-8b, smollm2-135m. No weights are read."

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.options import nearest
+from paceline.core.options import nearest, require
 from paceline.loaders.checkpoint import describe
 from paceline.measure import formulas, roofline
 from paceline.measure.options import Paper
@@ -20,13 +20,8 @@ KS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 1024
 UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-PASSES = {
-    "tokens": ("tokens", "{}"),
-    "FLOP/byte": ("intensity", "{:.1f}"),
-    "bound by": ("bound", "{}"),
-    "ms": ("ms", "{:.3g}"),
-    "t(n)/t(1)": ("relative", "{:.2f}"),
-}
+PASSES = {"tokens": "{tokens}", "FLOP/byte": "{intensity:.1f}", "bound by": "{bound}", "ms": "{ms:.3g}"}
+PASSES["t(n)/t(1)"] = "{relative:.2f}"
 
 
 def report_of(asked: Paper) -> dict[str, Any]:
@@ -35,9 +30,15 @@ def report_of(asked: Paper) -> dict[str, Any]:
     drafter = describe(asked.draft) if asked.draft is not None else None
     most = min(config.max_context, drafter.config.max_context if drafter else config.max_context)
     context = min(CONTEXT, most) if asked.context is None else asked.context
-    if context > most:
-        raise ConfigError(f"--context is {context}; the longest context here is {most}, give at most that")
-    target = Deployment(config, machine, *_dtypes(asked, machine), asked.batch, context)
+    require(context <= most, "--context", context, f"the longest context here is {most}, give at most that")
+    dtype = "int8" if machine.int8_flops is not None else "bfloat16"
+    dtype = dtype if asked.dtype == "auto" else asked.dtype
+    # integers come with integer activations alone
+    floats = ["auto", *(name for name in roofline.KV_WIDTHS if name != "int8")]
+    require(dtype in roofline.WIDTHS, "--dtype", dtype, nearest(dtype, ["auto", *roofline.WIDTHS]))
+    require(asked.kv_dtype in floats, "--kv-dtype", asked.kv_dtype, nearest(asked.kv_dtype, floats))
+    kept = machine.kv_dtype(dtype) if asked.kv_dtype == "auto" else asked.kv_dtype
+    target = Deployment(config, machine, dtype, kept, asked.batch, context)
     draft = replace(target, config=drafter.config) if drafter else None
     # of drafting one token, relative to a pass of the target over one; looking text up costs nothing
     cost = draft.seconds(1) / target.seconds(1) if draft is not None else 0.0
@@ -62,29 +63,26 @@ def report_of(asked: Paper) -> dict[str, Any]:
 
 def check(asked: Paper) -> None:
     for alpha in asked.alpha:
-        if not 0 <= alpha <= 1:
-            raise ConfigError(f"--alpha is {alpha}; it is a chance, give a number from 0 to 1")
+        require(0 <= alpha <= 1, "--alpha", alpha, "it is a chance, give a number from 0 to 1")
     for k in asked.k:
-        if not 1 <= k <= roofline.MOST_K:
-            raise ConfigError(f"-k is {k}; give a whole number from 1 to {roofline.MOST_K}")
-    if asked.budget is not None and not 1e6 <= asked.budget <= 1e30:
-        raise ConfigError(f"--budget is {asked.budget:g}; give FLOPs between 1e6 and 1e30, such as 1e18")
+        require(1 <= k <= roofline.MOST_K, "-k", k, f"give a whole number from 1 to {roofline.MOST_K}")
+    is_sane = asked.budget is None or 1e6 <= asked.budget <= 1e30
+    require(is_sane, "--budget", asked.budget, "give FLOPs between 1e6 and 1e30, such as 1e18")
 
 
 def _machine(asked: Paper) -> Hardware:
     """The one that is named, or this one; the user's own figures, in GB/s, TFLOP/s and GB, replace its."""
     given = {"--bandwidth": asked.bandwidth, "--flops": asked.flops, "--memory": asked.memory}
     for option, value in given.items():
-        if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"{option} is {value}; give a positive number (GB/s, TFLOP/s or GB)")
+        is_ok = value is None or 0 < value < 1e9
+        require(is_ok, option, value, "give a positive number (GB/s, TFLOP/s or GB)")
     missing = [option for option, value in given.items() if value is None]
     if asked.hardware is None and 0 < len(missing) < len(given):
         remedy = "give all of --bandwidth, --flops and --memory, or name --hardware as well"
         raise ConfigError(f"{', '.join(missing)} left out; {remedy}")
-    name = asked.hardware or THIS
-    if name not in (*HARDWARE, THIS):
-        remedy = f"{nearest(name, [*HARDWARE, THIS])}, or give --bandwidth, --flops and --memory"
-        raise ConfigError(f"--hardware is {name!r}; {remedy}")
+    name, known = asked.hardware or THIS, [*HARDWARE, THIS]
+    remedy = f"{nearest(name, known)}, or give --bandwidth, --flops and --memory"
+    require(name in known, "--hardware", name, remedy)
     if name == THIS and missing:
         from paceline.measure.limits import measure
 
@@ -102,19 +100,6 @@ def _machine(asked: Paper) -> Hardware:
     return replace(machine, name=f"{machine.name}, changed") if is_changed else machine
 
 
-def _dtypes(asked: Paper, machine: Hardware) -> tuple[str, str]:
-    """Of the weights, and of keys and values."""
-    usual = "int8" if machine.int8_flops is not None else "bfloat16"
-    dtype = usual if asked.dtype == "auto" else asked.dtype
-    # integers come with integer activations alone
-    floats = [name for name in roofline.KV_WIDTHS if name != "int8"]
-    if dtype not in roofline.WIDTHS:
-        raise ConfigError(f"--dtype is {dtype!r}; {nearest(dtype, ['auto', *roofline.WIDTHS])}")
-    if asked.kv_dtype not in ("auto", *floats):
-        raise ConfigError(f"--kv-dtype is {asked.kv_dtype!r}; {nearest(asked.kv_dtype, ['auto', *floats])}")
-    return dtype, machine.kv_dtype(dtype) if asked.kv_dtype == "auto" else asked.kv_dtype
-
-
 def _model(on: Deployment) -> dict[str, Any]:
     sizes = ("dtype", "kv_dtype", "weight_bytes", "bytes_read", "kv_bytes_per_token", "kv_bytes")
     sized = {name: getattr(on, name) for name in sizes}
@@ -123,16 +108,14 @@ def _model(on: Deployment) -> dict[str, Any]:
 
 def _memory(target: Deployment, draft: Deployment | None) -> dict[str, Any]:
     """Bytes of both models and their K/V, and what fits."""
-    held = {"target_weights": target.weight_bytes, "target_kv": target.kv_bytes}
-    if draft is not None:
-        held |= {"draft_weights": draft.weight_bytes, "draft_kv": draft.kv_bytes}
-    models = [target, draft] if draft is not None else [target]
-    left = target.hardware.memory - sum(each.weight_bytes for each in models)
-    each_kv = target.context * sum(each.kv_bytes_per_token for each in models)
-    most = max(0, int(left / each_kv)) if target.context else None
-    total, available = sum(held.values()), target.hardware.memory
+    models = {"target": target, **({"draft": draft} if draft is not None else {})}
+    weights = {f"{name}_weights": each.weight_bytes for name, each in models.items()}
+    kept = {f"{name}_kv": each.kv_bytes for name, each in models.items()}
+    available, total = target.hardware.memory, sum(weights.values()) + sum(kept.values())
+    each_kv = target.context * sum(each.kv_bytes_per_token for each in models.values())
+    most = max(0, int((available - sum(weights.values())) / each_kv)) if target.context else None
     fits = {"total": total, "available": available, "fits": total <= available}
-    return {**held, **fits, "most_sequences": most}
+    return {**weights, **kept, **fits, "most_sequences": most}
 
 
 def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
@@ -158,10 +141,6 @@ def tables(report: dict[str, Any]) -> list[Table]:
         f"Plain decoding: at most {speed:,.1f} tokens/s.",
     ]
     passes = table_of("a pass of the target", (), PASSES, report["passes"])._replace(notes=notes)
-    return [Table("", (), (), (), _heading(report)), passes, _gains(report)]
-
-
-def _heading(report: dict[str, Any]) -> list[str]:
     lines = []
     for model in filter(None, (report["model"], report["draft"])):
         weights = f"{model['dtype']} {_amount(model['weight_bytes'])}B"
@@ -174,8 +153,8 @@ def _heading(report: dict[str, Any]) -> list[str]:
     lines.append(f"{machine['name']}: {limits}, ridge at {machine['ridge']:.0f} FLOP a byte")
     fits, most = "fits" if memory["fits"] else "does not fit", memory["most_sequences"]
     room = "" if most is None else f"; at most {most:,} sequences of this context"
-    held = f"{_amount(memory['total'])}B of {_amount(memory['available'])}B"
-    return [*lines, f"memory: {held}, {fits}{room}"]
+    lines.append(f"memory: {_amount(memory['total'])}B of {_amount(memory['available'])}B, {fits}{room}")
+    return [Table("", (), (), (), lines), passes, _gains(report)]
 
 
 def _gains(report: dict[str, Any]) -> Table:

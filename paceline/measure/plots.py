@@ -68,8 +68,7 @@ def draw(verb: str, report: Report, target: Path) -> list[Path]:
 def _lines(axes: Axes, lines: Mapping[str, Points], labels: tuple[str, str], **style: Any) -> None:
     for name, (x, y) in lines.items():
         axes.plot(x, y, **{"marker": "o", "label": name, **style})
-    axes.set_xlabel(labels[0])
-    axes.set_ylabel(labels[1])
+    axes.set(xlabel=labels[0], ylabel=labels[1])
 
 
 def _speedup(figure: Figure, report: Report) -> None:
@@ -93,9 +92,9 @@ def _speedup(figure: Figure, report: Report) -> None:
 def _verify_cost(figure: Figure, report: Report) -> None:
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for row in (row for row in report["rows"] if row["ratio"] is not None):
-        rows, ratios = lines.setdefault(f"{row['dtype']}, {row['context']} tokens cached", ([], []))
-        rows.append(row["rows"])
-        ratios.append(row["ratio"])
+        points = lines.setdefault(f"{row['dtype']}, {row['context']} tokens cached", ([], []))
+        for values, name in zip(points, ("rows", "ratio"), strict=True):
+            values.append(row[name])
     if lines:
         _lines(figure.add_subplot(), lines, ("tokens checked in one pass", "time relative to the first"))
 

@@ -1,7 +1,6 @@
-"""Processes that are measured: a worker with one engine (load, ask, stop), and `paceline serve`.
-
-Invariant: what was started is stopped with all it started, however the measurement ends. A worker that dies,
-hangs or fails becomes one error with the end of its log; every request has a time limit.
+"""Processes that are measured: a worker with one engine (load, ask, stop), and `paceline serve`. Invariant:
+what was started is stopped with all it started, however the measurement ends. A worker that dies, hangs or
+fails becomes one error with the end of its log; every request has a time limit.
 """
 
 from __future__ import annotations
@@ -55,33 +54,29 @@ class Worker:
         self.pid = self._process.pid
 
     def load(self, options: Mapping[str, Any]) -> None:
-        self.note = self._exchange(options, LOAD_S)["note"]
+        self.note = self.ask("load", LOAD_S, options=options)["note"]
 
     def ask(self, op: str, seconds: float = ANSWER_S, **message: Any) -> dict[str, Any]:
-        return self._exchange({"op": op, **message}, seconds)
-
-    def _exchange(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        message = {"op": op, **message}
         try:
             self._pipe.send(message)
             if not self._pipe.poll(seconds):
                 raise WorkerError(f"{self.name} has not answered in {seconds:.0f} s; {self._log_end()}")
             answer: dict[str, Any] = self._pipe.recv()
         except (OSError, EOFError):
-            raise self._death() from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(DEATH_S)
+            status = self._process.returncode
+            how = "closed its pipe" if status is None else f"died (exit status {status})"
+            if status is not None and status < 0:
+                killed = ", perhaps out of memory" if status == -signal.SIGKILL else ""
+                how = f"died (signal {-status}{killed})"
+            raise WorkerError(f"{self.name} {how}; {self._log_end()}") from None
         if "error" not in answer:
             return answer
         if answer["kind"] in OURS_TO_MEND:
             raise WorkerError(f"{self.name}: {answer['error']}")
         raise WorkerError(f"{self.name} failed: {answer['kind']}: {answer['error']:.300}; {self._log_end()}")
-
-    def _death(self) -> WorkerError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(DEATH_S)
-        status = self._process.returncode
-        how = "closed its pipe" if status is None else f"died (exit status {status})"
-        if status is not None and status < 0:
-            how = f"died (signal {-status}{', perhaps out of memory' if -status == signal.SIGKILL else ''})"
-        return WorkerError(f"{self.name} {how}; {self._log_end()}")
 
     def _log_end(self) -> str:
         lines = self.log.read_bytes()[-8192:].decode("utf-8", "replace").split("\n")
@@ -105,8 +100,7 @@ class Worker:
 
 @contextlib.contextmanager
 def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worker]:
-    """The worker of a row, loaded and later stopped. `options`: what the engine is loaded with besides the
-    method and the threads. The log of one that fails stays, since the error names it."""
+    """The worker of a row, loaded with these options and later stopped; the log of one that fails stays."""
     tell(f"loading {row}", 0)
     handle, log = tempfile.mkstemp(prefix="paceline-bench-", suffix=".log")
     os.close(handle)
@@ -150,9 +144,8 @@ def our_server(model: str, options: str) -> Iterator[Server]:
             assert found is not None, "a server that is ready has said where"
             yield Server(process, endpoint_of(found[1], None))
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(STOP_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+            process.terminate()  # harmless when it is gone
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

@@ -36,7 +36,8 @@ def load(path: str | Path | None = None) -> list[Prompt]:
         form = ".jsonl or .jsonl.gz (question_id, category, turns; or prompt) or .txt (one a line)"
         raise ConfigError(f"{path}: prompts come as {form}")
     stem, prompts = Path(name).stem, []
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    text = text_of(path, "give a .jsonl or .txt file")
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip() and path.suffix == ".txt":
             prompts.append(Prompt(str(number), stem, (line.strip(),)))
         elif line.strip():
@@ -65,7 +66,7 @@ def first_of_each(prompts: list[Prompt], limit: int) -> list[Prompt]:
     return kept
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path, remedy: str) -> str:
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
@@ -73,7 +74,7 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: is not UTF-8 text; save it as UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot be read ({why}); give a .jsonl or .txt file") from None
+        raise ConfigError(f"{path}: cannot be read ({why}); {remedy}") from None
 
 
 def _from_json(where: str, stem: str, number: int, line: str) -> Prompt:

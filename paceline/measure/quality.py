@@ -16,18 +16,18 @@ from paceline.core.errors import ConfigError
 from paceline.core.types import BLOCK_SIZE, Cached, Segment
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
-from paceline.measure.engines import cpu_backend
 from paceline.measure.options import Quality
+from paceline.measure.prompts import text_of
 from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.rows import dtypes_of
+from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import LocalExecutor
 
 CONTEXT = 512
 CHUNK = 128  # tokens of a pass: logits of a whole context would take much memory
 SHIPPED = Path(__file__).parent.parent / "data" / "perplexity.txt"
-BASELINE = "float32"
-FIGURES = {"perplexity": ("perplexity", "{:.3f}"), "change": ("change", "{:+.2%}")}
-FIGURES["tokens"] = ("tokens", "{}")
+BASELINE, CPU = "float32", torch.device("cpu")
+FIGURES = {"perplexity": "{perplexity:.3f}", "change": "{change:+.2%}", "tokens": "{tokens}"}
 LEGEND = "change: against float32 of the same file, which is itself quantized where the file is.\n"
 
 
@@ -38,13 +38,7 @@ class Run:
         self.model, self.dtypes = asked.model, dtypes_of(asked.dtypes)
         if not self.dtypes:
             raise ConfigError("--dtypes is none, so there is nothing to measure; name float32, int8 or int4")
-        path = SHIPPED if asked.text is None else asked.text
-        try:
-            self.text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--text {path}: cannot be read ({error.strerror}); give a text file") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"--text {path}: is not UTF-8 text; save it as UTF-8") from None
+        self.text = text_of(SHIPPED if asked.text is None else asked.text, "give a text file")
 
     def report(self, tell: Tell) -> dict[str, Any]:
         """A record for each precision, with its change against float32 where that is among them."""
@@ -55,13 +49,12 @@ class Run:
         pieces = contexts_of(tokenizer.encode(self.text, add_special=False), bos, size)
         if not pieces:
             raise ConfigError("--text holds fewer than two tokens, which predict nothing; give a longer text")
-        records, blocks = [], -(-size // BLOCK_SIZE)
+        records, blocks, backend = [], -(-size // BLOCK_SIZE), backend_for(CPU, "exact", False)
         for dtype in self.dtypes:
             tell(f"loading {dtype}", 0)
-            executor = LocalExecutor.load(cpu_backend(), checkpoint, blocks, dtype=dtype, context=size)
+            executor = LocalExecutor.load(backend, checkpoint, blocks, dtype=dtype, context=size)
             total = 0.0
             for piece in pieces:
-                tell(f"reading with {dtype}", 0)
                 total += surprise(executor, piece)
                 tell(f"reading with {dtype}", 1)
             count = sum(len(piece) - 1 for piece in pieces)
@@ -92,9 +85,8 @@ def surprise(executor: LocalExecutor, tokens: Sequence[int]) -> float:
 
 
 def compared(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    base = next((record["perplexity"] for record in records if record["dtype"] == BASELINE), None)
-    changes = [None if base is None else round(record["perplexity"] / base - 1, 6) for record in records]
-    return [{**record, "change": change} for record, change in zip(records, changes, strict=True)]
+    base = next((each["perplexity"] for each in records if each["dtype"] == BASELINE), None)
+    return [{**each, "change": base and round(each["perplexity"] / base - 1, 6)} for each in records]
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

@@ -1,18 +1,18 @@
-"""From samples to the report: pure arithmetic, no process and no clock.
-
-A rate is taken for each repeat over all its requests; the median is reported with their spread, (largest -
-smallest) / median. Tokens a second are of decoding, from the first token on. Speedup and identity are against
-the plain row of the same engine in the same run.
+"""Rows take turns over prompts, and from their samples comes the report: no process and no clock. A rate is
+taken for each repeat over all its requests; the median is reported with their spread, (largest - smallest) /
+median. Tokens a second are of decoding, from the first token on. Speedup and identity are against the plain
+row of the same engine in the same run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from paceline.measure.results import OVERALL, Table, cell
-from paceline.measure.rows import PLAIN, Row
+from paceline.measure.results import OVERALL, Table, Tell, cell
+from paceline.measure.rows import PLAIN, Row, in_turn
 
 # ids or text, num_tokens, first_s, total_s, num_steps, num_drafted, num_accepted; drafted_at, accepted_at
 Answer = dict[str, Any]
@@ -29,6 +29,7 @@ class Task(NamedTuple):
 
 
 Unit = tuple[Task, ...]  # run together: one prompt, or with concurrency all of a category
+Runner = Callable[[Unit], tuple[float, list[Answer]]]  # the seconds it took, and the answers
 
 
 class Sample(NamedTuple):
@@ -40,15 +41,18 @@ class Sample(NamedTuple):
     wall_s: float
     answers: Sequence[Answer]
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(answer["num_tokens"] for answer in self.answers)
 
-    @property
-    def decoding_s(self) -> float:
-        """From the first token on; of requests in flight together, from the first of any."""
-        first = min(answer["first_s"] for answer in self.answers)
-        return float(max(answer["total_s"] for answer in self.answers) - first)
+def samples_of(
+    runners: Mapping[Row, Runner], units: Sequence[Unit], repeats: int, tell: Tell
+) -> Iterator[list[Sample]]:
+    """All rows' samples of one unit after the other, in turn."""
+    for number in range(repeats * len(units)):
+        found, unit = list[Sample](), units[number % len(units)]
+        for row in in_turn(runners, number):
+            tell(str(row), 0)
+            found.append(Sample(row, number // len(units), unit, *runners[row](unit)))
+            tell(str(row), 1)
+        yield found
 
 
 def report_rows(rows: Sequence[Row], samples: Sequence[Sample], peaks: Mapping[Row, Any]) -> Records:
@@ -66,8 +70,8 @@ def report_rows(rows: Sequence[Row], samples: Sequence[Sample], peaks: Mapping[R
 
 
 def _record(mine: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
-    rates, answers = decoding_rates(mine), [answer for sample in mine for answer in sample.answers]
-    base, middle = median(decoding_rates(plain)) if plain else None, median(rates)
+    rates, answers = rates_of(mine), [answer for sample in mine for answer in sample.answers]
+    base, middle = median(rates_of(plain)) if plain else None, median(rates)
     names = ("num_tokens", "num_steps", "num_drafted", "num_accepted")
     num_tokens, num_steps, num_drafted, num_accepted = (sum(a[name] for a in answers) for name in names)
     gaps = [(a["total_s"] - a["first_s"]) / (a["num_tokens"] - 1) for a in answers if a["num_tokens"] > 1]
@@ -80,45 +84,33 @@ def _record(mine: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
         "identical": num_identical(mine, plain) if plain else None,
         "ttft_ms": round(1000 * median(answer["first_s"] for answer in answers), 3),
         "tpot_ms": round(1000 * median(gaps), 3) if gaps else None,
-        "end_to_end_tokens_per_second": round(median(end_to_end_rates(mine)), 2),
+        "end_to_end_tokens_per_second": round(median(rates_of(mine, is_whole=True)), 2),
         "spread": round((max(rates) - min(rates)) / middle, 4) if len(rates) > 1 and middle else None,
         "repeats": len(rates),
         "acceptance_by_position": acceptance_by_position(answers),
     }
 
 
-def decoding_rates(samples: Sequence[Sample]) -> list[float]:
-    """Tokens a second after the first one, for each repeat."""
-    return _rates([(sample.repeat, sample.num_tokens - 1, sample.decoding_s) for sample in samples])
-
-
-def end_to_end_rates(samples: Sequence[Sample]) -> list[float]:
-    return _rates([(sample.repeat, sample.num_tokens, sample.wall_s) for sample in samples])
-
-
-def _rates(counts: Sequence[tuple[int, int, float]]) -> list[float]:
-    rates = []
-    for repeat in sorted({number for number, _, _ in counts}):
-        tokens, seconds = (sum(each[i] for each in counts if each[0] == repeat) for i in (1, 2))
-        rates.append(tokens / seconds if seconds > 0 else 0.0)
-    return rates
+def rates_of(samples: Sequence[Sample], is_whole: bool = False) -> list[float]:
+    """Tokens a second, for each repeat: of the whole, or from the first token of any request on."""
+    tokens, seconds = Counter[int](), defaultdict[int, float](float)
+    for _, repeat, _, wall_s, answers in samples:
+        tokens[repeat] += sum(answer["num_tokens"] for answer in answers) - (not is_whole)
+        first = min(answer["first_s"] for answer in answers)
+        seconds[repeat] += wall_s if is_whole else max(answer["total_s"] for answer in answers) - first
+    return [tokens[repeat] / seconds[repeat] if seconds[repeat] > 0 else 0.0 for repeat in sorted(tokens)]
 
 
 def num_identical(mine: Sequence[Sample], plain: Sequence[Sample]) -> int | None:
     """Prompts whose every answer is the plain row's first one; None where answers have no words."""
-    own, base = _said(mine), _said(plain)
+    own, base = dict[str, list[Any]](), dict[str, list[Any]]()
+    for said, samples in ((own, mine), (base, plain)):
+        for sample in sorted(samples, key=lambda sample: sample.repeat):
+            for task, answer in zip(sample.unit, sample.answers, strict=True):
+                said.setdefault(task.id, []).append(answer.get("ids", answer.get("text")))
     if any(text is None for said in own.values() for text in said):
         return None
     return sum(all(text == base[prompt][0] for text in said) for prompt, said in own.items())
-
-
-def _said(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Prompt -> what was answered, in the order of the repeats."""
-    said: dict[str, list[Any]] = {}
-    for sample in sorted(samples, key=lambda sample: sample.repeat):
-        for task, answer in zip(sample.unit, sample.answers, strict=True):
-            said.setdefault(task.id, []).append(answer.get("ids", answer.get("text")))
-    return said
 
 
 def acceptance_by_position(answers: Sequence[Answer]) -> list[float] | None:
@@ -132,11 +124,11 @@ def acceptance_by_position(answers: Sequence[Answer]) -> list[float] | None:
     return [round(total("accepted_at", i) / total("drafted_at", i), 4) for i in range(depth)] or None
 
 
-def by_task(rows: Records, title: str, name: str, form: str) -> Table:
-    """One figure: a line for each row, a column for all tasks and for each of them."""
+def by_task(rows: Records, title: str, name: str, form: str, *labels: str) -> Table:
+    """One figure: a line for each row, by its labels, a column for all tasks and for each of them."""
     tasks = sorted(dict.fromkeys(row["task"] for row in rows), key=lambda task: task != OVERALL)
-    lines: dict[tuple[str, str], dict[str, str]] = {}
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        lines.setdefault((row["engine"], row["method"]), {})[row["task"]] = cell(row[name], form)
-    made = [(*labels, *(cells[task] for task in tasks)) for labels, cells in lines.items()]
-    return Table(title, ("engine", "method"), tasks, made)
+        lines.setdefault(tuple(row[each] for each in labels), {})[row["task"]] = cell(row[name], form)
+    made = [(*names, *(cells[task] for task in tasks)) for names, cells in lines.items()]
+    return Table(title, labels, tasks, made)

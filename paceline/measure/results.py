@@ -1,12 +1,12 @@
 """Reports: the figures of a verb with machine, versions, command and date, and their tables on screens and in
-documents (`paceline bench tables` rewrites those of README.md and docs/results.md).
-
-Each verb's module turns its report into tables, and a result on disk names its verb, so what a document shows
-is what the screen showed. Invariant: a report is JSON as it is; a document changes between its markers alone.
+documents (`paceline bench tables` rewrites those of README.md and docs/results.md). Each verb's module turns
+its report into tables, and a result on disk names its verb, so what a document shows is what the screen
+showed. Invariant: a report is JSON as it is; a document changes between its markers alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -44,35 +44,23 @@ def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
     """The report with where it is from."""
     versions = {"paceline": __version__, "python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     command = shlex.join(["paceline", *sys.argv[1:]])
     date = datetime.now(UTC).date().isoformat()
-    machine = {"cpu": _cpu_name(), "cores": num_threads(), "system": platform.system()}
-    machine |= {"architecture": platform.machine(), "gpu": _gpu_name()}
+    cpu = platform.processor() or "unknown"
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        told = subprocess.run(["env", "LC_ALL=C", "lscpu"], capture_output=True, text=True, timeout=10)
+        found = re.search(r"^Model name:\s*(.+)", told.stdout, re.M)
+        cpu = found[1].strip() if found is not None else cpu
+    machine = {"cpu": cpu, "cores": num_threads(), "system": platform.system()}
+    # Of a device that this process has used: asking for another's name would start a driver.
+    torch = sys.modules.get("torch")
+    has_gpu = torch is not None and torch.accelerator.is_available()
+    gpu = str(torch.get_device_module().get_device_name()) if torch and has_gpu else None
+    machine |= {"architecture": platform.machine(), "gpu": gpu}
     origin = {"verb": verb, "command": command, "date": date, "machine": machine, "versions": versions}
     return {**origin, **report}
-
-
-def _cpu_name() -> str:
-    try:
-        asked = {**os.environ, "LC_ALL": "C"}
-        done = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=10, env=asked)
-        lines = done.stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name"))
-    return next(names, platform.processor() or "unknown")
-
-
-def _gpu_name() -> str | None:
-    """Of a device that this process has used: asking for another's name would start a driver."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.accelerator.is_available():
-        return None
-    return str(torch.get_device_module().get_device_name())
 
 
 class Table(NamedTuple):
@@ -83,7 +71,7 @@ class Table(NamedTuple):
     notes: Sequence[str] = ()  # lines below it
 
 
-Columns = dict[str, tuple[str, str]]  # heading -> a record's field and its form
+Columns = dict[str, str]  # heading -> a record's field and its form, such as "{tau:.2f}"
 
 
 def cell(value: float | str | None, form: str) -> str:
@@ -94,7 +82,8 @@ def table_of(title: str, names: Sequence[str], columns: Columns, records: Sequen
     """A row for each record: its fields `names` as they are, then its figures."""
     rows = []
     for record in records:
-        figures = [cell(record[name], form) for name, form in columns.values()]
+        fields = [(form, record[form[1:-1].partition(":")[0]]) for form in columns.values()]
+        figures = ["-" if value is None else form.format(**record) for form, value in fields]
         rows.append([*(str(record[name]) for name in names), *figures])
     return Table(title, names, tuple(columns), rows)
 
@@ -114,7 +103,14 @@ def rewritten(text: str, folder: Path) -> str:
     """The document with its tables made anew from the results in `folder`."""
 
     def table(found: re.Match[str]) -> str:
-        report, number = _result(folder / f"{found[2]}.json"), int(found[3] or 1)
+        path, number = folder / f"{found[2]}.json", int(found[3] or 1)
+        try:
+            report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if report["verb"] not in VERBS:
+                raise ValueError(f"made by {report['verb']!r}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            remedy = "write it with `paceline bench ... --json`"
+            raise ConfigError(f"{path}: is no result ({error}); {remedy}") from None
         tables, machine = module_of(report["verb"]).tables(report), report["machine"]
         if not 1 <= number <= len(tables):
             raise ConfigError(f"table:{found[2]} {number}: the result has {len(tables)} tables")
@@ -123,17 +119,6 @@ def rewritten(text: str, folder: Path) -> str:
         return f"{found[1]}\n{markdown(tables[number - 1])}\n{origin}\n{found[4]}"
 
     return MARKED.sub(table, text)
-
-
-def _result(path: Path) -> dict[str, Any]:
-    try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if report["verb"] not in VERBS:
-            raise ValueError(f"made by {report['verb']!r}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "write it with `paceline bench ... --json`"
-        raise ConfigError(f"{path}: is no result ({error}); {remedy}") from None
-    return report
 
 
 def run(options: Tables) -> list[Path]:

@@ -1,5 +1,4 @@
 """The roofline: what a pass must read and multiply, what a machine can do at best, and the time that follows.
-
 A pass reads every weight and each request's cached keys and values once, and multiplies for every row. It
 takes the longer of the two times; while that is reading, further rows are free, which is what a draft lives
 on. Arithmetic of several precisions shares the units, so its times add up. All times are lower bounds.
@@ -10,7 +9,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from paceline.measure import formulas
@@ -159,7 +157,7 @@ class Deployment:
     def relative(self, num_rows: int) -> float:
         return self.seconds(num_rows) / self.seconds(1)
 
-    @cached_property
+    @property
     def free_rows(self) -> int:
         """The most rows a request may have while the pass is bound by memory; 0 where one is too many."""
         return bisect_left(range(1, MOST_ROWS), True, key=lambda rows: not self.is_memory_bound(rows))

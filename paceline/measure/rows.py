@@ -1,5 +1,4 @@
 """The rows of a comparison (an engine with a method), as options name them, and the order they take turns in.
-
 Invariant: rows are checked before anything is started; the order is the same in every run, no row is always
 the first and none always follows the same other one, so that noise hits all alike.
 """
@@ -8,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.core.options import nearest
+from paceline.core.options import nearest, require
 from paceline.drafters.registry import DRAFTERS, parse
 
 T = TypeVar("T")
@@ -63,8 +63,8 @@ def names_of(option: str, text: str, known: Sequence[str] = ()) -> list[str]:
 def sizes_of(option: str, text: str) -> list[int]:
     """Whole numbers above 0, separated by commas."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"{option} is {text!r}; give whole numbers above 0, separated by commas")
+    is_ok = all(part.isdecimal() and int(part) for part in parts)
+    require(is_ok, option, text, "give whole numbers above 0, separated by commas")
     return [int(part) for part in parts]
 
 
@@ -91,14 +91,12 @@ def peer_rows(peers: str, methods: Sequence[str], concurrency: int) -> list[Row]
             raise ConfigError(f"--peers holds {name!r}; {nearest(peer, [*VARIANTS, 'all', 'none'])}")
         if variant and variant not in VARIANTS[peer]:
             raise ConfigError(f"--peers holds {name!r}; {peer} runs as {', '.join(VARIANTS[peer])}")
-        if concurrency > 1 and peer in NO_BATCHES:
-            why = f"{peer} runs one request at a time with drafts; leave one of them out"
-            raise ConfigError(f"--concurrency is {concurrency} but {why}")
+        alone = f"{peer} runs one request at a time with drafts; leave one of them out"
+        require(concurrency == 1 or peer not in NO_BATCHES, "--concurrency", concurrency, alone)
         chosen += [(peer, v) for v in ([variant] if variant else VARIANTS[peer][: NUM_DEFAULT[peer]])]
     known = [method for method in methods if method in PEER_METHODS]
-    if chosen and not known:
-        named = ",".join(methods)
-        raise ConfigError(f"--methods is {named}, of which the peers have none; add none or ngram")
+    remedy = "of these the peers have none; add none or ngram"
+    require(not chosen or bool(known), "--methods", ",".join(methods), remedy)
     rows = []
     for peer, variant in dict.fromkeys(chosen):
         rows += [Row(peer, variant, method) for method in known]
@@ -109,10 +107,9 @@ def peer_rows(peers: str, methods: Sequence[str], concurrency: int) -> list[Row]
 
 def in_turn(rows: Iterable[T], number: int) -> list[T]:
     """The order of a turn: it begins one row later each time, and is backwards in every other round."""
-    order = list(rows)
-    first = number % len(order)
-    order = order[first:] + order[:first]
-    return order[::-1] if number // len(order) % 2 else order
+    order = deque(rows)
+    order.rotate(-number)
+    return [*reversed(order)] if number // len(order) % 2 else [*order]
 
 
 def _folder(peer: str) -> Path:

@@ -1,40 +1,45 @@
-"""`paceline bench serve`: one client, any OpenAI-compatible server, one load after the other; or `paceline
-serve` and llama.cpp's server in turns. Invariant: what was measured before an interrupt is reported; an
-interrupted level is marked, and its unfinished requests are not in it.
+"""`paceline bench serve`: one client, any OpenAI-compatible server, one load after the other. Invariant: what
+was measured before an interrupt is reported; an interrupted level is marked, and its unfinished requests are
+not in it. With --peers `paceline serve` and llama.cpp's server take turns under the same load (`Turns`): a
+client sends its next prompt when its last answer is complete, and a round gives every server the same new
+prompts at every level, so no server meets a prompt twice. Both keep the beginnings of prompts they have read
+and have a place for every client; the reading of prompts counts. The ratio is to a level's fastest peer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import random
 import signal
 import threading
+from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from paceline.core.errors import ConfigError, RequestError
-from paceline.core.options import json_object
-from paceline.measure import beside, load, prompts
+from paceline.core.options import json_object, require
+from paceline.loaders.checkpoint import open_checkpoint
+from paceline.measure import load, prompts
 from paceline.measure.endpoint import Endpoint, Refused, endpoint_of
-from paceline.measure.load import CHAT, Job, Level, Load, Record, run_level
+from paceline.measure.load import CHAT, Job, Level, Load, Record, job_of, run_level
+from paceline.measure.models import gguf_file
 from paceline.measure.options import Serve
+from paceline.measure.processes import our_server, peer_worker
+from paceline.measure.prompts import Prompt
 from paceline.measure.results import Table, Tell, cell, table_of
+from paceline.measure.rows import OURS, PLAIN, VARIANTS, Row, in_turn, names_of, peer_python, sizes_of
 
 COMPLETIONS = "/v1/completions"
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "between pieces", "e2el": "e2e"}
-COLUMNS = {
-    "done": ("completed", "{}"),
-    "failed": ("failed", "{}"),
-    "req/s": ("request_throughput", "{:.2f}"),
-    "goodput": ("request_goodput", "{:.2f}"),
-    "tok/s": ("output_throughput", "{:,.1f}"),
-    "in flight": ("peak_in_flight", "{}"),
-    "cached": ("cached_prompt_tokens", "{}"),
-    "τ": ("acceptance_length", "{:.2f}"),
-    "α": ("acceptance_rate", "{:.2f}"),
-}
+COLUMNS = {"done": "{completed}", "failed": "{failed}", "req/s": "{request_throughput:.2f}"}
+COLUMNS |= {"goodput": "{request_goodput:.2f}", "tok/s": "{output_throughput:,.1f}"}
+COLUMNS |= {"in flight": "{peak_in_flight}", "cached": "{cached_prompt_tokens}"}
+COLUMNS |= {"τ": "{acceptance_length:.2f}", "α": "{acceptance_rate:.2f}"}
 NO_DRAFTS = {"acceptance_length": None, "acceptance_rate": None}
 LEGEND = """TTFT, TPOT, e2e: milliseconds to the first token, for each further one, and to the end, from when
 it was due; goodput: requests a second that met every goal; cached: prompt tokens that the server
@@ -42,28 +47,37 @@ had read before; τ, α: tokens a draft led to and share of drafted tokens accep
 """
 
 
+LEVELS = "1,4,16"
+QUIET_S = 0.3  # between servers: the last one's threads may still be spinning
+FEWEST, TURNS = 4, 2  # prompts of a level are at least FEWEST, and that many for each client, times TURNS
+CONTEXT = 4096  # tokens of a place of llama.cpp's
+
+Round = tuple[int, float, int]  # tokens, the seconds in which they were written, and requests that failed
+
+
 class Run:
     is_interrupted = False
 
     def __init__(self, asked: Serve) -> None:
-        if asked.endpoint not in (CHAT, COMPLETIONS):
-            raise ConfigError(f"--endpoint is {asked.endpoint!r}; use {CHAT} or {COMPLETIONS}")
+        path, remedy = asked.endpoint, f"use {CHAT} or {COMPLETIONS}"
+        require(path in (CHAT, COMPLETIONS), "--endpoint", path, remedy)
         for name, value in (("--burstiness", asked.burstiness), ("--timeout", asked.timeout)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {value:g}; give a number above 0")
+            require(0 < value < math.inf, name, value, "give a number above 0")
         if asked.peers is not None and asked.max_concurrency is None:
-            asked = replace(asked, max_concurrency=beside.LEVELS)
-        self.asked, self.prompts, self.levels = asked, prompts.load(asked.prompts), _levels(asked)
-        self.percents = _numbers("--metric-percentiles", asked.metric_percentiles, "50,90,99")
-        if max(self.percents) > 100:
-            remedy = "write numbers up to 100: 50,90,99"
-            raise ConfigError(f"--metric-percentiles is {asked.metric_percentiles!r}; {remedy}")
+            asked = replace(asked, max_concurrency=LEVELS)
+        self.asked, self.prompts, cap = asked, prompts.load(asked.prompts), asked.max_concurrency
+        rates = asked.request_rate or ("inf" if cap else "1,2,4")
+        caps = sizes_of("--max-concurrency", cap) if cap is not None else [None]
+        # every rate with every cap
+        rated = _numbers("--request-rate", rates, math.inf, "2 or 1,2,4 or inf")
+        self.levels = [Level(rate, each) for rate in rated for each in caps]
+        self.percents = _numbers("--metric-percentiles", asked.metric_percentiles, 100, "50,90,99")
         self.server = endpoint_of(asked.base_url, asked.api_key)
         self.goals = load.goals_of(asked.goodput)
         self.extra = json_object("--extra-body", asked.extra_body) if asked.extra_body else {}
         self.num_turns = asked.num_warmups + len(self.levels) * asked.num_prompts
         if asked.peers is not None:
-            self.turns = beside.Turns(asked, self.prompts, self.levels)
+            self.turns = Turns(asked, self.prompts, self.levels)
             self.num_turns = self.turns.num_turns
 
     def report(self, tell: Tell) -> dict[str, Any]:
@@ -76,9 +90,15 @@ class Run:
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
         model = asked.model or await _first_model(self.server)
         chosen = random.Random(asked.seed).sample(self.prompts, len(self.prompts))
-        jobs = [load.job_of(asked, model, self.extra, prompt) for prompt in chosen]
-        await self._warm_up(jobs, tell)
-        levels = []
+        jobs = [job_of(asked, model, self.extra, prompt) for prompt in chosen]
+        levels, records = [], list[Record]()
+        for i in range(asked.num_warmups):  # untimed; a server that refuses these would refuse all
+            warm_up = Load(self.server, asked.timeout, records.append)
+            await run_level(warm_up, Level(math.inf, 1), [jobs[-1 - i % len(jobs)]])
+            tell("warming up", 1)
+            if (why := records[-1].error) is not None:
+                remedy = "mend that, or give --num-warmups 0"
+                raise RequestError(f"the server refused a request of the warm-up ({why}); {remedy}")
         for number, level in enumerate(self.levels):
             taken = number * asked.num_prompts  # a longer run begins again at the first
             mine = [jobs[(taken + i) % len(jobs)] for i in range(asked.num_prompts)]
@@ -105,48 +125,21 @@ class Run:
             self.is_interrupted = True
         report = load.level_report(level, records, len(jobs), self.percents, self.goals)
         drafting = load.difference(before, await self._metrics())
-        requests = [load.record_json(record) for record in sorted(records, key=lambda record: record.due)]
+        requests = [record.to_json() for record in sorted(records, key=lambda record: record.due)]
         return {**report, "speculative_decoding": drafting, "requests": requests}
 
     async def _metrics(self) -> dict[str, float]:
-        try:
+        with contextlib.suppress(Refused, ValueError):
             return await load.metrics(self.server)
-        except (Refused, ValueError):
-            return {}
-
-    async def _warm_up(self, jobs: list[Job], tell: Tell) -> None:
-        """Untimed. A server that refuses these would refuse all, so the reason is told at once."""
-        records = list[Record]()
-        given = Load(self.server, self.asked.timeout, records.append)
-        for i in range(self.asked.num_warmups):
-            await run_level(given, Level(math.inf, 1), [jobs[-1 - i % len(jobs)]])
-            tell("warming up", 1)
-            if (why := records[-1].error) is not None:
-                remedy = "mend that, or give --num-warmups 0"
-                raise RequestError(f"the server refused a request of the warm-up ({why}); {remedy}")
+        return {}
 
 
-def _levels(asked: Serve) -> list[Level]:
-    """Every rate with every cap."""
-    is_paced = asked.request_rate is None and asked.max_concurrency
-    rate = "inf" if is_paced else asked.request_rate or "1,2,4"
-    rates, caps = _numbers("--request-rate", rate, "2 or 1,2,4 or inf"), list[int | None]([None])
-    if asked.max_concurrency is not None:
-        found = _numbers("--max-concurrency", asked.max_concurrency, "16 or 1,4,16")
-        if not all(cap.is_integer() for cap in found):
-            remedy = "write whole numbers: 16 or 1,4,16"
-            raise ConfigError(f"--max-concurrency is {asked.max_concurrency!r}; {remedy}")
-        caps = [int(cap) for cap in found]
-    return [Level(rate, cap) for rate in rates for cap in caps]
-
-
-def _numbers(option: str, text: str, example: str) -> list[float]:
-    try:
+def _numbers(option: str, text: str, most: float, example: str) -> list[float]:
+    numbers = list[float]()
+    with contextlib.suppress(ValueError):
         numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(number > 0 for number in numbers):
-        raise ConfigError(f"{option} is {text!r}; write numbers above 0: {example}")
+    is_ok = bool(numbers) and all(0 < number <= most for number in numbers)
+    require(is_ok, option, text, f"write numbers above 0 and up to {most:g}: {example}")
     return numbers
 
 
@@ -165,7 +158,13 @@ async def _first_model(server: Endpoint) -> str:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     if "servers" in report:
-        return beside.tables(report)
+        names, rows = report["servers"], []
+        for level in report["levels"]:
+            speeds = [f"{level['tokens_per_s'][name]:,.1f}" for name in names]
+            ratio = f"{level['ratio']:.2f} ({level['fastest_peer']})"
+            rows.append((str(level["clients"]), *speeds, ratio, str(level["failed"])))
+        columns = [*(name if name == OURS else f"llama.cpp {name}" for name in names), "ratio", "failed"]
+        return [Table("tokens/s of servers, reading prompts included", ("clients",), columns, rows)]
     levels = report["levels"]
     if not levels:
         return [Table("", (), (), (), ["nothing was measured"])]
@@ -185,3 +184,79 @@ def tables(report: dict[str, Any]) -> list[Table]:
     figures = [{**level, **(level["speculative_decoding"] or NO_DRAFTS)} for level in levels]
     throughput = table_of(title, ("load",), COLUMNS, figures)
     return [throughput, Table("latency, ms", ("load", ""), keys, latencies, notes)]
+
+
+class Turns:
+    def __init__(self, asked: Serve, prompts: list[Prompt], levels: list[Level]) -> None:
+        self.asked, self.levels, self.peers = asked, levels, names_of("--peers", asked.peers or "")
+        peer_python("llama.cpp")
+        known = VARIANTS["llama.cpp"]
+        for name in self.peers:
+            remedy = f"llama.cpp runs as {', '.join(known)}, each with +ngram or without"
+            require(name.removesuffix("+ngram") in known, "--peers", name, remedy)
+        if any(not math.isinf(level.rate) for level in levels):
+            raise ConfigError("--peers and --request-rate exclude each other; --max-concurrency is the load")
+        self.counts = {level: max(level.concurrency or 1, FEWEST) * TURNS for level in levels}
+        needed = FEWEST + sum(self.counts.values()) * asked.rounds
+        remedy = f"{needed} prompts are needed; give more --prompts or fewer --rounds"
+        require(needed <= len(prompts), "the number of prompts", len(prompts), remedy)
+        self.unused = iter(random.Random(asked.seed).sample(prompts, len(prompts)))
+        self.num_turns = asked.rounds * len(levels) * (1 + len(self.peers))
+        self.servers: dict[str, tuple[Endpoint, dict[str, Any]]] = {}  # with what every body holds
+
+    def report(self, tell: Tell) -> dict[str, Any]:
+        model, clients = self.asked.model or "default", max(level.concurrency or 1 for level in self.levels)
+        with ExitStack() as stack:
+            tell(f"loading {OURS}", 0)
+            options = f"--max-num-seqs {clients} {self.asked.server_options}"
+            self.servers[OURS] = stack.enter_context(our_server(model, options)).endpoint, {"model": None}
+            for name in self.peers:
+                kind, _, method = name.partition("+")
+                path = gguf_file(open_checkpoint(model), kind, tell)
+                given = {"model": str(path), "in_flight": clients, "context": CONTEXT}
+                row = Row("llama.cpp", kind, method or PLAIN)
+                worker = stack.enter_context(peer_worker(row, given, tell))
+                self.servers[name] = endpoint_of(worker.ask("address")["url"], None), {"cache_prompt": True}
+            found = asyncio.run(self._rounds(tell))
+        summaries = [_summary(level.concurrency or 1, found[level]) for level in self.levels]
+        is_ok = all(level["ratio"] >= 1 and not level["failed"] for level in summaries)
+        return {"servers": list(self.servers), "levels": summaries, "is_ok": is_ok}
+
+    async def _rounds(self, tell: Tell) -> dict[Level, dict[str, list[Round]]]:
+        """By level and server."""
+        found: dict[Level, dict[str, list[Round]]] = defaultdict(lambda: defaultdict(list))
+        warm_up = list(islice(self.unused, FEWEST))
+        for name in self.servers:
+            tell(f"warming up {name}", 0)
+            await self._measure(name, Level(math.inf, FEWEST), warm_up)
+        for number in range(self.asked.rounds):
+            for level in self.levels:
+                chosen = list(islice(self.unused, self.counts[level]))
+                for name in in_turn(self.servers, number):
+                    found[level][name].append(await self._measure(name, level, chosen))
+                    tell(f"{name}, {level}", 1)
+        return found
+
+    async def _measure(self, name: str, level: Level, prompts: list[Prompt]) -> Round:
+        (endpoint, extra), records = self.servers[name], list[Record]()
+        jobs = [job_of(self.asked, name, extra, prompt) for prompt in prompts]
+        await run_level(Load(endpoint, self.asked.timeout, records.append), level, jobs)
+        await asyncio.sleep(QUIET_S)
+        seconds = max(record.end for record in records) - min(record.sent for record in records)
+        num_failed = sum(record.error is not None for record in records)
+        return sum(record.num_tokens for record in records), seconds, num_failed
+
+
+def _summary(clients: int, found: dict[str, list[Round]]) -> dict[str, Any]:
+    sums = {name: [sum(column) for column in zip(*rounds, strict=True)] for name, rounds in found.items()}
+    speeds = {name: tokens / seconds for name, (tokens, seconds, _) in sums.items()}
+    fastest = max((name for name in speeds if name != OURS), key=lambda name: speeds[name])
+    pairs = zip(found[OURS], found[fastest], strict=True)
+    return {
+        "clients": clients,
+        "tokens_per_s": {name: round(speed, 1) for name, speed in speeds.items()},
+        "fastest_peer": fastest,
+        "ratio": round(speeds[OURS] / speeds[fastest], 3),
+        "ratios_by_round": [round(a[0] / a[1] / (b[0] / b[1]), 3) for a, b in pairs],
+        "failed": sum(failed for _, _, failed in sums.values()),
+    }

@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.core.errors import ConfigError
-from paceline.core.options import nearest
+from paceline.core.options import nearest, require
 from paceline.measure.endpoint import Endpoint, Refused
 from paceline.measure.load import CHAT, Figures, Job, Record, ask, metrics
 from paceline.measure.options import Soak
@@ -43,8 +42,7 @@ class Run:
     server: Server
 
     def __init__(self, asked: Soak) -> None:
-        if asked.what not in KINDS:
-            raise ConfigError(f"soak {asked.what!r}: {nearest(asked.what, list(KINDS))}")
+        require(asked.what in KINDS, "what is to be soaked", asked.what, nearest(asked.what, list(KINDS)))
         self.asked, self.records = asked, list[Record]()
         self.outcomes = Counter[str]()  # of the requests: ok, left, or an error's code
 
@@ -75,7 +73,7 @@ class Run:
         work = asyncio.create_task(self._clients(until))
         while time.monotonic() - started < self.asked.seconds:
             await asyncio.sleep(min(self.asked.seconds / 20, 5.0))
-            engine = int((await self._metrics())["engine_pid"])
+            engine = int((await metrics(self.server.endpoint))["engine_pid"])
             memory.append((_resident_mb(self.server.process.pid), _resident_mb(engine)))
         until.set()
         await work
@@ -83,8 +81,8 @@ class Run:
         rate = round(num_tokens / (time.monotonic() - started), 1)
         half, last = memory[len(memory) // 2], memory[-1]
         is_flat = all(b <= a * 1.05 + 8 for a, b in zip(half, last, strict=True))
-        held = {"memory_half_mb": half, "memory_end_mb": last}
-        return {"tokens_per_second": rate, **held, "is_ok": is_flat and set(+self.outcomes) == {"ok"}}
+        is_ok = is_flat and set(+self.outcomes) == {"ok"}
+        return {"tokens_per_second": rate, "memory_half_mb": half, "memory_end_mb": last, "is_ok": is_ok}
 
     async def disconnects(self) -> dict[str, Any]:
         source, gate = random.Random(0), asyncio.Semaphore(self.asked.clients)
@@ -107,7 +105,7 @@ class Run:
         work = asyncio.create_task(self._clients(until, **LONG))
         for _ in range(self.asked.count):
             await asyncio.sleep(1.0)
-            while not (now := await self._metrics())["num_requests_running"]:
+            while not (now := await metrics(endpoint))["num_requests_running"]:
                 await asyncio.sleep(0.02)
             os.kill(int(now["engine_pid"]), signal.SIGKILL)
             async with asyncio.timeout(HANGS_S):  # a dead engine is not healthy, as soon as it is noticed
@@ -119,17 +117,15 @@ class Run:
         until.set()
         await work
         restarts = (await self._settled())["engine_restarts"]
-        is_known = set(+outcomes) <= {"ok", "engine_lost", "engine_unavailable"}
-        is_ok = is_known and outcomes["ok"] > 0 and restarts == self.asked.count
-        return {"restarts": restarts, "is_ok": is_ok}
+        is_known = set(+outcomes) <= {"ok", "engine_lost", "engine_unavailable"} and outcomes["ok"] > 0
+        return {"restarts": restarts, "is_ok": is_known and restarts == self.asked.count}
 
     async def sigterm(self) -> dict[str, Any]:
         source, num_taken = random.Random(0), 0.0
-        bodies = [_body(source) | LONG for _ in range(self.asked.clients)]
-        work = asyncio.gather(*map(self._one, bodies))
+        work = asyncio.gather(*(self._one(_body(source) | LONG) for _ in range(self.asked.clients)))
         while num_taken < self.asked.clients:  # running, waiting or done
             await asyncio.sleep(0.02)
-            now = await self._metrics()
+            now = await metrics(self.server.endpoint)
             num_taken = sum(now.get(name, 0) for name in (*BUSY, "request_success"))
         status = await asyncio.to_thread(self.server.stop)
         await work
@@ -155,14 +151,11 @@ class Run:
         self.outcomes["ok" if record.error is None else record.code or "connection"] += 1
         return record
 
-    async def _metrics(self) -> Figures:
-        return await metrics(self.server.endpoint)
-
     async def _settled(self) -> Figures:
         """The figures once nothing runs any more, or after SETTLES_S."""
         end = time.monotonic() + SETTLES_S
         while True:
-            now = await self._metrics()
+            now = await metrics(self.server.endpoint)
             if not any(now[name] for name in (*BUSY, "kv_cache_blocks_used")) or time.monotonic() > end:
                 return now
             await asyncio.sleep(0.1)

@@ -24,35 +24,31 @@ from paceline.runtime.timing import Timed
 
 QUEUED = 8  # passes in flight together
 SPARE = 64  # tokens of context that are not asked for
-FIGURES = {
-    "ms": ("ms", "{:.3f}"),
-    "queued": ("queued_ms", "{:.3f}"),
-    "×1": ("ratio", "{:.2f}"),
-    "floor": ("floor_ms", "{:.3f}"),
-    "reached": ("of_floor", "{:.0%}"),
-}
+FIGURES = {"ms": "{ms:.3f}", "queued": "{queued_ms:.3f}", "×1": "{ratio:.2f}"}
+FIGURES |= {"floor": "{floor_ms:.3f}", "reached": "{of_floor:.0%}"}
 LEGEND = """ms: a pass whose result is waited for; queued: a pass among several in flight; ×1: ms relative to
 the first row count; floor: the longer of reading weights and cached tokens at the measured bandwidth and
 multiplying at the measured rate; reached: its share of ms.
 """
 
 
+Labels = dict[str, Any]
+
+
 class Subject(NamedTuple):
-    labels: dict[str, Any]  # of its records
+    labels: Labels  # of its records
     seconds: Callable[[int], float]  # of one run with that many tokens
     work: Callable[[int], Work]  # what any implementation must do
 
 
-def passes_of(
-    timed: Timed, on: Deployment, labels: dict[str, Any], num_logits: int | None = None, num_passes: int = 1
-) -> Subject:
+def passes_of(timed: Timed, on: Deployment, logits: int | None, labels: Labels, queued: int = 1) -> Subject:
     """Passes over the deployment's context, each right after another one of its shape, as in decoding."""
 
     def seconds(rows: int) -> float:
-        timed.seconds(rows, on.context, num_logits)
-        return timed.seconds(rows, on.context, num_logits, num_passes)
+        timed.seconds(rows, on.context, logits)
+        return timed.seconds(rows, on.context, logits, queued)
 
-    return Subject(labels, seconds, lambda rows: on.work(rows, num_logits))
+    return Subject(labels, seconds, lambda rows: on.work(rows, logits))
 
 
 def take_turns(
@@ -80,10 +76,10 @@ def figures(seconds: list[float], work: Work, hardware: Hardware, first_ms: floa
     """Of one pass or kernel: median, spread, cost relative to one token, distance from the floor."""
     ms, floor = 1000 * median(seconds), 1000 * hardware.seconds(work)
     is_known = ms > 0  # a difference of two times can come out as nothing
-    spread = round(1000 * (max(seconds) - min(seconds)) / ms, 4) if is_known and len(seconds) > 1 else None
+    spread = 1000 * (max(seconds) - min(seconds))
     return {
         "ms": round(ms, 4),
-        "spread": spread,
+        "spread": round(spread / ms, 4) if is_known and len(seconds) > 1 else None,
         "ratio": round(ms / first_ms, 4) if first_ms else None,
         "gb_s": round(work.num_bytes / ms / 1e6, 2) if is_known else None,
         "gmac_s": round(work.flops / 2 / ms / 1e6, 2) if is_known else None,
@@ -127,8 +123,8 @@ class Run:
                     kept = found.kv_dtype(name)
                     on = Deployment(executor.config, found, name, kept, asked.requests, context)
                     labels = {"dtype": name, "requests": asked.requests, "context": context}
-                    alone.append(passes_of(timed, on, {**labels, "exact": asked.exact}))
-                    queued.append(passes_of(timed, on, labels, num_passes=QUEUED))
+                    alone.append(passes_of(timed, on, None, {**labels, "exact": asked.exact}))
+                    queued.append(passes_of(timed, on, None, labels, QUEUED))
             records = take_turns([*alone, *queued], self.rows, asked.repeats, found, tell)
         half = len(records) // 2
         pairs = zip(records[:half], records[half:], strict=True)

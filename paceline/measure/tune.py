@@ -1,10 +1,7 @@
-"""`paceline tune`: what drafters cost, what they get right and what they gain on a loaded model, one greedy
-request at a time.
-
-Plain decoding, the policy and every K of every drafter take turns, and of repeats the quickest counts. The
-longest K has a clock around its drafter: how often it is right at each depth and what asking it costs, from
-which the formulas of core/formulas.py predict the speedup of every K. Times are those after a request's first
-draft. Invariant: a drafter that remembers texts never meets one that it was shown before.
+"""`paceline tune`: plain decoding, the policy and every K of every drafter take turns, a greedy request at a
+time, and of repeats the quickest counts. The longest K has a clock around its drafter; how often it is right
+at each depth and what asking it costs predict the speedup of every K (core/formulas.py). Times are those
+after a request's first draft. Invariant: a drafter that remembers texts meets no text that it was shown.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from typing import Any, NamedTuple
 
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError, RequestError
+from paceline.core.options import require
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
 from paceline.drafters import registry
@@ -87,8 +85,7 @@ class Prices(NamedTuple):
 
 
 def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: Prices) -> dict[str, Any]:
-    """What drafts of k tokens would gain. Of longer drafts, `lengths` counts steps by the tokens they
-    drafted, `accepted_at` by the depth they got right."""
+    """What drafts of k tokens would gain, from steps by tokens drafted and by the depth they got right."""
     steps = sum(lengths.values())
     if k == 0 or not steps:
         return {"k": k, "speedup": 1.0, "tau": 1.0, "num_drafted": 0.0, "draft_cost": 0.0, "verify_cost": 1.0}
@@ -120,12 +117,17 @@ class Run:
         if "draft_model" in methods and asked.draft_model is None:
             raise ConfigError("--methods holds 'draft_model'; name the smaller model with --draft-model")
         for k in asked.k:
-            if not 1 <= k <= MOST_K:
-                raise ConfigError(f"-k is {k}; give a whole number from 1 to {MOST_K}")
+            require(1 <= k <= MOST_K, "-k", k, f"give a whole number from 1 to {MOST_K}")
         prompts = load(asked.prompts)
         usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in prompts}))
         self.asked, self.prompts = asked, first_of_each(prompts, asked.limit or usual)
-        self.lengths = {name: self._lengths(name) for name in methods}
+        self.lengths: dict[str, list[int]] = {}
+        for name in methods:
+            is_free = registry.parse(self._options(name, 1))[0].is_free
+            ks, most = asked.k or (LENGTHS if is_free else LENGTHS_OF_MODELS), MOST_K
+            if name == "lookahead":  # its window and its n-grams have that many nodes and no more
+                most = registry.parse({"method": name})[1].num_speculative_tokens
+            self.lengths[name] = sorted({min(k, most) for k in ks})
         # of a prompt: each drafter's lengths, the policy and plain decoding
         self.num_turns = REPEATS * len(self.prompts) * (2 + sum(map(len, self.lengths.values())))
         least = min(LEAST_TOKENS, asked.max_tokens)
@@ -139,14 +141,6 @@ class Run:
         model = {"model": self.asked.draft_model} if has_model else {}
         return {"method": name, "num_speculative_tokens": k, **model}
 
-    def _lengths(self, name: str) -> list[int]:
-        is_free = registry.parse(self._options(name, 1))[0].is_free
-        ks = set(self.asked.k or (LENGTHS if is_free else LENGTHS_OF_MODELS))
-        if name == "lookahead":  # its window and its n-grams have that many nodes and no more
-            most = registry.parse({"method": name})[1].num_speculative_tokens
-            ks = {min(k, most) for k in ks}
-        return sorted(ks)
-
     def report(self, tell: Tell) -> dict[str, Any]:
         """What was learned is saved for `auto` when everything has been measured, or not at all."""
         tell("loading the model", 0)
@@ -154,7 +148,19 @@ class Run:
             tell("timing passes", 0)
             self.costs = CostTable(*time_passes(self.llm.engine.executor, PASS_SECONDS))
             self._measure([ids_of(self.llm, prompt.text) for prompt in self.prompts], tell)
-            report = self._figures()
+            if (plain := self._seconds(PLAIN)) is None:
+                remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
+                raise RequestError(f"no answer was long enough to be timed; {remedy}")
+            report = {
+                "model": self.llm.checkpoint.name,
+                "prompts": self.num_prompts,
+                "prompts_left_out": len(self.prompts) - self.num_prompts,
+                "tokens": self.num_tokens,
+                "plain_tokens_per_second": 1 / plain,
+                "passes": self.costs.to_json(),
+                "drafters": {name: self._drafter(name, plain) for name in self.lengths},
+                "auto": self._speedup(AUTO),
+            }
             return {**report, "recommended": recommended(report), "profile": self._save(report)}
 
     def _measure(self, prompts: Sequence[list[int]], tell: Tell) -> None:
@@ -204,22 +210,6 @@ class Run:
         plain, own = self._seconds(PLAIN), self._seconds(row)
         return plain / own if plain and own else None
 
-    def _figures(self) -> dict[str, Any]:
-        plain = self._seconds(PLAIN)
-        if plain is None:
-            remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
-            raise RequestError(f"no answer was long enough to be timed; {remedy}")
-        return {
-            "model": self.llm.checkpoint.name,
-            "prompts": self.num_prompts,
-            "prompts_left_out": len(self.prompts) - self.num_prompts,
-            "tokens": self.num_tokens,
-            "plain_tokens_per_second": 1 / plain,
-            "passes": self.costs.to_json(),
-            "drafters": {name: self._drafter(name, plain) for name in self.lengths},
-            "auto": self._speedup(AUTO),
-        }
-
     def _drafter(self, name: str, plain: float) -> dict[str, Any]:
         lengths, is_free, asking = self.lengths[name], self.clocked[name].is_free, self.clocked[name].asking
         stats = self.first[f"{name}/{lengths[-1]}"].totals
@@ -239,7 +229,7 @@ class Run:
             "acceptance_by_depth": [a / n if n else 0.0 for a, n in zip(right_at, reached, strict=True)],
             ("ask_seconds" if is_free else "token_seconds"): prices.asking,
             "lengths": rows,
-            "best_k": max(rows, key=lambda row: row["measured"] or 0.0)["k"],
+            "best_k": _best({"lengths": rows})["k"],
             "predicted": [each["speedup"] for each in line],
         }
 
@@ -258,8 +248,8 @@ class Run:
 
 
 def _best(drafter: dict[str, Any]) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = drafter["lengths"]
-    return max(rows, key=lambda row: row["measured"] or 0.0)
+    found: dict[str, Any] = max(drafter["lengths"], key=lambda row: row["measured"] or 0.0)
+    return found
 
 
 def recommended(report: dict[str, Any]) -> str | dict[str, Any] | None:
@@ -274,10 +264,8 @@ def recommended(report: dict[str, Any]) -> str | dict[str, Any] | None:
 def tables(report: dict[str, Any]) -> list[Table]:
     passes = ", ".join(f"{rows}: {1e3 * s:.2f}" for rows, s in report["passes"]["seconds"].items())
     plain = f"plain decoding {report['plain_tokens_per_second']:,.1f} tokens/s"
-    notes = [
-        f"{report['model']}: {plain}; ms of a pass by its tokens: {passes}",
-        f"{report['prompts']} prompts, {report['tokens']:,} tokens, greedy, one request at a time",
-    ]
+    notes = [f"{report['model']}: {plain}; ms of a pass by its tokens: {passes}"]
+    notes.append(f"{report['prompts']} prompts, {report['tokens']:,} tokens, greedy, one request at a time")
     if report["prompts_left_out"]:
         notes.append(f"({report['prompts_left_out']} prompts left out for want of time; raise --seconds)")
     rows = []
@@ -285,34 +273,27 @@ def tables(report: dict[str, Any]) -> list[Table]:
         alphas = " ".join(f"{alpha:.2f}" for alpha in drafter["acceptance_by_depth"][:SHOWN_DEPTHS])
         for row in drafter["lengths"]:
             figures = [f"{row[key]:.2f}" for key in ("num_drafted", "tau", "speedup")]
-            best = "best" if row["k"] == drafter["best_k"] else ""
-            rows.append((name, str(row["k"]), *figures, cell(row["measured"], "{:.2f}"), best, alphas))
+            mark = "best" if row["k"] == drafter["best_k"] else ""
+            rows.append((name, str(row["k"]), *figures, cell(row["measured"], "{:.2f}"), mark, alphas))
             alphas = ""
-        notes.append(_verdict(name, _best(drafter)))
+        best = _best(drafter)  # what it would gain, or why it does not
+        gain = best["measured"] or best["speedup"]
+        said = f"gains {gain:.2f}x with K = {best['k']}"
+        if gain <= WORTH:
+            edge = formulas.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
+            pays = "even perfect drafts would not" if edge is None else f"it would from α = {edge:.2f}"
+            cost = f"{best['k'] * best['draft_cost'] + best['verify_cost']:.2f} plain ones"
+            said = f"gains nothing ({gain:.2f}x with K = {best['k']}): a step costs {cost}; {pays} pay"
+        notes.append(f"{name}: {said}")
     rows.append((AUTO, "", "", "", "", cell(report["auto"], "{:.2f}"), "", ""))
     columns = ("K", "drafted", "τ", "predicted", "measured", "", "α by depth")
     saved = f"saved {report['profile']}" if report["profile"] else "not saved: the cache cannot be written"
-    notes += [_advice(report), saved]
-    return [Table("speedup over plain decoding", ("drafter",), columns, rows, notes)]
-
-
-def _verdict(name: str, best: dict[str, Any]) -> str:
-    """What it would gain, or why it does not."""
-    gain = best["measured"] or best["speedup"]
-    if gain > WORTH:
-        return f"{name}: gains {gain:.2f}x with K = {best['k']}"
-    edge = formulas.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
-    pays = "even perfect drafts would not pay" if edge is None else f"it would pay from α = {edge:.2f}"
-    cost = best["k"] * best["draft_cost"] + best["verify_cost"]
-    why = f"a step costs {cost:.2f} plain ones, {pays}"
-    return f"{name}: gains nothing ({gain:.2f}x with K = {best['k']}): {why}"
-
-
-def _advice(report: dict[str, Any]) -> str:
-    choice, auto = report["recommended"], report["auto"]
+    choice, auto = report["recommended"], cell(report["auto"], "{:.2f}")
+    advice = f"Use auto, the default: {auto}x, and it adapts to the text."
     if choice is None:
-        return "Use none of them here: nothing gains. auto does so by itself, at no cost."
-    if choice == AUTO:
-        return f"Use auto, the default: {auto:.2f}x, and it adapts to the text."
-    gain = _best(report["drafters"][choice["method"]])["measured"]
-    return f"Use --method {choice['method']} -k {choice['num_speculative_tokens']}: {gain:.2f}x."
+        advice = "Use none of them here: nothing gains. auto does so by itself, at no cost."
+    elif choice != AUTO:
+        gain = _best(report["drafters"][choice["method"]])["measured"]
+        advice = f"Use --method {choice['method']} -k {choice['num_speculative_tokens']}: {gain:.2f}x."
+    notes += [advice, saved]
+    return [Table("speedup over plain decoding", ("drafter",), columns, rows, notes)]

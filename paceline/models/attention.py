@@ -1,8 +1,7 @@
-"""What a paged cache holds, and attention of one pass over it in plain torch: write keys and values at their
-slots, attend.
+"""What a paged cache holds, and attention of one pass over it in plain torch: the oracle of the compiled one
+in paceline/cpu/paged.py. Built once a pass from the batch and called once a layer.
 
-The oracle of the compiled attention in paceline/cpu/paged.py. Built once a pass from the batch and called
-once a layer. Invariant: a row sees its request's cached prefix, its ancestors and itself.
+Invariant: a row sees its request's cached prefix, its ancestors and itself.
 """
 
 from __future__ import annotations

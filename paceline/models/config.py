@@ -1,6 +1,5 @@
-"""What a dense decoder is, independent of the file it came from.
+"""What a dense decoder is, independent of the file it came from: both loaders produce this one description.
 
-Both loaders (GGUF and safetensors) produce this one description, and the decoder is built from it alone.
 Weight names are Hugging Face's without the leading `model.`; norm weights multiply as they are (gemma's "+1"
 is folded in by the loader).
 """
@@ -15,8 +14,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `inv_freq` scalings: none, linear (position interpolation), llama3 (NTK by parts),
-    yarn, or explicit per-frequency divisors as GGUF files store them."""
+    """Rotary embedding, and how its frequencies are scaled for long contexts."""
 
     theta: float = 10_000.0
     kind: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -63,26 +61,23 @@ class ModelConfig:
 
     def weight_names(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the decoder reads, with its shape: loaders check files against it before they read."""
-        h, d = self.hidden_size, self.head_dim
+        h, d, inner = self.hidden_size, self.head_dim, self.intermediate_size
         names: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
         if not self.tie_embeddings:
             names["lm_head.weight"] = (self.vocab_size, h)
-        for i in range(self.num_layers):
-            layer = f"layers.{i}."
-            for proj, heads in (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
-                names[f"{layer}self_attn.{proj}_proj.weight"] = (heads * d, h)
-                if self.qkv_bias:
-                    names[f"{layer}self_attn.{proj}_proj.bias"] = (heads * d,)
-            names[f"{layer}self_attn.o_proj.weight"] = (h, self.num_heads * d)
-            if self.qk_norm:
-                names[f"{layer}self_attn.q_norm.weight"] = (d,)
-                names[f"{layer}self_attn.k_norm.weight"] = (d,)
-            for proj in ("gate", "up"):
-                names[f"{layer}mlp.{proj}_proj.weight"] = (self.intermediate_size, h)
-            names[f"{layer}mlp.down_proj.weight"] = (h, self.intermediate_size)
-            norms = ["input_layernorm", "post_attention_layernorm"]
-            if self.sandwich_norm:
-                norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-            for norm in norms:
-                names[f"{layer}{norm}.weight"] = (h,)
-        return names
+        layer: dict[str, tuple[int, ...]] = {}
+        for proj, heads in (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
+            layer[f"self_attn.{proj}_proj.weight"] = (heads * d, h)
+            if self.qkv_bias:
+                layer[f"self_attn.{proj}_proj.bias"] = (heads * d,)
+        layer["self_attn.o_proj.weight"] = (h, self.num_heads * d)
+        if self.qk_norm:
+            layer |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
+        layer |= {"mlp.gate_proj.weight": (inner, h), "mlp.up_proj.weight": (inner, h)}
+        layer["mlp.down_proj.weight"] = (h, inner)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if self.sandwich_norm else []
+        layer |= {f"{norm}.weight": (h,) for norm in norms}
+        return names | {
+            f"layers.{i}.{n}": shape for i in range(self.num_layers) for n, shape in layer.items()
+        }

@@ -1,9 +1,7 @@
-"""One decoder for all families, in plain torch: an embedding, a stack of layers and an output layer, as
-ModelConfig describes them.
+"""One decoder for all families, in plain torch: the reference of the fast ones in paceline/cpu/ and
+paceline/cuda/. The teacher of paceline/train/ runs the same `Transformer` over whole sequences.
 
-`Decoder` is the reference of the fast ones in paceline/cpu/ and paceline/cuda/, with their interface; the
-teacher of paceline/train/ runs the same `Transformer` over whole sequences. Invariant: `forward` depends on
-the batch and the caches alone; K/V of a row go to its slot and nowhere else.
+Invariant: `forward` depends on the batch and the caches alone; K/V of a row go to its slot, nowhere else.
 """
 
 from __future__ import annotations
@@ -47,21 +45,14 @@ class Transformer(nn.Module):
             self.embed_tokens = vocabulary()
             self.norm = Norm(config.hidden_size, config.rms_eps)
             self.lm_head = self.embed_tokens if config.tie_embeddings else vocabulary()
-        self.tables = [  # of layers that see everything, and of those with a window
-            rotary_tables(rope, config.head_dim, config.max_context).to(device)
-            for rope in (config.rope, config.rope_local or config.rope)
-        ]
+        ropes = config.rope, config.rope_local or config.rope  # of layers that see everything, with a window
+        self.tables = [rotary_tables(r, config.head_dim, config.max_context).to(device) for r in ropes]
         windows = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
         self.masking = [Masking(config.scale, window, bits < 32) for window in windows]
 
     @classmethod
     def load(
-        cls,
-        checkpoint: Checkpoint,
-        *,
-        dtype: str = "float32",
-        device: str | torch.device = "cpu",
-        context: int | None = None,
+        cls, checkpoint: Checkpoint, dtype: str = "float32", device: str = "cpu", context: int | None = None
     ) -> Self:
         """Read every weight; positions from `context` on will not be asked for. dtype: "int8" and "int4"
         round as the CPU kernels do, and save nothing; "bfloat16" is the teacher's."""
@@ -69,20 +60,12 @@ class Transformer(nn.Module):
         config = replace(config, max_context=min(config.max_context, context or config.max_context))
         floats = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         model = cls(config, place, 32 if dtype == "bfloat16" else bits_of(dtype))
-
-        def fill(part: nn.Module, prefix: str) -> None:
-            for name, module in part.named_modules(prefix=prefix):
-                for kind, _ in list(module.named_parameters(recurse=False)):
-                    value = checkpoint.tensor(f"{name}.{kind}").to(place, floats).contiguous()
-                    if isinstance(module, Linear) and kind == "weight":
-                        value = module.rounded(value)
-                    setattr(module, kind, nn.Parameter(value, requires_grad=False))
-
-        for i, layer in enumerate(model.layers):
-            fill(layer, f"layers.{i}")
-        for name, part in model.named_children():  # a tied output layer is named once, as the embedding
-            if name != "layers":
-                fill(part, name)
+        for name, module in model.named_modules():  # a tied output layer is named once, as the embedding
+            for kind, _ in list(module.named_parameters(recurse=False)):
+                value = checkpoint.tensor(f"{name}.{kind}").to(place, floats).contiguous()
+                if isinstance(module, Linear) and kind == "weight":
+                    value = module.rounded(value)
+                setattr(module, kind, nn.Parameter(value, requires_grad=False))
         return model
 
     @property

@@ -1,9 +1,7 @@
-"""The llama layer in plain torch, on any device: the one that the reference decoder, the heads, their
-training and the teacher run.
+"""The llama layer in plain torch: the reference decoder, the heads, their training and the teacher run it.
 
-How keys and values are kept and read is the caller's: a layer is given `attend`. What follows attention is a
-seam, too: `mlp` is any module from [..., hidden] to [..., hidden], dense unless another is handed in.
-Invariant: modules are named as Hugging Face names them, so that a state_dict is what a file holds.
+Two seams: how keys and values are kept and read (a layer is given `attend`), and what follows attention
+(`mlp`, from [..., hidden] to [..., hidden]). Invariant: modules have Hugging Face's names, as files do.
 """
 
 from __future__ import annotations
@@ -55,9 +53,8 @@ def gate(gates: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b. It can give back rows of W, so a tied output layer is also the embedding table. With
-    fewer than 32 bits weights and activations are rounded as the CPU kernels do, then multiplied in float32.
-    """
+    """y = x Wᵀ + b; a tied output layer is also the embedding table. With fewer than 32 bits weights and
+    activations are rounded as the CPU kernels do, then multiplied in float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, bits: int = 32) -> None:
         super().__init__()
@@ -176,9 +173,7 @@ def masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None, is_causal: bool = False
 ) -> Tensor:
     """q [..., n, heads, dim], k and v [..., m, kv_heads, dim], mask bool, [n, m] at its end -> like q."""
-    group = q.shape[-2] // k.shape[-2]
+    group, q = q.shape[-2] // k.shape[-2], q.transpose(-3, -2)
     k, v = (x.repeat_interleave(group, -2).transpose(-3, -2) for x in (k, v))
-    out = functional.scaled_dot_product_attention(
-        q.transpose(-3, -2), k, v, attn_mask=mask, scale=scale, is_causal=is_causal
-    )
-    return out.transpose(-3, -2)
+    attend = functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=mask, scale=scale, is_causal=is_causal).transpose(-3, -2)

@@ -1,8 +1,8 @@
 """Weights as small integers, and the tiles the CPU kernels read (their layout: cpu/matmul.py).
 
-int8 is symmetric, w ≈ q * s with q in [-127, 127]; int4 has a minimum, w ≈ q * s - m with q in [0, 15], as
-GGUF's Q4_1 has, so such a file loses nothing. One s (and m) for each group of consecutive inputs of a row, in
-half precision times 2**8. Invariant: `dequantize(quantize(w))` is what the kernels multiply with.
+int8 is w ≈ q * s with q in [-127, 127]; int4 is w ≈ q * s - m with q in [0, 15], as GGUF's Q4_1, so such a
+file loses nothing. s (and m): one for each group of consecutive inputs of a row, in half precision times
+2**8. Invariant: `dequantize(quantize(w))` is what the kernels multiply with.
 """
 
 from __future__ import annotations
@@ -32,13 +32,6 @@ class Quantized(NamedTuple):
     minima: Tensor | None  # the same, for int4
 
 
-class Packed(NamedTuple):
-    """A linear layer as the kernels read it."""
-
-    weight: Tensor  # float32 [tiles, K, 16] or uint8 [tiles, groups, bytes of a block]
-    bias: Tensor  # [rows of the tiles] float32
-
-
 def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -47,8 +40,8 @@ def _stored(values: Tensor) -> Tensor:
     """As close as half precision comes."""
     halves = (values * STORED).half()
     if not bool(torch.isfinite(halves).all()):
-        largest = f"{values.max() * 127:.3g}"
-        raise ModelFileError(f"weights as large as {largest} cannot be quantized; use dtype float32")
+        largest = values.max() * 127
+        raise ModelFileError(f"weights as large as {largest:.3g} cannot be quantized; use dtype float32")
     return halves.float() / STORED
 
 
@@ -111,16 +104,15 @@ def pack_quantized(quantized: Quantized, bits: int) -> Tensor:
     return torch.cat(parts, 2)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, bits: int) -> Packed:
-    """weight [N, K], bias [N]."""
-    rows = FLOAT_ROWS if bits == 32 else DOT_ROWS
-    if bias is None:
-        bias = torch.zeros(len(weight))
+def pack_linear(weight: Tensor, bias: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+    """weight [N, K], bias [N] -> what the kernels read: float32 [tiles, K, 16] or uint8 [tiles, groups, bytes
+    of a block], and float32 [rows of the tiles]."""
+    rows, bias = FLOAT_ROWS if bits == 32 else DOT_ROWS, torch.zeros(len(weight)) if bias is None else bias
     if bits == 32:
         tiles = _fill_rows(weight.float(), rows).view(-1, rows, weight.shape[1]).transpose(1, 2).contiguous()
     else:
         tiles = pack_quantized(quantize(weight, bits), bits)
-    return Packed(tiles, _fill_rows(bias.float(), rows))
+    return tiles, _fill_rows(bias.float(), rows)
 
 
 def head_bits(bits: int) -> int:

@@ -34,15 +34,12 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """[head_dim / 2] float32, and a factor of cosines and sines."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.divisors is not None:
-        if len(rope.divisors) != head_dim // 2:
-            found = f"{len(rope.divisors)} rotary divisors for a head of {head_dim}"
-            raise ConfigError(f"{found}; the model file should hold {head_dim // 2}")
+        if (count := len(rope.divisors)) != head_dim // 2:
+            raise ConfigError(f"{count} rotary divisors for a head of {head_dim}; the file should hold half")
         return plain / torch.tensor(rope.divisors), 1.0
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
-    if (
-        rope.kind == "llama3"
-    ):  # long waves are slowed by the factor, short ones stay, those between are blended
+    if rope.kind == "llama3":  # long waves are slowed, short ones stay, those between are blended
         turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = blend.clamp(0, 1)

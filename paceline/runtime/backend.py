@@ -6,23 +6,21 @@ Invariant: nothing else asks which kind of device it runs on in order to choose 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import Batch, Output
-from paceline.heads.config import LayeredConfig
 from paceline.heads.rows import BlockBackend, BurstBackend, ChainHead, SideBackend
 from paceline.models.attention import KvFormat
 from paceline.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from paceline.loaders.head_files import Head
+    from paceline.loaders.head_files import HeadInput
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [slots, KV heads, width]
-Tensors = Mapping[str, torch.Tensor]
 KERNELS = ("exact", "torch")
 
 
@@ -58,19 +56,9 @@ class Backend(Protocol):
     def check_dtype(self, dtype: str) -> None: ...  # a ConfigError for weights that it cannot run
     def kv_format(self, dtype: str, asked: str) -> KvFormat: ...
     def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder: ...
-    # Learned heads. steps: tokens of the longest chain that will be asked for, 0 for trees alone; num_blocks:
-    # of K/V.
-    def chain_head(
-        self,
-        config: LayeredConfig,
-        tensors: Tensors,
-        decoder: Any,
-        num_blocks: int,
-        norm: torch.Tensor | None,
-        steps: int,
-    ) -> ChainHead: ...  # norm: the target's last, for heads that read what comes out of it
-    def block_head(self, head: Head, decoder: Any, num_blocks: int, steps: int) -> BlockBackend: ...
-    def side_heads(self, head: Head, decoder: Any, norm: torch.Tensor, steps: int) -> SideBackend: ...
+    def chain_head(self, given: HeadInput) -> ChainHead: ...
+    def block_head(self, given: HeadInput) -> BlockBackend: ...
+    def side_heads(self, given: HeadInput) -> SideBackend: ...
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor: ...  # [L, k] int64, best first
     # Passes without the host, with chains of up to `length` tokens drafted by a head and, where the device
     # can, a matcher; None: it has none for these.

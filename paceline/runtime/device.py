@@ -29,14 +29,10 @@ def resolve(name: str) -> torch.device:
 
 def free_memory(device: torch.device, model: ModelConfig, dtype: str) -> int:
     """Bytes that a KV cache can have: without swapping on a CPU, beside the weights on a GPU."""
-    if device.type == "cpu":
-        return _free_on_cpu()
-    weights = sum(torch.Size(shape).numel() for shape in model.weight_names().values())
-    width = {"int4": 0.57, "int8": 1.04, "float32": 4.0}.get(dtype, 2.0)  # bytes a weight, scales counted
-    return max(0, int(torch.cuda.mem_get_info(device)[0] - weights * width - SPARE_ON_GPU))
-
-
-def _free_on_cpu() -> int:
+    if device.type != "cpu":
+        weights = sum(torch.Size(shape).numel() for shape in model.weight_names().values())
+        width = {"int4": 0.57, "int8": 1.04, "float32": 4.0}.get(dtype, 2.0)  # bytes a weight, scales counted
+        return max(0, int(torch.cuda.mem_get_info(device)[0] - weights * width - SPARE_ON_GPU))
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)

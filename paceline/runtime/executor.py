@@ -1,4 +1,4 @@
-"""Where passes of a model run: in this process. It alone touches K/V memory; a batch says what to move first.
+"""Where passes of a model run: in this process; and its paged KV cache's memory, which nothing else holds.
 
 Target and draft models both have one. Invariant: moves that the driver has written down are applied before
 the next pass reads or writes anything.
@@ -6,18 +6,65 @@ the next pass reads or writes anything.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from paceline.core.types import Batch, Burst, Cached, Output, Segment
+from paceline.core.batch import build
+from paceline.core.errors import ConfigError
+from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, Segment
 from paceline.heads.rows import BurstBackend, BurstInput
+from paceline.models.attention import FLOATS, KvFormat, bytes_per_token, row_widths
 from paceline.models.config import ModelConfig
 from paceline.runtime.backend import Backend, Decoder
-from paceline.runtime.batch import build
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.kv_memory import KvMemory
+
+
+def blocks_in(memory: int, config: ModelConfig, kept: KvFormat) -> int:
+    """How many blocks fit into `memory` bytes."""
+    per_block = BLOCK_SIZE * bytes_per_token(config, kept)
+    if memory < per_block * 2:
+        raise ConfigError(
+            f"kv_cache_memory is {memory:,} bytes, two blocks take {2 * per_block:,}; give more"
+        )
+    return memory // per_block - 1  # one more is allocated, see KvMemory
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """On a CPU pages that are mapped when first written: unused memory costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size].view(dtype).view(shape)
+
+
+class KvMemory:
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, device: torch.device | str = "cpu",
+        kept: KvFormat = FLOATS,
+    ) -> None:  # fmt: skip
+        """There is one block more than is given out: rows that fill up a CUDA graph write to it."""
+        self.num_blocks = num_blocks
+        shape = (config.num_layers, (num_blocks + 1) * BLOCK_SIZE, config.num_kv_heads)
+        of_keys, of_values = row_widths(config, kept)
+        # both [layers, slots, KV heads, width]
+        self.keys = _zeros((*shape, of_keys), torch.device(device), kept.keys)
+        self.values = _zeros((*shape, of_values), torch.device(device), kept.values)
+        self.device = self.keys.device
+        self.layers = list(zip(self.keys, self.values, strict=True))
+
+    def apply(self, moves: Moves) -> None:
+        for data in (self.keys, self.values):  # all are gathered before any is written
+            data[:, moves.targets] = data[:, moves.sources]
+
+    def touch(self, blocks: list[int]) -> None:
+        """Write zeros there: memory that was never written may not be mapped, and its first use is slow."""
+        for data in (self.keys, self.values):
+            for block in blocks:
+                data[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
 
 
 class LocalExecutor:
@@ -59,7 +106,7 @@ class LocalExecutor:
         return backend.launch(self._ready(segments), given)
 
     def _ready(self, segments: Sequence[Segment]) -> Batch:
-        batch = build(segments, self.kv, self.memory.device)
+        batch = build(segments, self.memory.device, self.kv.take_moves())
         if batch.moves is not None:
             self.memory.apply(batch.moves)
         return batch

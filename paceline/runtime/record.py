@@ -1,4 +1,8 @@
-"""What a step drafted, checked, accepted and took: the same from every driver to policy and drafters."""
+"""What a pass says about each draft it has checked, and what a step drafted, accepted and took: the same from
+every driver to policy and drafters.
+
+Invariant: a token that the device has picked is the one that `accept` would choose from the same logits.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline.core.accept import accept, follow
 from paceline.core.errors import PacelineError
-from paceline.core.types import Answers, Draft, ScheduledRequest, Seen, Verdict
+from paceline.core.sampling import not_finite
+from paceline.core.types import Answers, Draft, Output, ScheduledRequest, Seen, Verdict
+from paceline.core.watch import Watch
 
 if TYPE_CHECKING:
     import torch
 
+Scheduled = Sequence[ScheduledRequest]
 # By drafter: nodes of its longest draft, seconds (None: within the pass's).
-Drafting = Mapping[int, tuple[int, float | None]]
+Drafting = dict[int, tuple[int, float | None]]
 # None: a part of a prompt, or of a request that was stopped meanwhile
 Judged = Verdict | PacelineError | None
 
@@ -27,7 +35,7 @@ def longest(answers: Answers, number: int) -> int:
 class StepRecord:
     """Of one pass, or one round of a burst. Requests are named by their index among the scheduled ones."""
 
-    scheduled: Sequence[ScheduledRequest]
+    scheduled: Scheduled
     drafts: Sequence[Draft | None]  # what was checked, maybe only a root; None: a part of a prompt
     judged: Sequence[Judged]
     answers: Answers = field(default_factory=dict)  # all that was drafted, also what was not checked
@@ -55,3 +63,28 @@ class StepRecord:
                 found.append(Seen(one.request, one.num_new, draft, self.verdicts.get(index), top, hidden))
             first, first_row = end, end_row
         return found
+
+
+def judge(
+    scheduled: Scheduled, drafts: Sequence[Draft | None], output: Output,
+    watch: Watch | None = None, has_logits: bool = True,
+) -> list[Judged]:  # fmt: skip
+    """has_logits: they were not overwritten by a pass that followed."""
+    judged: list[Judged] = []
+    picked, first = output.picked if watch is None else None, 0  # row of the logits
+    for one, draft in zip(scheduled, drafts, strict=True):
+        nodes = slice(first, first + (0 if draft is None else len(draft.tree.tokens)))
+        found: Judged = None
+        if draft is not None and not one.request.is_finished:
+            found = None if picked is None else follow(draft, picked, first)
+            if found is None and not has_logits:  # what the device did not pick is not finite
+                found = not_finite(one.request)
+            elif found is None:
+                chosen = output.picked and output.picked[nodes]
+                try:
+                    found = accept(one.request, draft, output.logits[nodes], picked=chosen, watch=watch)
+                except PacelineError as error:
+                    found = error
+        judged.append(found)
+        first = nodes.stop
+    return judged

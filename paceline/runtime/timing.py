@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from paceline.core.types import BLOCK_SIZE, Cached, Output, Pick, Segment
+from paceline.core.types import BLOCK_SIZE, Cached, Pick, Segment
 from paceline.runtime.executor import LocalExecutor
 
 ROWS = (1, 2, 4, 8, 3, 6, 16, 12)  # the first ones say most, should time run out
@@ -30,7 +30,7 @@ class Timed:
 
     def __init__(self, executor: LocalExecutor, most_tokens: int, num_requests: int = 1) -> None:
         self._executor, self._caches = executor, [Cached() for _ in range(num_requests)]
-        free = executor.kv.pool.num_free // num_requests * BLOCK_SIZE
+        free = executor.kv.num_free // num_requests * BLOCK_SIZE
         self.room = min(most_tokens, free, executor.config.max_context)  # tokens of each request
         for cache in self._caches:
             is_reserved = executor.kv.reserve(cache, self.room)
@@ -48,16 +48,15 @@ class Timed:
         for cache in self._caches:
             cache.num_cached = context
             segments.append(Segment(tokens, cache, None, num_logits or rows, Pick(0.0, 0)))
-        output, taken = self._timed(segments, num_passes)
-        # what was recorded on the way is no cost of a pass
-        return self._timed(segments, num_passes)[1] if output.is_first else taken
-
-    def _timed(self, segments: list[Segment], num_passes: int) -> tuple[Output, float]:
-        started = time.perf_counter()
-        for _ in range(num_passes):
-            output = self._executor.forward(segments)
-        output.logits[-1, -1].item()  # a device may still be at it
-        return output, (time.perf_counter() - started) / num_passes
+        for _ in range(2):
+            started = time.perf_counter()
+            for _ in range(num_passes):
+                output = self._executor.forward(segments)
+            output.logits[-1, -1].item()  # a device may still be at it
+            taken = (time.perf_counter() - started) / num_passes
+            if not output.is_first:  # else again: what was recorded on the way is no cost of a pass
+                break
+        return taken
 
     def free(self) -> None:
         for cache in self._caches:
@@ -69,39 +68,29 @@ def measure(executor: LocalExecutor, seconds: float = 0.3) -> Timings:
     """As far as the time goes: every row count where passes are short, the smallest where they are long."""
     rows_of_interest = ROWS if executor.device.type == "cpu" else ROWS_ON_GPU
     passes = Timed(executor, CONTEXT + max(rows_of_interest))
+    seen: dict[tuple[int, int], list[float]] = {}
     try:
         sizes = [n for n in rows_of_interest if n <= passes.room]
         for rows in sizes[:4]:  # what is compiled on first use is no cost of a pass
             passes.seconds(rows)
-        return _measure(passes, sizes, time.perf_counter() + seconds)
-    finally:
-        passes.free()
-
-
-def _measure(passes: Timed, sizes: list[int], until: float) -> Timings:
-    context = min(CONTEXT, passes.room - max(sizes))
-    seen: dict[tuple[int, int], list[float]] = {}
-    # A short pass and a long one over the context tell what a request's and what a row's view of it cost.
-    wide = max(n for n in sizes if n <= 8)
-    cached_passes = [(1, context), (wide, context)] if context else []
-    wanted = [*((n, 0) for n in sizes[:4]), *cached_passes, *((n, 0) for n in sizes[4:])]
-    for _ in range(MOST_SWEEPS):
-        for size, cached in wanted:
+        until = time.perf_counter() + seconds
+        context, wide = min(CONTEXT, passes.room - max(sizes)), max(n for n in sizes if n <= 8)
+        # A short pass and a long one over the context tell what a request's and what a row's view of it cost.
+        cached_passes = [(1, context), (wide, context)] if context else []
+        wanted = [*((n, 0) for n in sizes[:4]), *cached_passes, *((n, 0) for n in sizes[4:])]
+        for size, cached in wanted * MOST_SWEEPS:
             if time.perf_counter() > until and len(seen) >= min(2, len(sizes)):
                 break
             seen.setdefault((size, cached), []).append(passes.seconds(size, cached))
+    finally:
+        passes.free()
     found = {key: min(times) for key, times in seen.items()}
     base: dict[int, float] = {}
     for size in sorted((size for size, cached in found if not cached), reverse=True):
         base[size] = min([found[size, 0], *base.values()])
-    return Timings(dict(sorted(base.items())), *_slopes(found, base, wide, context))
-
-
-def _slopes(
-    found: dict[tuple[int, int], float], base: dict[int, float], wide: int, context: int
-) -> tuple[float, float]:
-    if (wide, context) not in found or wide == 1 or context == 0:
-        return 0.0, 0.0
-    one, many = ((found[n, context] - base[n]) / context for n in (1, wide))
-    per_row = max((many - one) / (wide - 1), 0.0)
-    return max(one - per_row, 0.0), per_row
+    per_request = per_row = 0.0
+    if (wide, context) in found and wide > 1 and context:
+        one, many = ((found[n, context] - base[n]) / context for n in (1, wide))
+        per_row = max((many - one) / (wide - 1), 0.0)
+        per_request = max(one - per_row, 0.0)
+    return Timings(dict(sorted(base.items())), per_request, per_row)

@@ -17,8 +17,8 @@ from paceline.models.decoder import Decoder
 from paceline.models.quantize import bits_of
 
 if TYPE_CHECKING:
-    from paceline.loaders.head_files import Head
-    from paceline.runtime.backend import LayerCache, Tensors
+    from paceline.loaders.head_files import HeadInput
+    from paceline.runtime.backend import LayerCache
 
 
 class TorchBackend:
@@ -38,24 +38,19 @@ class TorchBackend:
     def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder:
         return Decoder.load(source, dtype=dtype, device=str(self.device), context=context)
 
-    def chain_head(
-        self,
-        config: LayeredConfig,
-        tensors: Tensors,
-        decoder: Any,
-        num_blocks: int,
-        norm: torch.Tensor | None,
-        steps: int,
-    ) -> ChainHead:
-        return TorchChainHead(config, dict(tensors), decoder, norm, self.device)
+    def chain_head(self, given: HeadInput) -> ChainHead:
+        head, norm = given.head, given.norm
+        assert isinstance(head.config, LayeredConfig)
+        return TorchChainHead(head.config, dict(head.tensors), given.decoder, norm, self.device)
 
-    def block_head(self, head: Head, decoder: Any, num_blocks: int, steps: int) -> BlockBackend:
-        assert isinstance(head.config, DflashConfig)
-        return TorchBlockHead(head.config, head.tensors, decoder, self.device)
+    def block_head(self, given: HeadInput) -> BlockBackend:
+        assert isinstance(given.head.config, DflashConfig)
+        return TorchBlockHead(given.head.config, given.head.tensors, given.decoder, self.device)
 
-    def side_heads(self, head: Head, decoder: Any, norm: torch.Tensor, steps: int) -> SideBackend:
-        assert isinstance(head.config, MedusaConfig)
-        return TorchMedusaHead(head.config, head.tensors, norm, self.device)
+    def side_heads(self, given: HeadInput) -> SideBackend:
+        assert isinstance(given.head.config, MedusaConfig)
+        assert given.norm is not None
+        return TorchMedusaHead(given.head.config, given.head.tensors, given.norm, self.device)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits.argsort(dim=-1, descending=True, stable=True)[:, :k]

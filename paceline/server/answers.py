@@ -94,7 +94,7 @@ class Writer:
                 written["finish_reason"] = "tool_calls"
         else:
             written["text"] = text
-        if delta.details is not None or (self.job.has_details and key == "message"):
+        if delta.details or (self.job.has_details and key == "message"):
             written["speculative"] = delta.details or {"tokens": [], "steps": []}
         return written
 

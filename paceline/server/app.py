@@ -23,10 +23,9 @@ from paceline.server import openai_types as types
 from paceline.server.answers import Writer
 from paceline.server.client import EngineClient
 from paceline.server.config import ServerConfig, read_keys
-from paceline.server.errors import ApiError, bad_request, unavailable
 from paceline.server.metrics import Metrics
-from paceline.server.middleware import Guarded, Keys, Logged, response_of
-from paceline.server.streaming import EventStream, JsonResponse, unless_gone
+from paceline.server.middleware import Guarded, Keys, Logged
+from paceline.server.responses import ApiError, EventStream, JsonResponse, unavailable, unless_gone
 from paceline.server.translate import Job, Translator
 
 # "4XX": FastAPI then adds no 422 of its own, which is a 400 here.
@@ -142,7 +141,7 @@ class Service:
         request.scope["state"]["fields"]["error"] = error.code or "invalid_request"
         if error.status in (429, 503, 504):
             self.metrics.count("requests_rejected", 1, error.code or "unknown")
-        return response_of(error)
+        return error.response()
 
 
 def make_app(service: Service) -> FastAPI:
@@ -196,10 +195,10 @@ def _as_bad_request(error: RequestValidationError) -> ApiError:
     place, kind = [str(part) for part in first["loc"] if part != "body"], first["type"]
     if not place or (kind == "json_invalid" and len(place) == 1):
         what = "the body is not a JSON object; send one with content-type application/json"
-        return bad_request(what, code="invalid_json")
+        return ApiError(400, what, "invalid_json")
     what = f"is wrong: {first['msg']}"
     if kind == "extra_forbidden":
         what = "is not a field of this route"
     elif kind == "value_error":  # one of ours
         what = str(first["ctx"]["error"])
-    return bad_request(f"{'.'.join(place)[:200]} {what}", place[0][:80])
+    return ApiError(400, f"{'.'.join(place)[:200]} {what}", param=place[0][:80])

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from paceline.engine.stats import SpecStats
-from paceline.server.errors import ApiError, from_engine
+from paceline.server.responses import ApiError, from_engine
 
 _STATS = TypeAdapter(SpecStats)
 
@@ -29,16 +29,14 @@ class Delta:
     index: int
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    details: dict[str, list[Any]] | None = None
+    details: dict[str, list[Any]] = field(default_factory=dict)  # tokens and steps, where wanted
     end: str | None = None
 
     def add(self, said: Mapping[str, Any]) -> None:
         self.text += said.get("t", "")
         self.logprobs += said.get("lp", ())
-        if "d" in said:
-            self.details = self.details or {"tokens": [], "steps": []}
-            self.details["tokens"] += said["d"]["tokens"]
-            self.details["steps"] += said["d"]["steps"]
+        for name, new in said.get("d", {}).items():
+            self.details.setdefault(name, []).extend(new)
         self.end = said.get("end", self.end)
 
 
@@ -130,6 +128,7 @@ class Call:
         """OpenAI's, and ours. Tokens of a prompt count once, however many choices it has."""
         firsts = [self.ends.get(part * self.num_choices, {}) for part in range(self.num_parts)]
         num_prompt, stats = sum(self.prompts.values()), added(end["stats"] for end in self.ends.values())
+        speculative = json.loads(json.dumps(stats.to_dict()), parse_float=lambda text: round(float(text), 4))
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_tokens,
@@ -139,9 +138,7 @@ class Call:
                 "accepted_prediction_tokens": stats.num_accepted,
                 "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
             },
-            "speculative": json.loads(
-                json.dumps(stats.to_dict()), parse_float=lambda text: round(float(text), 4)
-            ),
+            "speculative": speculative,
             "timings": self.timings(),
         }
 
@@ -149,7 +146,7 @@ class Call:
         """The shape of vLLM's per-request metrics. A histogram's place j: steps with a draft that accepted j
         tokens."""
         stats = added(end["stats"] for end in self.ends.values())
-        num_steps = num_drafts(stats)
+        num_steps = stats.num_drafts
         mean = 1 + (stats.num_accepted / num_steps if num_steps else 0.0)
         return {
             "mean_acceptance_length": round(mean, 4),
@@ -159,11 +156,6 @@ class Call:
             "num_accepted_draft_tokens": stats.num_accepted,
             "num_draft_tokens": stats.num_drafted,
         }
-
-
-def num_drafts(stats: SpecStats) -> int:
-    """Steps that checked a draft."""
-    return stats.num_steps - stats.lengths.get(0, 0)
 
 
 def added(parts: Iterable[Mapping[str, Any]]) -> SpecStats:

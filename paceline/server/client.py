@@ -18,9 +18,9 @@ from typing import Any, Literal
 from paceline.server import wire
 from paceline.server.calls import Call
 from paceline.server.config import ServerConfig
-from paceline.server.errors import ApiError, bad_request, from_engine, unavailable
 from paceline.server.logs import log
 from paceline.server.metrics import Metrics
+from paceline.server.responses import ApiError, bad_request, from_engine, unavailable
 
 State = Literal["starting", "ok", "restarting", "draining"]
 PING_EVERY_S = 1.0

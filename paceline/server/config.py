@@ -39,31 +39,21 @@ class ServerConfig(EngineOptions):
     port: int = option(8000, HTTP, "0 takes a free one and says which.")
     playground: bool = option(True, HTTP, "Serve the page at /.")
     log_level: str = option("info", HTTP, "debug, info, warning or error; one JSON object a line on stderr.")
-    api_key: tuple[str, ...] = option(
-        (), ACCESS, "A key clients must show; may be repeated. Safer in a file: others can see a flag."
-    )
+    api_key: tuple[str, ...] = option((), ACCESS, "A key clients must show; repeatable; safer in a file.")
     api_key_file: str | None = option(None, ACCESS, "A file with one key a line.")
-    cors_origin: tuple[str, ...] = option(
-        (), ACCESS, "A web page's origin that may call the server; may be repeated; * is any."
-    )
+    cors_origin: tuple[str, ...] = option((), ACCESS, "A page's origin that may call; repeatable; * is any.")
     ssl_certfile: str | None = option(None, ACCESS, "The certificate, for https.")
     ssl_keyfile: str | None = option(None, ACCESS, "Its private key.")
     max_queue: int = option(256, LIMITS, "Answers that may wait for their turn; beyond that clients get 429.")
     max_request_bytes: int = option(2**20, LIMITS, "Largest request body.")
     max_prompt_tokens: int | None = option(None, LIMITS, "Longest prompt; left out: what the context holds.")
-    max_completion_tokens: int | None = option(
-        None, LIMITS, "Longest answer a client may ask for; left out: what the context holds."
-    )
+    max_completion_tokens: int | None = option(None, LIMITS, "Longest answer; left out: the context's rest.")
     max_choices: int = option(64, LIMITS, "Most answers of one request: its prompts times n.")
-    max_grammar_bytes: int = option(
-        65_536, LIMITS, "Largest JSON schema, expression, list of choices or grammar."
-    )
+    max_grammar_bytes: int = option(65_536, LIMITS, "Largest schema, expression, list of choices or grammar.")
     request_timeout: float = option(600.0, LIMITS, "Seconds after which a request is given up.")
     body_timeout: float = option(30.0, LIMITS, "Seconds a client has to send a request's body.")
     drain_timeout: float = option(30.0, LIMITS, "Seconds that running requests have after SIGTERM.")
-    engine_timeout: float = option(
-        120.0, LIMITS, "Seconds without a sign of life after which the engine is started anew."
-    )
+    engine_timeout: float = option(120.0, LIMITS, "Seconds of silence after which the engine is restarted.")
 
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)

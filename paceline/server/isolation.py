@@ -6,7 +6,6 @@ this raises means that the engine cannot answer the simplest request any more.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 from paceline.api.intake import Intake
@@ -30,7 +29,6 @@ class Isolation:
     intake: Intake
     _num_emitted: dict[Request, int] = field(default_factory=dict)  # tokens of those that have not ended
     _num_failures: int = 0
-    _probe_ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def add(self, request: Request) -> None:
         self.engine.add(request)
@@ -66,14 +64,14 @@ class Isolation:
             emissions += self._try(request)
         # One token of the simplest request: what it raises is no request's fault.
         params = SamplingParams(temperature=0, max_tokens=1)
-        probe = Request(f"probe{next(self._probe_ids)}", params, [0, 0], 2, 0)
+        probe = Request("probe", params, [0, 0], 2, 0)
         self.engine.add(probe)
         while not probe.is_finished:
             self.engine.step()
         self.engine.stats.pop(probe.id)
         for request in requests:
             if not request.is_finished:
-                self.engine.resume(request)
+                self.engine.scheduler.add(request)
         if any(emission.request.error is not None for emission in emissions):
             self._num_failures = 0
         return emissions
@@ -89,7 +87,7 @@ class Isolation:
             if constraint is not None:
                 for token in request.output:
                     constraint.advance(token)
-            self.engine.resume(request)
+            self.engine.scheduler.add(request)
             while not emissions:
                 emissions += self.engine.step()
         except Exception as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import prometheus_client as prometheus
 
-from paceline.server.calls import Call, added, num_drafts
+from paceline.server.calls import Call, added
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -47,10 +47,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by place in the draft.", ("position",)),
     "spec_decode_num_draft_tokens_by_drafter": ("Drafted tokens by drafter.", ("drafter",)),
     "spec_decode_num_accepted_tokens_by_drafter": ("Accepted tokens by drafter.", ("drafter",)),
-    "spec_decode_num_accepted_tokens_per_pos_by_drafter": (
-        "Accepted tokens by drafter and place.",
-        ("drafter", "position"),
-    ),
+    "spec_decode_num_accepted_tokens_per_pos_by_drafter": ("By drafter and place.", ("drafter", "position")),
     "http_requests": ("Requests by route and status.", ("route", "status")),
     "requests_rejected": ("Requests that were turned away, by the error's code.", ("reason",)),
     "client_disconnects": ("Clients that left before their answer was complete.", ()),
@@ -122,19 +119,18 @@ class Metrics:
         if "end" not in said:
             return
         usage = said["usage"]
-        num_tokens, prefill, decode = usage["completion_tokens"], usage["prefill_s"], usage["decode_s"]
+        num_tokens = usage["completion_tokens"]
         self.count("request_success", 1, said["end"])
         if said["i"] == 0:
             self.count("prompt_tokens", usage["prompt_tokens"])
             self.observe("request_prompt_tokens", usage["prompt_tokens"])
         self.observe("request_generation_tokens", num_tokens)
         self.observe("e2e_request_latency_seconds", now - call.arrived)
-        self.observe("request_queue_time_seconds", usage["queue_s"])
-        self.observe("request_prefill_time_seconds", prefill)
-        self.observe("request_decode_time_seconds", decode)
-        self.observe("request_inference_time_seconds", prefill + decode)
+        for part in ("queue", "prefill", "decode"):
+            self.observe(f"request_{part}_time_seconds", usage[f"{part}_s"])
+        self.observe("request_inference_time_seconds", usage["prefill_s"] + usage["decode_s"])
         if num_tokens > 1:
-            self.observe("request_time_per_output_token_seconds", decode / (num_tokens - 1))
+            self.observe("request_time_per_output_token_seconds", usage["decode_s"] / (num_tokens - 1))
 
     def step(self, message: Mapping[str, Any]) -> None:
         """A message of a step: what it said, and now and then figures of the engine."""
@@ -147,15 +143,15 @@ class Metrics:
         for name, value in message["figures"]["counters"].items():
             self._grow(name, value)
         stats, prefix = added([message["figures"]["stats"]]), "spec_decode_num"
-        self._grow(f"{prefix}_drafts", num_drafts(stats))
+        self._grow(f"{prefix}_drafts", stats.num_drafts)
         self._grow(f"{prefix}_draft_tokens", stats.num_drafted)
         self._grow(f"{prefix}_accepted_tokens", stats.num_accepted)
         for place, count in enumerate(stats.accepted_at):
             self._grow(f"{prefix}_accepted_tokens_per_pos", count, str(place))
-        for drafter, positions in stats.by_source.items():
-            self._grow(f"{prefix}_draft_tokens_by_drafter", stats.drafted_by_source[drafter], drafter)
-            self._grow(f"{prefix}_accepted_tokens_by_drafter", stats.accepted_by_source[drafter], drafter)
-            for place, count in enumerate(positions.accepted_at):
+        for drafter, counts in stats.by_source.items():
+            self._grow(f"{prefix}_draft_tokens_by_drafter", counts.num_drafted, drafter)
+            self._grow(f"{prefix}_accepted_tokens_by_drafter", counts.num_accepted, drafter)
+            for place, count in enumerate(counts.accepted_at):
                 self._grow(f"{prefix}_accepted_tokens_per_pos_by_drafter", count, drafter, str(place))
 
     def _grow(self, name: str, total: float, *labels: str) -> None:

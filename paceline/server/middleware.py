@@ -16,19 +16,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.config import ServerConfig
-from paceline.server.errors import ApiError
 from paceline.server.logs import log, log_error
 from paceline.server.metrics import Metrics
-from paceline.server.streaming import ClientGone, JsonResponse
+from paceline.server.responses import ApiError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 STATUS_OF_THE_GONE = 499  # for the log alone
 QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 OPEN = ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/")
-OPEN_FOLDERS = ("/playground/",)
 NO_KEY = "there is no valid API key in the request; send the header Authorization: Bearer KEY"
 
 
@@ -52,11 +51,7 @@ def _digest(key: str) -> bytes:
 
 def needs_key(path: str) -> bool:
     """Everything but what tells nothing of prompts and runs nothing."""
-    return path not in OPEN and not path.startswith(OPEN_FOLDERS)
-
-
-def response_of(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body(), error.status, error.headers)
+    return path not in OPEN and not path.startswith("/playground/")
 
 
 class Logged:
@@ -79,14 +74,14 @@ class Logged:
 
         try:
             await self.app(scope, receive, send_named)
-        except ClientGone:
+        except ClientDisconnect:
             self.metrics.count("client_disconnects")
             state["status"] = STATUS_OF_THE_GONE
         except Exception as error:  # a mistake of ours: the client is told so, the log where
             log_error("request failed", error, request_id=name)
             if not state["status"]:
                 what = "the server made a mistake; its log has the request id"
-                await response_of(ApiError(500, what, "internal_error"))(scope, receive, send_named)
+                await ApiError(500, what, "internal_error").response()(scope, receive, send_named)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")  # the route, not what the client typed
             self.metrics.count("http_requests", 1, route, str(state["status"]))
@@ -116,9 +111,10 @@ class Guarded:
             if length.isascii() and length.isdigit():
                 self._check_size(int(length[:20]))
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                unread.append({"type": "http.request", "body": await self._body(receive), "more_body": False})
+                body = await self._body(scope, receive)
+                unread.append({"type": "http.request", "body": body, "more_body": False})
         except ApiError as error:
-            return await response_of(error)(scope, receive, send)
+            return await error.response()(scope, receive, send)
         return await self.app(scope, replay, send)
 
     def _check_size(self, num_bytes: int) -> None:
@@ -126,19 +122,15 @@ class Guarded:
         if num_bytes > most:
             raise ApiError(413, f"the body has more than {most:,} bytes; send less", "request_too_large")
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """All of it, before anything is done with it."""
         body, seconds = bytearray(), self.config.body_timeout
         try:
             async with asyncio.timeout(seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    body += message.get("body", b"")
+                async for part in Request(scope, receive).stream():
+                    body += part
                     self._check_size(len(body))
-                    if not message.get("more_body", False):
-                        return bytes(body)
+            return bytes(body)
         except TimeoutError:
             what = f"the body did not come within {seconds:g} seconds; send it at once"
             raise ApiError(408, what, "body_timeout") from None

@@ -22,12 +22,11 @@ _SAYS_HOW = (
     '<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
 )
 _CLOSED = {"type": "object", "additionalProperties": False}
-Calls = list[dict[str, Any]]
+Fields = dict[str, Any]  # of a JSON object
+Calls = list[Fields]
 
 
-def for_plain_template(
-    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
+def for_plain_template(messages: Sequence[Fields], tools: Sequence[Fields] | None) -> list[Fields]:
     """The same conversation for a template that knows neither tools nor their answers."""
     written = [_in_words(message) for message in messages]
     if not tools:
@@ -39,7 +38,7 @@ def for_plain_template(
     return [{"role": "system", "content": text}, *written]
 
 
-def _in_words(message: dict[str, Any]) -> dict[str, Any]:
+def _in_words(message: Fields) -> Fields:
     if message["role"] in ("tool", "function"):
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if not message.get("tool_calls"):
@@ -50,7 +49,7 @@ def _in_words(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": "\n".join(content)}
 
 
-def forced_schema(tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
+def forced_schema(tools: Sequence[Fields], name: str | None) -> Fields:
     """A JSON schema whose texts are calls of one of the tools, or of the one that is named."""
     calls = []
     for function in (tool["function"] for tool in tools):

@@ -16,11 +16,11 @@ from paceline.core.params import SamplingParams
 from paceline.server import openai_types as types
 from paceline.server import tools as tooling
 from paceline.server.config import ServerConfig
-from paceline.server.errors import bad_request
+from paceline.server.responses import bad_request
+from paceline.server.tools import Fields
 
 # Fields of a body that are those of SamplingParams.
 SAME_NAMES = {*types.Sampling.model_fields} & {*SamplingParams.__slots__} - {"structured_outputs"}
-Fields = dict[str, Any]  # of a JSON object
 Chat = types.ChatRequest | types.TokenizeRequest
 DEFAULT_COMPLETION = 16  # tokens, as OpenAI has it
 

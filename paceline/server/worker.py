@@ -1,7 +1,7 @@
 """The engine process: reads commands from a socket, steps the engine while there is work, and writes one
 message a step.
 
-Four threads: one reads commands, one turns prompts into requests (preparing.py), one does so for those with a
+Four threads: one reads commands, one turns prompts into requests (messages.py), one does so for those with a
 grammar to compile, and the main one owns the engine. So neither a long prompt nor a hard grammar holds up a
 step for longer than Python switches threads. Invariant: every id that is added is answered: refused, or
 admitted and then answered to its end. No exception of one request ends the process (isolation.py); when the
@@ -33,8 +33,7 @@ from paceline.engine.engine import Engine
 from paceline.server import logs, wire
 from paceline.server.grammar_check import GrammarChecker
 from paceline.server.isolation import InternalError, Isolation
-from paceline.server.outputs import Choice, error_json, figures
-from paceline.server.preparing import Preparer, description
+from paceline.server.messages import Choice, Preparer, description, error_json, figures
 
 Queue = queue.SimpleQueue[wire.Message]
 STATS_EVERY_S = 0.2  # while working; at once when there is nothing to do

@@ -1,20 +1,19 @@
-"""Attention of simulated draft steps: a row sees the keys of the text up to its position, and the keys of its
-own earlier steps.
+"""Attention of simulated draft steps: a row sees the text up to its position and its own earlier steps.
 
-The text's part is an ordinary causal attention (a fused kernel) that also gives its log-sum; the few keys of
-the row's own chain are added to it afterwards, and the fused backward, given the joined output and log-sum,
-is exact for the joined softmax. So no mask of steps by steps is ever made. Invariant: equal to attention over
-the concatenated keys, which tests/train/test_oracles.py checks.
+The text's part is a fused causal attention that also gives its log-sum; the few keys of the row's own chain
+are added afterwards, and the fused backward, given the joined output and log-sum, is exact for the joined
+softmax, so no mask of steps by steps is made. Invariant: equal to attention over the concatenated keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Pair = Sequence[Tensor]  # keys and values
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
@@ -84,10 +83,9 @@ def _spread(x: Tensor, rows: Tensor, batch: int, length: int) -> Tensor:
     return full.view(batch, length, *x.shape[1:]).transpose(1, 2)
 
 
-def plain_chain_attention(
-    q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float
-) -> Tensor:
+def plain_chain_attention(q: Tensor, own: Pair, text: Pair, rows: Tensor, scale: float) -> Tensor:
     """By the book: scores of all positions with all, so memory grows with the square of the length."""
+    (own_k, own_v), (k, v) = own, text
     batch, _, length, _ = k.shape
     b, t = rows // length, rows % length
     far = (_spread(q, rows, batch, length) @ k.transpose(-1, -2))[b, :, t].float() * scale  # [N, H, S]
@@ -98,60 +96,33 @@ def plain_chain_attention(
     return seen + torch.einsum("nhk,nkhd->nhd", weights[..., length:], own_v)
 
 
-@cache
-def _is_fused_exact(device: str, dtype: torch.dtype, dim: int) -> bool:
-    """The fused kernels are torch's own business and may change: a small trial says whether they still mean
-    what they did."""
-    draw = torch.Generator().manual_seed(0)
-
-    def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(device, dtype).requires_grad_()
-
-    inputs = some(4, 2, dim), some(4, 2, 2, dim), some(4, 2, 2, dim), some(2, 2, 8, dim), some(2, 2, 8, dim)
-    rows = torch.tensor([3, 7, 8, 13], device=device)
-    try:
-        with torch.enable_grad():
-            outputs = [
-                way(*inputs, rows, dim**-0.5) for way in (_ChainAttention.apply, plain_chain_attention)
-            ]
-            found = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
-    except (RuntimeError, AttributeError, TypeError, ValueError, NotImplementedError):
-        return False
-    loose = 0.1 if dtype != torch.float32 else 1e-3
-    pairs = zip(*found, strict=True)
-    return all(torch.allclose(a.float(), b.float(), atol=loose, rtol=loose) for a, b in pairs)
-
-
-def chain_attention(
-    q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float
-) -> Tensor:
-    """q [N, H, D] of the rows (b * S + t); own_k, own_v [N, K, H, D] of their chains, K may be 0; k, v [B, H,
-    S, D] of the text. A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D]."""
-    is_fused = _is_fused_exact(str(q.device), q.dtype, q.shape[-1])
-    way: Any = _ChainAttention.apply if is_fused else plain_chain_attention
+def chain_attention(q: Tensor, own: Pair, text: Pair, rows: Tensor, scale: float) -> Tensor:
+    """q [N, H, D] of the rows (b * S + t); own [N, K, H, D] of their chains, K may be 0; text [B, H, S, D].
+    A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D]."""
+    is_half, device = q.dtype != torch.float32, q.device  # torch's flash kernels: on a GPU for halves alone
+    is_fused = device.type == "cpu" or (
+        is_half and torch.get_device_module(device).get_device_capability(device) >= (8, 0)
+    )
     with torch.autocast(q.device.type, enabled=False):  # sums and exponents stay in float32
-        found: Tensor = way(q, own_k, own_v, k, v, rows, scale)
-    return found
+        if not is_fused:
+            return plain_chain_attention(q, own, text, rows, scale)
+        return _ChainAttention.apply(q, *own, *text, rows, scale)
 
 
 class Chains:
-    """Attention of one step after the other. The first step's own keys are the text's at its rows; those of
-    later steps are kept here."""
+    """Attention step after step. The first step's own keys are the text's; those of later ones are kept."""
 
     def __init__(self, k: Tensor, v: Tensor, rows: Tensor, num_heads: int) -> None:
         """k and v [B, S, kv_heads, D] of the text, rows [N]: b * S + t."""
         self.rows, self.group, self.step = rows, num_heads // k.shape[2], 0
-        self.text = [self._for_all_heads(x).transpose(1, 2).contiguous() for x in (k, v)]  # [B, H, S, D]
+        heads = (x.repeat_interleave(self.group, -2) for x in (k, v))
+        self.text = [x.transpose(1, 2).contiguous() for x in heads]  # [B, H, S, D]
         self.own = [x.new_empty((len(rows), 0, num_heads, x.shape[-1])) for x in (k, v)]
-
-    def _for_all_heads(self, x: Tensor) -> Tensor:
-        return x.repeat_interleave(self.group, -2)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, D], k and v [N, kv_heads, D] of the next step -> [N, H, D]."""
         if self.step:
-            new = [self._for_all_heads(x)[:, None] for x in (k, v)]
+            new = [x.repeat_interleave(self.group, -2)[:, None] for x in (k, v)]
             self.own = [torch.cat(pair, 1) for pair in zip(self.own, new, strict=True)]
         self.step += 1
-        (own_k, own_v), (text_k, text_v) = self.own, self.text
-        return chain_attention(q, own_k, own_v, text_k, text_v, self.rows, float(q.shape[-1] ** -0.5))
+        return chain_attention(q, self.own, self.text, self.rows, float(q.shape[-1] ** -0.5))

@@ -1,5 +1,4 @@
-"""The target writes training text into a folder of shards, with one engine or with several that share a GPU,
-since one is bound by Python.
+"""The target writes training text into a folder of shards, with one engine or several that share a GPU.
 
 Shards are saved on the way and counted when a run is taken up again. Invariant: every token in the folder was
 chosen by the target; what is asked goes through the engine's own step, with a seed, so a run can be repeated.
@@ -36,16 +35,13 @@ KV_BYTES = 6 << 30  # of each engine where several share a GPU
 
 
 class Writer:
-    """Drives many conversations at once through one engine; yields what was written, as it comes.
-
-    New ones are admitted many at a time, so that most passes are plain decoding (on a GPU one recorded graph)
-    and prompts are read together."""
+    """Drives many conversations at once through one engine. New ones are admitted many at a time, so that
+    prompts are read together and most passes are plain decoding (on a GPU one recorded graph)."""
 
     def __init__(self, llm: LLM, batch: int) -> None:
         self.llm, self.batch = llm, batch
         self.num_tokens = 0  # written so far, those that are not kept included
         self._open: dict[str, tuple[Request, Ask, Conversation]] = {}
-        self._limit = llm.engine.config.max_model_len
 
     def write(self, conversations: Iterator[Conversation], is_over: Callable[[], bool]) -> Iterator[Written]:
         """Until the conversations end, or `is_over`: what is unfinished then is dropped."""
@@ -74,9 +70,8 @@ class Writer:
             ask = next(conversation) if answer is None else conversation.send(answer)
         except StopIteration:
             return
-        if not 0 < len(ask.prompt) < self._limit - 1:
-            conversation.close()  # grew too long for the context
-            return
+        if not 0 < len(ask.prompt) < self.llm.engine.config.max_model_len - 1:
+            return conversation.close()  # grew too long for the context
         params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=ask.seed)
         (request,) = self.llm._intake.requests(list(ask.prompt), params)
         request.text_stop = None  # no text is streamed, so none is decoded
@@ -112,17 +107,14 @@ class WriteConfig:
 def write_texts(config: WriteConfig, tell: Callable[[int], None]) -> Texts:
     """-> all text of the folder, what earlier calls wrote included; tell: answer tokens so far."""
     config.folder.mkdir(parents=True, exist_ok=True)
-    deadline = time.time() + (config.seconds or float("inf"))
-    if config.processes == 1:
-        _write_part(config, 0, deadline, tell)
-    else:
-        _write_with_many(config, deadline, tell)
+    write = _write_part if config.processes == 1 else _write_with_many
+    write(config, time.time() + (config.seconds or float("inf")), tell)
     if not any(config.folder.glob("*.npz")):
         raise ConfigError(f"no text was written into {config.folder} in the time given; give more time")
     return load_shards(config.folder)
 
 
-def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callable[[int], None]) -> None:
+def _write_part(config: WriteConfig, deadline: float, tell: Callable[[int], None], number: int = 0) -> None:
     """The part of one engine: shards are saved on the way, and counted when a run is taken up again."""
     earlier = [load_shard(path) for path in config.folder.glob(f"text-{number:02d}-*.npz")]
     parts, done = len(earlier), sum(texts.num_answer_tokens for texts in earlier)
@@ -148,8 +140,7 @@ def _write_part(config: WriteConfig, number: int, deadline: float, tell: Callabl
     with LLM(config.model, speculative_config=None, max_num_seqs=batch, **options) as llm:
         seed = config.seed + 1000 * parts + 1_000_003 * number  # further shards are other conversations
         if config.is_varied and config.turns and llm.tokenizer.has_chat_template:
-            style, prompts = Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns]
-            talks = varied(style, prompts)
+            talks = varied(Style(llm.tokenizer, random.Random(seed)), [turns[0] for turns in config.turns])
         else:
             talks = conversations(llm.tokenizer, config.turns, seed)
         try:
@@ -184,7 +175,7 @@ def _work(config: WriteConfig, number: int, deadline: float, counts: Any) -> Non
     import torch
 
     torch.set_num_threads(1)
-    _write_part(config, number, deadline, partial(setitem, counts, number))
+    _write_part(config, deadline, partial(setitem, counts, number), number)
 
 
 @contextmanager

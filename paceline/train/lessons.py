@@ -1,16 +1,15 @@
-"""The target as a teacher: the same transformer as models/decoder.py over whole sequences, without a cache;
-and what several heads learn from together: its text, its passes, and the tokens that can be drafted.
+"""The target as a teacher over whole sequences, the losses that heads learn from it, and what several heads
+learn from together: its text, its passes (half of the work), and the tokens that can be drafted.
 
-A pass of the target is half of the work of a small head's training, so heads of all kinds may share it.
-Sequences are filled up on the right, so causal attention needs no other mask. On a GPU it runs in bfloat16.
-Invariant: nothing here is trained; one batch, one pass.
+Losses and gradients are computed a few thousand rows at a time, so the logits of a batch never lie in memory
+together. Invariant: rows of weight 0 change nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +19,101 @@ from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.heads import target_hash
 from paceline.models.decoder import Transformer
 from paceline.models.layer import causal
-from paceline.train.losses import Teacher, teach
-from paceline.train.recipes import Recipe
+from paceline.train.recipes import Mix, Recipe
 from paceline.train.texts import ROUND, Batch, Texts, split
 
-PIECE = 1 << 14  # sequences that are counted together: an index of every token would be larger than the text
+CHUNK = 4096  # rows whose logits are in memory together
+Known = tuple[np.ndarray, int]  # tokens that can be drafted, ascending; the one that stands for a blank
+
+
+class Teacher(NamedTuple):
+    """The target's word on each row of a batch."""
+
+    chances: Tensor  # [N, draft vocabulary] half precision: p, renormalized over what can be drafted
+    best: Tensor  # [N]: draft id of the target's first choice, or -1 where it cannot be drafted
+
+
+class _Agreement(torch.autograd.Function):
+    """Gradients are computed on the way: afterwards the logits are gone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, scale: Tensor, mix: Mix
+    ) -> tuple[Tensor, Tensor]:
+        needs = ctx.needs_input_grad[:2]
+        to_hidden = torch.empty_like(hidden) if needs[0] else None
+        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
+        loss, guessed = hidden.new_zeros((), dtype=torch.float32), []
+        for part in torch.arange(len(hidden), device=hidden.device).split(CHUNK):
+            x, at = hidden[part], rows[part].clamp(min=0)
+            logits = (x @ weight.T).float()
+            guessed.append(logits.argmax(-1))
+            value, slope = _compare(logits, teacher.chances[at], teacher.best[at], mix)
+            factor = scale[part]
+            loss += (value * factor).sum()
+            if any(needs):
+                slope = (slope * factor[:, None]).to(x.dtype)
+                if to_hidden is not None:
+                    to_hidden[part] = slope @ weight
+                if to_weight is not None:
+                    to_weight += (slope.T @ x).float()
+        ctx.save_for_backward(to_hidden, to_weight)
+        ctx.dtype = weight.dtype
+        found = torch.cat(guessed)
+        ctx.mark_non_differentiable(found)
+        return loss, found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        to_hidden, to_weight = ctx.saved_tensors
+        hidden = None if to_hidden is None else to_hidden * grads[0].to(to_hidden.dtype)
+        weight = None if to_weight is None else (to_weight * grads[0]).to(ctx.dtype)
+        return hidden, weight, None, None, None, None
+
+
+def _compare(logits: Tensor, chances: Tensor, best: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
+    """Loss of each row [n], and its slope with respect to the logits [n, vocabulary]."""
+    p, log_q = chances.float(), logits.log_softmax(-1)
+    q = log_q.exp()
+    value, slope = torch.zeros_like(logits[:, 0]), torch.zeros_like(logits)
+    if mix.soft:
+        value += mix.soft * -(p * log_q).sum(-1)
+        slope += mix.soft * (q * p.sum(-1, keepdim=True) - p)
+    if mix.hard:
+        at = best.clamp(min=0)[:, None]
+        value += mix.hard * -log_q.gather(1, at)[:, 0]
+        slope += mix.hard * q
+        slope.scatter_add_(1, at, torch.full_like(at, -mix.hard, dtype=slope.dtype))
+    if mix.variation:
+        value += mix.variation * 0.5 * (q - p).abs().sum(-1)
+        sign = 0.5 * (q - p).sign()
+        slope += mix.variation * q * (sign - (sign * q).sum(-1, keepdim=True))
+    return value, slope
+
+
+def agreement(
+    hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, scale: Tensor, mix: Mix
+) -> tuple[Tensor, Tensor]:
+    """hidden [n, width], weight [draft vocabulary, width], rows [n] of the teacher (-1: none), scale [n].
+    -> the sum of scale * loss, and the draft id guessed in each row [n]."""
+    return _Agreement.apply(hidden, weight.to(hidden.dtype), teacher, rows, scale, mix)
+
+
+@torch.no_grad()
+def teach(final: Tensor, head: Tensor, draft_ids: Tensor, chunk: int = CHUNK) -> Teacher:
+    """final [N, hidden]: what the target's output layer reads. Its first choice is over all tokens, its
+    chances over those of the draft."""
+    size, vocab = len(draft_ids), len(head)
+    draft_of = torch.full((vocab,), -1, dtype=torch.int64, device=head.device)
+    draft_of[draft_ids] = torch.arange(size, device=head.device)
+    chances = torch.empty((len(final), size), dtype=torch.float16, device=final.device)
+    best = torch.empty(len(final), dtype=torch.int64, device=final.device)
+    for part in range(0, len(final), chunk):
+        logits = final[part : part + chunk] @ head.T
+        best[part : part + chunk] = draft_of[logits.argmax(-1)]
+        reduced = logits if size == vocab else logits[:, draft_ids]
+        chances[part : part + chunk] = reduced.float().softmax(-1)
+    return Teacher(chances, best)
 
 
 class Seen(NamedTuple):
@@ -47,12 +136,10 @@ class Target(Transformer):
     @torch.no_grad()
     def read(self, ids: Tensor, taps: Sequence[int]) -> Seen:
         """ids [B, S]."""
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return causal(q, k, v, self.masking[i].scale, self.masking[i].window)
-
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        x, hidden = self.run(self.embed(ids), positions, attend, self.config.num_layers, taps)
+        positions, depth = torch.arange(ids.shape[1], device=ids.device), self.config.num_layers
+        x, hidden = self.run(
+            self.embed(ids), positions, lambda i, q, k, v: causal(q, k, v, *self.masking[i][:2]), depth, taps
+        )
         return Seen(hidden, x)
 
     def observe(self, batch: Batch, taps: Sequence[int], draft_ids: Tensor) -> tuple[Seen, Teacher]:
@@ -74,48 +161,30 @@ class Lessons:
     blank: int  # the token that stands for one not known yet
 
 
-class Known(NamedTuple):
-    """What does not change when a head learns on from other text."""
-
-    draft_ids: np.ndarray
-    blank: int
-
-
 def prepare(
     checkpoint: Checkpoint, texts: Texts, recipe: Recipe, device: torch.device, known: Known | None = None
 ) -> Lessons:
-    """The recipe says how many tokens can be drafted, how long a sequence is and how many answers are held
-    out. known: what a head that is to learn on knows already; otherwise the commonest tokens of the answers
-    are drafted."""
+    """known: what a head that is to learn on drafts already; else the commonest tokens of the answers."""
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     learned, held = split(texts, recipe.num_held_out)
     frequency = answer_counts(texts, learned, checkpoint.config.vocab_size)
     ids, blank = known or draft_vocabulary(frequency, recipe.draft_vocab_size, checkpoint.eos_ids)
-    target = Target.load(checkpoint, dtype=dtype, device=device, context=recipe.max_length + ROUND)
+    target = Target.load(checkpoint, dtype=dtype, device=str(device), context=recipe.max_length + ROUND)
     name, digest = checkpoint.name, texts.digest()
     return Lessons(target, name, target_hash(checkpoint), texts, digest, learned, held, ids, blank)
 
 
 def answer_counts(texts: Texts, chosen: np.ndarray, vocab_size: int) -> np.ndarray:
     """How often each token stands in the answers of the chosen sequences, [vocab_size]."""
-    is_chosen = np.zeros(len(texts), bool)
-    is_chosen[chosen] = True
-    lengths = np.diff(texts.starts)
-    found = np.zeros(vocab_size, np.int64)
-    for begin in range(0, len(texts), PIECE):
-        part = slice(begin, min(begin + PIECE, len(texts)))
-        tokens = texts.tokens[texts.starts[part.start] : texts.starts[part.stop]]
-        size = lengths[part]
-        within = np.arange(len(tokens)) - np.repeat(texts.starts[part] - texts.starts[part.start], size)
-        keep = (within >= np.repeat(texts.num_prompt[part], size)) & np.repeat(is_chosen[part], size)
-        found += np.bincount(tokens[keep], minlength=vocab_size)[:vocab_size]
+    found, begins = np.zeros(vocab_size, np.int64), texts.starts[:-1] + texts.num_prompt
+    for i in chosen:
+        np.add.at(found, texts.tokens[begins[i] : texts.starts[i + 1]], 1)
     return found
 
 
 def draft_vocabulary(frequency: np.ndarray, size: int, ends: tuple[int, ...]) -> Known:
-    """The most frequent tokens, the end tokens always among them, in ascending order; and the token that
-    stands for a blank."""
+    """The most frequent tokens, the end tokens always among them; and the rarest, to stand for a blank."""
     rank = frequency.astype(np.float64)
     rank[list(ends)] += frequency.sum() + 1
     chosen = np.sort(np.argsort(-rank, kind="stable")[: min(size, len(rank))]).astype(np.int64)
-    return Known(chosen, int(np.argmin(frequency)))
+    return chosen, int(np.argmin(frequency))

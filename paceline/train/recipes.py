@@ -1,26 +1,33 @@
 """How each kind is trained: one frozen recipe a kind, and the head's sizes for a given target.
 
-Losses and their weights are those of the papers (EAGLE-3: soft cross-entropy over simulated steps, 0.8 a
-step; Medusa: 0.8 a head; DFlash: exp(-k / 4); distillation: KL and total variation); rates and batches are
-ours, for small heads.
+Losses and weights are the papers' (EAGLE-3: soft cross-entropy, 0.8 a step; Medusa: 0.8 a head; DFlash:
+exp(-k / 4); distillation: KL and total variation); rates and batches are ours, for small heads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.heads import config as heads
 from paceline.models.config import ModelConfig
-from paceline.train.losses import Mix
 
 WIDTH = 576  # of the model that the rates were found on
+LAYER_SIZES = ("num_heads", "num_kv_heads", "head_dim", "rope")  # the target's own
 COUNTS = (
     "num_steps", "batch_tokens", "max_length", "draft_vocab_size", "num_layers", "num_taps", "num_blocks",
     "num_held_out",
 )  # fmt: skip
+
+
+class Mix(NamedTuple):
+    """How much of which loss."""
+
+    soft: float = 1.0  # cross-entropy with the teacher's distribution: KL divergence up to a constant
+    hard: float = 0.0  # with the teacher's first choice
+    variation: float = 0.0  # half the sum of |p - q|: the chance of rejection
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +58,7 @@ class Recipe:
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, name, value, "use a whole number, 1 or more")
         require(0 < self.rate <= 0.1, "rate", self.rate, "use a number up to 0.1, such as 1e-3")
-        remedy = "use a number from 0 to below 1, such as 0.999"
-        require(0 <= self.average < 1, "average", self.average, remedy)
+        require(0 <= self.average < 1, "average", self.average, "use a number below 1, such as 0.999, or 0")
 
 
 RECIPES: dict[str, Recipe] = {
@@ -86,13 +92,8 @@ def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, bla
     """The head that a recipe makes for a target; kinds that attend have the target's sizes."""
     shared = shared_fields(target, name, digest, recipe.draft_vocab_size)
     shared["has_lm_head"] = recipe.has_lm_head
-    layered = shared | {
-        "num_heads": target.num_heads,
-        "num_kv_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
-        "intermediate_size": recipe.intermediate_size or target.intermediate_size,
-        "rope": target.rope,
-    }
+    layered = shared | {name: getattr(target, name) for name in LAYER_SIZES}
+    layered["intermediate_size"] = recipe.intermediate_size or target.intermediate_size
     taps, depth = heads.default_taps(target.num_layers, recipe.num_taps), recipe.num_layers
     if recipe.kind == "medusa":
         layered["has_lm_head"] = False

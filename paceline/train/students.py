@@ -1,15 +1,17 @@
 """Heads that learn: the definitions of heads/modules.py on whole batches of text, all steps of all drafts at
-once.
+once; and their acceptance on held-out answers that the target wrote greedily.
 
-A student is shown a batch and what the target computed on it, and returns *guesses*: hidden states beside the
-output layer they are to be multiplied with, the row of the teacher each is measured against, and the step of
-the draft it belongs to. Invariant: a step is what drafting one by one would compute.
+Along such an answer the text's own tokens are what the target chooses, so a head that reads them drafts as it
+would in use, up to its first mistake, which is all that counts. Invariant: a step is what drafting one by one
+would compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,8 @@ from paceline.heads.modules import empty_module
 from paceline.models.layer import causal, masked
 from paceline.models.rope import rotary_tables
 from paceline.train.chains import Chains
-from paceline.train.lessons import Seen, Target
+from paceline.train.lessons import Seen, Target, agreement
+from paceline.train.recipes import Mix
 from paceline.train.texts import Batch
 
 # Of first weights whose names hold these; all others have 1 / sqrt(width).
@@ -30,7 +33,7 @@ Draw = torch.Generator | None  # None: nothing is drawn, every row is guessed fr
 
 
 class Guess(NamedTuple):
-    """Predictions of one step of a draft."""
+    """Predictions of one step of a draft, and what they are measured against."""
 
     hidden: Tensor  # [n, width]
     weight: Tensor  # [draft vocabulary, width]
@@ -42,12 +45,10 @@ class Guess(NamedTuple):
 class Student:
     """What all kinds share: the definition, the target, and the output layer that is guessed with."""
 
-    def __init__(
-        self, config: Any, target: Target, draft_ids: Tensor, max_length: int, module: Any = None
-    ) -> None:
+    def __init__(self, config: Any, target: Target, ids: Tensor, max_length: int, module: Any = None) -> None:
         """module: where the definition is a part of another; otherwise it is made, with first weights."""
         device = target.head.device
-        self.config, self.target, self.draft_ids = config, target, draft_ids.to(device)
+        self.config, self.target, self.draft_ids = config, target, ids.to(device)
         rows = target.head[self.draft_ids]
         self.module = module or first_weights(config, rows)
         self.output = rows if self.module.lm_head is None else self.module.lm_head.weight
@@ -65,8 +66,8 @@ class Student:
         return found
 
     def start_from(self, seen: Seen, batch: Batch) -> None:
-        """A look at a first batch before training. Some channels of a residual stream are a thousand times
-        larger than others: kinds that fuse several start with all of them alike."""
+        """Some channels of a residual stream are a thousand times larger than others: kinds that fuse several
+        start with all of them alike, as a first batch shows."""
         if self.config.kind not in ("eagle", "dflash"):
             return
         features = seen.features(self.config.hidden_layers).flatten(0, 1)[batch.rows].float()
@@ -74,8 +75,7 @@ class Student:
 
 
 def first_weights(config: HeadConfig, rows: Tensor) -> Any:
-    """The definition, ready to learn, on the device of `rows` [draft vocabulary, hidden], as which its output
-    layer starts."""
+    """The definition, ready to learn; rows [draft vocabulary, hidden]: as which its output layer starts."""
     module = empty_module(config).to_empty(device="cpu")  # drawn here: the same numbers for every device
     for name, weight in module.named_parameters():
         if name.endswith("norm.weight"):
@@ -106,11 +106,10 @@ class EagleStudent(Student):
 
 
 class MedusaStudent(Student):
-    def __init__(self, config: MedusaConfig, target: Target, draft_ids: Tensor, max_length: int) -> None:
-        super().__init__(config, target, draft_ids, max_length)
-        self.trunk = None
-        if config.trunk is not None:
-            self.trunk = EagleStudent(config.trunk, target, draft_ids, max_length, self.module.trunk)
+    def __init__(self, config: MedusaConfig, target: Target, ids: Tensor, max_length: int) -> None:
+        super().__init__(config, target, ids, max_length)
+        trunk, module = config.trunk, self.module.trunk
+        self.trunk = None if trunk is None else EagleStudent(trunk, target, ids, max_length, module)
 
     def start_from(self, seen: Seen, batch: Batch) -> None:
         if self.trunk is not None:
@@ -121,16 +120,14 @@ class MedusaStudent(Student):
             start = self.target.final(seen.last.flatten(0, 1)[batch.rows])  # [N, hidden]
         else:
             start = self.trunk.guesses(batch, seen, 1)[0].hidden
-        return [
-            Guess(x, self.output, batch.row_after(1 + step), batch.numbers, step)
-            for step, x in enumerate(self.module(start)[:num_steps])
-        ]
+        ahead = enumerate(self.module(start)[:num_steps])
+        return [Guess(x, self.output, batch.row_after(1 + k), batch.numbers, k) for k, x in ahead]
 
 
 class DraftStudent(Student):
-    def __init__(self, config: DraftConfig, target: Target, draft_ids: Tensor, max_length: int) -> None:
+    def __init__(self, config: DraftConfig, target: Target, ids: Tensor, max_length: int) -> None:
         """Where sizes agree a layer starts as one of the target's, the first and the last among them."""
-        super().__init__(config, target, draft_ids, max_length)
+        super().__init__(config, target, ids, max_length)
         theirs, last = dict(target.named_parameters()), target.config.num_layers - 1
         for i, layer in enumerate(self.module.layers):
             source = f"layers.{round(i * last / max(1, config.num_layers - 1))}."
@@ -148,19 +145,17 @@ class DraftStudent(Student):
         hidden, _ = self.module.finish(x.flatten(0, 1)[batch.rows])  # row t: what comes after the token at t
         if draw is not None:
             return [Guess(hidden, self.output, batch.numbers, batch.numbers, 0)]
-        after = [batch.row_after(1 + step) for step in range(num_steps)]
-        found = [hidden[rows.clamp(min=0)] for rows in after]
-        return [Guess(x, self.output, after[step], batch.numbers, step) for step, x in enumerate(found)]
+        after = enumerate(batch.row_after(1 + step) for step in range(num_steps))
+        return [Guess(hidden[r.clamp(min=0)], self.output, r, batch.numbers, step) for step, r in after]
 
 
 class DflashStudent(Student):
-    """While training, a few rows of each sequence are anchors of blocks; all blocks of a sequence are one
-    attention under a mask."""
+    """In training, a few rows of a sequence are anchors of blocks, all in one attention under a mask."""
 
-    def __init__(self, config: DflashConfig, target: Target, draft_ids: Tensor, max_length: int) -> None:
-        super().__init__(config, target, draft_ids, max_length + config.block_size)
+    def __init__(self, config: DflashConfig, target: Target, ids: Tensor, max_length: int) -> None:
+        super().__init__(config, target, ids, max_length + config.block_size)
         self._draft_of = torch.full_like(target.head[:, 0], config.draft_vocab_size, dtype=torch.int64)
-        self._draft_of[self.draft_ids] = torch.arange(len(draft_ids), device=self._draft_of.device)
+        self._draft_of[self.draft_ids] = torch.arange(len(ids), device=self._draft_of.device)
 
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         config, module, device = self.config, self.module, batch.ids.device
@@ -173,7 +168,10 @@ class DflashStudent(Student):
         positions = (places[..., None] + 1 + torch.arange(size, device=device)).flatten(1)
         angles = self.tables.at(torch.arange(length, device=device))
         context = module.keys_values(seen.features(config.taps), angles)
-        visible = _visible(places, length, size)
+        block = torch.arange(anchors.shape[1], device=device).repeat_interleave(size)
+        own = (block[:, None] == block).expand(len(anchors), -1, -1)
+        upto = torch.arange(length, device=device) <= places[..., None]  # [B, A, S]: the context up to t
+        visible = torch.cat([upto.repeat_interleave(size, 1), own], -1)[:, None]  # [B, 1, A size, S + A size]
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             far_k, far_v = context[i]  # [B, S, kv_heads, dim]
@@ -199,8 +197,7 @@ class DflashStudent(Student):
         return chosen.clamp(max=len(batch.rows) - 1), (batch.size > 0)[:, None].expand(-1, number)
 
     def _guess(self, batch: Batch, hidden: Tensor, base: Tensor, step: int) -> Guess:
-        """hidden [n, size, hidden]. The Markov head's part is a product with the token before: both are one
-        product."""
+        """hidden [n, size, hidden]. The Markov head's product with the token before is joined to it."""
         x, weight = hidden[:, step if self.config.sample_from_anchor else step + 1], self.output
         if self.config.markov_rank:
             before = self.module.markov_w1.rows(self._draft_of[batch.token_after(1 + step)[base]])
@@ -209,16 +206,50 @@ class DflashStudent(Student):
         return Guess(x, weight, batch.row_after(1 + step)[base], base, step)
 
 
-def _visible(places: Tensor, length: int, size: int) -> Tensor:
-    """places [B, A] -> [B, 1, A * size, S + A * size]: the context up to t, then the block's own rows."""
-    num, anchors = places.shape
-    upto = torch.arange(length, device=places.device) <= places[..., None]  # [B, A, S]
-    block = torch.arange(anchors, device=places.device).repeat_interleave(size)
-    own = (block[:, None] == block).expand(num, -1, -1)
-    return torch.cat([upto.repeat_interleave(size, 1), own], -1)[:, None]
-
-
-def build_student(config: HeadConfig, target: Target, draft_ids: Tensor, max_length: int) -> Student:
+def build_student(config: HeadConfig, target: Target, ids: Tensor, max_length: int) -> Student:
     kinds = {"eagle": EagleStudent, "medusa": MedusaStudent, "dflash": DflashStudent, "draft": DraftStudent}
-    student: Student = kinds[config.kind](config, target, draft_ids, max_length)
+    student: Student = kinds[config.kind](config, target, ids, max_length)
     return student
+
+
+class Acceptance(NamedTuple):
+    tau: float  # tokens a step, the target's own counted
+    by_position: tuple[float, ...]  # chance that the first k + 1 drafted tokens are all right, over all rows
+
+
+@torch.no_grad()
+def hits(head: Student, batch: Batch, num_steps: int, dtype: torch.dtype) -> Tensor:
+    """[N, K] bool: is step k of the draft from each row the target's choice?"""
+    seen, teacher = head.target.observe(batch, head.config.hidden_layers, head.draft_ids)
+    found = torch.zeros((len(batch.rows), num_steps), dtype=torch.bool, device=batch.ids.device)
+    with torch.autocast(batch.ids.device.type, dtype, enabled=dtype != torch.float32):
+        guesses = head.guesses(batch, seen, num_steps)
+    for guess in guesses:
+        hidden, nothing = guess.hidden.to(dtype), torch.zeros(len(guess.rows), device=guess.rows.device)
+        _, guessed = agreement(hidden, guess.weight, teacher, guess.rows, nothing, Mix(soft=0.0))
+        is_right = (guess.rows >= 0) & (guessed == teacher.best[guess.rows.clamp(min=0)])
+        found[guess.base, guess.step] = is_right
+    return found
+
+
+def measure(head: Student, batches: Iterable[Batch], num_steps: int, dtype: torch.dtype) -> Acceptance:
+    steps = gained = 0
+    accepted: list[np.ndarray] = []
+    for batch in batches:
+        there = batch.to(head.draft_ids.device)
+        lengths = hits(head, there, num_steps, dtype).long().cumprod(1).sum(1).cpu().numpy()
+        accepted.append(lengths)
+        for first, size in zip(batch.first.tolist(), batch.size.tolist(), strict=True):
+            count, tokens = walk(lengths[first : first + size])
+            steps, gained = steps + count, gained + tokens
+    every = np.concatenate(accepted) if accepted else np.zeros(1)
+    return Acceptance(gained / max(steps, 1), tuple(float((every > k).mean()) for k in range(num_steps)))
+
+
+def walk(accepted: np.ndarray) -> tuple[int, int]:
+    """Decode one answer; accepted [rows]: tokens that a draft from there would gain. -> steps, tokens."""
+    row = steps = tokens = 0
+    while row < len(accepted) - 1:  # the last row has nothing to add
+        advance = 1 + int(accepted[row])
+        steps, tokens, row = steps + 1, tokens + advance, row + advance
+    return steps, tokens

@@ -1,9 +1,8 @@
-"""What the target is asked to write about: conversations from given prompts, and prompts that it invents
-itself.
+"""What the target is asked to write about: given prompts, and those that it invents itself.
 
 A model trained on chats also knows what users say: shown its own template up to the user's words, it writes a
-prompt. So no data set is needed. Half of the answers are greedy, half drawn at a temperature. Invariant:
-every conversation is drawn from the generator it is given, so a seed names a text.
+prompt, so no data set is needed. Half of the answers are greedy. Invariant: every conversation is drawn from
+the generator it is given, so a seed names a text.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from paceline.loaders.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
+Use = Callable[[str], str | None]  # of a text that was written: what is asked about it
 MARK = "\u2021\u2021here\u2021\u2021"  # stands for a user's words while the template is looked through
 FOLLOW_UPS = (
     "Can you rephrase that in simpler words?", "Summarize your answer in one sentence.", "Why?", "Continue.",
@@ -77,35 +77,25 @@ class Style:
         return self.tokenizer.decode(tokens).strip()
 
 
-def chat(style: Style, turns: Sequence[str]) -> Conversation:
-    """The user's turns as given, the target's answers between them, all at one temperature."""
+def chat(style: Style, turns: Sequence[str | None]) -> Conversation:
+    """The user's turns, written by the target where None; its answers between them, at one temperature."""
     temperature = style.temperature()
-    messages: list[Message] = style.opening()
+    messages: list[Message] = [] if None in turns else style.opening()
     for turn in turns:
+        if turn is None:
+            shown = [*messages, {"role": "user", "content": MARK}]
+            template = style.tokenizer.chat(shown, add_generation_prompt=False)
+            opening = style.tokenizer.encode(template[: template.index(MARK)], add_special=False)
+            if len(opening) > style.max_prompt:
+                return
+            ask = Ask(opening, style.draw.choice((0.8, 1.0, 1.0)), 160, style.seed(), is_kept=False)
+            turn = style.read((yield ask))
+            if len(turn) < 4:
+                return
         messages.append({"role": "user", "content": turn})
         prompt = style.tokenizer.encode_chat(messages)
         if len(prompt) > style.max_prompt:
             return
-        answer = yield Ask(prompt, temperature, style.length(), style.seed())
-        messages.append({"role": "assistant", "content": style.read(answer)})
-
-
-def invented(style: Style, num_turns: int) -> Conversation:
-    """The target writes the user's turns, too."""
-    temperature = style.temperature()
-    messages: list[Message] = []
-    for _ in range(num_turns):
-        shown = [*messages, {"role": "user", "content": MARK}]
-        template = style.tokenizer.chat(shown, add_generation_prompt=False)
-        opening = style.tokenizer.encode(template[: template.index(MARK)], add_special=False)
-        if len(opening) > style.max_prompt:
-            return
-        turn = yield Ask(opening, style.draw.choice((0.8, 1.0, 1.0)), 160, style.seed(), is_kept=False)
-        text = style.read(turn)
-        if len(text) < 4:
-            return
-        messages.append({"role": "user", "content": text})
-        prompt = style.tokenizer.encode_chat(messages)
         answer = yield Ask(prompt, temperature, style.length(), style.seed())
         messages.append({"role": "assistant", "content": style.read(answer)})
 
@@ -117,11 +107,8 @@ def raw(style: Style, text: str) -> Conversation:
         yield Ask(prompt, style.temperature(), style.length(), style.seed())
 
 
-def about(
-    style: Style, request: str, use: Callable[[str], str | None], times: int = 1, temperature: float = 0.9
-) -> Conversation:
-    """First the target writes a text (an article, a sentence in German, a question); then it is asked to do
-    something with it."""
+def about(style: Style, request: str, use: Use, times: int = 1, temperature: float = 0.9) -> Conversation:
+    """First the target writes a text, such as an article; then it is asked to do something with it."""
     opening = style.tokenizer.encode_chat([{"role": "user", "content": request}])
     if len(opening) > style.max_prompt:
         return
@@ -132,33 +119,28 @@ def about(
             yield from chat(style, [prompt])
 
 
-def conversations(
-    tokenizer: Tokenizer, prompts: Sequence[Sequence[str]], seed: int
-) -> Iterator[Conversation]:
-    """Without end: the given prompts in a new order each time round, each sometimes with a follow-up; without
-    prompts, invented ones."""
+def conversations(tokenizer: Tokenizer, turns: Sequence[Sequence[str]], seed: int) -> Iterator[Conversation]:
+    """Without end: the prompts in a new order each time round, some with a follow-up; and invented ones."""
     style = Style(tokenizer, random.Random(seed))
-    order = list(range(len(prompts)))
+    order = list(range(len(turns)))
     while True:
         style.draw.shuffle(order)
         for index in order:
             if tokenizer.has_chat_template:
                 extra = [style.draw.choice(FOLLOW_UPS)] if style.draw.random() < 0.15 else []
-                yield chat(style, [*prompts[index], *extra])
+                yield chat(style, [*turns[index], *extra])
             else:
-                yield raw(style, prompts[index][0])
+                yield raw(style, turns[index][0])
         if order and style.draw.random() >= 0.5:
             continue
         if tokenizer.has_chat_template:
-            yield invented(style, style.draw.choice((1, 1, 2)))
+            yield chat(style, [None] * style.draw.choice((1, 1, 2)))
         else:
             yield raw(style, style.draw.choice(FIRST_WORDS))
 
 
-QUESTION = re.compile(
-    r"(?:^|[.:\n]\s*|\")((?:who|what|where|when|why|how|which|is|are|does|do|can|did)\b[^.?!\n\"]{8,160}\?)",
-    re.IGNORECASE,
-)
+QUESTION_WORDS = "who|what|where|when|why|how|which|is|are|does|do|can|did"
+QUESTION = re.compile(rf"(?:^|[.:\n]\s*|\")((?:{QUESTION_WORDS})\b[^.?!\n\"]{{8,160}}\?)", re.IGNORECASE)
 
 
 def questions_in(texts: Sequence[str]) -> list[str]:

@@ -1,13 +1,9 @@
-"""Written text: as shards on disk, and as the batches that heads learn from.
-
-A shard is one .npz of plain arrays: token ids, where each sequence and its answer start, and at which
-temperature it was written. Invariants: a sequence lies whole in one shard and has an answer,
-`starts[i] + num_prompt[i] < starts[i + 1]`; the order of batches is a function of the seed and the round.
+"""Written text: as shards on disk (.npz of plain arrays), and as the batches that heads learn from.
 
 A *row* is a position t whose hidden state the drafter starts from, once the target has read up to t and
-chosen the token at t + 1: from the last token of the prompt to the last but one of the text. What is
-predicted from it step by step are the tokens at t + 2, t + 3, ... Rows of a sequence follow one another, so
-the teacher's word on step k of row i is row i + 1 + k, if that is still the same sequence.
+chosen the token at t + 1: from the last token of the prompt to the last but one of the text. Steps predict
+the tokens at t + 2, t + 3, ..., so the teacher's word on step k of row i is row i + 1 + k of the sequence.
+Invariants: a sequence has an answer and lies whole in one shard; seed and round give the order of batches.
 """
 
 from __future__ import annotations
@@ -89,16 +85,10 @@ def load_shard(path: Path) -> Texts:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             texts = Texts(*(stored[name] for name in Texts._fields))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        what = f"{path}: is not a whole shard of written text ({error})"
-        raise ModelFileError(f"{what}; write it again") from error
-    lengths = np.diff(texts.starts)
-    is_sound = (
-        len(texts.starts) == len(texts) + 1 == len(texts.temperature) + 1
-        and texts.starts[0] == 0
-        and texts.starts[-1] == len(texts.tokens)
-        and bool((texts.num_prompt >= 0).all() and (lengths > texts.num_prompt).all())
-    )
-    if not is_sound:
+        raise ModelFileError(f"{path}: is not a whole shard of text ({error}); write it again") from error
+    is_sound = len(texts.starts) == len(texts) + 1 == len(texts.temperature) + 1
+    is_sound = is_sound and texts.starts[0] == 0 and texts.starts[-1] == len(texts.tokens)
+    if not is_sound or (texts.num_prompt < 0).any() or (np.diff(texts.starts) <= texts.num_prompt).any():
         raise ModelFileError(f"{path}: its index does not fit its tokens; write it again")
     return texts
 
@@ -132,8 +122,7 @@ class Batch(NamedTuple):
         return self.rows % self.ids.shape[1]
 
     def to(self, device: torch.device) -> Batch:
-        ids, rows, sequence, first, size = (part.to(device, non_blocking=True) for part in self[:5])
-        return Batch(ids, rows, sequence, first, size, self.num_tokens)
+        return Batch._make([*(part.to(device, non_blocking=True) for part in self[:5]), self.num_tokens])
 
     def token_after(self, distance: int) -> Tensor:
         """[N]: the token at t + distance, or any beyond the end."""
@@ -148,12 +137,10 @@ class Batch(NamedTuple):
 
 
 def split(texts: Texts, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of sequences to learn from, and of greedy ones that are held out: spread evenly over the data,
-    so the same for every seed."""
+    """Sequences to learn from, and greedy ones that are held out: spread evenly, the same for every seed."""
     greedy = np.flatnonzero(texts.temperature == 0)
     if len(greedy) < 2:
-        remedy = "acceptance is measured on such, so write more text"
-        raise ConfigError(f"the text has {len(greedy)} greedy answers; {remedy}")
+        raise ConfigError(f"the text has {len(greedy)} greedy answers, to measure acceptance on; write more")
     held = greedy[:: max(1, len(greedy) // max(1, min(num_held_out, len(greedy) // 8 or 1)))]
     return np.setdiff1d(np.arange(len(texts)), held), held
 
@@ -161,8 +148,7 @@ def split(texts: Texts, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
 def batches(
     texts: Texts, chosen: np.ndarray, batch_tokens: int, max_length: int, draw: np.random.Generator | None
 ) -> Iterator[Batch]:
-    """All chosen sequences once whose answers begin within the length; in random order, or sorted where
-    nothing is drawn."""
+    """All chosen sequences once whose answers begin within the length; sorted where nothing is drawn."""
     chosen = chosen[texts.num_prompt[chosen] < max_length - 1]
     order = chosen if draw is None else draw.permutation(chosen)
     groups: list[list[int]] = []

@@ -1,37 +1,38 @@
-"""The trainer: one loop for all kinds. The target reads a batch, heads guess, their disagreement with it is
-the loss.
+"""The trainer: the target reads a batch, heads of all kinds guess, their disagreement with it is the loss.
 
-Stops at a number of tokens or of seconds; the learning rate follows a cosine over the same measure.
 Everything that decides the next step (weights, moments, place in the data) is in the checkpoint, and batches
-and draws depend on seed and place alone, so that a run that was interrupted ends as one that was not (with a
-limit in tokens; seconds are never the same twice). Never pickled.
+and draws depend on seed and place alone. Invariant: a run that was interrupted ends as one that was not (with
+a limit in tokens; seconds are never the same twice).
 """
 
 from __future__ import annotations
 
+import json
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, ModelFileError
 from paceline.core.options import require
 from paceline.heads.config import HeadConfig
-from paceline.train.acceptance import Acceptance, measure
-from paceline.train.lessons import Lessons, Seen
-from paceline.train.losses import Teacher, agreement
+from paceline.loaders.head_files import write_tensors
+from paceline.train.lessons import Lessons, Seen, Teacher, agreement
 from paceline.train.recipes import WIDTH, Recipe, head_config
-from paceline.train.save import save_state
-from paceline.train.students import build_student
+from paceline.train.students import Acceptance, build_student, measure
 from paceline.train.texts import Batch, Texts, batches, prefetched
+
+STATE = "state.safetensors"  # weights, averages, moments and the place in the data
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Limit(NamedTuple):
@@ -86,8 +87,8 @@ class Trainer:
         self.head = build_student(self.config, lessons.target, ids, recipe.max_length)
         self.weights: dict[str, torch.nn.Parameter] = dict(self.head.module.named_parameters())
         fixed: dict[str, Any] = {"betas": (0.9, 0.95), "fused": self.device.type == "cuda"}
-        weights, decay = self.weights.values(), recipe.weight_decay
-        self.optimizer = torch.optim.AdamW(weights, lr=recipe.rate, weight_decay=decay, **fixed)
+        fixed |= {"lr": recipe.rate, "weight_decay": recipe.weight_decay}
+        self.optimizer = torch.optim.AdamW(self.weights.values(), **fixed)
         kept = self.weights if recipe.average else {}
         self.average = {name: weight.detach().clone() for name, weight in kept.items()}
         self.place, self.last_loss, self.is_fresh = Place(), torch.zeros(()), True
@@ -139,8 +140,7 @@ class Trainer:
         return {"loss": self.last_loss, "right": torch.stack(right).mean(), **self.numbers()}
 
     def _rate(self) -> float:
-        """Rises to the recipe's rate, then falls as a cosine; wide layers add up more of every step, so they
-        take smaller ones."""
+        """Rises to the recipe's rate, then falls as a cosine; wide layers take smaller steps."""
         share, warm_up = self.share, self.recipe.warm_up
         highest = self.recipe.rate * min(max(WIDTH / self.config.hidden_size, 0.2), 4.0)
         if share < warm_up:
@@ -150,11 +150,11 @@ class Trainer:
 
     def measure(self) -> dict[str, Any]:
         """Acceptance on what is held out, noted in the curve."""
-        if not math.isfinite(float(self.last_loss)):
-            what = f"the loss is {float(self.last_loss)} after {self.place.step} steps"
-            raise ConfigError(f"{what}; lower the learning rate")
+        loss, steps = float(self.last_loss), self.place.step
+        if not math.isfinite(loss):
+            raise ConfigError(f"the loss is {loss} after {steps} steps; lower the learning rate")
         found = self.accept(self.lessons.texts, self.lessons.held)
-        record = {**self.numbers(), "loss": float(self.last_loss), **found._asdict()}
+        record = {**self.numbers(), "loss": loss, **found._asdict()}
         self.place.curve.append(record)
         return record
 
@@ -176,48 +176,51 @@ class Trainer:
             for name, data in own.items():
                 self.weights[name].data = data
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The head as it is shipped."""
-        with self.averaged():
-            return self.head.tensors()
-
     def numbers(self) -> dict[str, Any]:
         place = {name: getattr(self.place, name) for name in Place.__slots__ if name != "curve"}
         return {**place, "kind": self.recipe.kind, "share": self.share, "rate": self._rate()}
 
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with the training that goes on from it."""
+        target = f"{self.config.target_name} ({self.config.target_hash[:12]})"
+        recipe = json.loads(json.dumps(asdict(self.recipe)))
+        return {"recipe": recipe, "target": target, "text": self.lessons.digest, "seed": self.seed}
 
-def run(trainers: Sequence[Trainer], folders: Sequence[Path], config: TrainConfig) -> None:
-    """Train all of them on the same batches to their limit, or until `is_over`; a checkpoint of each lies in
-    its folder."""
-    first, started, num_measures = trainers[0], time.perf_counter(), config.num_measures
-    assert all(t.place.batch == first.place.batch for t in trainers)
-    before, taps = first.place.seconds, sorted({tap for t in trainers for tap in t.config.hidden_layers})
-    next_measure = math.floor(first.share * num_measures + 1) / num_measures
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            tensors[f"weight:{name}"] = weight.detach()
+            moments = self.optimizer.state.get(weight, {})
+            tensors.update({f"{moment}:{name}": moments[moment] for moment in MOMENTS if moment in moments})
+        tensors.update({f"average:{name}": weight for name, weight in self.average.items()})
+        numbers = json.dumps({"identity": self._identity(), "place": asdict(self.place)})
+        stored = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        write_tensors(folder / STATE, stored, {"numbers": numbers})
 
-    def measure_all(chosen: Iterable[Trainer]) -> None:
-        for trainer in chosen:
-            config.report("measured", trainer.measure())
-
-    def save_all() -> None:
-        for trainer, folder in zip(trainers, folders, strict=True):
-            save_state(trainer, folder)
-
-    measure_all(trainer for trainer in trainers if not trainer.place.curve)
-    while first.share < 1 and not config.is_over():
-        for batch in first.rest_of_round():
-            there = batch.to(first.device)
-            seen, teacher = first.lessons.target.observe(there, taps, first.head.draft_ids)
-            for trainer in trainers:
-                trainer.place.seconds = before + time.perf_counter() - started
-                config.report("step", trainer.learn(there, seen, teacher))
-            if first.share >= next_measure:
-                next_measure += 1 / num_measures
-                measure_all(trainers)
-                save_all()
-            if first.share >= 1 or config.is_over():
-                break
-        else:
-            for trainer in trainers:
-                trainer.place.round, trainer.place.batch = trainer.place.round + 1, 0
-    save_all()
-    measure_all(t for t in trainers if t.place.curve[-1]["step"] < t.place.step)
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        path = folder / STATE
+        if not path.is_file():
+            raise ConfigError(f"{folder} holds no checkpoint of a training ({STATE}); start without resuming")
+        try:
+            with safe_open(path, framework="pt") as opened:
+                numbers = json.loads(opened.metadata()["numbers"])
+            tensors = load_file(path)
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ModelFileError(f"{path} is not a whole checkpoint ({error}); start anew") from error
+        theirs = numbers.get("identity", {})
+        for name, value in self._identity().items():
+            if theirs.get(name) != value:
+                what = f"{folder} was trained with {name} {theirs.get(name)!r:.90}, not {value!r:.90}"
+                raise ConfigError(f"{what}; resume with the same, or start anew")
+        self.place = Place(**numbers["place"])
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(tensors[f"weight:{name}"])
+                if f"{MOMENTS[0]}:{name}" in tensors:
+                    state = {moment: tensors[f"{moment}:{name}"].to(weight.device) for moment in MOMENTS}
+                    state["step"] = torch.tensor(float(self.place.step), device=weight.device)
+                    self.optimizer.state[weight] = state
+            for name in self.average:
+                self.average[name].copy_(tensors[f"average:{name}"])

@@ -1,7 +1,6 @@
-"""Other tasks made of given prompts: texts to summarize, to translate, to rewrite and to ask about, exercises
-with other numbers, and prompts that the target invents.
+"""Other tasks made of given prompts (to summarize, translate, rewrite, ask about, with other numbers): a head
+is good where its text was of the same kind, so one set of prompts is made to cover many kinds.
 
-A head is good where its text was of the same kind, so one set of prompts is made to cover many kinds.
 Invariant: everything is drawn from the generator of the style, so a seed names a text.
 """
 
@@ -11,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.train.talk import FOLLOW_UPS, Conversation, Style, about, chat, invented, questions_in, raw
+from paceline.train.talk import FOLLOW_UPS, Conversation, Style, about, chat, questions_in, raw
 
 LONGEST_PROMPT = 5000  # characters
 LANGUAGES = ("German",) * 6 + ("French", "Spanish", "Italian", "Dutch", "Portuguese")
@@ -90,7 +89,6 @@ def _sentence(text: str, draw: random.Random) -> str | None:
 
 
 def from_english(style: Style, material: Material) -> Conversation:
-    """Of a text that is not the model's."""
     sentence = _sentence(style.draw.choice(material.passages), style.draw) or "Good morning."
     return chat(style, [f"Translate English to {style.draw.choice(LANGUAGES)}: {sentence}"])
 
@@ -146,7 +144,7 @@ Task = Callable[[Style, Material], Conversation]
 # its share, what it is made of, and the task
 TASKS: tuple[tuple[float, str, Task], ...] = (
     (0.12, "prompts", lambda s, m: chat(s, [s.draw.choice(m.prompts)])),
-    (0.20, "prompts", lambda s, m: invented(s, s.draw.choice((1, 1, 1, 2, 3)))),
+    (0.20, "prompts", lambda s, m: chat(s, [None] * s.draw.choice((1, 1, 1, 2, 3)))),
     (0.04, "prompts", dialogue),
     (0.14, "questions", question),
     (0.06, "math", exercise),
@@ -164,7 +162,6 @@ def varied(style: Style, prompts: Sequence[str]) -> Iterator[Conversation]:
     """Without end; tasks for which the prompts hold nothing are left out."""
     material = Material(prompts)
     tasks = [task for task in TASKS if getattr(material, task[1])]
-    weights = [weight for weight, _, _ in tasks]
     while tasks:
-        _, _, task = style.draw.choices(tasks, weights)[0]
+        _, _, task = style.draw.choices(tasks, [share for share, _, _ in tasks])[0]
         yield task(style, material)

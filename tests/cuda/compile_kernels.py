@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.cuda import add_splits, advance, attend_split, features, multiply, overlap, pick
+from paceline.cuda import add_splits, attend_split, burst, features, multiply, pick, rows
 from paceline.cuda.batch import DeviceBatch
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -67,9 +67,9 @@ def compiled(kernel: Any, arguments: list[Any]) -> str:
 
 if __name__ == "__main__":
     # as on a Hopper
-    overlap.OVERLAPS = multiply.OVERLAPS = tl.constexpr(True)  # type: ignore[attr-defined]
+    rows.OVERLAPS = multiply.OVERLAPS = tl.constexpr(True)  # type: ignore[attr-defined]
     for kernel, arguments in CASES:
         ptx = compiled(kernel, arguments)
         assert "griddepcontrol.wait" in ptx, f"{kernel} does not wait for the one before"
-    assert "griddepcontrol" not in compiled(advance._advance, ADVANCE), "it starts when all before has ended"
+    assert "griddepcontrol" not in compiled(burst._advance, ADVANCE), "it starts when all before has ended"
     print(len(CASES) + 1, "compiled")

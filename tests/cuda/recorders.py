@@ -11,8 +11,7 @@ import torch
 from paceline.cuda.backend import CudaBackend
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Capture, Recording, Run
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.executor import KvMemory, LocalExecutor
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:

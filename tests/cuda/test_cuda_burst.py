@@ -16,16 +16,14 @@ import torch
 
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
-from paceline.cuda import head_inputs
-from paceline.cuda.advance import advance
+from paceline.cuda import recorded_head
 from paceline.cuda.backend import CudaBackend
-from paceline.cuda.burst import CudaBurstBackend
+from paceline.cuda.burst import CudaBurstBackend, advance
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.engine.pending import PendingBurst
 from paceline.models.decoder import Decoder
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.torch_backend import TorchBackend
 from tests.calm import (
     CHANGING,
@@ -114,7 +112,7 @@ def test_a_request_stopped_within_a_burst_is_gone_and_a_shape_is_recorded_once(
     head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaBurstBackend, "most_rounds", 2)
-    monkeypatch.setattr(head_inputs, "WARM", 2)
+    monkeypatch.setattr(recorded_head, "WARM", 2)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     first, ours, theirs = (request_of(prompt, params) for prompt in (STEADY, CHANGING, CHANGING))
     engine = engine_on(device, head, 3)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.core.batch import build
 from paceline.core.errors import ConfigError
 from paceline.core.noise import Noise, Purpose
 from paceline.core.types import Cached, Columns, Output, Pick, Segment
@@ -31,10 +32,8 @@ from paceline.cuda.graphs import Graphs, Recording
 from paceline.loaders.checkpoint import DummyCheckpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
-from paceline.runtime.batch import build
-from paceline.runtime.executor import LocalExecutor
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.kv_memory import KvMemory
 from paceline.runtime.torch_backend import TorchBackend
 from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 
@@ -277,7 +276,7 @@ def columns_of(*segments: Segment) -> Columns:
     cache = KvCache(32)
     for segment in segments:
         assert cache.reserve(segment.cache, segment.cache.num_cached + len(segment.tokens))
-    return build(segments, cache, CPU).columns
+    return build(segments, CPU).columns
 
 
 def test_padding_rows_see_themselves_and_write_nowhere() -> None:

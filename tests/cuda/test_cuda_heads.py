@@ -19,12 +19,12 @@ import torch
 from paceline.core.options import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
-from paceline.cuda import head_inputs
+from paceline.cuda import recorded_head
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
 from paceline.cuda.pick import guess
-from paceline.cuda.recorded_head import HeadCache
+from paceline.cuda.recorded_head import HeadCache, PagedPlace
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.reading import likeliest
@@ -35,8 +35,7 @@ from paceline.heads.rows import Feed, Guesses, Node, Row, Sampler
 from paceline.heads.torch_heads import TorchMedusaHead
 from paceline.loaders.head_files import Head
 from paceline.models.decoder import Decoder
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.torch_backend import TorchBackend
 from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 from tests.heads import config_of, eagle_1, random_head, random_tensors
@@ -162,13 +161,13 @@ def test_a_fork_has_the_same_rows_and_goes_its_own_way(device: torch.device) -> 
 def test_blocks_of_places_that_are_gone_are_used_again(device: torch.device) -> None:
     cache_ = HeadCache((1, 1, 4), torch.float32, device, num_blocks=4)
     for _ in range(9):
-        place = cache_.place()
+        place = PagedPlace(cache_)
         place.reserve(50)
         assert len(set(place.slots(0, 50))) == 50
         assert cache_.trash_slot not in place.slots(0, 50)
         del place
     assert cache_.generation == 0
-    kept = [cache_.place() for _ in range(3)]
+    kept = [PagedPlace(cache_) for _ in range(3)]
     for place in kept:
         place.reserve(40)
     assert cache_.generation == 2
@@ -191,7 +190,7 @@ def test_a_chain_is_one_recording_replayed() -> None:
 def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
-    monkeypatch.setattr(head_inputs, "WARM", 2)
+    monkeypatch.setattr(recorded_head, "WARM", 2)
     config, capture = CHAINS["eagle"], CountingCapture()
     head, rows = CudaChainHead(head_of(config), target_on(CPU, capture), 16), shown(CPU)
     head.warm_up(2)
@@ -204,7 +203,7 @@ def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyP
 def test_a_prompt_is_read_before_and_not_recorded(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_inputs, "TAIL", 4)
+    monkeypatch.setattr(recorded_head, "TAIL", 4)
     chains = []
     for head, rows in zip(chain_heads("eagle", device), (shown(device), shown(CPU)), strict=True):
         feeds = [Feed(head.place(), 0, TOKENS[:count], rows[:count]) for count in (9, 2)]

@@ -26,8 +26,7 @@ from paceline.engine.policy.cost import CostTable
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.runtime.backend import Decoder, backend_for
 from paceline.runtime.device import resolve
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.record import StepRecord
 
 VOCAB = 48
@@ -189,7 +188,7 @@ def run(engine: Engine, requests: Sequence[Request], max_steps: int = 3000) -> l
         memory.cache_clear()  # what it holds now must not fail the tests after this one
         raise
     assert not engine.has_work, "the engine did not finish"
-    assert engine.executor.kv.pool.num_used == 0, "blocks were left behind"
+    assert engine.executor.kv.num_used == 0, "blocks were left behind"
     for request in requests:
         check_sums(engine, request, [e for e in emissions if e.request is request])
     return emissions

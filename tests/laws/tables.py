@@ -20,8 +20,7 @@ from paceline.core.noise import Noise
 from paceline.core.types import Batch, Output, Request, Segment
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.kv_memory import KvMemory
+from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.torch_backend import TorchBackend
 from tests.laws.harness import CONFIG
 

@@ -124,7 +124,7 @@ def check_stopped(engine: Engine, requests: Sequence[Request], when: int) -> Non
     while engine.has_work:
         assert all(emission.request is not requests[1] for emission in engine.step())
         engine.check()
-    assert engine.executor.kv.pool.num_used == 0
+    assert engine.executor.kv.num_used == 0
     assert requests[1].num_output == length
     assert [request.output for request in others] == [expected(request) for request in others]
 

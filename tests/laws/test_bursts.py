@@ -246,7 +246,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     assert isinstance(long.error, ModelError)
     assert long.output == expected(long)[: long.num_output]
     assert short.output == expected(short)
-    assert engine.executor.kv.pool.num_used == 0
+    assert engine.executor.kv.num_used == 0
 
 
 def test_a_watch_that_comes_within_a_burst_sees_the_steps_after_it() -> None:

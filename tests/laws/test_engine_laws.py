@@ -449,7 +449,7 @@ def test_abort_at_any_moment_frees_everything_and_disturbs_no_one() -> None:
         while engine.has_work:
             engine.step()
             engine.check()
-        assert engine.executor.kv.pool.num_used == 0
+        assert engine.executor.kv.num_used == 0
         assert [r.output for r in requests if r is not requests[1]] == [
             expected(r) for r in requests if r is not requests[1]
         ]

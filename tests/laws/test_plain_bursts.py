@@ -258,7 +258,7 @@ def test_where_blocks_run_out_no_pass_follows_and_nothing_is_lost() -> None:
         engine.check()
     assert engine.scheduler.num_preemptions > 0
     assert device.num_followers > 0
-    assert engine.executor.kv.pool.num_used == 0
+    assert engine.executor.kv.num_used == 0
     assert [request.output for request in requests] == [expected(request) for request in requests]
 
 

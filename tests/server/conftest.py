@@ -48,7 +48,7 @@ def tiny_server(wide_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[Server]:
-    hub.fetch_default(progress=False)
+    hub.resolve("default", progress=False)
     server = start_server("default")
     yield server
     server.kill()
@@ -59,7 +59,7 @@ def limited_server() -> Iterator[Server]:
     """One at a time, one may wait, and little patience: less than its longest answer takes, more than a few
     questions to a busy machine.
     """
-    hub.fetch_default(progress=False)
+    hub.resolve("default", progress=False)
     limits = {
         "max-num-seqs": 1,
         "max-queue": 1,

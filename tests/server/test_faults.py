@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {
 
 @pytest.fixture
 def own_server() -> Iterator[Server]:
-    hub.fetch_default(progress=False)
+    hub.resolve("default", progress=False)
     server = start_server("default", "--drain-timeout", "300")
     yield server
     server.kill()

@@ -43,7 +43,7 @@ def run(
         for emission in isolation.step():
             emitted[emission.request.id] += emission.tokens
     llm.engine.check()
-    assert llm.engine.executor.kv.pool.num_used == 0
+    assert llm.engine.executor.kv.num_used == 0
     assert all(request.is_finished for request in requests)
     return requests, emitted
 

@@ -76,7 +76,8 @@ def test_counters_grow_over_a_restart_of_the_engine() -> None:
         "num_steps": 7,
         "num_drafted": 6,
         "num_accepted": 4,
-        "positions": {"drafted_at": [3, 3], "accepted_at": [3, 1]},
+        "drafted_at": [3, 3],
+        "accepted_at": [3, 1],
     }
     for _ in range(2):
         metrics.step({"figures": {**figures, "stats": stats}})
@@ -102,7 +103,7 @@ def test_counts_of_choices_add_up() -> None:
     assert total.num_tokens == 7
     assert total.accepted_at == [2, 2, 0]
     assert total.tau == pytest.approx(7 / 3)
-    assert total.accepted_by_source["ngram"] == 2
+    assert total.by_source["ngram"].num_accepted == 2
     assert total.lengths == {3: 1, 1: 1, 2: 1}
     theirs = Call("c", 1, 2, ends={index: {"stats": stats} for index, stats in enumerate(sent)}).speculation()
     assert theirs["acceptance_histogram"] == [1, 0, 2, 0]

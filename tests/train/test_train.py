@@ -21,8 +21,7 @@ from paceline.loaders.heads import check_target, target_hash
 from paceline.train.data import WriteConfig, Writer, write_texts
 from paceline.train.lessons import Target, answer_counts, draft_vocabulary, prepare
 from paceline.train.recipes import Recipe, recipe_for
-from paceline.train.save import read_head, save_head
-from paceline.train.session import train
+from paceline.train.session import read_head, save_head, train
 from paceline.train.talk import Style, conversations, questions_in
 from paceline.train.texts import (
     Texts,

@@ -1,9 +1,7 @@
 """llama.cpp as a worker, through the xllamacpp wheel: its server's loop, and its raw loop. Runs in the peer's
-environment: no import of Paceline.
-
-The server's answers carry text instead of token ids, which the streaming interface does not name; the raw
-loop's have no words. The end token is never chosen (its logit is minus infinity), which is llama.cpp's way of
-ignoring it.
+environment: no import of Paceline. The server's answers carry text instead of token ids, which the streaming
+interface does not name; the raw loop's have no words. The end token is never chosen (its logit is minus
+infinity), which is llama.cpp's way of ignoring it.
 """
 
 from __future__ import annotations

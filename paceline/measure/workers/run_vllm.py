@@ -44,7 +44,10 @@ def load(options: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]]:
         before, started = _metrics(llm), time.perf_counter()
         answers = _run(llm.llm_engine, prompts, in_flight, names)
         wall, after = time.perf_counter() - started, _metrics(llm)
-        _share_counts(answers, before, after)
+        # Counted for all requests together: the first answer carries them, so that sums are right.
+        for i, answer in enumerate(answers):
+            counts = {name: (after[name] - before[name]) * (i == 0) for name in COUNTED.values()}
+            answer |= {**counts, "num_steps": answer["num_tokens"] - counts["num_accepted"]}
         return {"wall_s": wall, "answers": answers}
 
     return {"generate": generate}
@@ -55,25 +58,23 @@ def _run(engine: Any, prompts: list[dict[str, Any]], in_flight: int, names: Any)
     from vllm import SamplingParams
 
     answers: list[dict[str, Any]] = [{} for _ in prompts]
-    waiting = list(range(len(prompts)))
-    started: dict[str, float] = {}
-    index_of: dict[str, int] = {}  # of the requests in flight
-    while waiting or index_of:
-        while waiting and len(index_of) < in_flight:
-            index, name = waiting.pop(0), next(names)
-            prompt = prompts[index]
+    waiting = list(zip(prompts, answers, strict=True))
+    running: dict[str, tuple[float, dict[str, Any]]] = {}  # by name: when it started, and its answer
+    while waiting or running:
+        while waiting and len(running) < in_flight:
+            (prompt, answer), name = waiting.pop(0), next(names)
             most = prompt["num_tokens"]
             params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
-            started[name], index_of[name] = time.perf_counter(), index
+            running[name] = time.perf_counter(), answer
             engine.add_request(name, {"prompt_token_ids": prompt["ids"]}, params)
         for output in engine.step():
-            answer = answers[index_of[output.request_id]]
-            elapsed = time.perf_counter() - started[output.request_id]
+            started, answer = running[output.request_id]
+            elapsed = time.perf_counter() - started
             answer.setdefault("first_s", elapsed)
             if output.finished:
                 ids = list(output.outputs[0].token_ids)
                 answer |= {"ids": ids, "num_tokens": len(ids), "total_s": elapsed}
-                del index_of[output.request_id]
+                del running[output.request_id]
     return answers
 
 
@@ -83,10 +84,3 @@ def _metrics(llm: Any) -> Counter[str]:
         if metric.name in COUNTED:
             found[COUNTED[metric.name]] += int(metric.value)
     return found
-
-
-def _share_counts(answers: list[dict[str, Any]], before: Counter[str], after: Counter[str]) -> None:
-    """The metrics count for all requests together; the first answer carries them, so that sums are right."""
-    for i, answer in enumerate(answers):
-        counts = {name: (after[name] - before[name]) * (i == 0) for name in COUNTED.values()}
-        answer |= {**counts, "num_steps": answer["num_tokens"] - counts["num_accepted"]}

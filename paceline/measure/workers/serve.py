@@ -1,11 +1,8 @@
-"""The worker's side of the pipe: `python serve.py MODULE` loads an engine once and then answers messages.
-
-Runs in the peer's own environment, so it imports nothing of Paceline. The first message holds the options of
-`MODULE.load`, which returns the operations by name, and under "note" perhaps a remark for the report; every
-later one is {"op": NAME, ...}. A module that names "answer", one request's, gets "generate" made from it;
-"begin" is called with the prompts before.
-Invariant: descriptor 0 is the pipe, and what a library prints goes to the log. A closed pipe ends the worker,
-so none outlives the process that started it; while it waits it sleeps.
+"""The worker's side of the pipe: `python serve.py MODULE` answers messages {"op": NAME, ...} in the peer's
+own environment, so it imports nothing of Paceline. The first is "load" with the options of `MODULE.load`,
+which returns the operations by name, and under "note" perhaps a remark for the report. A module that names
+"answer", one request's, gets "generate" made from it; "begin" is called with the prompts before.
+Invariant: descriptor 0 is the pipe, what a library prints goes to the log, and a closed pipe ends the worker.
 """
 
 from __future__ import annotations
@@ -38,25 +35,21 @@ def generate(operations: dict[str, Any], prompts: list[dict[str, Any]], in_fligh
 def main(module: str) -> None:
     pipe: Any = Connection(os.dup(0))
     try:
-        operations = importlib.import_module(module).load(pipe.recv())
+        operations = importlib.import_module(module).load(pipe.recv()["options"])
         if "answer" in operations:
             operations["generate"] = partial(generate, operations)
         pipe.send({"note": operations.get("note")})
-        while message := received(pipe):
+        while True:
+            try:
+                message = pipe.recv()
+            except (OSError, EOFError):
+                return  # the process that asked has closed it
             pipe.send(operations[message.pop("op")](**message))
     # whatever a peer raises: the process that asked hears of it in one message, the log has the rest
     except Exception as error:
         traceback.print_exc()
         pipe.send({"error": str(error) or type(error).__name__, "kind": type(error).__name__})
         sys.exit(1)
-
-
-def received(pipe: Any) -> dict[str, Any] | None:
-    try:
-        message: dict[str, Any] = pipe.recv()
-    except (OSError, EOFError):
-        return None  # the process that asked has closed it
-    return message
 
 
 if __name__ == "__main__":

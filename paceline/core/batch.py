@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import Any
 
 from paceline.core.sampling import pick_of
-from paceline.core.types import BLOCK_SIZE, Batch, Columns, ColumnsOf, Draft, Pick, ScheduledRequest, Segment
-from paceline.runtime.kv_cache import KvCache
+from paceline.core.types import BLOCK_SIZE, Batch, ColumnsOf, Draft, Moves, Pick, ScheduledRequest, Segment
 
 
 def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
@@ -24,9 +22,9 @@ def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
     return Segment([*known, *draft.tree.tokens[1:]], cache, parents, len(draft.tree.tokens), pick)
 
 
-def build(segments: Sequence[Segment], kv: KvCache, device: torch.device) -> Batch:
+def build(segments: Sequence[Segment], device: Any = "cpu", moves: Moves | None = None) -> Batch:
     """Slots for every row must have been reserved."""
-    columns: Columns = ColumnsOf([], [], [], [], [], [0], [], [], [])
+    columns: ColumnsOf[list[int]] = ColumnsOf([], [], [], [], [], [0], [], [], [])
     ids, positions, slots, parents, request_of, starts, tables, prefixes, rows = columns
     picks: list[Pick] | None = []
     width = max((len(segment.cache.blocks) for segment in segments), default=0) or 1
@@ -46,7 +44,8 @@ def build(segments: Sequence[Segment], kv: KvCache, device: torch.device) -> Bat
                 parents.append(-1 if parent < 0 else first + parent)
             positions += (base + depth for depth in depths)
             request_of += [index] * count
-            slots += kv.slots(cache, base, base + count)
+            places = range(base, base + count)
+            slots += [cache.blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in places]
         assert len(slots) == len(parents) == len(ids), "one parent a row"
         starts.append(first + count)
         prefixes.append(base)
@@ -58,4 +57,4 @@ def build(segments: Sequence[Segment], kv: KvCache, device: torch.device) -> Bat
                 picks = None
             else:
                 picks += [pick] * num_logits
-    return Batch(columns, device, picks or None, kv.take_moves())
+    return Batch(columns, device, picks or None, moves)

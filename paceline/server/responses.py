@@ -1,0 +1,126 @@
+"""What a client is sent: an answer, whole or as server-sent events, or an error in OpenAI's shape with the
+status that fits. Invariant: every failure of a request becomes one `ApiError`, whose message names the value
+and the remedy and holds no secret; when the client is gone the engine's call is left at once, so its blocks
+are free before the next step; an error after the first byte is an event of its own, and the stream still
+ends with [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+CODES = {"GrammarError": "invalid_grammar", "TooLong": "context_length_exceeded"}
+ENGINE_LOST = "the engine stopped while it was answering and is being started again; send the request again"
+# By the engine's state, "lost" for what ran when it ended: the message and the code.
+UNAVAILABLE = {
+    "draining": ("the server is shutting down; send the request to another", "draining"),
+    "lost": (ENGINE_LOST, "engine_lost"),
+}
+RETRY_AFTER_S = {"queue_full": 1, "engine_lost": 2, "engine_unavailable": 2, "draining": 5}  # by code
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return text.encode("utf-8", "replace")
+
+
+class ApiError(Exception):
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = {"retry-after": str(RETRY_AFTER_S[code])} if code in RETRY_AFTER_S else {}
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
+
+    def response(self) -> JsonResponse:
+        return JsonResponse(self.body(), self.status, self.headers)
+
+    def body(self) -> dict[str, Any]:
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, code, param)
+
+
+def unavailable(state: str) -> ApiError:
+    usual = (f"the engine is {state}; try again in a moment", "engine_unavailable")
+    return ApiError(503, *UNAVAILABLE.get(state, usual))
+
+
+def from_engine(error: dict[str, Any]) -> ApiError:
+    """A refusal or failure that the engine process reported."""
+    if error["kind"] == "InternalError":
+        return ApiError(500, error["message"], "internal_error")
+    return bad_request(error["message"], code=CODES.get(error["kind"]))
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work; it is cancelled when the client leaves first."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    worker, watcher = asyncio.create_task(work), asyncio.create_task(watch())
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnect
+        return worker.result()
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+class EventStream(JsonResponse):
+    """A stream of events. `stack` holds the engine's call and is closed with the response."""
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], stack: AsyncExitStack) -> None:
+        super().__init__(None, headers=HEADERS)
+        del self.headers["content-length"]
+        self._chunks, self._stack = chunks, stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack:
+            await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async def event(data: bytes, has_more: bool = True) -> None:
+            body = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": has_more})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for chunk in self._chunks:
+                await event(self.render(chunk))
+        except ApiError as error:
+            await event(self.render(error.body()))
+        await event(b"[DONE]", has_more=False)
