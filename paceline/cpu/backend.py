@@ -15,6 +15,7 @@ from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.medusa import MedusaHead
 from paceline.cpu.top import top
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
+from paceline.loaders.head_files import HeadInput
 from paceline.models.attention import FLOATS, KvFormat
 from paceline.models.quantize import bits_of
 
