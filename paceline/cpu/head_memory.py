@@ -184,7 +184,9 @@ class LayeredHead:
         wide = max(padded(qkv, 8), 2 * padded(config.intermediate_size, 8))
         self._room = Room(widest, hidden, wide, hidden, self.threads)
 
-    def _kernel(self, run: Callable[[int, int], None], block: Block = NO_BLOCK, **sizes: Any) -> HeadKernel:
+    def _kernel(
+        self, run: Callable[[int, int], None], block: Block = NO_BLOCK, /, **sizes: Any
+    ) -> HeadKernel:
         model, entry = self.model, self._entry
         shape = self.threads, model.hidden, model.head.n, model.vocab, self._ids, entry.num_sources
         return HeadKernel(run, (model, entry, block), *shape, **sizes)
