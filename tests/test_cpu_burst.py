@@ -29,7 +29,6 @@ from paceline.cpu.burst_kernel import (
     SOURCE,
     BurstCall,
     HeadPart,
-    MatchPart,
     TargetPart,
     WeightsPart,
     call_at,
@@ -47,6 +46,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy.calibration import Answer, Calibration, Factor
 from paceline.engine.policy.cost import CostTable, Load
 from paceline.engine.stats import Median
+from paceline.heads.rows import Matcher
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.record import StepRecord
 from tests.calm import (
@@ -329,7 +329,7 @@ def _weigh(at, reach_at, num, rates_at, factor, agreement, spent, out_at):  # ty
 
 def test_drafts_are_weighed_as_the_policy_weighs_them() -> None:
     draw, length, seen = random.Random(5), 6, set()
-    zeros: list[Any] = [(0,) * size_of(kind) for kind in (TargetPart, HeadPart, MatchPart)]
+    zeros: list[Any] = [(0,) * size_of(kind) for kind in (TargetPart, HeadPart, Matcher)]
     for _ in range(200):
         calibration, factor = Calibration(), Factor()
         costs = CostTable(
@@ -353,7 +353,7 @@ def test_drafts_are_weighed_as_the_policy_weighs_them() -> None:
         arrays = [np.array(each) for each in (added, calibration.rates, np.zeros(length))]
         more, rates, scratch = (each.ctypes.data for each in arrays)
         weights = WeightsPart(load.seconds, more, 0.0, rates, 1.0, rates, 1.0, scratch)
-        call, out = numbers(BurstCall(*zeros, weights, length, 1, 0, 0, 0, 0, 0)), np.zeros(2)
+        call, out = numbers(BurstCall(*zeros, 0, weights, length, 1, 0, 0, 0, 0, 0)), np.zeros(2)
         _weigh(
             call.buffer_info()[0],
             reach.ctypes.data,

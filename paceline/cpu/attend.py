@@ -59,28 +59,24 @@ def place(share, b, m, layer, w, keys, values):  # type: ignore[no-untyped-def]
     first, last = range_of(share, b.rows * units)
     for item in range(first, last):
         row, unit = item // units, item % units
-        here, slot = w.wide + (row * layer.qkv.n + unit * dim) * 4, slots[row] * m.num_kv_heads
-        if unit < m.num_heads:
+        here, kv_head = w.wide + (row * layer.qkv.n + unit * dim) * 4, unit - m.num_heads
+        slot = slots[row] * m.num_kv_heads + kv_head % m.num_kv_heads
+        to = key = keys + slot * m.key_bytes
+        if kv_head < 0:
             turn_head(m, layer, layer.q_norm, here, positions[row])
-            query = (unit // group * b.rows + row) * group + unit % group
-            if m.is_rounded:
-                round_head(1, here, dim, w.queries + query * m.key_bytes)
-            else:
-                copy(here, w.queries + query * m.key_bytes, dim)
-            continue
-        key = keys + (slot + (unit - m.num_heads) % m.num_kv_heads) * m.key_bytes
-        if unit < m.num_heads + m.num_kv_heads:
+            to = w.queries + ((unit // group * b.rows + row) * group + unit % group) * m.key_bytes
+        elif kv_head < m.num_kv_heads:
             turn_head(m, layer, layer.k_norm, here, positions[row])
-            if m.is_rounded:
-                round_head(0, here, dim, key)
-            else:
-                copy(here, key, dim)
         else:
-            to = values + (slot + unit - m.num_heads - m.num_kv_heads) * m.value_bytes
-            if m.is_rounded:
-                round_value(here, dim, to, key + dim + VALUE_SCALE)
-            else:
-                copy(here, to, dim)
+            to = values + slot * m.value_bytes
+        if not m.is_rounded:
+            copy(here, to, dim)
+        elif kv_head < 0:
+            round_head(1, here, dim, to)
+        elif kv_head < m.num_kv_heads:
+            round_head(0, here, dim, to)
+        else:
+            round_value(here, dim, to, key + dim + VALUE_SCALE)
 
 
 @piece

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +15,9 @@ from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.medusa import MedusaHead
 from paceline.cpu.top import top
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
+from paceline.loaders.head_files import HeadInput
 from paceline.models.attention import FLOATS, KvFormat
 from paceline.models.quantize import bits_of
-
-if TYPE_CHECKING:
-    from paceline.loaders.head_files import HeadInput
 
 
 class CpuBackend:

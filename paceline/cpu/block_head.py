@@ -1,63 +1,34 @@
 """DFlash on the CPU: the target's features become keys and values of every layer, and a whole block is
 drafted in one pass.
 
-Rows of a block see all of the context and each other. Their keys and values lie behind the context's and are
-overwritten by what the target shows next. With a Markov head a token's logits also depend on the token before
-it: each thread adds what that token makes likely to its share of all words and looks through them while they
-are in its caches; what the threads found is settled by one of them. Invariant: every address handed to the
-kernel lies in memory that the head keeps alive, and a sequence has room for its context and a block.
+Rows of a block see all of the context and each other; the target's next features overwrite their keys and
+values. With a Markov head a token's logits also depend on the token before it: each thread adds what that
+token makes likely to its share of all words and looks through them while they are in its caches. Invariant:
+every address handed to the kernel lies in memory that the head keeps alive, and a sequence has room for its
+context and a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from numba import carray
 
 from paceline.cpu import heads
-from paceline.cpu.compile import kernel, piece, struct
+from paceline.cpu.compile import kernel, piece
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.guess import guess, look_through, settle
 from paceline.cpu.head_attention import ROW_SIZE, Rows
-from paceline.cpu.head_call import CallMemory, Capacity, Entry, HeadCall, Turn, Work
-from paceline.cpu.head_memory import CHUNK, GREEDY, NOTHING, LayeredHead, Tensors
+from paceline.cpu.head_call import NOTHING, Block, Capacity, HeadCall, Turn
+from paceline.cpu.head_memory import CHUNK, GREEDY, LayeredHead, Tensors
 from paceline.cpu.lanes import LANES, double_pointer, int_pointer
-from paceline.cpu.layer import Model, layer_of
-from paceline.cpu.matmul import Matrix, outputs_of, product_8
+from paceline.cpu.layer import layer_of
+from paceline.cpu.matmul import outputs_of, product_8
 from paceline.cpu.rows import add, copy
 from paceline.cpu.sync import barrier, in_region, range_of
+from paceline.cpu.top import guess, look_through, settle
 from paceline.heads.config import DflashConfig
 from paceline.heads.rows import Feed, Guesses, Row, Sampler
-
-
-class Block(NamedTuple):
-    """What is guessed in the blocks. Rows of a request follow each other."""
-
-    size: int  # rows of a block
-    mask: int  # the token of all rows but the first
-    first: int  # row of a block that guesses the first token
-    hidden_norm: int  # of fused features
-    rank: int  # of the Markov head; 0: none
-    before: int  # its first matrix: [vocabulary + 1, rank] floats
-    markov: Matrix  # its second
-
-
-class Call(NamedTuple):
-    """What `draft_blocks` is given the address of. Scratch: [requests, num_outputs] floats that the Markov
-    head adds, then [requests, threads] words, the largest in a thread's share of a row, and the sums of
-    exponentials there."""
-
-    turn: Turn
-    work: Work
-    memory: CallMemory
-    model: Model
-    entry: Entry
-    block: Block
-
-
-call_at = struct(Call)
 
 
 @piece
@@ -106,7 +77,8 @@ def _put_word(c, i, word):  # type: ignore[no-untyped-def]
 
 @piece
 def _found(share, c):  # type: ignore[no-untyped-def]
-    """The part of the scratch that tells what threads found: words and sums."""
+    """The end of the scratch: words, the largest in a thread's share of a row, and the sums of exponentials
+    there. Before it lie [requests, num_outputs] floats that the Markov head adds."""
     num = c.turn.num_requests
     at, shape = c.memory.scratch + num * c.memory.num_outputs * 4, (num, share.threads)
     return carray(int_pointer(at), shape), carray(double_pointer(at + num * share.threads * 8), shape)
@@ -146,7 +118,7 @@ def _settle(share, c, step):  # type: ignore[no-untyped-def]
 
 @piece
 def _part(share, at):  # type: ignore[no-untyped-def]
-    c = call_at(at)
+    c = heads.call_at(at)
     b, t = c.block, c.turn
     if share.part == 0:
         _write_rows(c)
@@ -166,7 +138,7 @@ def _part(share, at):  # type: ignore[no-untyped-def]
 @kernel(parallel=True)
 def draft_blocks(at, threads):  # type: ignore[no-untyped-def]
     """at: of the numbers of a Call."""
-    in_region(_part, call_at(at).work.sync, threads, at)
+    in_region(_part, heads.call_at(at).work.sync, threads, at)
 
 
 class BlockHead(LayeredHead):

@@ -17,16 +17,17 @@ import torch
 from paceline.core.tree import Tree
 from paceline.core.types import Batch, Draft, Round
 from paceline.cpu import burst_kernel as kernel
-from paceline.cpu.burst_kernel import BurstCall, HeadPart, MatchPart, TargetPart, WeightsPart
+from paceline.cpu.burst_kernel import BurstCall, HeadPart, TargetPart, WeightsPart
 from paceline.cpu.chain_head import ChainHead, draft_chains
 from paceline.cpu.compile import entry_of, numbers, size_of
-from paceline.cpu.decoder import CpuDecoder, LayerCache, Prepared
+from paceline.cpu.decoder import CpuDecoder, LayerCache
 from paceline.cpu.forward import FORWARD
 from paceline.cpu.head_call import MOST_ROWS, CallMemory
 from paceline.cpu.recycle import Recycled, Taps, address
-from paceline.heads.rows import BurstInput
+from paceline.heads.rows import BurstInput, Matcher
 
 MOST_ROUNDS = 16  # in a row
+NO_MATCHER, NO_HEAD = Matcher(*[0] * 7), HeadPart(0, 0, CallMemory(*[0] * len(CallMemory._fields)), 0, 0)
 LONGEST = MOST_ROWS // 2 - 1  # tokens of a draft: the head must be able to read what two rounds emit
 
 
@@ -37,7 +38,7 @@ class CpuBurst:
     ring: list[list[int]]
     floats: list[list[float]]
     length: int  # of the longest draft
-    names: tuple[str, str]  # of the drafters that match, and whose head drafts
+    names: tuple[str, ...]  # of the drafters: which matches, and whose head drafts
     layers: tuple[int, ...]
     memory: np.ndarray  # the layers' hidden states, of one round after the other
     num_left: int = 0
@@ -99,16 +100,17 @@ class CpuBurstBackend:
         not read, few rows."""
         columns, rounds, matcher, weights = batch.columns, given.num_rounds, given.matcher, given.weights
         assert weights is not None, "drafts are weighed"
+        assert batch.picks is not None, "the kernel goes on from what the pass picks"
         rows, width = len(columns.rows), self._decoder.config.hidden_size
         length, num_more = rows - 1, rounds * rows
         states = num_more * len(self._layers)
         memory = self._features.block(states * width).reshape(states, width)
         ring = np.empty((rounds, kernel.WIDTH + 3 * length + 1), np.int64)
         floats, scores = np.empty((rounds, kernel.FLOATS + 2 * length)), np.empty(rows)
-        ready = self._decoder.prepare(batch, self._kv, num_more)
+        taps, depth = self._decoder.no_taps[:], self._decoder.config.num_layers
+        ready = self._decoder.prepare(batch, self._kv, taps, depth, num_more)
         pushed = array("i", [0] * rows)
-        places = (*matcher[:6], min(matcher.budget, length)) if matcher else (0,) * 7
-        match = MatchPart(*places, pushed.buffer_info()[0])
+        match = matcher._replace(budget=min(matcher.budget, length)) if matcher else NO_MATCHER
         lists = [array("d", each) for each in (weights.added, weights.head_rates, weights.match_rates)]
         added, head_rates, match_rates = (each.buffer_info()[0] for each in lists)
         of_head, of_match = (head_rates, weights.head_factor), (match_rates, weights.match_factor)
@@ -116,24 +118,17 @@ class CpuBurstBackend:
         waiting = sum(len(feed.tokens) for feed in given.feeds)
         state = array("q", (columns.prefix_lens[0], columns.input_ids[0], waiting, given.wanted, 0))
         stops = array("q", given.stops)
-        parts = self._target(batch, ready, memory), self._head_part(given, length, num_more), match, weighing
+        kept = self._layers_at.buffer_info()[0], len(self._layers), width, address(memory)
+        target = TargetPart(self._forward, *ready.arguments, *kept)
+        head = NO_HEAD
+        if self._head is not None:
+            asked = self._head.open(given.feeds, given.samplers, length, num_more, least=given.least)
+            sources = len(self._source_of), self._source_of.buffer_info()[0]
+            head = HeadPart(self._drafts, asked.at, asked.memory, *sources)
+        parts = target, head, match, pushed.buffer_info()[0], weighing
         ends = stops.buffer_info()[0], len(stops), state.buffer_info()[0]
         call = numbers(BurstCall(*parts, length, rounds, *ends, address(ring), address(floats)))
         made = kernel.run_burst(call.buffer_info()[0])
         assert made, "the matcher has read all that was emitted before"
-        names = "" if matcher is None else matcher.name, given.head_name
-        return CpuBurst(ring[:made].tolist(), floats[:made].tolist(), length, names, self._layers, memory)
-
-    def _target(self, batch: Batch, ready: Prepared, memory: np.ndarray) -> TargetPart:
-        ids, positions, slots, _, _, _, blocks, prefix, _ = batch.addresses()
-        spec, logits, taps = ready.spec.buffer_info()[0], ready.logits.data_ptr(), ready.taps.buffer_info()[0]
-        run = self._forward, spec, ready.model, ready.work, logits, ready.threads
-        kept = taps, self._layers_at.buffer_info()[0], len(self._layers), memory.shape[1], address(memory)
-        return TargetPart(*run, ids, positions, slots, blocks, prefix, ready.picked, *kept)
-
-    def _head_part(self, given: BurstInput, length: int, num_more: int) -> HeadPart:
-        if self._head is None:
-            return HeadPart(0, 0, CallMemory(*[0] * len(CallMemory._fields)), 0, 0)
-        call = self._head.open(given.feeds, given.samplers, length, num_more, least=given.least)
-        sources = len(self._source_of), self._source_of.buffer_info()[0]
-        return HeadPart(self._drafts, call.at, call.memory, *sources)
+        found = ring[:made].tolist(), floats[:made].tolist()
+        return CpuBurst(*found, length, given.names, self._layers, memory)

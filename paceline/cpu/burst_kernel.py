@@ -16,14 +16,14 @@ from paceline.core import weigh as weigher
 from paceline.core.types import BLOCK_SIZE
 from paceline.core.weigh import AGREED, ALONE, CONTRADICTED, NUM_CELLS
 from paceline.cpu.compile import invoke, invoke_for_number, kernel, piece, struct
-from paceline.cpu.forward import Pass
+from paceline.cpu.forward import Pass, pass_at
 from paceline.cpu.head_call import MOST_ROWS, REQUEST_SIZE, CallMemory, HeadRequest, Turn
 from paceline.cpu.lanes import double_pointer, int_pointer, seconds_now, word_pointer
+from paceline.heads.rows import Matcher
 
 SPEC_ROWS, SPEC_OUTPUTS = Pass._fields.index("rows"), Pass._fields.index("num_outputs")
-START, NUM_ROWS, POSITION, SEEN, FIRST_GUESS = (
-    HeadRequest._fields.index(name) for name in ("start", "num_rows", "position", "seen", "first_guess")
-)
+WRITTEN = "start", "num_rows", "position", "seen", "first_guess"  # of a head's request, in each round
+START, NUM_ROWS, POSITION, SEEN, FIRST_GUESS = map(HeadRequest._fields.index, WRITTEN)
 CALL_ROWS = Turn._fields.index("num_rows")  # a head's call begins with its turn
 NOTHING, MATCH, HEAD = 0, 1, 2  # whose draft is checked
 # What is written about a round: whole numbers, then the match's tokens, the head's and what was picked;
@@ -38,19 +38,12 @@ CACHED, ROOT, WAITING, WANTED, UNREAD = range(5)
 class TargetPart(NamedTuple):
     """The decoder's pass. Addresses, but for threads, num_layers and width."""
 
-    forward: int  # the kernel's entry
+    forward: int  # the kernel's entry, and what it is called with
+    threads: int
     spec: int  # of a Pass
     model: int
     work: int
     logits: int
-    threads: int
-    ids: int
-    positions: int
-    slots: int
-    blocks: int
-    prefix: int
-    picked: int
-    taps: int
     layers: int  # [num_layers]: whose hidden states are kept
     num_layers: int
     width: int  # of a hidden state
@@ -65,19 +58,6 @@ class HeadPart(NamedTuple):
     memory: CallMemory  # of the call
     num_sources: int
     source_of: int  # address of [num_sources]: which of the kept layers
-
-
-class MatchPart(NamedTuple):
-    """A drafter that runs no model. Addresses, but for budget."""
-
-    draft: int  # the kernel's entry
-    live: int  # of the request's tables; 0: there is none
-    past: int
-    scratch: int
-    drafted: int
-    reach: int  # float64: path probabilities
-    budget: int  # of its longest draft
-    pushed: int  # [length + 1] int32: tokens that it has not read
 
 
 class WeightsPart(NamedTuple):
@@ -96,7 +76,8 @@ class WeightsPart(NamedTuple):
 class BurstCall(NamedTuple):
     target: TargetPart
     head: HeadPart
-    match: MatchPart
+    match: Matcher  # live is 0: there is none
+    pushed: int  # [length + 1] int32: tokens that the matcher has not read
     weights: WeightsPart
     length: int  # of the longest draft
     num_rounds: int  # at most
@@ -152,7 +133,7 @@ def take(c, drafted_at, reach_at, num, tokens, reach):  # type: ignore[no-untype
 def draft_by_match(c, state, tokens, reach):  # type: ignore[no-untyped-def]
     """A chain without a model: how many tokens; -1 if its tables must grow first."""
     m = c.match
-    num = invoke_for_number(m.draft, (m.live, m.past, m.pushed, state[UNREAD], m.budget, m.scratch)) - 1
+    num = invoke_for_number(m.entry, (m.live, m.past, c.pushed, state[UNREAD], m.budget, m.scratch)) - 1
     if num < 0:
         return -1
     state[UNREAD] = 0
@@ -187,27 +168,25 @@ def show(c, state, token, rows, row, hidden):  # type: ignore[no-untyped-def]
 @piece
 def fill(c, state, tokens, count, hidden):  # type: ignore[no-untyped-def]
     """The pass over the root and `count` drafted tokens, a chain."""
-    rows, t = count + 1, c.target
-    ids, positions = carray(int_pointer(t.ids), rows), carray(int_pointer(t.positions), rows)
-    slots, base = carray(int_pointer(t.slots), rows), state[CACHED]
-    spec = carray(int_pointer(t.spec), SPEC_OUTPUTS + 1)
-    blocks = carray(int_pointer(t.blocks), (base + count) // BLOCK_SIZE + 1)
+    rows, t, p, base = count + 1, c.target, pass_at(c.target.spec), state[CACHED]
+    ids, positions = carray(int_pointer(p.input_ids), rows), carray(int_pointer(p.positions), rows)
+    slots, spec = carray(int_pointer(p.slots), rows), carray(int_pointer(t.spec), SPEC_OUTPUTS + 1)
+    blocks = carray(int_pointer(p.block_tables), (base + count) // BLOCK_SIZE + 1)
     for row in range(rows):
         at = base + row
         ids[row] = tokens[row - 1] if row else state[ROOT]
         positions[row], slots[row] = at, blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-    carray(int_pointer(t.prefix), 1)[0] = base
+    carray(int_pointer(p.prefix_lens), 1)[0] = base
     spec[SPEC_ROWS] = spec[SPEC_OUTPUTS] = rows
     layers = carray(int_pointer(t.layers), t.num_layers)
     for i in range(t.num_layers):
-        carray(int_pointer(t.taps), layers[i] + 1)[layers[i]] = hidden + i * rows * t.width * 4
+        carray(int_pointer(p.taps), layers[i] + 1)[layers[i]] = hidden + i * rows * t.width * 4
 
 
 @piece
-def move_on(c, state, tokens, count, hidden):  # type: ignore[no-untyped-def]
+def move_on(c, state, tokens, picked, count, hidden):  # type: ignore[no-untyped-def]
     """The text goes on with what was picked. Whether another round may follow."""
-    picked, emitted = carray(int_pointer(c.target.picked), count + 1), 0
-    pushed = carray(word_pointer(c.match.pushed), c.length + 1)
+    pushed, emitted = carray(word_pointer(c.pushed), c.length + 1), 0
     while True:
         token = picked[emitted]
         if token < 0:
@@ -265,17 +244,16 @@ def run_burst(at):  # type: ignore[no-untyped-def]
     width, breadth, hidden = WIDTH + 3 * c.length + 1, FLOATS + 2 * c.length, c.target.hidden
     ring = carray(int_pointer(c.ring), (c.num_rounds, width))
     floats = carray(double_pointer(c.floats), (c.num_rounds, breadth))
-    picked, state = carray(int_pointer(c.target.picked), c.length + 1), carray(int_pointer(c.state), 5)
-    started = seconds_now()
+    state, t, started = carray(int_pointer(c.state), 5), c.target, seconds_now()
     for number in range(c.num_rounds):
-        here, t = ring[number], c.target
+        here, picked = ring[number], carray(int_pointer(pass_at(t.spec).picked), c.length + 1)
         if not choose(c, state, here, floats[number]):
             return number
         count, first = here[COUNT], WIDTH + (c.length if here[SOURCE] == HEAD else 0)
         fill(c, state, here[first:], count, hidden)
         invoke(t.forward, (t.threads, t.spec, t.model, t.work, t.logits))
         here[WIDTH + 2 * c.length : WIDTH + 2 * c.length + count + 1] = picked[: count + 1]
-        goes_on = move_on(c, state, here[first:], count, hidden)
+        goes_on = move_on(c, state, here[first:], picked, count, hidden)
         hidden += t.num_layers * (count + 1) * t.width * 4
         ended = seconds_now()
         floats[number, ROUND_SECONDS] = ended - started

@@ -1,47 +1,32 @@
 """A head that drafts token by token, K tokens of many requests in one compiled call: EAGLE-3, EAGLE-1 and
 small distilled models.
 
-The first pass reads what the requests have not read yet, with true features of the target where the head
-wants them; its last rows speak. Each further pass has one row a request: the token guessed last, and the
-head's own output in place of features. A tree's level is one pass in which each node is a request of one row
-with features given as addresses of outputs. Invariant: every address handed to the kernel lies in memory that
-the head keeps alive, and a sequence has room for all places that are written.
+The first pass reads what the requests have not read yet; its last rows speak. Each further pass has one row a
+request: the token guessed last, and the head's own output in place of features. In a tree's level each node
+is a request of one row. Invariant: every address handed to the kernel lies in memory that the head keeps
+alive, and a sequence has room for all places that are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from numba import carray
 
-from paceline.cpu.compile import kernel, piece, struct
+from paceline.cpu.compile import kernel, piece
 from paceline.cpu.decoder import CpuDecoder
-from paceline.cpu.guess import guess
 from paceline.cpu.head_attention import ROW_SIZE
-from paceline.cpu.head_call import CallMemory, Capacity, Entry, HeadCall, HeadRequest, Turn, Work
+from paceline.cpu.head_call import Capacity, HeadCall, HeadRequest, Turn
 from paceline.cpu.head_memory import CHUNK, GREEDY, LayeredHead, Tensors
-from paceline.cpu.heads import request_of, rows_of, run_rows, write_guess, write_row
+from paceline.cpu.heads import call_at, request_of, rows_of, run_rows, write_guess, write_row
 from paceline.cpu.lanes import double_pointer, int_pointer
-from paceline.cpu.layer import Model
 from paceline.cpu.recycle import address
 from paceline.cpu.sync import barrier, in_region
+from paceline.cpu.top import guess
 from paceline.heads.config import LayeredConfig
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Row, Sampler
-
-
-class Call(NamedTuple):
-    """What `draft_chains` is given the address of."""
-
-    turn: Turn
-    work: Work
-    memory: CallMemory
-    model: Model
-    entry: Entry
-
-
-call_at = struct(Call)
 
 
 @piece
@@ -106,7 +91,6 @@ class ChainHead(LayeredHead):
     def __init__(
         self, config: LayeredConfig, tensors: Tensors, target: CpuDecoder, norm: torch.Tensor | None = None
     ) -> None:
-        """norm: the target's last, for heads that read what comes out of it."""
         super().__init__(config, tensors, target, norm)
         self._call = HeadCall(self._kernel(draft_chains), Capacity())
         # What is compiled on first use is not the first request's to wait for, nor a cost of drafting.

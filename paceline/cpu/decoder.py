@@ -18,8 +18,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.types import Batch, Output
 from paceline.cpu.attend import FEW_ROWS, TOGETHER
 from paceline.cpu.compile import numbers
-from paceline.cpu.forward import FORWARD, Pass, Work
-from paceline.cpu.layer import COLUMNS, LayerRow, Model
+from paceline.cpu.forward import FORWARD, Pass
+from paceline.cpu.layer import COLUMNS, LayerRow, Model, Work
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Recycled, Taps, Workspace
 from paceline.cpu.sync import Team, num_threads
@@ -33,20 +33,16 @@ from paceline.models.rope import rotary_tables
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [slots, KV heads, width]
 Caches = Sequence[LayerCache]
-NO_HIDDEN: dict[int, torch.Tensor] = {}
 MULTIPLE = 16  # widths the kernels can handle are multiples of it
 
 
 class Prepared(NamedTuple):
-    """Addresses, and what they are of where it lives no longer than this."""
+    """What a pass's kernel is called with (threads, and the addresses of a Pass, a Model, a Work and the
+    logits), and what else lives no longer than this."""
 
-    spec: array[int]  # a Pass
-    model: int
-    work: int
+    arguments: tuple[int, int, int, int, int]
     logits: torch.Tensor
-    taps: array[int]
-    picked: int
-    threads: int  # a number
+    kept: tuple[array[int], ...]
 
 
 class CpuDecoder:
@@ -70,7 +66,7 @@ class CpuDecoder:
         self._outputs, self._features = Recycled(), Recycled()
         self._caches, self._picked = array("q"), array("q", [0])
         self._caches_of: Caches | None = None
-        self._no_taps = array("q", [0] * (config.num_layers + 1))
+        self.no_taps = array("q", [0] * (config.num_layers + 1))
 
     @classmethod
     def load(
@@ -106,26 +102,23 @@ class CpuDecoder:
         return self.tensors[name].data_ptr() if name in self.tensors else 0
 
     def _layer(self, i: int) -> LayerRow:
-        config, name = self.config, f"layers.{i}."
-        tables = self._rotary[-1 if config.is_local(i) else 0]
-        after, before_mlp = "post_attention_layernorm", "pre_feedforward_layernorm"
-        has_after = config.sandwich_norm
-        return LayerRow(
-            input_norm=self._at(f"{name}input_layernorm.weight"),
-            hidden_norm=0,
-            qkv=self._matrix(f"{name}qkv", config.hidden_size, self.bits),
-            q_norm=self._at(f"{name}self_attn.q_norm.weight"),
-            k_norm=self._at(f"{name}self_attn.k_norm.weight"),
-            cos=tables.cos.data_ptr(),
-            sin=tables.sin.data_ptr(),
-            window=(config.sliding_window or 0) if config.is_local(i) else 0,
-            out=self._matrix(f"{name}out", config.num_heads * config.head_dim, self.bits),
-            after_attention=self._at(f"{name}{after}.weight") if has_after else 0,
-            mlp_norm=self._at(f"{name}{before_mlp if has_after else after}.weight"),
-            gate_up=self._matrix(f"{name}gate_up", config.hidden_size, self.bits),
-            down=self._matrix(f"{name}down", config.intermediate_size, self.bits),
-            after_mlp=self._at(f"{name}post_feedforward_layernorm.weight"),
-        )
+        config, is_local = self.config, self.config.is_local(i)
+
+        def norm(name: str) -> int:
+            return self._at(f"layers.{i}.{name}.weight")
+
+        def linear(name: str, width: int = config.hidden_size) -> Matrix:
+            return self._matrix(f"layers.{i}.{name}", width, self.bits)
+
+        cos, sin = (table.data_ptr() for table in self._rotary[-1 if is_local else 0])
+        window = (config.sliding_window or 0) if is_local else 0
+        after, mlp_norm = 0, norm("post_attention_layernorm")
+        if config.sandwich_norm:
+            after, mlp_norm = mlp_norm, norm("pre_feedforward_layernorm")
+        heads = linear("qkv"), norm("self_attn.q_norm"), norm("self_attn.k_norm"), cos, sin, window
+        out, inner = linear("out", config.num_heads * config.head_dim), config.intermediate_size
+        mlp = mlp_norm, linear("gate_up"), linear("down", inner), norm("post_feedforward_layernorm")
+        return LayerRow(norm("input_layernorm"), 0, *heads, out, after, *mlp)
 
     def _describe(self) -> Model:
         config, bits = self.config, head_bits(self.bits)
@@ -152,31 +145,27 @@ class CpuDecoder:
         hidden[n] is the residual stream after n layers, hidden[0] the embeddings."""
         depth = self.config.num_layers if num_layers is None else num_layers
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
-        hidden: Mapping[int, torch.Tensor] = NO_HIDDEN
-        taps = self._no_taps
+        hidden: Mapping[int, torch.Tensor] = {}
+        taps = self.no_taps
         if hidden_layers:
             rows, width, taps = len(batch.columns.slots), self.config.hidden_size, taps[:]
             hidden = Taps(hidden_layers, self._features.block(len(hidden_layers) * rows * width), rows, width)
             for n in hidden_layers:
                 taps[n] = hidden.address_of(n)
-        ready = self._ready(batch, kv, taps, depth)
-        spec, logits = ready.spec.buffer_info()[0], ready.logits
-        FORWARD[self.bits](ready.threads, spec, ready.model, ready.work, logits.data_ptr())
-        self._team.notice()
-        picked, vocab = None, self.config.vocab_size
+        ready = self.prepare(batch, kv, taps, depth)
+        FORWARD[self.bits](*ready.arguments)
+        picked, vocab, logits = None, self.config.vocab_size, ready.logits
         if batch.picks is not None:  # of rows that are greedy; draws are left to the host
             chosen = zip(self._picked, batch.picks, strict=False)
             picked = [token if pick[0] == 0 else -1 for token, pick in chosen]
         own = logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous()
         return Output(own, hidden, picked)
 
-    def prepare(self, batch: Batch, kv: Caches, num_more: int) -> Prepared:
-        """What a kernel must know that runs passes by itself, none with more rows than the batch has, up to
-        `num_more` positions further on."""
+    def prepare(self, batch: Batch, kv: Caches, taps: array[int], depth: int, num_more: int = 0) -> Prepared:
+        """What a kernel must know of a pass; or of passes that it runs by itself, none with more rows than
+        the batch has, up to `num_more` positions further on. taps: for each layer and the last, where the
+        residual stream before it goes, or 0."""
         self._team.notice()
-        return self._ready(batch, kv, self._no_taps[:], self.config.num_layers, num_more)
-
-    def _ready(self, batch: Batch, kv: Caches, taps: array[int], depth: int, num_more: int = 0) -> Prepared:
         columns, num_rows = batch.columns, len(batch.columns.rows)
         ids, positions, slots, parents, request_of, _, tables, prefixes, rows = batch.addresses()
         if num_rows > len(self._picked):
@@ -195,7 +184,9 @@ class CpuDecoder:
         logits, threads = self._outputs.take(num_rows, self.model.head.n), num_threads()
         places = batch.num_requests * max_blocks * batch.block_size
         work = self._workspace.get(spec.rows, span, places, threads).buffer_info()[0]
-        return Prepared(array("q", spec), self._model.buffer_info()[0], work, logits, taps, picked, threads)
+        model, given = self._model.buffer_info()[0], array("q", spec)
+        arguments = threads, given.buffer_info()[0], model, work, logits.data_ptr()
+        return Prepared(arguments, logits, (given, taps))
 
     def _check(self, batch: Batch, kv: Caches) -> None:
         """Kernels read and write where they are told: nothing may lie outside the tables and the cache."""

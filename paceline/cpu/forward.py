@@ -15,7 +15,7 @@ from numba import carray
 from paceline.cpu.attend import attend, expand_tables, place, trace_paths
 from paceline.cpu.compile import kernel, piece, piece_named, struct
 from paceline.cpu.lanes import int_pointer
-from paceline.cpu.layer import Model, layer_of, leave_layer, multiply, put_norm, put_norms
+from paceline.cpu.layer import Model, Work, layer_of, leave_layer, multiply, put_norm, put_norms
 from paceline.cpu.matmul import product_4, product_8, product_32
 from paceline.cpu.rows import copy, embed_8, embed_32, put_4, put_8, put_32
 from paceline.cpu.sync import barrier, in_region
@@ -43,29 +43,6 @@ class Pass(NamedTuple):
     taps: int  # address of [num_layers + 1] addresses: copies of the residual stream before each layer, or 0
     depth: int  # layers to run
     picked: int  # address of [num_outputs]: the first largest logit, -1 where it is not finite; 0: not wanted
-
-
-class Work(NamedTuple):
-    """Memory of a pass, one address each; sizes in decoder.py."""
-
-    sync: int
-    h: int  # [rows, hidden] the residual stream
-    ready: int  # [rows, widest] what becomes the input of a product, rows filled up to whole groups
-    wide: int  # [rows, widest output]
-    narrow: int  # [rows, output of out and down]
-    values: int
-    scales: int
-    sums: int
-    paths: int  # [rows, rows + 1, 2]
-    places: int  # [requests, room for the longest prefix, 2]
-    queries: int  # [KV heads, rows, query heads of one, key_bytes]
-    # [KV heads, rows, query heads of one, span]; of many rows this and the next 3 are [threads, TOGETHER, ..]
-    scores: int
-    value_scales: int  # [KV heads, rows, span]
-    mixed: int  # [KV heads, rows, query heads of one, 2, dim]
-    totals: int  # [KV heads, rows, query heads of one]
-    largest: int  # [num_outputs, threads] int64: where each thread found the largest in its part of a row
-    widest: int  # columns of ready
 
 
 pass_at, model_at, work_at = struct(Pass), struct(Model), struct(Work)

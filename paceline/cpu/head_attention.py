@@ -1,10 +1,9 @@
 """Attention of drafting heads over sequences that each lie in one piece of memory.
 
 Keys of sixteen positions lie together, [layer][kv head][block][dim][16], values [layer][kv head][block][16]
-[dim]: a row's scores are sixteen chains side by side. Rows come in groups that see the first `seen` positions
-of their sequence (a block of DFlash; else a group is one row) and then the places listed for a row, its
-ancestors in a tree and itself. A query is a head of a row. Queries of one KV head take their turns at a few
-positions while these are in the nearest cache.
+[dim]. Rows come in groups that see the first `seen` positions of their sequence (a block of DFlash; else a
+group is one row) and then a row's other places: its ancestors in a tree and itself. A query is a head of a
+row; queries of one KV head take their turns at a few positions while these are in the nearest cache.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from numba import carray
 
 from paceline.cpu.compile import piece, size_of, struct
 from paceline.cpu.lanes import LANES, LOG2_E, Emitter, float_pointer, floats, instruction, int_pointer
+from paceline.cpu.matmul import UNROLL, even_height, multiply_floats
 from paceline.cpu.rows import fill
 from paceline.cpu.sync import range_of
 from paceline.cpu.tiles import LOWEST, weigh_lanes
@@ -23,7 +23,6 @@ from paceline.cpu.tiles import LOWEST, weigh_lanes
 BLOCK = LANES  # positions that lie together
 TILE = 5  # queries worked on side by side: their sums take 20 of 32 registers
 TOGETHER = 16  # queries that take turns
-UNROLL = 4
 AHEAD = 64  # positions between values that are read and those that are asked for
 CHUNK = AHEAD // BLOCK  # blocks of values that queries take turns at: 16 KB where heads are 64 wide
 
@@ -56,22 +55,12 @@ def row_of(r, i):  # type: ignore[no-untyped-def]
     return row_at(r.table + i * ROW_SIZE * 8)
 
 
-@instruction(most=TILE)
-def score_block(
-    emit: Emitter, count: int, q: Any, q_stride: Any, keys: Any, dim: Any, out: Any, stride: Any
-) -> None:
-    """out[h, :16] = q[h] · keys[:, p] for the sixteen positions of a block."""
-    sums = [emit.variable(emit.zeros(LANES)) for _ in range(count)]
-    with emit.loop(emit.builder.sdiv(dim, emit.const(UNROLL))) as step:
-        here, first = emit.offset(keys, emit.times(step, 4 * LANES * UNROLL)), emit.times(step, 4 * UNROLL)
-        rows = [emit.offset(q, emit.times(q_stride, h), first) for h in range(count)]
-        fours = [emit.load(row, floats(UNROLL)) for row in rows]
-        for k in range(UNROLL):
-            key = emit.load(emit.offset(here, 4 * LANES * k), floats(LANES))
-            for total, four in zip(sums, fours, strict=True):
-                emit.accumulate(total, key, emit.splat(four, k, LANES))
-    for h, total in enumerate(sums):
-        emit.store(emit.builder.load(total), emit.offset(out, emit.times(stride, h)))
+@instruction(most=TILE, operands=6)
+def score_block(emit: Emitter, count: int, *operands: Any) -> None:
+    """out[h, :16] = q[h] · keys[:, p] for the sixteen positions of a block. operands: q's stride, keys, q,
+    dim, out, its stride."""
+    q_stride, *rest = operands
+    multiply_floats(emit, [emit.constant(0.0, LANES)] * count, lambda h: emit.times(q_stride, h), *rest)
 
 
 @instruction(most=TILE, operands=7)
@@ -130,9 +119,7 @@ class Group(NamedTuple):
 @piece
 def _height(g, n):  # type: ignore[no-untyped-def]
     """Queries of the tile that begins with n: rows of one head or heads of one row, in even tiles."""
-    left = min(g.size - n % g.size, g.end - n) if g.size > 1 else g.end - n
-    tiles = (left + TILE - 1) // TILE
-    return (left + tiles - 1) // tiles
+    return even_height(min(g.size - n % g.size, g.end - n) if g.size > 1 else g.end - n, TILE)
 
 
 @piece
@@ -165,7 +152,7 @@ def _attend_group(m, g, scores, longest):  # type: ignore[no-untyped-def]
         while n < g.end:
             height, q = _height(g, n), g.q + n % g.size * g.q_stride + n // g.size * head_bytes
             to = scores + ((n - g.first) * longest + b * BLOCK) * 4
-            score_block(height, q, q_stride, g.keys + b * block_bytes, m.dim, to, longest * 4)
+            score_block(height, q_stride, g.keys + b * block_bytes, q, m.dim, to, longest * 4)
             n += height
     for n in range(g.first, g.end):
         _weigh(m, g, n, scores + (n - g.first) * longest * 4, longest)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from struct import Struct
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from paceline.cpu.compile import numbers, size_of
 from paceline.cpu.head_attention import ROW_SIZE, TOGETHER
 from paceline.cpu.lanes import LANES
-from paceline.cpu.layer import COLUMNS
+from paceline.cpu.layer import COLUMNS, Work
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.recycle import Workspace, address
 from paceline.cpu.sync import Team
@@ -59,22 +58,6 @@ class Turn(NamedTuple):
     least: float = 0.0  # a chain ends where the chance of every request's path is below
 
 
-class Work(NamedTuple):
-    """Memory of a pass, one address each."""
-
-    sync: int
-    h: int  # [rows, hidden] the residual stream
-    ready: int  # [rows, widest] what becomes the input of a product
-    wide: int
-    narrow: int
-    values: int
-    scales: int
-    sums: int
-    scores: int  # [threads, queries that take turns, longest]
-    longest: int
-    widest: int
-
-
 class CallMemory(NamedTuple):
     """Where a call's arrays lie, of int64 unless said otherwise, and their sizes."""
 
@@ -109,6 +92,20 @@ class Entry(NamedTuple):
     is_normed_output: bool
 
 
+class Block(NamedTuple):
+    """What is guessed in the blocks of DFlash. Rows of a request follow each other."""
+
+    size: int  # rows of a block
+    mask: int  # the token of all rows but the first
+    first: int  # row of a block that guesses the first token
+    hidden_norm: int  # of fused features
+    rank: int  # of the Markov head; 0: none
+    before: int  # its first matrix: [vocabulary + 1, rank] floats
+    markov: Matrix  # its second
+
+
+NOTHING = Matrix(0, 0, 0, 0)
+NO_BLOCK = Block(0, 0, 0, 0, 0, 0, NOTHING)
 REQUEST, TURN = Struct("8qdQ3q"), Struct("6qd")  # as HeadRequest and Turn are written
 REQUEST_SIZE, WORK = size_of(HeadRequest), size_of(Turn)  # in numbers; where a call's Work begins
 MOST_ROWS = 16  # of the usual call: one request, whose rows are the tokens of a few passes
@@ -121,8 +118,8 @@ class Room:
     def __init__(self, widest: int, hidden: int, wide: int = 0, narrow: int = 0, threads: int = 0) -> None:
         """widest: of a product's input, wide and narrow: of outputs; threads: that attend."""
         self._widest, self._queries, self._team = padded(widest, COLUMNS), threads * TOGETHER, Team()
-        outputs = {"wide": padded(wide, 8), "narrow": padded(narrow, 8)}
-        self._floats = {"h": hidden, "ready": self._widest, **outputs}
+        wide, narrow = padded(wide, 8), padded(narrow, 8)
+        self._floats = {"h": hidden, "ready": self._widest, "wide": wide, "narrow": narrow}
         self._workspace, self._longest = Workspace(self._sizes, self._work), 0
 
     def get(self, rows: int, longest: int = 0) -> Work:
@@ -149,8 +146,7 @@ class Capacity(NamedTuple):
     steps: int = 16
 
 
-@dataclass(frozen=True)
-class HeadKernel:
+class HeadKernel(NamedTuple):
     """What is the same in all calls of a head."""
 
     run: Callable[[int, int], None]  # with the address of a call and the number of threads

@@ -18,11 +18,11 @@ from paceline.cpu import head_call
 from paceline.cpu.compile import numbers
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.head_attention import BLOCK
-from paceline.cpu.head_call import Entry, HeadCall, HeadKernel, HeadRequest, Room, Turn
+from paceline.cpu.head_call import NO_BLOCK, Block, Entry, HeadCall, HeadKernel, HeadRequest, Room, Turn
 from paceline.cpu.lanes import LANES
 from paceline.cpu.layer import COLUMNS, LayerRow, Model
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.recycle import address, address_in
+from paceline.cpu.recycle import Taps, address
 from paceline.cpu.sync import num_threads
 from paceline.heads.config import DflashConfig, DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
 from paceline.heads.rows import Feed, Row, Sampler
@@ -31,7 +31,7 @@ from paceline.models.quantize import pack_linear, padded
 from paceline.models.rope import rotary_tables
 
 Tensors = Mapping[str, torch.Tensor]
-NOTHING, GREEDY = Matrix(0, 0, 0, 0), Sampler(0.0, 0, 0)
+GREEDY = Sampler(0.0, 0, 0)
 NEVER = -3e38  # the logit of a row that only fills up the last tile
 CHUNK = 256  # rows read in one pass
 
@@ -52,7 +52,7 @@ class Place:
         self.keys_at, self.values_at = address(keys), address(values)
 
     def reserve(self, length: int) -> None:
-        """Room for so many positions."""
+        """Room for `length` positions."""
         if length > self.blocks * BLOCK:
             blocks = max(-(-length // BLOCK), self.blocks + self.blocks // 2, 8)
             more = (0, 0), (0, blocks - self.blocks), (0, 0)
@@ -146,7 +146,10 @@ def sources_of(rows: Sequence[Row], layers: Sequence[int], hidden_size: int) -> 
     for row in rows:
         if row.hidden is not hidden:
             hidden = row.hidden
-            starts = [address_in(hidden, layer) for layer in layers]
+            if isinstance(hidden, Taps):
+                starts = [hidden.address_of(layer) for layer in layers]
+            else:
+                starts = [hidden[layer].data_ptr() for layer in layers]
         found.extend(start + 4 * hidden_size * row.at for start in starts)
     return found
 
@@ -161,14 +164,13 @@ class LayeredHead:
     ) -> None:
         """norm: the target's last, for heads that read what comes out of it."""
         self._memory, self.layers, self._ids = Memory(), config.hidden_layers, draft_ids(tensors)
-        memory, fuse, balance = self._memory, NOTHING, 0
+        memory, fuse, balance = self._memory, head_call.NOTHING, 0
         if "fc.weight" in tensors:
             fuse, balance = memory.balanced(tensors["fc.weight"], tensors.get("fc.bias"))
-        kind, rank, normed, prefixes = head_call.PLAIN, 0, (False, False), ["midlayer."]
+        kind, normed, prefixes = head_call.PLAIN, (False, False), ["midlayer."]
+        rank = config.markov_rank if isinstance(config, DflashConfig) else 0
         if isinstance(config, (DraftConfig, DflashConfig)):
             prefixes = [f"layers.{i}." for i in range(config.num_layers)]
-        if isinstance(config, DflashConfig):
-            rank = config.markov_rank
         if isinstance(config, EagleConfig):
             kind, normed = head_call.EAGLE_3, (config.norm_before_residual, config.norm_output)
         elif isinstance(config, Eagle1Config):
@@ -182,10 +184,12 @@ class LayeredHead:
         wide = max(padded(qkv, 8), 2 * padded(config.intermediate_size, 8))
         self._room = Room(widest, hidden, wide, hidden, self.threads)
 
-    def _kernel(self, run: Callable[[int, int], None], *constants: Any, **sizes: Any) -> HeadKernel:
+    def _kernel(
+        self, run: Callable[[int, int], None], block: Block = NO_BLOCK, /, **sizes: Any
+    ) -> HeadKernel:
         model, entry = self.model, self._entry
         shape = self.threads, model.hidden, model.head.n, model.vocab, self._ids, entry.num_sources
-        return HeadKernel(run, (model, entry, *constants), *shape, **sizes)
+        return HeadKernel(run, (model, entry, block), *shape, **sizes)
 
     def place(self) -> Place:
         return Place(self.model.num_layers * self.model.num_kv_heads, self.model.dim)
@@ -196,9 +200,7 @@ class LayeredHead:
     def can_guess(self, temperature: float) -> bool:
         return True
 
-    def _request(
-        self, feed: Feed | Feed, count: int, ahead: int, sampler: Sampler, *root: int
-    ) -> HeadRequest:
+    def _request(self, feed: Feed, count: int, ahead: int, sampler: Sampler, *root: int) -> HeadRequest:
         """Of `count` new rows, with room for `ahead` more."""
         place, start = feed.place, feed.start
         place.reserve(start + count + ahead)

@@ -7,18 +7,32 @@ nothing here has to be the same for every shape of a pass; it is, as it happens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from numba import carray
 
 from paceline.cpu.compile import piece, struct
 from paceline.cpu.head_attention import ROW_SIZE, PlacedRow, Rows, attend_rows, first_block, row_of, write_key
-from paceline.cpu.head_call import EAGLE_1, EAGLE_3, REQUEST_SIZE, HeadRequest, Work
+from paceline.cpu.head_call import EAGLE_1, EAGLE_3, REQUEST_SIZE, Block, CallMemory, Entry, HeadRequest, Turn
 from paceline.cpu.lanes import double_pointer, float_pointer, int_pointer
-from paceline.cpu.layer import layer_of, leave_layer, multiply, put_norm, put_row, turn_head
+from paceline.cpu.layer import Model, Work, layer_of, leave_layer, multiply, put_norm, put_row, turn_head
 from paceline.cpu.matmul import outputs_of, product_8
 from paceline.cpu.rows import copy, embed_8, embed_32, normalize, put_8
 from paceline.cpu.sync import barrier, range_of
 
-request_at = struct(HeadRequest)
+
+class Call(NamedTuple):
+    """What the kernels of heads with layers are given the address of."""
+
+    turn: Turn
+    work: Work
+    memory: CallMemory
+    model: Model
+    entry: Entry
+    block: Block
+
+
+call_at, request_at = struct(Call), struct(HeadRequest)
 
 
 @piece
@@ -35,9 +49,8 @@ def rows_of(c, num):  # type: ignore[no-untyped-def]
 @piece
 def write_row(table, row, one, ahead, seen):  # type: ignore[no-untyped-def]
     """Into the table: a request's row, `ahead` of its first new one."""
-    at = PlacedRow(
-        one.keys, one.values, one.room, one.start + ahead, one.position + ahead, seen, one.num_others
-    )
+    where = one.keys, one.values, one.room, one.start + ahead, one.position + ahead
+    at = PlacedRow(*where, seen, one.num_others)
     for i in range(ROW_SIZE):
         table[row, i] = at[i]
 
@@ -146,8 +159,7 @@ def _only(r, w, m, layer, row):  # type: ignore[no-untyped-def]
     """One of the rows, and the memory of a pass in which its residual stream and queries are the first."""
     table, others = r.table + row * ROW_SIZE * 8, r.others + row * r.most_others * 8
     h, wide = w.h + row * m.hidden * 4, w.wide + row * layer.qkv.n * 4
-    rest = w.narrow, w.values, w.scales, w.sums, w.scores, w.longest, w.widest
-    return Rows(1, r.tokens + row * 8, table, others, r.most_others), Work(w.sync, h, w.ready, wide, *rest)
+    return Rows(1, r.tokens + row * 8, table, others, r.most_others), Work(w.sync, h, w.ready, wide, *w[4:])
 
 
 @piece

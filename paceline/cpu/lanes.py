@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import Parameter, Signature, signature
 from time import CLOCK_MONOTONIC
 from typing import Any
@@ -27,16 +28,8 @@ MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0
 LANES = 16  # output rows in a tile; four NEON, two AVX2 or one AVX-512 register
 
 
-def floats(width: int) -> ir.VectorType:
-    return ir.VectorType(FLOAT, width)
-
-
-def ints(width: int) -> ir.VectorType:
-    return ir.VectorType(INT32, width)
-
-
-def bytes_(width: int) -> ir.VectorType:
-    return ir.VectorType(ir.IntType(8), width)
+# types of vectors: functions of their width
+floats, ints, bytes_ = (partial(ir.VectorType, kind) for kind in (FLOAT, INT32, ir.IntType(8)))
 
 
 class Emitter:
@@ -66,9 +59,6 @@ class Emitter:
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.pointer(address, value.type), align=1)
-
-    def zeros(self, width: int) -> Any:
-        return ir.Constant(floats(width), [0.0] * width)
 
     def variable(self, value: Any) -> Any:
         """A mutable accumulator; LLVM promotes it to registers."""
@@ -132,7 +122,7 @@ class Emitter:
 
     def round(self, x: Any, turns: Any, out: Any, scale_at: Any, sum_at: Any, unit: float = 1.0) -> None:
         """Sixteen floats a turn as int8, their scale times `unit`, and where it is wanted their sum."""
-        builder, tops = self.builder, self.variable(self.zeros(LANES))
+        builder, tops = self.builder, self.variable(self.constant(0.0, LANES))
         with self.loop(turns) as turn:
             value = self.load(self.offset(x, self.times(turn, 4 * LANES)), floats(LANES))
             builder.store(self.math("maximum", self.math("fabs", value), builder.load(tops)), tops)
@@ -246,7 +236,6 @@ int_pointer = _pointer_to(types.int64)
 byte_pointer = _pointer_to(types.int8)
 word_pointer = _pointer_to(types.int32)
 double_pointer = _pointer_to(types.float64)
-seed_pointer = _pointer_to(types.uint64)
 
 
 @intrinsic

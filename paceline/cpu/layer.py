@@ -63,6 +63,31 @@ class LayerRow(NamedTuple):
     after_mlp: int
 
 
+class Work(NamedTuple):
+    """Memory of a pass, one address each: the decoder's; a drafting head's ends with `longest`."""
+
+    sync: int
+    h: int  # [rows, hidden] the residual stream
+    ready: int  # [rows, widest] what becomes the input of a product, rows filled up to whole groups
+    wide: int  # [rows, widest output]
+    narrow: int  # [rows, output of out and down]
+    values: int
+    scales: int
+    sums: int
+    # [KV heads, rows, query heads of one, span]; of many rows this, value_scales, mixed and totals are
+    # [threads, TOGETHER, ..]; of a head: [threads, queries that take turns, longest]
+    scores: int
+    widest: int  # columns of ready
+    longest: int = 0
+    paths: int = 0  # [rows, rows + 1, 2]
+    places: int = 0  # [requests, room for the longest prefix, 2]
+    queries: int = 0  # [KV heads, rows, query heads of one, key_bytes]
+    value_scales: int = 0  # [KV heads, rows, span]
+    mixed: int = 0  # [KV heads, rows, query heads of one, 2, dim]
+    totals: int = 0  # [KV heads, rows, query heads of one]
+    largest: int = 0  # [num_outputs, threads] int64: where each thread found the largest in its part of a row
+
+
 LAYER_BYTES = 8 * size_of(LayerRow)
 layer_at, matrix_at = struct(LayerRow), struct(Matrix)
 
@@ -121,19 +146,6 @@ def multiply(product, share, matrix, w, y, rows):  # type: ignore[no-untyped-def
     barrier(share)
 
 
-@unrolled
-def _put_gate(put, share, rows, m, w, stride):  # type: ignore[no-untyped-def]
-    """Each thread takes the columns that it has just computed (the order of the rows: loaders/packed.py)."""
-    begin, end = range_of(share, (m.inner + COLUMNS - 1) // COLUMNS)
-    for row in range(rows):
-        ready, source = w.ready + row * w.widest * 4, w.wide + row * stride * 4
-        for first in range(begin * COLUMNS, end * COLUMNS, COLUMNS):
-            size = min(COLUMNS, m.inner - first)
-            gate(m.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
-            fill(ready, first + size, first + COLUMNS)
-            put(ready, m.inner, first, first + COLUMNS, w, row, rows)
-
-
 @piece
 def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def]
     """h += narrow, or its norm where there is a weight."""
@@ -159,6 +171,14 @@ def leave_layer(product, put, share, rows, m, layer, w):  # type: ignore[no-unty
     _add_block(share, rows, m, w, layer.after_attention, layer.out.n)
     put_norms(put, share, rows, m, w, layer.mlp_norm)
     multiply(product, share, layer.gate_up, w, w.wide, rows)
-    _put_gate(put, share, rows, m, w, layer.gate_up.n)
+    # a thread takes the columns that it has just computed (the order of the rows: loaders/packed.py)
+    begin, end = range_of(share, (m.inner + COLUMNS - 1) // COLUMNS)
+    for row in range(rows):
+        ready, source = w.ready + row * w.widest * 4, w.wide + row * layer.gate_up.n * 4
+        for first in range(begin * COLUMNS, end * COLUMNS, COLUMNS):
+            size = min(COLUMNS, m.inner - first)
+            gate(m.is_gelu, source + 2 * first * 4, source + (2 * first + size) * 4, ready + first * 4, size)
+            fill(ready, first + size, first + COLUMNS)
+            put(ready, m.inner, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.down, w, w.narrow, rows)
     _add_block(share, rows, m, w, layer.after_mlp, layer.down.n)

@@ -9,6 +9,7 @@ number of tokens nor the instruction set changes a bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -35,6 +36,7 @@ FLOAT_AHEAD = 1024  # prefetch distance in bytes
 # rows of x worked on at a time: they stay in the second-level cache while the weights stream by
 X_BLOCK_BYTES = 128 * 1024
 GROUP_8, BLOCK_8 = GROUP[8], BLOCK[8]
+Row = Callable[[int], Any]
 
 
 class Matrix(NamedTuple):
@@ -44,21 +46,6 @@ class Matrix(NamedTuple):
     bias: int  # address of a float for each row of the tiles
     k: int  # width of x, rounded up to whole groups
     n: int  # outputs, rounded up to whole tiles
-
-
-class Tile(NamedTuple):
-    """Addresses a tile reads and writes, and the strides between tokens or groups."""
-
-    weights: Any
-    x: Any
-    scales: Any
-    sums: Any
-    bias: Any
-    x_stride: Any
-    group_stride: Any
-    groups: Any
-    y: Any
-    y_stride: Any
 
 
 def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
@@ -74,17 +61,13 @@ def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
     return [builder.xor(each, kind([0x80] * step)) for each in raw] if VARIANT == "vnni" else raw
 
 
-def _group_dots(emit: Emitter, bits: int, tokens: int, tile: Tile, group: Any) -> list[list[Any]]:
-    """The integer sums of one group: [token][part]."""
-    starts = [ints(WIDTH)([0] * WIDTH)] * tokens
+def _group_dots(emit: Emitter, bits: int, block: Any, rows: list[Any], sums_at: Any) -> list[list[Any]]:
+    """The integer sums of one group: [token][part]. rows: where the group begins in each token's x."""
+    starts, fours = [ints(WIDTH)([0] * WIDTH) for _ in rows], []
     if VARIANT == "vnni" and bits == 8:
-        at = emit.offset(tile.sums, emit.times(group, tile.group_stride))
-        totals = [emit.load(emit.offset(at, 4 * t), INT32) for t in range(tokens)]
+        totals = [emit.load(emit.offset(sums_at, 4 * t), INT32) for t in range(len(rows))]
         starts = [emit.broadcast(emit.builder.mul(total, INT32(-128)), WIDTH) for total in totals]
     dots = [[start] * (ROWS // WIDTH) for start in starts]
-    first = emit.offset(tile.x, emit.times(group, GROUP[bits]))
-    rows = [emit.offset(first, emit.times(tile.x_stride, t)) for t in range(tokens)]
-    block, fours = emit.offset(tile.weights, emit.times(group, BLOCK[bits])), []
     for quad in range(GROUP[bits] // 4):
         if quad % 4 == 0:
             fours = [emit.load(emit.offset(row, 4 * quad), ints(4)) for row in rows]
@@ -114,21 +97,25 @@ def stored_scale(emit: Emitter, at: Any) -> Any:
 
 
 def _tile(emit: Emitter, bits: int, tokens: int, *operands: Any) -> None:
-    """8 outputs of `tokens` consecutive rows of x. operands: the fields of a Tile."""
-    tile, builder, parts = Tile(*operands), emit.builder, range(ROWS // WIDTH)
-    starts = [emit.load(emit.offset(tile.bias, 4 * WIDTH * p), floats(WIDTH)) for p in parts]
+    """8 outputs of `tokens` consecutive rows of x. operands: addresses, strides between tokens or groups, and
+    how many groups there are."""
+    weights, x, scales_at, sums_at, bias, x_stride, group_stride, groups, y, y_stride = operands
+    builder, parts = emit.builder, range(ROWS // WIDTH)
+    starts = [emit.load(emit.offset(bias, 4 * WIDTH * p), floats(WIDTH)) for p in parts]
     sums = [[emit.variable(start) for start in starts] for _ in range(tokens)]
-    with emit.loop(tile.groups) as group:
-        dots = _group_dots(emit, bits, tokens, tile, group)
-        end = emit.offset(tile.weights, emit.times(group, BLOCK[bits]), BLOCK[bits])
+    with emit.loop(groups) as group:
+        here, block = emit.times(group, GROUP[bits]), emit.offset(weights, emit.times(group, BLOCK[bits]))
+        rows = [emit.offset(x, here, emit.times(x_stride, t)) for t in range(tokens)]
+        dots = _group_dots(emit, bits, block, rows, emit.offset(sums_at, emit.times(group, group_stride)))
+        end = emit.offset(block, BLOCK[bits])
         scales = _halves(emit, emit.offset(end, -2 * ROWS if bits == 8 else -4 * ROWS))
         minima = _halves(emit, emit.offset(end, -2 * ROWS)) if bits == 4 else []
-        first, fours, offsets = emit.times(group, tile.group_stride), [], []
+        first, fours, offsets = emit.times(group, group_stride), [], []
         for t in range(0, tokens, 4):
             width = min(4, tokens - t)
-            fours.append(emit.load(emit.offset(tile.scales, first, 4 * t), floats(width)))
+            fours.append(emit.load(emit.offset(scales_at, first, 4 * t), floats(width)))
             if bits == 4:  # what minima are multiplied by: minus the scaled sum of integers
-                whole = emit.load(emit.offset(tile.sums, first, 4 * t), ints(width))
+                whole = emit.load(emit.offset(sums_at, first, 4 * t), ints(width))
                 whole = builder.sitofp(whole, floats(width))
                 offsets.append(builder.fneg(builder.fmul(whole, fours[-1])))
         # A token's number is a lane of a register: multiplying by it is one instruction, by a scalar two.
@@ -141,39 +128,52 @@ def _tile(emit: Emitter, bits: int, tokens: int, *operands: Any) -> None:
                 emit.accumulate(sums[t][p], minimum, emit.splat(offsets[t // 4], t % 4, WIDTH))
     for t in range(tokens):
         for p in parts:
-            to = emit.offset(tile.y, emit.times(tile.y_stride, t), 4 * WIDTH * p)
+            to = emit.offset(y, emit.times(y_stride, t), 4 * WIDTH * p)
             emit.store(builder.load(sums[t][p]), to)
 
 
-dot_tile = instruction(constants=1, most=MAX_TOKENS, operands=len(Tile._fields))(_tile)
+dot_tile = instruction(constants=1, most=MAX_TOKENS, operands=10)(_tile)
 
 
-@instruction(most=FLOAT_TOKENS, operands=6)
-def float_tile(emit: Emitter, tokens: int, *operands: Any) -> None:
-    """16 outputs of `tokens` rows of x: sums[t] += w[k] * x[t, k], in the order of k. operands: weights, x,
-    bias, k, y, its stride."""
-    weights, x, bias, k, y, y_stride = operands
-    sums = [emit.variable(emit.load(bias, floats(LANES))) for _ in range(tokens)]
+def multiply_floats(emit: Emitter, starts: list[Any], row: Row, *operands: Any, ahead: int = 0) -> None:
+    """out[t, :16] = starts[t] + w[k] * x[t, k], in the order of k. row: bytes from x to row t. operands: w as
+    [k][16], x, k, out, its stride. ahead: bytes between weights that are read and that are asked for."""
+    weights, x, k, out, stride = operands
+    sums = [emit.variable(start) for start in starts]
     with emit.loop(emit.builder.sdiv(k, emit.const(UNROLL))) as turn:
         here = emit.offset(weights, emit.times(turn, TURN_BYTES))
-        for line in range(0, TURN_BYTES, 64):
-            emit.prefetch(emit.offset(here, line + FLOAT_AHEAD))
-        first, x_stride = emit.offset(x, emit.times(turn, 4 * UNROLL)), emit.times(k, 4)
-        rows = [emit.offset(first, emit.times(x_stride, t)) for t in range(tokens)]
-        columns = [emit.load(row, floats(UNROLL)) for row in rows]
+        for line in range(0, TURN_BYTES if ahead else 0, 64):
+            emit.prefetch(emit.offset(here, line + ahead))
+        first = emit.offset(x, emit.times(turn, 4 * UNROLL))
+        rows = [emit.offset(first, row(t)) for t in range(len(sums))]
+        columns = [emit.load(each, floats(UNROLL)) for each in rows]
         for i in range(UNROLL):
             weight = emit.load(emit.offset(here, 4 * LANES * i), floats(LANES))
             for total, column in zip(sums, columns, strict=True):
                 emit.accumulate(total, weight, emit.splat(column, i, LANES))
     for t, total in enumerate(sums):
-        emit.store(emit.builder.load(total), emit.offset(y, emit.times(y_stride, t)))
+        emit.store(emit.builder.load(total), emit.offset(out, emit.times(stride, t)))
+
+
+@instruction(most=FLOAT_TOKENS, operands=6)
+def float_tile(emit: Emitter, tokens: int, *operands: Any) -> None:
+    """16 outputs of `tokens` rows of x. operands: weights, x, bias, k, y, its stride."""
+    weights, x, bias, k, y, stride = operands
+    starts, row = [emit.load(bias, floats(LANES)) for _ in range(tokens)], lambda t: emit.times(k, 4 * t)
+    multiply_floats(emit, starts, row, weights, x, k, y, stride, ahead=FLOAT_AHEAD)
+
+
+@piece
+def even_height(left, most):  # type: ignore[no-untyped-def]
+    """Of the first of nearly equal tiles, `most` at most."""
+    tiles = (left + most - 1) // most
+    return (left + tiles - 1) // tiles
 
 
 @piece
 def product_32(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
     """One thread's share: m is a Matrix, y [rows, n]; x has the addresses `values` of floats, or of int8 with
-    `scales` and `sums` [groups, rows] (forward.Work). A tile of weights meets
-    strips of nearly equal height, FLOAT_TOKENS at most."""
+    `scales` and `sums` [groups, rows] (layer.Work)."""
     y_stride, tiles = m.n * 4, m.n // LANES
     step = max(FLOAT_TOKENS, X_BLOCK_BYTES // (m.k * 4) // FLOAT_TOKENS * FLOAT_TOKENS)
     for first in range(0, rows, step):
@@ -181,8 +181,7 @@ def product_32(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
         for t in range(tiles * part // threads, tiles * (part + 1) // threads):
             weights, bias, row = m.weight + t * m.k * LANES * 4, m.bias + t * LANES * 4, first
             while row < last:
-                strips = (last - row + FLOAT_TOKENS - 1) // FLOAT_TOKENS
-                height = (last - row + strips - 1) // strips
+                height = even_height(last - row, FLOAT_TOKENS)
                 out = y + row * y_stride + t * LANES * 4
                 float_tile(height, weights, x.values + row * m.k * 4, bias, m.k, out, y_stride)
                 row += height
@@ -199,14 +198,12 @@ def _integer_product(bits: int) -> Any:
         for first in range(0, rows, step):
             last = min(first + step, rows)
             for t in range(tiles * part // threads, tiles * (part + 1) // threads):
-                weights, bias, row = m.weight + t * groups * block_bytes, m.bias + t * ROWS * 4, first
+                tile, bias, row = m.weight + t * groups * block_bytes, m.bias + t * ROWS * 4, first
                 while row < last:
                     height = last - row if last - row <= MAX_TOKENS else USUAL_TOKENS
-                    own, scale, total = x.values + row * m.k, x.scales + row * 4, x.sums + row * 4
+                    own, scale, sums = x.values + row * m.k, x.scales + row * 4, x.sums + row * 4
                     out = y + row * stride + t * ROWS * 4
-                    dot_tile(
-                        bits, height, weights, own, scale, total, bias, m.k, rows * 4, groups, out, stride
-                    )
+                    dot_tile(bits, height, tile, own, scale, sums, bias, m.k, rows * 4, groups, out, stride)
                     row += height
 
     return product

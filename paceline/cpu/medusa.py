@@ -14,15 +14,15 @@ import torch
 from numba import carray
 
 from paceline.cpu.compile import kernel, numbers, piece, size_of, struct
-from paceline.cpu.guess import guess
-from paceline.cpu.head_call import CallMemory, Capacity, HeadCall, HeadKernel, HeadRequest, Room, Turn, Work
+from paceline.cpu.head_call import CallMemory, Capacity, HeadCall, HeadKernel, HeadRequest, Room, Turn
 from paceline.cpu.head_memory import GREEDY, Memory, Tensors, draft_ids, sources_of
-from paceline.cpu.heads import multiply_8, put_8_row, request_of, write_guess
+from paceline.cpu.heads import multiply_8, put_8_norm, request_of, write_guess
 from paceline.cpu.lanes import int_pointer
-from paceline.cpu.layer import matrix_at
+from paceline.cpu.layer import Work, matrix_at
 from paceline.cpu.matmul import Matrix
-from paceline.cpu.rows import add, copy, gate, normalize
+from paceline.cpu.rows import add, gate, normalize
 from paceline.cpu.sync import barrier, in_region, num_threads
+from paceline.cpu.top import guess
 from paceline.heads.config import MedusaConfig
 from paceline.heads.rows import Guesses, Row, Sampler
 
@@ -56,19 +56,12 @@ call_at = struct(Call)
 
 
 @piece
-def _put(w, source, row, rows, width):  # type: ignore[no-untyped-def]
-    ready = w.ready + row * w.widest * 4
-    copy(source, ready, width)
-    put_8_row(ready, width, w, row, rows)
-
-
-@piece
 def _run_blocks(share, num, sources, m, w):  # type: ignore[no-untyped-def]
     """From hidden states to the states of all heads: the first blocks together, then head by head."""
     width = m.hidden * 4
     for row in range(share.part, num, share.threads):
         normalize(sources[row], m.norm, w.h + row * width, m.hidden, m.eps)
-        _put(w, w.h + row * width, row, num, m.hidden)
+        put_8_norm(w.h + row * width, 0, m, w, row, num)
     multiply_8(share, m.first, w, w.wide, num)
     for item in range(share.part, num * m.num_heads, share.threads):
         row, head = item // m.num_heads, item % m.num_heads
@@ -80,7 +73,7 @@ def _run_blocks(share, num, sources, m, w):  # type: ignore[no-untyped-def]
         matrix = matrix_at(m.others + item * MATRIX_BYTES)
         states = w.narrow + item // (m.num_blocks - 1) * num * width
         for row in range(share.part, num, share.threads):
-            _put(w, states + row * width, row, num, m.hidden)
+            put_8_norm(states + row * width, 0, m, w, row, num)
         multiply_8(share, matrix, w, w.wide, num)
         for row in range(share.part, num, share.threads):
             z = w.wide + row * matrix.n * 4
@@ -98,7 +91,7 @@ def _part(share, at):  # type: ignore[no-untyped-def]
     rows = together * num
     for head in range(0, m.num_heads, together):  # logits: as rows of one product, or head by head
         for row in range(share.part, rows, share.threads):
-            _put(w, w.narrow + (head * num + row) * m.hidden * 4, row, rows, m.hidden)
+            put_8_norm(w.narrow + (head * num + row) * m.hidden * 4, 0, m, w, row, rows)
         logits = c.memory.logits + head * num * c.memory.num_outputs * 4
         multiply_8(share, matrix_at(m.outputs + head * MATRIX_BYTES), w, logits, rows)
     for item in range(share.part, num * c.turn.steps, share.threads):

@@ -13,21 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from paceline.cpu import tiles
 from paceline.cpu import value_tiles as rounded
 from paceline.cpu.compile import piece
 from paceline.cpu.lanes import LANES, LOG2_E, float_pointer, int_pointer
+from paceline.cpu.matmul import even_height
 from paceline.cpu.rows import fill
-from paceline.cpu.tiles import (
-    LOWEST,
-    MIXED,
-    PLACE,
-    SCORED,
-    VALUE_SCALE,
-    mix_floats,
-    score_floats,
-    score_rounded,
-    weigh_lanes,
-)
+from paceline.cpu.tiles import PLACE, SCORED, VALUE_SCALE
 
 BLOCK = 16  # positions whose keys all KV heads read before the next: neighbours are read at one time
 FLOAT_CHUNK = 64  # positions whose values are added before the next columns' turn: the nearest cache has them
@@ -38,7 +30,7 @@ class Attention(NamedTuple):
 
     b: Any  # forward.Pass
     m: Any  # layer.Model
-    w: Any  # forward.Work
+    w: Any  # layer.Work
     window: int  # positions that a row sees; 0: all
     keys: int  # address of the layer's cached keys
     values: int
@@ -112,13 +104,6 @@ def _places(a, run, first, last):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _height(left, most):  # type: ignore[no-untyped-def]
-    """Of the first of nearly equal tiles, `most` at most."""
-    tiles = (left + most - 1) // most
-    return (left + tiles - 1) // tiles
-
-
-@piece
 def score(a, run, kv_heads, first, last):  # type: ignore[no-untyped-def]
     """Scores of positions first to last, which all rows see at the same places, for a range of KV heads."""
     m, stride, rows = a.m, a.b.span * 4, run.last - run.first
@@ -131,24 +116,14 @@ def score(a, run, kv_heads, first, last):  # type: ignore[no-untyped-def]
                 out = a.scales + at // a.group * stride + first * 4
                 rounded.copy_scales(keys + m.dim + VALUE_SCALE, places, end - first, rows, out, stride)
             while done < rows * a.group:
-                count = _height(rows * a.group - done, SCORED)
+                count = even_height(rows * a.group - done, SCORED)
                 query, out = queries + done * m.key_bytes, a.scores + (at + done) * stride + first * 4
                 if m.is_rounded:
-                    score_rounded(count, query, keys, places, end - first, m.dim, out, stride)
+                    tiles.score_rounded(count, query, keys, places, end - first, m.dim, out, stride)
                 else:
-                    score_floats(count, query, keys, places, end - first, m.dim, out, stride)
+                    tiles.score_floats(count, query, keys, places, end - first, m.dim, out, stride)
                 done += count
         first = end
-
-
-@piece
-def _surround(at, first, start, length, last, value):  # type: ignore[no-untyped-def]
-    """A value before and after what lies in floats start to length, from `first` to `last`."""
-    x = carray(float_pointer(at), last)
-    for i in range(first, start):
-        x[i] = value
-    for i in range(length, last):
-        x[i] = value
 
 
 @piece
@@ -158,11 +133,13 @@ def weigh(a, run, row, head, start, length):  # type: ignore[no-untyped-def]
     first, last = start // LANES * LANES, (length + LANES - 1) // LANES * LANES
     turns, scale, total_at = (last - first) // LANES, np.float32(a.m.scale * LOG2_E), a.totals + query * 4
     scores_at, scales_at = a.scores + query * a.b.span * 4, a.scales + query // a.group * a.b.span * 4
-    _surround(scores_at, first, start, length, last, np.float32(LOWEST))
+    fill(scores_at, first, start, np.float32(tiles.LOWEST))
+    fill(scores_at, length, last, np.float32(tiles.LOWEST))
     if not a.m.is_rounded:
-        weigh_lanes(scores_at + first * 4, turns, scale, total_at)
+        tiles.weigh_lanes(scores_at + first * 4, turns, scale, total_at)
         return
-    _surround(scales_at, first, start, length, last, np.float32(0))
+    fill(scales_at, first, start)
+    fill(scales_at, length, last)
     out = scores_at + first * 2
     rounded.weigh_rounded(scores_at + first * 4, scales_at + first * 4, turns, scale, out, total_at)
 
@@ -172,7 +149,7 @@ def _mix(a, run, columns, first, last):  # type: ignore[no-untyped-def]
     """Add the values of positions first to last to the sums of all rows, for a range of strips of columns."""
     m, stride, total = a.m, a.b.span * 4, (run.last - run.first) * a.group
     turned = rounded.turned_memory()
-    chunk, most = (rounded.CHUNK, rounded.ADDED) if m.is_rounded else (FLOAT_CHUNK, MIXED)
+    chunk, most = (rounded.CHUNK, rounded.ADDED) if m.is_rounded else (FLOAT_CHUNK, tiles.MIXED)
     while first < last:
         places, end = _places(a, run, first, min(first + chunk, last))
         for strip in range(columns[0], columns[1]):
@@ -181,14 +158,14 @@ def _mix(a, run, columns, first, last):  # type: ignore[no-untyped-def]
             if m.is_rounded:  # values are turned once for all queries
                 turns = rounded.turn(values, places + 8, first, end, turned, strip % 2 * 2)
             while done < total:
-                count, weights = _height(total - done, most), a.scores + (query + done) * stride
+                count, weights = even_height(total - done, most), a.scores + (query + done) * stride
                 out = a.mixed + (query + done) * m.dim * 8 + strip % a.strips * LANES * 4
                 if m.is_rounded:
                     at = weights + first // rounded.TURN * rounded.TURN * 2
                     rounded.add_turned(count, at, stride, turned, turns, out, m.dim * 8)
                 else:
                     at = weights + first * 4
-                    mix_floats(count, at, stride, values, places + 8, end - first, out, m.dim * 8)
+                    tiles.mix_floats(count, at, stride, values, places + 8, end - first, out, m.dim * 8)
                 done += count
         first = end
 

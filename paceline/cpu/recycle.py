@@ -99,8 +99,3 @@ class Taps(Mapping[int, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._layers)
-
-
-def address_in(hidden: Mapping[int, torch.Tensor], layer: int) -> int:
-    """Where the first row of a layer lies."""
-    return hidden.address_of(layer) if isinstance(hidden, Taps) else hidden[layer].data_ptr()

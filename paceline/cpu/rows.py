@@ -13,11 +13,10 @@ from numba import carray, types
 
 from paceline.cpu.compile import piece, piece_named
 from paceline.cpu.lanes import LANES, Emitter, byte_pointer, float_pointer, floats, instruction
-from paceline.cpu.matmul import BLOCK, REBASE, stored_scale
+from paceline.cpu.matmul import BLOCK_8, GROUP_8, REBASE, stored_scale
 from paceline.models.quantize import DOT_ROWS, GROUP
 
-ONE = np.float32(1)
-GROUP_8, BLOCK_8 = GROUP[8], BLOCK[8]
+ZERO, ONE = np.float32(0), np.float32(1)
 WIDTH = 4
 
 
@@ -48,7 +47,7 @@ def sum_of_squares(emit: Emitter, x: Any, width: Any) -> Any:
     """Of `width` floats, a multiple of 4: sixteen chains, and four for what is left."""
     builder = emit.builder
     turns = builder.sdiv(width, emit.const(LANES))
-    whole, rest = emit.variable(emit.zeros(LANES)), emit.variable(emit.zeros(WIDTH))
+    whole, rest = emit.variable(emit.constant(0.0, LANES)), emit.variable(emit.constant(0.0, WIDTH))
     with emit.loop(turns) as turn:
         value = emit.load(emit.offset(x, emit.times(turn, 4 * LANES)), floats(LANES))
         emit.accumulate(whole, value, value)
@@ -84,11 +83,11 @@ def copy(x_at, y_at, width):  # type: ignore[no-untyped-def]
 
 
 @piece
-def fill(x_at, first, last):  # type: ignore[no-untyped-def]
-    """Zeros in columns first to last: the end of a row's last group."""
+def fill(x_at, first, last, value=ZERO):  # type: ignore[no-untyped-def]
+    """A value in columns first to last, such as zeros at the end of a row's last group."""
     x = carray(float_pointer(x_at), last)
     for i in range(first, last):
-        x[i] = np.float32(0)
+        x[i] = value
 
 
 @piece

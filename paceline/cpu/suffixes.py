@@ -1,11 +1,10 @@
-"""A suffix tree over a window of text, in flat arrays: the compiled part of drafters/suffix_tree.py.
+"""A suffix tree over a window of text, in flat arrays: the compiled part of suffix_tree.py.
 
-A node is a row of int32: a string that occurred, how often, how often something followed, and its children,
-the likeliest first. A string that occurred once has no children: it is a leaf that says where the text goes
-on, and it grows them when it occurs again. Invariant: for every start in [begin, end) the counts along its
-text, to a leaf, `depth` or the text's end, include it once. Nothing here allocates: a push takes at most
-`depth` + 1 nodes, and `forget` gives back those of the oldest start. Kernels are given the address of a
-tree's header: numba takes 2 µs to unpack an array, and a tree has five.
+A node is a row of int32: a string that occurred, how often, and its children, the likeliest first. One that
+occurred once is a leaf that says where the text goes on; it grows children when it occurs again. Invariant:
+for every start in [begin, end) the counts along its text, to a leaf, `depth` or the text's end, include it
+once. Nothing allocates: a push takes `depth` + 1 nodes at most, `forget` frees those of the oldest start.
+Kernels are given the address of a tree's header: numba takes 2 µs to unpack an array, and a tree has five.
 """
 
 from __future__ import annotations
@@ -55,32 +54,24 @@ def place(slots, parent, token):  # type: ignore[no-untyped-def]
 
 
 @piece
-def find(nodes, slots, parent, token):  # type: ignore[no-untyped-def]
-    """The child of a node by token, or NOTHING."""
+def slot_of(nodes, slots, parent, token):  # type: ignore[no-untyped-def]
+    """Where the hash table has the child of a node by token; where it would go, if there is none."""
     at = place(slots, parent, token)
-    while slots[at] != NOTHING:
-        node = slots[at]
-        if nodes[node, PARENT] == parent and nodes[node, TOKEN] == token:
-            return node
+    while slots[at] != NOTHING and (nodes[slots[at], PARENT] != parent or nodes[slots[at], TOKEN] != token):
         at = (at + 1) & (len(slots) - 1)
-    return NOTHING
+    return at
 
 
 @piece
-def enter(nodes, slots, node):  # type: ignore[no-untyped-def]
-    at = place(slots, nodes[node, PARENT], nodes[node, TOKEN])
-    while slots[at] != NOTHING:
-        at = (at + 1) & (len(slots) - 1)
-    slots[at] = node
+def find(nodes, slots, parent, token):  # type: ignore[no-untyped-def]
+    """The child of a node by token, or NOTHING."""
+    return slots[slot_of(nodes, slots, parent, token)]
 
 
 @piece
 def leave(nodes, slots, node):  # type: ignore[no-untyped-def]
     """Take a node out of the hash table and close the gap, so that no search ends early."""
-    mask = len(slots) - 1
-    gap = place(slots, nodes[node, PARENT], nodes[node, TOKEN])
-    while slots[gap] != node:
-        gap = (gap + 1) & mask
+    mask, gap = len(slots) - 1, slot_of(nodes, slots, nodes[node, PARENT], nodes[node, TOKEN])
     at = (gap + 1) & mask
     while slots[at] != NOTHING:
         home = place(slots, nodes[slots[at], PARENT], nodes[slots[at], TOKEN])
@@ -125,7 +116,7 @@ def create(nodes, slots, state, parent, token, where):  # type: ignore[no-untype
     nodes[node, COUNT], nodes[node, TOTAL], nodes[node, FIRST] = 1, 0, NOTHING
     nodes[node, TOKEN], nodes[node, PARENT], nodes[node, WHERE] = token, parent, where
     nodes[parent, TOTAL] += 1
-    enter(nodes, slots, node)
+    slots[slot_of(nodes, slots, parent, token)] = node
     link(nodes, node)
 
 
@@ -242,4 +233,4 @@ def move(nodes, slots, text, state, old_nodes, old_text):  # type: ignore[no-unt
         state[NUM_FREE] += 1
     for node in range(1, used):
         if nodes[node, COUNT] > 0:
-            enter(nodes, slots, node)
+            slots[slot_of(nodes, slots, nodes[node, PARENT], nodes[node, TOKEN])] = node

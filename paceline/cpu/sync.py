@@ -157,7 +157,7 @@ class Team:
             self._memory[self._first + LOCK // 8] = _lock.buffer_info()[0] + LINE
 
     def notice(self) -> None:
-        """After a pass: say once that threads do not come."""
+        """Before a pass: say once that threads did not come to the last ones."""
         if self._memory[self._first + SHORT // 8] >= NOTICED and not _state["has_warned"]:
             _state["has_warned"] = True
             asked = f"{numba.get_num_threads()} threads were asked for, fewer run at once and passes use"

@@ -1,11 +1,10 @@
 """The arithmetic of attention: scores of a few queries against cached keys, their weights, sums of values.
 
-A position is named by the byte offsets of its rows among the keys and the values; lists of such pairs lie in
-memory. "Queries" are the query heads of one KV head in any number of rows. A rounded head is `dim` int8, the
-scales of its two halves and the sums of their integers: dim + TAIL bytes. A cached key has the scale of its
-position's value in place of the sums (value_tiles.py). A half ends at a multiple of 16: of 48 numbers the
-first has 32. Invariant: integer sums are exact, and a score, a weight and a column of a sum are each one
-chain of operations on its own query and positions: neither a tile's shape nor the processor changes a bit.
+A position is named by the byte offsets of its rows among the keys and the values. "Queries" are the query
+heads of one KV head in any number of rows. A rounded head is `dim` int8, the scales of its two halves (the
+first of 48 has 32) and the sums of their integers: dim + TAIL bytes. A cached key has the scale of its
+position's value in place of the sums. Invariant: integer sums are exact, and a score, a weight and a column
+of a sum are each one chain of operations: neither a tile's shape nor the processor changes a bit.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def score_floats(emit: Emitter, num_queries: int, *operands: Any) -> None:
         here = emit.offset(places, emit.times(first, PLACE))
         rows = addresses(emit, keys, here, span)
         soon = addresses(emit, keys, emit.offset(here, PLACE * AHEAD), span)
-        sums = [[emit.variable(emit.zeros(WIDTH)) for _ in rows] for _ in wanted]
+        sums = [[emit.variable(emit.constant(0.0, WIDTH)) for _ in rows] for _ in wanted]
         with emit.loop(builder.sdiv(dim, emit.const(LANES))) as turn:
             line = emit.times(turn, 4 * LANES)  # 64 bytes
             for row in soon:
@@ -142,7 +141,7 @@ def exponents(emit: Emitter, scores: Any, turns: Any, scale: Any) -> Callable[[A
 @instruction()
 def weigh_lanes(emit: Emitter, scores: Any, turns: Any, scale: Any, total_at: Any) -> None:
     """In place over 16 * turns floats, 2 ** (scale * (score - the largest)), scale > 0; stores their sum."""
-    builder, total = emit.builder, emit.variable(emit.zeros(LANES))
+    builder, total = emit.builder, emit.variable(emit.constant(0.0, LANES))
     exponent = exponents(emit, scores, turns, scale)
     with emit.loop(turns) as turn:
         here = emit.offset(scores, emit.times(turn, 4 * LANES))

@@ -39,7 +39,7 @@ def round_value(emit: Emitter, x: Any, dim: Any, out: Any, scale_at: Any) -> Non
 def copy_scales(emit: Emitter, scales: Any, places: Any, count: Any, rows: Any, out: Any, step: Any) -> None:
     """Floats at the offsets of `count` positions, side by side into rows of `out`, `step` bytes apart."""
     for span, first in each_span(emit, count):
-        found, here = emit.zeros(span), emit.offset(places, emit.times(first, PLACE))
+        found, here = emit.constant(0.0, span), emit.offset(places, emit.times(first, PLACE))
         for i, at in enumerate(addresses(emit, scales, here, span)):
             found = emit.builder.insert_element(found, emit.load(at, FLOAT), INT32(i))
         with emit.loop(rows) as row:
@@ -56,15 +56,12 @@ def _split_weights(emit: Emitter, rounded: Any) -> Any:
     return emit.shuffle(order, high, low)
 
 
-@instruction()
-def weigh_rounded(
-    emit: Emitter, scores: Any, scales: Any, turns: Any, scale: Any, out: Any, total_at: Any
-) -> None:
+@instruction(operands=6)
+def weigh_rounded(emit: Emitter, *operands: Any) -> None:
     """As tiles.weigh_lanes, and then each weight times its scale as an integer into `out`, two bytes a
-    position. `out` may be where the scores are, or before. The total is stored in the same unit as the
-    integers."""
-    builder, kind = emit.builder, floats(LANES)
-    total, most = (emit.variable(emit.zeros(LANES)) for _ in range(2))
+    position. `out` may be where the scores are, or before. The total has the integers' unit."""
+    (scores, scales, turns, scale, out, total_at), builder, kind = operands, emit.builder, floats(LANES)
+    total, most = (emit.variable(emit.constant(0.0, LANES)) for _ in range(2))
     exponent = exponents(emit, scores, turns, scale)
     with emit.loop(turns) as turn:
         step = emit.times(turn, 4 * LANES)

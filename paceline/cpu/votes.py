@@ -23,60 +23,29 @@ PAST, NODE, SLOT, LENGTH = range(4)
 VOTES = 2  # children of a node that get a vote
 WIDTH = 3  # most children of a drafted node
 OWN_DOUBT, PAST_DOUBT, FLOOR, FACTOR = range(4)  # settings
+# rows of a Scratch: what is known of the drafted nodes; votes for what follows a node; continuations that are
+# not drafted yet
+DRAFTED, PARENTS, COUNTS, DEPTHS, TOKENS, POOL_TOKENS, POOL_PARENTS, NUM_WHOLE = range(8)
+SETTINGS, REACH, CHANCES, POOL_CHANCES, NUM_FLOATS = range(5)  # REACH: chances of the nodes' paths
 
 
 class Scratch(NamedTuple):
     """What a draft is grown in; used again for the next. nodes: one more than are ever drafted."""
 
-    settings: np.ndarray  # [4] float64
-    drafted: np.ndarray  # [nodes] int64: tokens
-    parents: np.ndarray  # [nodes] int64
-    reach: np.ndarray  # [nodes] float64: chances of their paths
-    matches: np.ndarray  # [nodes, 2 * depth, 4] int32: of each drafted node
-    counts: np.ndarray  # [nodes] int64: how many there are
-    depths: np.ndarray  # [nodes] int64
-    tokens: np.ndarray  # [votes] int64
-    chances: np.ndarray  # [votes] float64
-    pool_tokens: np.ndarray  # [nodes * width] int64: continuations not drafted yet
-    pool_parents: np.ndarray
-    pool_chances: np.ndarray  # float64
+    whole: np.ndarray  # [NUM_WHOLE, size] int64
+    floats: np.ndarray  # [NUM_FLOATS, size] float64
+    matches: np.ndarray  # [nodes, 2 * depth, 4] int32: of each drafted node, of which COUNTS has the number
 
 
 # what kernels read of a Scratch: addresses of its arrays, and sizes
-Header = NamedTuple("Header", [(name, int) for name in (*Scratch._fields, "depth", "nodes", "width")])  # type: ignore[misc]
-
-
-def scratch(depth: int, nodes: int, width: int) -> Scratch:
-    num_votes, pool, whole = 2 * depth * VOTES, nodes * width, np.int64
-    return Scratch(
-        np.zeros(4), np.zeros(nodes, whole), np.zeros(nodes, whole), np.zeros(nodes),
-        np.zeros((nodes, 2 * depth, 4), np.int32), np.zeros(nodes, whole), np.zeros(nodes, whole),
-        np.zeros(num_votes, whole), np.zeros(num_votes), np.zeros(pool, whole), np.zeros(pool, whole),
-        np.zeros(pool),
-    )  # fmt: skip
-
-
+Header = NamedTuple("Header", [(name, int) for name in (*Scratch._fields, "size", "depth", "nodes", "width")])  # type: ignore[misc]
 scratch_header_at = struct(Header)
 
 
-@piece
-def scratch_at(header):  # type: ignore[no-untyped-def]
-    h = scratch_header_at(header)
-    nodes, votes, pool = h.nodes, 2 * h.depth * VOTES, h.nodes * h.width
-    return Scratch(
-        carray(double_pointer(h.settings), 4),
-        carray(int_pointer(h.drafted), nodes),
-        carray(int_pointer(h.parents), nodes),
-        carray(double_pointer(h.reach), nodes),
-        carray(word_pointer(h.matches), (nodes, 2 * h.depth, 4)),
-        carray(int_pointer(h.counts), nodes),
-        carray(int_pointer(h.depths), nodes),
-        carray(int_pointer(h.tokens), votes),
-        carray(double_pointer(h.chances), votes),
-        carray(int_pointer(h.pool_tokens), pool),
-        carray(int_pointer(h.pool_parents), pool),
-        carray(double_pointer(h.pool_chances), pool),
-    )
+def scratch(depth: int, nodes: int) -> Scratch:
+    size = max(nodes * WIDTH, 2 * depth * VOTES)
+    matches = np.zeros((nodes, 2 * depth, 4), np.int32)
+    return Scratch(np.zeros((NUM_WHOLE, size), np.int64), np.zeros((NUM_FLOATS, size)), matches)
 
 
 @piece
@@ -177,37 +146,36 @@ def vote(matches, count, live, past, settings, tokens, chances):  # type: ignore
 @piece
 def grow(live, past, budget, width, scratch):  # type: ignore[no-untyped-def]
     """Draft up to `budget` nodes, best first, none below the floor; how many there are with the root."""
-    matches, counts, depths, reach = scratch.matches, scratch.counts, scratch.depths, scratch.reach
+    whole, floats, matches = scratch
+    drafted, parents, counts, depths = whole[DRAFTED], whole[PARENTS], whole[COUNTS], whole[DEPTHS]
+    tokens, pool_tokens, pool_parents = whole[TOKENS], whole[POOL_TOKENS], whole[POOL_PARENTS]
+    settings, reach, chances, pool = floats[SETTINGS], floats[REACH], floats[CHANCES], floats[POOL_CHANCES]
     counts[0], depths[0], reach[0], pool_size, size = locate(matches[0], live, past), 0, 1.0, 0, 1
-    scratch.drafted[0], scratch.parents[0] = live.text[(live.state[suffixes.END] - 1) % len(live.text)], -1
-    longest = 0
+    drafted[0], parents[0] = live.text[(live.state[suffixes.END] - 1) % len(live.text)], -1
+    longest, node = 0, 0
     for i in range(counts[0]):
         longest = max(longest, matches[0, i, LENGTH])
-    furthest = max(1, int(scratch.settings[FACTOR] * longest))
-    node = 0
+    furthest = max(1, int(settings[FACTOR] * longest))
     while True:
         if depths[node] < furthest:
-            votes = scratch.settings, scratch.tokens, scratch.chances
-            found = vote(matches[node], counts[node], live, past, *votes)
+            found = vote(matches[node], counts[node], live, past, settings, tokens, chances)
             left = reach[node]  # siblings count where earlier ones fail
             for _ in range(min(width, found)):
-                best = scratch.chances[:found].argmax()
-                chance = scratch.chances[best]
-                scratch.pool_tokens[pool_size], scratch.pool_parents[pool_size] = scratch.tokens[best], node
-                scratch.pool_chances[pool_size] = left * chance
-                scratch.chances[best] = -1.0
-                left *= 1.0 - chance
+                best = chances[:found].argmax()
+                pool_tokens[pool_size], pool_parents[pool_size] = tokens[best], node
+                pool[pool_size] = left * chances[best]
+                left *= 1.0 - chances[best]
+                chances[best] = -1.0
                 pool_size += 1
         if pool_size == 0 or size > budget:
             return size
-        best = scratch.pool_chances[:pool_size].argmax()
-        chance, token = scratch.pool_chances[best], scratch.pool_tokens[best]
-        parent = scratch.pool_parents[best]
-        if chance < scratch.settings[FLOOR]:
+        best = pool[:pool_size].argmax()
+        chance, token, parent = pool[best], pool_tokens[best], pool_parents[best]
+        if chance < settings[FLOOR]:
             return size
-        scratch.pool_chances[best] = -1.0
+        pool[best] = -1.0
         node = size
-        scratch.drafted[node], scratch.parents[node] = token, parent
+        drafted[node], parents[node] = token, parent
         reach[node], depths[node] = chance, depths[parent] + 1
         counts[node] = follow(matches[parent], counts[parent], matches[node], live, past, token)
         size += 1
@@ -218,6 +186,11 @@ def draft(live, past, tokens_at, count, budget, header):  # type: ignore[no-unty
     """Push a request's `count` new tokens and draft what follows: the number of nodes with the root. If its
     tree must grow first, minus one and minus the tokens that were pushed. live, past, header: addresses of
     the trees' headers and of the scratch's."""
-    own, width = tree_at(live), scratch_header_at(header).width
+    own, h = tree_at(live), scratch_header_at(header)
     pushed = push_all(own, carray(word_pointer(tokens_at), count), header_at(live).may_grow != 0)
-    return grow(own, tree_at(past), budget, width, scratch_at(header)) if pushed == count else -1 - pushed
+    if pushed < count:
+        return -1 - pushed
+    whole = carray(int_pointer(h.whole), (NUM_WHOLE, h.size))
+    floats = carray(double_pointer(h.floats), (NUM_FLOATS, h.size))
+    matches = carray(word_pointer(h.matches), (h.nodes, 2 * h.depth, 4))
+    return grow(own, tree_at(past), budget, h.width, Scratch(whole, floats, matches))

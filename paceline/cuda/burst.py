@@ -167,7 +167,7 @@ class CudaBurst:
         steps = said.shape[1] // 3
         reach = np.ascontiguousarray(said[:, steps : 2 * steps]).view(np.float32).cumprod(1).tolist()
         drafts = [
-            Draft(Tree.chain(root, tokens), self._given.head_name, None, (1.0, *paths))
+            Draft(Tree.chain(root, tokens), self._given.names[1], None, (1.0, *paths))
             for root, tokens, paths in zip(roots, said[:, :steps].tolist(), reach, strict=True)
         ]
         return Round(drafts, said[:, 2 * steps :].tolist())

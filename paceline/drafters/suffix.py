@@ -58,14 +58,15 @@ class Suffix(Drafter):
         self._live: dict[str, SuffixTree] = {}  # by request, of which it has read `num_pushed` tokens
         self._ends: deque[int] = deque()  # where each past answer ends
         depth, nodes = config.suffix_decoding_max_tree_depth, config.num_speculative_tokens + 1
-        self._scratch = votes.scratch(depth, nodes, votes.WIDTH)
+        self._scratch = whole, floats, _ = votes.scratch(depth, nodes)
         chance, factor = config.suffix_decoding_min_token_prob, config.suffix_decoding_max_spec_factor
-        self._scratch.settings[:] = (*DOUBTS, chance, factor)
-        self._header = header_of(self._scratch, depth, nodes, votes.WIDTH if config.tree else 1)
+        floats[votes.SETTINGS, :4] = (*DOUBTS, chance, factor)
+        sizes = whole.shape[1], depth, nodes
+        self._header = header_of(self._scratch, *sizes, votes.WIDTH if config.tree else 1)
         self._at = self._header.buffer_info()[0]
-        self._chain_header = header_of(self._scratch, depth, nodes, 1)
-        parts = (self._scratch.drafted, self._scratch.parents, self._scratch.reach)
-        self._answer = tuple(memoryview(each) for each in parts)  # type: ignore[arg-type]
+        self._chain_header = header_of(self._scratch, *sizes, 1)
+        parts = whole[votes.DRAFTED], whole[votes.PARENTS], floats[votes.REACH]
+        self._answer = tuple(memoryview(each) for each in parts)
         tree = self._new_tree()  # compile now: the first request would wait for it
         tree.extend(())
         tree.close()
@@ -86,9 +87,10 @@ class Suffix(Drafter):
     def matcher(self, request: Request) -> Matcher:
         tree = self._live.get(request.id) or self._live.setdefault(request.id, self._new_tree())
         tree.extend(request.tokens[tree.num_pushed :])
-        written = address(self._scratch.drafted), address(self._scratch.reach)
+        whole, floats, _ = self._scratch
+        written = address(whole[votes.DRAFTED]), address(floats[votes.REACH])
         places = (tree.at, self.past.at, self._chain_header.buffer_info()[0], *written)
-        return Matcher(entry_of(votes.draft, 6), *places, self.config.num_speculative_tokens, self.name)
+        return Matcher(entry_of(votes.draft, 6), *places, self.config.num_speculative_tokens)
 
     def _grow(self, tree: SuffixTree, tokens: Sequence[int], budget: int) -> int:
         """Read the tokens that are new and draft: how many nodes, the root counted."""

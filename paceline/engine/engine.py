@@ -252,16 +252,16 @@ class Engine:
         self, requests: Sequence[Request], parts: BurstParts, count: int, least: float
     ) -> BurstInput:
         (backend, head, matcher, length), first = parts, requests[0]
-        drafters, name, floor = self.policy.drafters, "", 0.0
+        drafters = self.policy.drafters
         feeds, samplers = ([], []) if head is None else drafters[head].burst_feeds(requests, length)
-        if head is not None:
-            name, floor = drafters[head].name, drafters[head].floor
         stops, wanted = tuple(first.stop_ids), self.scheduler.num_left(first)
-        given = BurstInput(count, feeds, samplers, stops=stops, wanted=wanted, head_name=name)
+        names = tuple("" if n is None else drafters[n].name for n in (matcher, head))
+        given = BurstInput(count, feeds, samplers, stops=stops, wanted=wanted, names=names)
         if backend is None or not backend.is_weighing:
             return given
         weights = self.policy.weights(head, matcher, first, length)
         tables = None if matcher is None else drafters[matcher].matcher(first)
+        floor = 0.0 if head is None else drafters[head].floor
         return given._replace(weights=weights, matcher=tables, least=max(least, floor))
 
     def _goes_on(self, pending: PendingBurst) -> bool:

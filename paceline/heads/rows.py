@@ -103,13 +103,12 @@ class Matcher(NamedTuple):
     writes, and the length of its longest draft."""
 
     entry: int
-    live: int
+    live: int  # of the request's tables
     past: int
     scratch: int
     drafted: int
-    reach: int
+    reach: int  # float64: path probabilities
     budget: int
-    name: str  # of the drafter
 
 
 class BurstWeights(NamedTuple):
@@ -135,7 +134,7 @@ class BurstInput(NamedTuple):
     least: float = 0.0  # the path probability below which a head does not draft on
     stops: Sequence[int] = ()  # tokens that end the first request
     wanted: int = 0  # tokens that it may still emit
-    head_name: str = ""  # of the drafter whose head it is
+    names: tuple[str, ...] = ("", "")  # of the drafters: which matches, and whose head drafts
 
 
 class BurstBackend(Protocol):
