@@ -238,8 +238,9 @@ def difference(before: Figures, after: Figures) -> dict[str, Any] | None:
     if "drafts" not in grown:
         return None
     drafts, drafted, accepted = (grown.get(n, 0.0) for n in ("drafts", "draft_tokens", "accepted_tokens"))
-    places = sorted(int(name.partition(":")[2]) for name in grown if ":" in name)
-    by_place = [grown[f"accepted_tokens_per_pos:{i}"] for i in places]
+    place = "accepted_tokens_per_pos:"  # also counted by drafter, under another name
+    places = sorted(int(name.removeprefix(place)) for name in grown if name.startswith(place))
+    by_place = [grown[f"{place}{i}"] for i in places]
     return {
         "num_drafts": int(drafts),
         "num_draft_tokens": int(drafted),
