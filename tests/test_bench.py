@@ -19,10 +19,7 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.loaders import hub
 from paceline.measure.processes import MODULES, Worker, WorkerError
-from paceline.measure.results import rewritten
 from paceline.measure.rows import FOLDERS, OURS, peer_python
-from tests import llamacpp_stub
-from tests.make_models import tiny_gguf
 
 ROOT = Path(__file__).parent.parent
 KEYS = {
@@ -238,25 +235,6 @@ def test_ctrl_c_leaves_no_worker_behind(tiny_folder: Path, prompts: str) -> None
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < end, "a worker is still there"
         time.sleep(0.05)
-
-
-def test_llamacpp_has_a_row_for_its_server_and_one_for_its_raw_loop(
-    tiny_folder: Path, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llamacpp_stub.install(tmp_path / "peers")
-    monkeypatch.setenv("PACELINE_PEERS", str(tmp_path / "peers"))
-    model = tiny_gguf(tmp_path / "tiny.gguf", tiny_folder)
-    options = ("--model", str(model), "--prompts", prompts, "--limit", "1", "--repeats", "1")
-    peers = ("--dtypes", "none", "--methods", "none,ngram", "--peers", "llama.cpp:file")
-    rows = [row for row in report_of(tmp_path, *options, *peers)["rows"] if row["task"] == "overall"]
-    engine = rows[0]["engine"]
-    found = [(row["engine"], row["method"], row["identical"]) for row in rows]
-    assert found == [(engine, "plain", 2), (engine, "ngram", 2), (f"{engine} raw", "plain", None)]
-    assert engine == "llama.cpp F32"
-    assert min(row["tokens_per_second"] for row in rows) > 0
-    text = rewritten("<!-- table:r -->\n<!-- end -->", tmp_path)
-    assert f"| {engine} | plain |" in text
-    assert f"| {engine} raw | plain |" in text
 
 
 @pytest.mark.peers
