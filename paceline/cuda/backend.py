@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.cuda.burst import CudaBurstBackend
+from paceline.cuda.burst import MOST_REQUESTS, CudaBurstBackend
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Capture
@@ -21,7 +21,7 @@ Recorded = TypeVar("Recorded", CudaChainHead, CudaBlockHead, CudaMedusaHead, Cud
 
 class CudaBackend:
     default_dtype = "bfloat16"
-    most_drafted = 2  # more are drafted for at the cost of more plain steps than it saves
+    most_drafted = MOST_REQUESTS  # beyond a burst's requests the host drafts, and the device waits for it
 
     def __init__(self, device: torch.device, exact: bool = False, capture: Capture | None = None) -> None:
         """exact: a row has the same bits in every pass. capture: for all recordings, which share memory."""
