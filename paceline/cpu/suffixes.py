@@ -35,7 +35,8 @@ class Arrays(NamedTuple):
 
 
 # what kernels read of a tree: addresses of its arrays, its size and depth, and whether it may grow
-Header = NamedTuple("Header", [(name, int) for name in (*Arrays._fields, "size", "depth", "may_grow")])  # type: ignore[misc]
+FIELDS = [(name, int) for name in (*Arrays._fields, "size", "depth", "may_grow")]
+Header = NamedTuple("Header", FIELDS)  # type: ignore[misc]
 header_at = struct(Header)
 
 

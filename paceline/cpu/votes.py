@@ -38,7 +38,8 @@ class Scratch(NamedTuple):
 
 
 # what kernels read of a Scratch: addresses of its arrays, and sizes
-Header = NamedTuple("Header", [(name, int) for name in (*Scratch._fields, "size", "depth", "nodes", "width")])  # type: ignore[misc]
+FIELDS = [(name, int) for name in (*Scratch._fields, "size", "depth", "nodes", "width")]
+Header = NamedTuple("Header", FIELDS)  # type: ignore[misc]
 scratch_header_at = struct(Header)
 
 

@@ -21,7 +21,7 @@ class Emission(NamedTuple):
 
     request: Request
     tokens: tuple[int, ...]
-    num_accepted: int  # the first so many were drafted
+    num_accepted: int  # of them, from the first on, that were drafted
     sources: tuple[str, ...]  # by whom, each of those
     logprobs: tuple[TokenLogprobs, ...]
 

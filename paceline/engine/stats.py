@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the server's HTTP process reads counts with this module, an
     from paceline.core.types import Draft, Verdict
     from paceline.drafters.base import Drafter
 
-# a drafter is reported whose first token was right less often than this in so many drafts
+# a drafter is reported whose first token was right less often than this, in this number of drafts
 NEVER_RIGHT, AFTER = (0.01, 200)
 # or less often than this share of what was measured when it was trained: texts differ, but not as much
 TOO_RARE = 0.4

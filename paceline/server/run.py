@@ -56,7 +56,8 @@ def serve(config: ServerConfig) -> int:
         ssl_keyfile=config.ssl_keyfile,
     )
     http = uvicorn.Server(settings)
-    http.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # signals are ours
+    # Signals are ours.
+    http.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     try:
         settings.load()
     except (OSError, ssl.SSLError) as error:
