@@ -113,20 +113,16 @@ def describe(model: str) -> Described:
     if path is None and known is not None:  # a config is fetched if need be, a GGUF file is not
         repo, file = known["repo"], known["file"]
         path = hub.from_hub(repo, CONFIG) if file is None else hub.cached_file(repo, file)
-    if path is not None:
-        return Described(hub.display_name(model), _read_config(path))
     shape = "smollm2-135m" if is_default else model
-    if shape not in SHAPES:
+    if path is None and shape not in SHAPES:
         forms = f"a {CONFIG}, its folder, a .gguf file, 'default', a Hugging Face name"
         raise ModelNotFound(f"no model {model[:80]!r} here; give {forms}, or one of {', '.join(SHAPES)}")
-    return Described(shape, SHAPES[shape])
-
-
-def _read_config(path: Path) -> ModelConfig:
-    path = path / CONFIG if (path / CONFIG).is_file() else path
+    if path is None:
+        return Described(shape, SHAPES[shape])
+    name, path = hub.display_name(model), path / CONFIG if (path / CONFIG).is_file() else path
     if path.suffix == ".json":
-        return hf_config.read_config(str(path), read_json(path))
+        return Described(name, hf_config.read_config(str(path), read_json(path)))
     file = hub.weights_at(path)
     if file.is_dir():
         raise ModelFileError(f"{path} has no {CONFIG} and no GGUF file; name one of either kind")
-    return gguf_header.read_config(file, gguf_header.read_header(file))
+    return Described(name, gguf_header.read_config(file, gguf_header.read_header(file)))

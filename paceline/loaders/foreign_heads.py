@@ -37,9 +37,7 @@ def read_foreign(files: HeadFiles, target: Checkpoint) -> Head:
     model_type = values.get("model_type")
     if "dflash_config" in values or kind in ("dflash", "dspark"):
         return _dflash(files, target)
-    if model_type == "medusa":
-        return _medusa_of_vllm(files, target)
-    if "medusa_num_heads" in values:
+    if model_type == "medusa" or "medusa_num_heads" in values:
         return _medusa(files, target)
     if model_type == "mlp_speculator":
         return _mlp_speculator(files, target)
@@ -168,47 +166,37 @@ def _markov(files: HeadFiles, config: kinds.DflashConfig, ids: torch.Tensor | No
 
 
 def _medusa(files: HeadFiles, target: Checkpoint) -> Head:
-    """`0.0.linear.weight` is the first block of the first head, `0.1.weight` its output layer."""
-    blocks = files.fields.count("medusa_num_layers", 1)
-    prefix = next((p for p in MEDUSA_PREFIXES if files.has(f"{p}0.0.linear.weight")), "")
-    found = sum(files.has(f"{prefix}{i}.0.linear.weight") for i in range(2 * kinds.LIMITS["num_heads_ahead"]))
-    # configs were uploaded that name more heads than there are
-    heads = min(files.fields.count("medusa_num_heads", found or None), found or 1)
-    vocab, hidden = files.shape(f"{prefix}0.{blocks}.weight")
-    stored = {f"lm_heads.{i}.weight": f"{prefix}{i}.{blocks}.weight" for i in range(heads)}
-    for i, b, part in product(range(heads), range(blocks), ("weight", "bias")):
-        stored[f"blocks.{i}.layers.{b}.{part}"] = f"{prefix}{i}.{b}.linear.{part}"
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "draft_vocab_size": vocab, "num_blocks": blocks}
-    config = _medusa_config(files, target, False, num_heads_ahead=heads, **sizes)
-    return Head(config, _blocks(files, config, stored), files.where, "medusa")
-
-
-def _medusa_of_vllm(files: HeadFiles, target: Checkpoint) -> Head:
-    fields = files.fields
-    prefix = next((p for p in MEDUSA_PREFIXES if files.has(f"{p}blocks.0.layers.0.weight")), "")
-    is_shared, vocab = fields.flag("original_lm_head", False), fields.count("vocab_size")
-    sizes = {"vocab_size": vocab, "draft_vocab_size": fields.count("truncated_vocab_size", vocab)}
-    sizes |= {"hidden_size": fields.count("hidden_size"), "num_heads_ahead": fields.count("num_heads")}
-    sizes["num_blocks"] = fields.count("num_hidden_layers", 1)
-    config = _medusa_config(files, target, is_shared, **sizes)
-    stored = {name: prefix + name for name in tensor_shapes(config)} | {"draft_ids": f"{prefix}token_map"}
-    if is_shared and not files.has(f"{prefix}lm_head.weight"):
-        stored["lm_head.weight"] = f"{prefix}lm_heads.0.weight"
-    return Head(config, _blocks(files, config, stored), files.where, "vllm")
-
-
-def _medusa_config(files: HeadFiles, target: Checkpoint, is_shared: bool, **sizes: int) -> Any:
-    """is_shared: all heads have one output layer."""
+    """In vLLM's names or as published: `0.0.linear.weight` is the first block of the first head and
+    `0.1.weight` its output layer. Blocks without a bias are given one of zeros."""
+    fields, is_vllm = files.fields, files.values.get("model_type") == "medusa"
+    first = "blocks.0.layers.0.weight" if is_vllm else "0.0.linear.weight"
+    prefix = next((p for p in MEDUSA_PREFIXES if files.has(p + first)), "")
+    stored, is_shared = dict[str, str](), is_vllm and fields.flag("original_lm_head", False)
+    if is_vllm:
+        vocab, hidden, heads = (fields.count(name) for name in ("vocab_size", "hidden_size", "num_heads"))
+        blocks, drafted = fields.count("num_hidden_layers", 1), fields.count("truncated_vocab_size", vocab)
+        if is_shared and not files.has(f"{prefix}lm_head.weight"):
+            stored["lm_head.weight"] = f"{prefix}lm_heads.0.weight"
+    else:
+        blocks, most = fields.count("medusa_num_layers", 1), 2 * kinds.LIMITS["num_heads_ahead"]
+        found = sum(files.has(f"{prefix}{i}.0.linear.weight") for i in range(most))
+        # configs were uploaded that name more heads than there are
+        heads = min(fields.count("medusa_num_heads", found or None), found or 1)
+        vocab, hidden = files.shape(f"{prefix}0.{blocks}.weight")
+        drafted = vocab
+        stored |= {f"lm_heads.{i}.weight": f"{prefix}{i}.{blocks}.weight" for i in range(heads)}
+        for i, b, part in product(range(heads), range(blocks), ("weight", "bias")):
+            stored[f"blocks.{i}.layers.{b}.{part}"] = f"{prefix}{i}.{b}.linear.{part}"
     kind = kinds.MedusaConfig if is_shared else kinds.SeparateMedusaConfig
-    return _config(kind, files, target, has_lm_head=is_shared, rms_eps=target.config.rms_eps, **sizes)
-
-
-def _blocks(files: HeadFiles, config: kinds.MedusaConfig, stored: dict[str, str]) -> Tensors:
-    """Blocks without a bias are given one of zeros."""
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "draft_vocab_size": drafted, "num_blocks": blocks}
+    sizes |= {"num_heads_ahead": heads, "has_lm_head": is_shared}
+    config = _config(kind, files, target, rms_eps=target.config.rms_eps, **sizes)
     shapes = tensor_shapes(config)
+    stored = {name: prefix + name for name in shapes} | {"draft_ids": f"{prefix}token_map"} | stored
     absent = [name for name in shapes if name.endswith(".bias") and not files.has(stored[name])]
     tensors = files.read({name: shape for name, shape in shapes.items() if name not in absent}, stored)
-    return tensors | {name: torch.zeros(shapes[name]) for name in absent}
+    tensors |= {name: torch.zeros(shapes[name]) for name in absent}
+    return Head(config, tensors, files.where, "vllm" if is_vllm else "medusa")
 
 
 def _mlp_speculator(files: HeadFiles, target: Checkpoint) -> Head:

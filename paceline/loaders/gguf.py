@@ -7,7 +7,6 @@ while it is open. llama files store the rows of q and k interleaved; that is und
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -54,7 +53,12 @@ class GgufCheckpoint:
             self._dequantize(info, np.zeros((1, BLOCKS[KINDS(info.kind)][1]), np.uint8))
         about = {k: v for k, v in header.metadata.items() if k.startswith("tokenizer.")}
         keys = self._tokenizer = Fields(str(path), about)
-        self.eos_ids = unique_ids(self._end_ids(), self.config.vocab_size)
+        ends = [i for end in ("eos", "eot", "eom") for i in keys.token_ids(f"tokenizer.ggml.{end}_token_id")]
+        tokens, types = keys.get("tokenizer.ggml.tokens"), keys.get("tokenizer.ggml.token_type")
+        if isinstance(tokens, list) and isinstance(types, list):
+            typed = enumerate(zip(tokens, types, strict=False))
+            ends += [i for i, (text, kind) in typed if kind == CONTROL and text in END_TEXTS]
+        self.eos_ids = unique_ids(ends, self.config.vocab_size)
         bos_ids = unique_ids(keys.token_ids("tokenizer.ggml.bos_token_id"), self.config.vocab_size)
         self.bos_id: int | None = next(iter(bos_ids), None)
         self.fingerprint = fingerprint([path], header.data_start)
@@ -101,11 +105,3 @@ class GgufCheckpoint:
 
     def _refuse(self, info: TensorInfo, remedy: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: tensor {info.name} {remedy}")
-
-    def _end_ids(self) -> Iterator[int]:
-        for name in ("eos", "eot", "eom"):
-            yield from self._tokenizer.token_ids(f"tokenizer.ggml.{name}_token_id")
-        tokens, types = (self._tokenizer.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-        if isinstance(tokens, list) and isinstance(types, list):
-            kinds = enumerate(zip(tokens, types, strict=False))
-            yield from (i for i, (text, kind) in kinds if kind == CONTROL and text in END_TEXTS)

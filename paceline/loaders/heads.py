@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -64,10 +64,8 @@ def _check(head: Head, target: Checkpoint) -> None:
             made = f"this {config.kind} head was made for {config.target_name} with {name}"
             differs = f"{getattr(config, name)}, and {target.name} has {size}"
             raise ModelFileError(f"{head.where}: {made} {differs}; use a head of this target")
-    if ids is None:
-        return
-    is_inside = int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
-    if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
+    is_ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
+    if ids is not None and not (is_ascending and ids[0] >= 0 and ids[-1] < config.vocab_size):
         raise ModelFileError(f"{head.where}: draft tokens are not an ascending list; the file is damaged")
 
 
@@ -84,20 +82,12 @@ def target_hash(checkpoint: Checkpoint) -> str:
 
 def check_target(config: HeadConfig, checkpoint: Checkpoint, where: str) -> None:
     """A head only runs on the target it was trained for."""
-    found = target_hash(checkpoint)
-    if found != config.target_hash:
-        raise ModelFileError(
-            f"{where}: this {config.kind} head was trained for {config.target_name} "
-            f"({config.target_hash[:12]}), not for {checkpoint.name} ({found[:12]}); "
-            f"use a head of that target, or train one: paceline train {config.kind}"
-        )
-
-
-class _Export(NamedTuple):
-    head: Head
-    target: Checkpoint
-    form: str
-    verifier: str
+    wanted, found = config.target_hash, target_hash(checkpoint)
+    if found != wanted:
+        ours, theirs = f"{checkpoint.name} ({found[:12]})", f"{config.target_name} ({wanted[:12]})"
+        made = f"this {config.kind} head was trained for {theirs}, not for {ours}"
+        remedy = f"use a head of that target, or train one: paceline train {config.kind}"
+        raise ModelFileError(f"{where}: {made}; {remedy}")
 
 
 def export_head(head: Head, target: Checkpoint, form: str, folder: Path, verifier: str) -> None:
@@ -109,7 +99,10 @@ def export_head(head: Head, target: Checkpoint, form: str, folder: Path, verifie
     is_ours = type(head.config) is CONFIGS[kind]
     _refuse(not is_ours, f"{head.where} is of another project's kind; only heads of ours are written")
     write = {"eagle": _eagle, "medusa": _medusa, "dflash": _dflash}[kind]
-    values, tensors = write(_Export(head, target, form, verifier))
+    values, tensors = write(head, target, form)
+    if "speculators_config" in values:
+        theirs = ARCHITECTURES.get(target.config.family, "LlamaForCausalLM")
+        values["speculators_config"]["verifier"] = {"name_or_path": verifier, "architectures": [theirs]}
     halves = {name: (t.half() if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
     write_tensors(folder / "model.safetensors", halves, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
@@ -139,18 +132,14 @@ def _layer_config(config: LayeredConfig, target: Checkpoint, model_type: str, nu
     }  # fmt: skip
 
 
-def _for_speculators(algorithm: str, architecture: str, num_tokens: int, export: _Export) -> Values:
+def _for_speculators(config: HeadConfig, algorithm: str, architecture: str, num_tokens: int) -> Values:
     """What all configs of `speculators` hold."""
     method = {"proposal_type": "greedy", "speculative_tokens": num_tokens, **LOSSLESS}
-    theirs = ARCHITECTURES.get(export.target.config.family, "LlamaForCausalLM")
+    proposals = {"default_proposal_method": "greedy", "proposal_methods": [method]}
     return {
         "architectures": [architecture], "speculators_model_type": algorithm, "speculators_version": "0.1.0",
-        "target_hidden_size": None, "torch_dtype": "float16",
-        "draft_vocab_size": export.head.config.draft_vocab_size,
-        "speculators_config": {
-            "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [method],
-            "verifier": {"name_or_path": export.verifier, "architectures": [theirs]},
-        },
+        "target_hidden_size": None, "torch_dtype": "float16", "draft_vocab_size": config.draft_vocab_size,
+        "speculators_config": {"algorithm": algorithm, **proposals},
     }  # fmt: skip
 
 
@@ -164,17 +153,16 @@ def _with_offsets(tensors: Tensors, vocab_size: int) -> Tensors:
     return tensors
 
 
-def _eagle(export: _Export) -> tuple[Values, Tensors]:
+def _eagle(head: Head, target: Checkpoint, form: str) -> tuple[Values, Tensors]:
     """Format eagle, the authors' and SpecForge's, names layers by their output: one less than we count."""
-    head, form = export.head, export.form
     config: Any = head.config
     problem = "norm_output is true, which this format does not have; use format vllm"
     _refuse(config.norm_output and form != "vllm", problem)
     problem = "norm_before_residual is true, which format eagle does not have; use format speculators"
     _refuse(config.norm_before_residual and form == "eagle", problem)
-    layer = _layer_config(config, export.target, "llama", 1)
+    layer = _layer_config(config, target, "llama", 1)
     if form == "speculators":
-        values = _for_speculators("eagle3", "Eagle3Speculator", 5, export)
+        values = _for_speculators(config, "eagle3", "Eagle3Speculator", 5)
         values |= {"transformer_layer_config": layer, "tie_word_embeddings": False}
     else:
         values = {"architectures": ["LlamaForCausalLMEagle3"], **layer}
@@ -191,11 +179,10 @@ def _eagle(export: _Export) -> tuple[Values, Tensors]:
     return values, _with_offsets(own, config.vocab_size)
 
 
-def _medusa(export: _Export) -> tuple[Values, Tensors]:
+def _medusa(head: Head, target: Checkpoint, form: str) -> tuple[Values, Tensors]:
     """With an output layer of the whole vocabulary: vLLM has a map of a reduced one but refuses files that
     use it (0.32: `token_map` "not initialized"). Tokens that cannot be drafted get the mean of all rows,
     which is never above the best, and vLLM drafts the best."""
-    head = export.head
     config: Any = head.config
     remedy = "use Paceline itself, or train without a trunk"
     _refuse(config.trunk is not None, f"the head has a trunk, which vLLM's Medusa heads have not; {remedy}")
@@ -213,13 +200,12 @@ def _medusa(export: _Export) -> tuple[Values, Tensors]:
     return values, {**blocks, "lm_heads.0.weight": words}
 
 
-def _dflash(export: _Export) -> tuple[Values, Tensors]:
+def _dflash(head: Head, target: Checkpoint, form: str) -> tuple[Values, Tensors]:
     """As `speculators` has it, DSpark where there is a Markov head; or as z-lab writes it (format vllm):
     layers are named by their output, and the target's own output layer is used."""
-    head = export.head
     config: Any = head.config
-    layers = _layer_config(config, export.target, "qwen3", config.num_layers)
-    if export.form == "vllm":
+    layers = _layer_config(config, target, "qwen3", config.num_layers)
+    if form == "vllm":
         has_own = config.has_lm_head or config.draft_vocab_size < config.vocab_size
         remedy = "which format vllm does not have; use format speculators"
         _refuse(has_own, f"this DFlash head has an output layer of its own, {remedy}")
@@ -230,7 +216,7 @@ def _dflash(export: _Export) -> tuple[Values, Tensors]:
         values |= {"num_target_layers": config.target_layers, "dflash_config": own}
         return values, {name: tensor for name, tensor in head.tensors.items() if name != "lm_head.weight"}
     names = ("dspark", "Qwen3DSparkModel") if config.markov_rank else ("dflash", "DFlashSpeculator")
-    values = _for_speculators(*names, config.num_drafts, export) | {
+    values = _for_speculators(config, *names, config.num_drafts) | {
         "block_size": config.block_size, "aux_hidden_state_layer_ids": list(config.taps),
         "mask_token_id": config.mask_token_id, "sample_from_anchor": config.sample_from_anchor,
         "transformer_layer_config": layers,

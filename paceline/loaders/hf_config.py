@@ -7,16 +7,13 @@ not do is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import MAX_LAYERS, Fields, family_config
 from paceline.models.config import Family, ModelConfig, RopeConfig
 
-FAMILIES: dict[str, Family] = {
-    "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3",
-    "gemma3_text": "gemma3", "gemma3": "gemma3",
-}  # fmt: skip
+FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {"gemma3_text": "gemma3"}
 REFUSED = (
     "quantization_config", "num_local_experts", "num_experts", "attn_logit_softcapping",
     "final_logit_softcapping", "attention_bias", "mlp_bias", "use_bidirectional_attention",
