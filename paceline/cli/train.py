@@ -82,23 +82,23 @@ def train(asked: Train) -> None:
     from paceline.train.recipes import recipe_for
     from paceline.train.session import train as run
     from paceline.train.texts import load_shard
-    from paceline.train.trainer import Limit, TrainConfig
+    from paceline.train.trainer import TrainConfig
 
     names, hours, changes = _kinds(asked), asked.hours, _changes(asked)
     recipes = [recipe_for(name, has_trunk=asked.trunk, **changes) for name in names]
     folders = [asked.out] if asked.kind is not None else [asked.out / name for name in names]
     with _Bar(console=console.stderr()) as bar:
         texts = _texts(asked, folders, bar)
-        if hours is not None:
-            limit = Limit(seconds=hours * 3600 * (1 - WRITING))
-        else:  # batches small enough for a few hundred steps
+        total = None
+        if hours is None:  # batches small enough for a few hundred steps
             total = int(int(texts.starts[-1]) * asked.rounds)
-            limit, most = Limit(tokens=total), max(total // FEWEST_STEPS, 1024)
+            most = max(total // FEWEST_STEPS, 1024)
             recipes = [replace(recipe, batch_tokens=min(recipe.batch_tokens, most)) for recipe in recipes]
         bar.begin(f"training {', '.join(names)}", 1000)
         end = time.monotonic() + (asked.stop_after or float("inf"))
         config = TrainConfig(
-            limit=limit,
+            tokens=total,
+            seconds=None if hours is None else hours * 3600 * (1 - WRITING),
             device=resolve(asked.device),
             seed=asked.seed,
             bits=asked.bits,

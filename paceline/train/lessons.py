@@ -24,6 +24,7 @@ from paceline.train.texts import ROUND, Batch, Texts, split
 
 CHUNK = 4096  # rows whose logits are in memory together
 Known = tuple[np.ndarray, int]  # tokens that can be drafted, ascending; the one that stands for a blank
+Pair = tuple[Tensor, Tensor]
 
 
 class Teacher(NamedTuple):
@@ -33,13 +34,23 @@ class Teacher(NamedTuple):
     best: Tensor  # [N]: draft id of the target's first choice, or -1 where it cannot be drafted
 
 
+class Guess(NamedTuple):
+    """Predictions of one step of a draft, and what they are measured against."""
+
+    hidden: Tensor  # [n, width]
+    weight: Tensor  # [draft vocabulary, width]
+    rows: Tensor  # [n]: the teacher's row, or -1
+    base: Tensor  # [n]: the row the draft starts from
+    step: int
+
+
 class _Agreement(torch.autograd.Function):
     """Gradients are computed on the way: afterwards the logits are gone."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, scale: Tensor, mix: Mix
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         needs = ctx.needs_input_grad[:2]
         to_hidden = torch.empty_like(hidden) if needs[0] else None
         to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
@@ -71,7 +82,7 @@ class _Agreement(torch.autograd.Function):
         return hidden, weight, None, None, None, None
 
 
-def _compare(logits: Tensor, chances: Tensor, best: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
+def _compare(logits: Tensor, chances: Tensor, best: Tensor, mix: Mix) -> Pair:
     """Loss of each row [n], and its slope with respect to the logits [n, vocabulary]."""
     p, log_q = chances.float(), logits.log_softmax(-1)
     q = log_q.exp()
@@ -91,12 +102,9 @@ def _compare(logits: Tensor, chances: Tensor, best: Tensor, mix: Mix) -> tuple[T
     return value, slope
 
 
-def agreement(
-    hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, scale: Tensor, mix: Mix
-) -> tuple[Tensor, Tensor]:
-    """hidden [n, width], weight [draft vocabulary, width], rows [n] of the teacher (-1: none), scale [n].
-    -> the sum of scale * loss, and the draft id guessed in each row [n]."""
-    return _Agreement.apply(hidden, weight.to(hidden.dtype), teacher, rows, scale, mix)
+def agreement(guess: Guess, teacher: Teacher, scale: Tensor, mix: Mix, dtype: torch.dtype) -> Pair:
+    """-> the sum of scale [n] * loss, computed in the dtype; and the draft id guessed in each row [n]."""
+    return _Agreement.apply(guess.hidden.to(dtype), guess.weight.to(dtype), teacher, guess.rows, scale, mix)
 
 
 @torch.no_grad()
@@ -128,11 +136,6 @@ class Seen(NamedTuple):
 
 
 class Target(Transformer):
-    @property
-    def head(self) -> Tensor:
-        """[vocabulary, hidden]: weights of the output layer."""
-        return self.lm_head.weight
-
     @torch.no_grad()
     def read(self, ids: Tensor, taps: Sequence[int]) -> Seen:
         """ids [B, S]."""
@@ -145,7 +148,7 @@ class Target(Transformer):
     def observe(self, batch: Batch, taps: Sequence[int], draft_ids: Tensor) -> tuple[Seen, Teacher]:
         """One pass: what it shows, and its word on every row."""
         seen = self.read(batch.ids, taps)
-        return seen, teach(self.final(seen.last.flatten(0, 1)[batch.rows]), self.head, draft_ids)
+        return seen, teach(self.final(seen.last.flatten(0, 1)[batch.rows]), self.lm_head.weight, draft_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,17 +75,11 @@ def recipe_for(kind: str, **changes: Any) -> Recipe:
     return replace(RECIPES[kind], **changes)
 
 
-def shared_fields(target: ModelConfig, name: str, digest: str, draft_vocab_size: int) -> dict[str, Any]:
+def shared_fields(target: ModelConfig, name: str, digest: str, draft_vocab: int) -> dict[str, Any]:
     """What every head of this target has in its config."""
-    return {
-        "target_name": name,
-        "target_hash": digest,
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
-        "target_layers": target.num_layers,
-        "rms_eps": target.rms_eps,
-        "draft_vocab_size": min(draft_vocab_size, target.vocab_size),
-    }
+    sizes = {name: getattr(target, name) for name in ("vocab_size", "hidden_size", "rms_eps")}
+    sizes |= {"target_layers": target.num_layers, "draft_vocab_size": min(draft_vocab, target.vocab_size)}
+    return {"target_name": name, "target_hash": digest, **sizes}
 
 
 def head_config(recipe: Recipe, target: ModelConfig, name: str, digest: str, blank: int) -> heads.HeadConfig:

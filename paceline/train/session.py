@@ -48,22 +48,22 @@ def train(
     if start is not None and any((start / kind).is_dir() for kind in RECIPES):  # a head for some of the kinds
         starts = [start / kind if (start / kind).is_dir() else None for kind in kinds]
     lessons = prepare(checkpoint, texts, next(iter(recipes.values())), config.device, known=_known(starts))
-    trainers = [Trainer(lessons, recipe, config.limit, config.seed) for recipe in recipes.values()]
+    trainers = [Trainer(lessons, recipe, config) for recipe in recipes.values()]
     for trainer, state, first in zip(trainers, states, starts, strict=True):
         if config.is_resumed:
             trainer.load(state)
         elif first is not None:
             start_from(trainer, first)
-    run(trainers, states, config)
-    return [_finish(*one, config) for one in zip(trainers, recipes, starts, strict=True)]
+    run(trainers, states)
+    return [_finish(*one) for one in zip(trainers, recipes, starts, strict=True)]
 
 
-def run(trainers: Sequence[Trainer], folders: Sequence[Path], config: TrainConfig) -> None:
+def run(trainers: Sequence[Trainer], folders: Sequence[Path]) -> None:
     """Train all on the same batches to their limit, or until `is_over`; checkpoints lie in their folders."""
-    first, started, num_measures = trainers[0], time.perf_counter(), config.num_measures
+    first, started, config = trainers[0], time.perf_counter(), trainers[0].asked
     assert all(t.place.batch == first.place.batch for t in trainers)
     before, taps = first.place.seconds, sorted({tap for t in trainers for tap in t.config.hidden_layers})
-    next_measure = math.floor(first.share * num_measures + 1) / num_measures
+    next_measure = math.floor(first.share * config.num_measures + 1) / config.num_measures
 
     def measure_all(chosen: Iterable[Trainer]) -> None:
         for trainer in chosen:
@@ -82,7 +82,7 @@ def run(trainers: Sequence[Trainer], folders: Sequence[Path], config: TrainConfi
                 trainer.place.seconds = before + time.perf_counter() - started
                 config.report("step", trainer.learn(there, seen, teacher))
             if first.share >= next_measure:
-                next_measure += 1 / num_measures
+                next_measure += 1 / config.num_measures
                 measure_all(trainers)
                 save_all()
             if first.share >= 1 or config.is_over():
@@ -94,12 +94,12 @@ def run(trainers: Sequence[Trainer], folders: Sequence[Path], config: TrainConfi
     measure_all(t for t in trainers if t.place.curve[-1]["step"] < t.place.step)
 
 
-def _finish(trainer: Trainer, folder: Path, first: Path | None, config: TrainConfig) -> Acceptance:
+def _finish(trainer: Trainer, folder: Path, first: Path | None) -> Acceptance:
     """Measure on the other texts, save, draw."""
-    last = trainer.place.curve[-1]
+    last, config = trainer.place.curve[-1], trainer.asked
     held_out = Acceptance(last["tau"], tuple(last["by_position"]))
     apart = {name: trainer.accept(text, np.arange(len(text))) for name, text in config.others.items()}
-    notes = provenance(trainer, config.command, {"held_out": held_out, **apart})
+    notes = provenance(trainer, {"held_out": held_out, **apart})
     if first is not None and (first / PROVENANCE).is_file():
         notes["before"] = {n: value for n, value in read_json(first / PROVENANCE).items() if n != "curve"}
     head = replace(trainer.config, first_accepted=round(held_out.by_position[0], 4))
@@ -147,14 +147,14 @@ def start_from(trainer: Trainer, folder: Path) -> None:
     trainer.is_fresh = False
 
 
-def provenance(trainer: Trainer, command: Sequence[str], found: Mapping[str, Acceptance]) -> dict[str, Any]:
+def provenance(trainer: Trainer, found: Mapping[str, Acceptance]) -> dict[str, Any]:
     """How a head came to be."""
     place, lessons, texts = trainer.place, trainer.lessons, trainer.lessons.texts
     text = {"sha256": lessons.digest, "sequences": len(texts), "tokens": int(texts.starts[-1])}
     trained = {"steps": place.step, "rounds": place.round, "tokens": place.tokens}
     return {
         "version": __version__,
-        "command": list(command),
+        "command": list(trainer.asked.command),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "target": {"name": trainer.config.target_name, "hash": trainer.config.target_hash},
         "text": {**text, "answer_tokens": texts.num_answer_tokens, "held_out": len(lessons.held)},

@@ -20,7 +20,7 @@ from paceline.heads.modules import empty_module
 from paceline.models.layer import causal, masked
 from paceline.models.rope import rotary_tables
 from paceline.train.chains import Chains
-from paceline.train.lessons import Seen, Target, agreement
+from paceline.train.lessons import Guess, Seen, Target, agreement
 from paceline.train.recipes import Mix
 from paceline.train.texts import Batch
 
@@ -32,28 +32,18 @@ ANCHORS, MOST_ANCHORS = 8192, 128
 Draw = torch.Generator | None  # None: nothing is drawn, every row is guessed from
 
 
-class Guess(NamedTuple):
-    """Predictions of one step of a draft, and what they are measured against."""
-
-    hidden: Tensor  # [n, width]
-    weight: Tensor  # [draft vocabulary, width]
-    rows: Tensor  # [n]: the teacher's row, or -1
-    base: Tensor  # [n]: the row the draft starts from
-    step: int
-
-
 class Student:
     """What all kinds share: the definition, the target, and the output layer that is guessed with."""
 
     def __init__(self, config: Any, target: Target, ids: Tensor, max_length: int, module: Any = None) -> None:
         """module: where the definition is a part of another; otherwise it is made, with first weights."""
-        device = target.head.device
-        self.config, self.target, self.draft_ids = config, target, ids.to(device)
-        rows = target.head[self.draft_ids]
+        words = target.lm_head.weight  # [vocabulary, hidden]
+        self.config, self.target, self.draft_ids = config, target, ids.to(words.device)
+        rows = words[self.draft_ids]
         self.module = module or first_weights(config, rows)
         self.output = rows if self.module.lm_head is None else self.module.lm_head.weight
         if isinstance(config, LayeredConfig):
-            self.tables = rotary_tables(config.rope, config.head_dim, max_length + BEYOND).to(device)
+            self.tables = rotary_tables(config.rope, config.head_dim, max_length + BEYOND).to(words.device)
 
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
         raise NotImplementedError
@@ -154,7 +144,7 @@ class DflashStudent(Student):
 
     def __init__(self, config: DflashConfig, target: Target, ids: Tensor, max_length: int) -> None:
         super().__init__(config, target, ids, max_length + config.block_size)
-        self._draft_of = torch.full_like(target.head[:, 0], config.draft_vocab_size, dtype=torch.int64)
+        self._draft_of = self.draft_ids.new_full((config.vocab_size,), config.draft_vocab_size)
         self._draft_of[self.draft_ids] = torch.arange(len(ids), device=self._draft_of.device)
 
     def guesses(self, batch: Batch, seen: Seen, num_steps: int, draw: Draw = None) -> list[Guess]:
@@ -218,26 +208,20 @@ class Acceptance(NamedTuple):
 
 
 @torch.no_grad()
-def hits(head: Student, batch: Batch, num_steps: int, dtype: torch.dtype) -> Tensor:
-    """[N, K] bool: is step k of the draft from each row the target's choice?"""
-    seen, teacher = head.target.observe(batch, head.config.hidden_layers, head.draft_ids)
-    found = torch.zeros((len(batch.rows), num_steps), dtype=torch.bool, device=batch.ids.device)
-    with torch.autocast(batch.ids.device.type, dtype, enabled=dtype != torch.float32):
-        guesses = head.guesses(batch, seen, num_steps)
-    for guess in guesses:
-        hidden, nothing = guess.hidden.to(dtype), torch.zeros(len(guess.rows), device=guess.rows.device)
-        _, guessed = agreement(hidden, guess.weight, teacher, guess.rows, nothing, Mix(soft=0.0))
-        is_right = (guess.rows >= 0) & (guessed == teacher.best[guess.rows.clamp(min=0)])
-        found[guess.base, guess.step] = is_right
-    return found
-
-
 def measure(head: Student, batches: Iterable[Batch], num_steps: int, dtype: torch.dtype) -> Acceptance:
     steps = gained = 0
-    accepted: list[np.ndarray] = []
-    for batch in batches:
-        there = batch.to(head.draft_ids.device)
-        lengths = hits(head, there, num_steps, dtype).long().cumprod(1).sum(1).cpu().numpy()
+    device, accepted = head.draft_ids.device, list[np.ndarray]()
+    for batch in (each.to(device) for each in batches):
+        seen, teacher = head.target.observe(batch, head.config.hidden_layers, head.draft_ids)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            guesses = head.guesses(batch, seen, num_steps)
+        # [N, K]: is step k of the draft from each row the target's choice?
+        is_right = torch.zeros((len(batch.rows), num_steps), dtype=torch.bool, device=device)
+        for guess in guesses:
+            _, guessed = agreement(guess, teacher, torch.zeros_like(guess.rows), Mix(soft=0.0), dtype)
+            best = teacher.best[guess.rows.clamp(min=0)]
+            is_right[guess.base, guess.step] = (guess.rows >= 0) & (guessed == best)
+        lengths = is_right.long().cumprod(1).sum(1).cpu().numpy()
         accepted.append(lengths)
         for first, size in zip(batch.first.tolist(), batch.size.tolist(), strict=True):
             count, tokens = walk(lengths[first : first + size])

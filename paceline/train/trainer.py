@@ -14,32 +14,21 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from pickle import UnpicklingError
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor
 
 from paceline.core.errors import ConfigError, ModelFileError
 from paceline.core.options import require
 from paceline.heads.config import HeadConfig
-from paceline.loaders.head_files import write_tensors
 from paceline.train.lessons import Lessons, Seen, Teacher, agreement
 from paceline.train.recipes import WIDTH, Recipe, head_config
 from paceline.train.students import Acceptance, build_student, measure
 from paceline.train.texts import Batch, Texts, batches, prefetched
 
-STATE = "state.safetensors"  # weights, averages, moments and the place in the data
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class Limit(NamedTuple):
-    """How much training: tokens of text read, or seconds. One of them."""
-
-    tokens: int | None = None
-    seconds: float | None = None
+STATE = "state.pt"  # weights, averages, moments and the place in the data
 
 
 @dataclass(slots=True)
@@ -58,7 +47,8 @@ class Place:
 class TrainConfig:
     """What a training is asked for, beside its text and recipes."""
 
-    limit: Limit
+    tokens: int | None = None  # how much is read; or for how many seconds, one of them
+    seconds: float | None = None
     device: torch.device
     seed: int = 0
     bits: int = 16  # of a weight in the file
@@ -75,14 +65,14 @@ class TrainConfig:
 class Trainer:
     """One head that learns."""
 
-    def __init__(self, lessons: Lessons, recipe: Recipe, limit: Limit, seed: int = 0) -> None:
-        is_limited = (limit.tokens or 0) > 0 or (limit.seconds or 0) > 0
-        require(is_limited, "limit", tuple(limit), "train for some tokens or seconds")
-        self.lessons, self.recipe, self.limit, self.seed = lessons, recipe, limit, seed
-        self.device, self.dtype = lessons.target.head.device, lessons.target.head.dtype
-        target, name = lessons.target.config, lessons.name
+    def __init__(self, lessons: Lessons, recipe: Recipe, asked: TrainConfig) -> None:
+        limit = asked.tokens or asked.seconds or 0
+        require(limit > 0, "limit", limit, "train for some tokens or seconds")
+        self.lessons, self.recipe, self.asked, self.seed = lessons, recipe, asked, asked.seed
+        target, name, weight = lessons.target.config, lessons.name, lessons.target.lm_head.weight
+        self.device, self.dtype = weight.device, weight.dtype
         self.config: HeadConfig = head_config(recipe, target, name, lessons.target_hash, lessons.blank)
-        torch.manual_seed(seed)
+        torch.manual_seed(self.seed)
         ids = torch.from_numpy(lessons.draft_ids)
         self.head = build_student(self.config, lessons.target, ids, recipe.max_length)
         self.weights: dict[str, torch.nn.Parameter] = dict(self.head.module.named_parameters())
@@ -96,7 +86,7 @@ class Trainer:
     @property
     def share(self) -> float:
         """How much of the training is done, 0 to 1."""
-        tokens, seconds = self.limit
+        tokens, seconds = self.asked.tokens, self.asked.seconds
         return min(self.place.tokens / tokens if tokens else self.place.seconds / (seconds or 1), 1.0)
 
     def rest_of_round(self) -> Iterator[Batch]:
@@ -120,8 +110,7 @@ class Trainer:
             best = teacher.best[guess.rows.clamp(min=0)]
             is_taught = (guess.rows >= 0) & (best >= 0)
             scale = is_taught.float() * recipe.decay**guess.step
-            hidden = guess.hidden.to(self.dtype)
-            loss, guessed = agreement(hidden, guess.weight, teacher, guess.rows, scale, recipe.mix)
+            loss, guessed = agreement(guess, teacher, scale, recipe.mix, self.dtype)
             total, weight = total + loss, weight + scale.sum()
             right.append((is_taught & (guessed == best)).sum() / (guess.rows >= 0).sum().clamp(min=1))
         loss = total / weight.clamp(min=1)
@@ -187,16 +176,13 @@ class Trainer:
         return {"recipe": recipe, "target": target, "text": self.lessons.digest, "seed": self.seed}
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint."""
-        tensors: dict[str, Tensor] = {}
-        for name, weight in self.weights.items():
-            tensors[f"weight:{name}"] = weight.detach()
-            moments = self.optimizer.state.get(weight, {})
-            tensors.update({f"{moment}:{name}": moments[moment] for moment in MOMENTS if moment in moments})
-        tensors.update({f"average:{name}": weight for name, weight in self.average.items()})
-        numbers = json.dumps({"identity": self._identity(), "place": asdict(self.place)})
-        stored = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        write_tensors(folder / STATE, stored, {"numbers": numbers})
+        """Write a checkpoint, beside its file first, and moved into place when all of it is there."""
+        state = {"identity": self._identity(), "place": asdict(self.place), "average": self.average}
+        state |= {"weights": self.head.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{STATE}.part"
+        torch.save(state, partial)
+        partial.replace(folder / STATE)
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint."""
@@ -204,23 +190,14 @@ class Trainer:
         if not path.is_file():
             raise ConfigError(f"{folder} holds no checkpoint of a training ({STATE}); start without resuming")
         try:
-            with safe_open(path, framework="pt") as opened:
-                numbers = json.loads(opened.metadata()["numbers"])
-            tensors = load_file(path)
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            theirs = state["identity"]
+        except (OSError, RuntimeError, UnpicklingError, EOFError, LookupError, TypeError) as error:
             raise ModelFileError(f"{path} is not a whole checkpoint ({error}); start anew") from error
-        theirs = numbers.get("identity", {})
         for name, value in self._identity().items():
             if theirs.get(name) != value:
                 what = f"{folder} was trained with {name} {theirs.get(name)!r:.90}, not {value!r:.90}"
                 raise ConfigError(f"{what}; resume with the same, or start anew")
-        self.place = Place(**numbers["place"])
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(tensors[f"weight:{name}"])
-                if f"{MOMENTS[0]}:{name}" in tensors:
-                    state = {moment: tensors[f"{moment}:{name}"].to(weight.device) for moment in MOMENTS}
-                    state["step"] = torch.tensor(float(self.place.step), device=weight.device)
-                    self.optimizer.state[weight] = state
-            for name in self.average:
-                self.average[name].copy_(tensors[f"average:{name}"])
+        self.place, self.average = Place(**state["place"]), state["average"]
+        self.head.module.load_state_dict(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])

@@ -20,7 +20,7 @@ from paceline.loaders.heads import target_hash
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.torch_backend import TorchBackend
 from paceline.train import chains
-from paceline.train.lessons import Target, Teacher, agreement, teach
+from paceline.train.lessons import Guess, Target, Teacher, agreement, teach
 from paceline.train.recipes import Mix, head_config
 from paceline.train.students import (
     DflashStudent,
@@ -58,9 +58,9 @@ def test_the_teacher_computes_what_the_decoder_does(family: str, tmp_path: Path)
 
 def test_the_teacher_speaks_of_the_draft_vocabulary_alone(target: Target) -> None:
     final = torch.randn(7, 64)
-    logits = final @ target.head.T
+    logits = final @ target.lm_head.weight.T
     ids = torch.arange(0, VOCAB, 3)
-    teacher = teach(final, target.head, ids, chunk=3)
+    teacher = teach(final, target.lm_head.weight, ids, chunk=3)
     torch.testing.assert_close(teacher.chances.float(), logits[:, ids].softmax(-1), atol=1e-3, rtol=1e-2)
     first = logits.argmax(-1)
     expected = torch.where(first % 3 == 0, first // 3, -1)
@@ -79,7 +79,7 @@ def test_losses_and_their_gradients_are_those_of_the_definitions(
     teacher = Teacher(torch.randn(9, 12, generator=draw).softmax(-1).half(), torch.arange(9))
     rows, scale = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, -1]), torch.rand(10, generator=draw)
     scale[-1] = 0
-    loss, guessed = agreement(hidden, weight, teacher, rows, scale, mix)
+    loss, guessed = agreement(Guess(hidden, weight, rows, rows, 0), teacher, scale, mix, torch.float32)
     logits = hidden @ weight.T
     p, log_q = teacher.chances.float()[rows], logits.log_softmax(-1)
     by_hand = mix.soft * -(p * log_q).sum(-1) + mix.hard * functional.cross_entropy(
@@ -247,7 +247,7 @@ def test_a_block_is_what_the_docs_say(target: Target, checkpoint: Checkpoint, fr
         at = int((guess.base == row).nonzero()[0])
         hidden = rms(xs[step if from_anchor else step + 1], w["norm.weight"], eps)
         before = draft_of.get(int(batch.ids[b, t + 1 + step]), config.draft_vocab_size)
-        by_hand = target.head[head.draft_ids] @ hidden + w["markov_w2.weight"] @ w["markov_w1.weight"][before]
+        by_hand = target.lm_head.weight[head.draft_ids] @ hidden + w["markov_w2.weight"] @ w["markov_w1.weight"][before]
         torch.testing.assert_close(guess.weight @ guess.hidden[at], by_hand, atol=1e-3, rtol=1e-3)
 
 

@@ -34,7 +34,7 @@ from paceline.train.texts import (
     save_shard,
     split,
 )
-from paceline.train.trainer import Limit, TrainConfig, Trainer
+from paceline.train.trainer import TrainConfig, Trainer
 from paceline.train.variations import varied
 from tests.make_models import VOCAB, tiny_hf
 from tests.train.small import CPU, VARIANTS, head_of, piece, small, some_batch
@@ -145,8 +145,8 @@ def test_the_draft_vocabulary_is_what_answers_are_made_of(texts: Texts) -> None:
 def test_training_raises_held_out_acceptance(
     kind: str, changes: dict[str, Any], checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
-    limit, recipe = Limit(tokens=60_000), small(kind, **changes)
-    config = TrainConfig(limit=limit, device=CPU, seed=1, command=["test"], num_measures=3)
+    recipe = small(kind, **changes)
+    config = TrainConfig(tokens=60_000, device=CPU, seed=1, command=["test"], num_measures=3)
     (found,) = train(checkpoint, texts, {tmp_path: recipe}, config)
     notes = json.loads((tmp_path / "provenance.json").read_text())
     first, last = notes["curve"][0], notes["curve"][-1]
@@ -166,7 +166,7 @@ def test_training_raises_held_out_acceptance(
 def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     kind: str, checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
-    recipe, limit = small(kind, average=0.9), Limit(tokens=24_000)
+    recipe = small(kind, average=0.9)
 
     def run(folder: Path, is_resumed: bool = False, most_steps: int = 1 << 30) -> dict[str, torch.Tensor]:
         steps = 0
@@ -176,7 +176,7 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
             steps += what == "step"
 
         config = TrainConfig(
-            limit=limit,
+            tokens=24_000,
             device=CPU,
             seed=3,
             is_resumed=is_resumed,
@@ -201,7 +201,7 @@ def test_resuming_with_another_recipe_or_text_is_an_error(
     checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
     def run(recipe: Recipe, text: Texts, is_resumed: bool) -> None:
-        config = TrainConfig(limit=Limit(tokens=3000), device=CPU, seed=1, is_resumed=is_resumed)
+        config = TrainConfig(tokens=3000, device=CPU, seed=1, is_resumed=is_resumed)
         train(checkpoint, text, {tmp_path: recipe}, config)
 
     with pytest.raises(ConfigError, match="holds no checkpoint"):
@@ -220,7 +220,7 @@ def test_heads_learn_on_from_other_text_with_their_own_tokens(
 
     def run(text: Texts, out: str, tokens: int, start: Path | None = None) -> list[Any]:
         recipes = {tmp_path / out / kind: small(kind) for kind in kinds}
-        config = TrainConfig(limit=Limit(tokens=tokens), device=CPU, seed=1, start=start, num_measures=1)
+        config = TrainConfig(tokens=tokens, device=CPU, seed=1, start=start, num_measures=1)
         train(checkpoint, text, recipes, config)
         return [read_head(folder) for folder in recipes]
 
@@ -262,7 +262,7 @@ def test_an_eagle_head_becomes_the_trunk_of_a_medusa_head(
 ) -> None:
     def run(kind: str, tokens: int, start: Path | None = None, **changes: Any) -> Any:
         recipe = small(kind, **changes)
-        config = TrainConfig(limit=Limit(tokens=tokens), device=CPU, seed=1, start=start, num_measures=1)
+        config = TrainConfig(tokens=tokens, device=CPU, seed=1, start=start, num_measures=1)
         train(checkpoint, texts, {tmp_path / kind: recipe}, config)
         return read_head(tmp_path / kind)
 
@@ -281,7 +281,7 @@ def test_a_head_of_another_target_is_refused_and_both_are_named(
     checkpoint: Checkpoint, tmp_path: Path, texts: Texts
 ) -> None:
     lessons = prepare(checkpoint, texts, small("medusa"), CPU)
-    trainer = Trainer(lessons, small("medusa"), Limit(tokens=1))
+    trainer = Trainer(lessons, small("medusa"), TrainConfig(tokens=1, device=CPU))
     check_target(trainer.config, checkpoint, "head")
     other = open_checkpoint(str(tiny_hf(tmp_path / "other", "llama", seed=5)), progress=False)
     with pytest.raises(ModelFileError, match=rf"trained for {checkpoint.name} .*, not for .*other"):
@@ -325,7 +325,7 @@ def test_heads_that_learn_together_are_those_that_learn_alone(
 ) -> None:
     def run(*kinds: str) -> dict[str, dict[str, torch.Tensor]]:
         recipes = {tmp_path / f"{len(kinds)}" / kind: small(kind) for kind in kinds}
-        config = TrainConfig(limit=Limit(tokens=9000), device=CPU, seed=2)
+        config = TrainConfig(tokens=9000, device=CPU, seed=2)
         train(checkpoint, texts, recipes, config)
         return {folder.name: read_head(folder)[1] for folder in recipes}
 
