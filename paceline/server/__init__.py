@@ -1,3 +1,1 @@
-"""The server: the engine behind OpenAI's HTTP routes. `run.py` puts it together; the engine lives in a
-process of its own (worker.py).
-"""
+"""OpenAI's HTTP routes. `run.py` puts the server together; the engine has its own process (worker.py)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,10 @@ class Service:
     async def show_metrics(self) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, name: str = "index.html") -> Response:
+    async def page(self, name: str) -> Response:
         if name not in self._pages:
             raise ApiError(404, "there is no such page")
         return Response(self._pages[name], media_type=PAGE_KINDS[Path(name).suffix], headers=PAGE_HEADERS)
-
-    async def index(self) -> Response:
-        return await self.page()
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, "", "default", self.model_name):
@@ -162,7 +160,7 @@ def make_app(service: Service) -> FastAPI:
     for route, answer in routes.items():
         method, path = route.split()
         app.add_api_route(path, answer, methods=[method])
-    app.add_api_route("/", service.index, include_in_schema=False)
+    app.add_api_route("/", partial(service.page, "index.html"), include_in_schema=False)
     app.add_api_route("/playground/{name}", service.page, include_in_schema=False)
     for kind in (ApiError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, service.refused)

@@ -143,8 +143,7 @@ class Call:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """The shape of vLLM's per-request metrics. A histogram's place j: steps with a draft that accepted j
-        tokens."""
+        """As vLLM's per-request metrics. The histogram's place j: steps whose draft had j tokens accepted."""
         stats = added(end["stats"] for end in self.ends.values())
         num_steps = stats.num_drafts
         mean = 1 + (stats.num_accepted / num_steps if num_steps else 0.0)
@@ -159,8 +158,7 @@ class Call:
 
 
 def added(parts: Iterable[Mapping[str, Any]]) -> SpecStats:
-    """The sum of statistics that came as JSON: of choices, so that n > 1 and several prompts need no other
-    rule."""
+    """The sum of statistics that came as JSON."""
     return _STATS.validate_python(functools.reduce(_plus, parts, {}))
 
 

@@ -7,19 +7,19 @@ process is gone, by itself or killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from paceline.server import wire
+from paceline.server import processes
 from paceline.server.calls import Call
 from paceline.server.config import ServerConfig
-from paceline.server.logs import log
 from paceline.server.metrics import Metrics
+from paceline.server.processes import log
 from paceline.server.responses import ApiError, bad_request, from_engine, unavailable
 
 State = Literal["starting", "ok", "restarting", "draining"]
@@ -54,9 +54,7 @@ class EngineClient:
     def num_calls(self) -> int:
         return len({call.name for call, _ in self._calls.values()})
 
-    # Asking
-
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def call(self, parts: Sequence[dict[str, Any]], num_choices: int) -> AsyncIterator[Call]:
         """A request to the engine, admitted. When the block is left it is over, or it is aborted."""
         self._check_open()
@@ -106,12 +104,10 @@ class EngineClient:
         if self.state != "ok":
             raise unavailable(self.state)
 
-    def _send(self, message: wire.Message) -> None:
+    def _send(self, message: processes.Message) -> None:
         """Never waits: what a dead engine cannot take is lost, and its calls are failed by `run`."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(wire.pack(message))
-
-    # Listening
+            self._writer.write(processes.pack(message))
 
     async def run(self) -> None:
         """Keep an engine alive until cancelled."""
@@ -134,15 +130,16 @@ class EngineClient:
     async def _serve_one(self) -> None:
         """One engine process from its birth to its death."""
         started = self._heard_at = time.monotonic()
-        process, channel = wire.start("paceline.server.worker")
-        reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=wire.LONGEST)
+        process, channel = processes.start("paceline.server.worker")
+        reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=processes.LONGEST)
         self.metrics.gauge("engine_pid", process.pid)
         self._send(self.config.engine_setup())
         guard = asyncio.create_task(self._guard(process))
         try:
-            while (message := await wire.read_async(reader)) is not None:
-                self._heard_at = time.monotonic()
-                self._take(message, started)
+            with contextlib.suppress(ConnectionError):
+                while (message := processes.unpack(await reader.readline())) is not None:
+                    self._heard_at = time.monotonic()
+                    self._take(message, started)
         finally:
             guard.cancel()
             self._writer.close()  # the process ends when it reads the end
@@ -151,8 +148,10 @@ class EngineClient:
             except subprocess.TimeoutExpired:
                 process.kill()
                 status = await asyncio.to_thread(process.wait)
-        if not self.started.is_set():
-            self._give_up(f"the engine ended with status {status} while it was starting; see the lines above")
+        if not self.started.is_set():  # nor ever will be
+            ended = f"the engine ended with status {status} while it was starting; see the lines above"
+            self.fatal = self.fatal or ended
+            self.started.set()
         log("engine ended", logging.WARNING, status=status, calls=self.num_calls)
 
     async def _guard(self, process: subprocess.Popen[bytes]) -> None:
@@ -166,11 +165,7 @@ class EngineClient:
                 log("engine does not answer", logging.ERROR, seconds=self.config.engine_timeout)
                 process.kill()
 
-    def _give_up(self, why: str) -> None:
-        self.fatal = why
-        self.started.set()
-
-    def _take(self, message: wire.Message, started: float) -> None:
+    def _take(self, message: processes.Message, started: float) -> None:
         kind, name = message["is"], message.get("id", "")
         if kind == "step":
             for said in message.get("said", ()):
@@ -196,7 +191,7 @@ class EngineClient:
             self.started.set()
         elif kind == "failed":
             if not self.started.is_set():
-                self._give_up(message["message"])
+                self.fatal = message["message"]
             log("engine cannot start", logging.ERROR)
 
     def _refuse(self, name: str, error: ApiError) -> None:

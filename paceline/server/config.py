@@ -83,8 +83,7 @@ class ServerConfig(EngineOptions):
 
 
 def resolve(flags: Mapping[str, Any], variables: Mapping[str, str], file: str | None = None) -> ServerConfig:
-    """The settings from all three places. `flags` holds what was written on the command line, None for what
-    was not."""
+    """The settings from all three places. flags: those of the command line, None where it has none."""
     file = file or variables.get(PREFIX + "CONFIG")
     kinds, chosen = {setting.name: kind for setting, kind in options_of(ServerConfig)}, dict[str, Any]()
     for name, value in (_from_file(file) if file else {}).items():

@@ -13,14 +13,14 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from paceline.core.errors import GrammarError, PacelineError
 from paceline.core.grammar import GrammarCompiler, GrammarTokenizer
 from paceline.core.params import StructuredOutputs
-from paceline.server import wire
+from paceline.server import processes
 
 LIMIT_S = 2.0
 START_S = 60.0  # for the process to read the tokenizer, on a busy machine
@@ -47,7 +47,7 @@ class GrammarChecker:
     def _compile(self, spec: str) -> None:
         problem = None
         if self._channel is None:
-            self._process, self._channel = wire.start("paceline.server.grammar_check")
+            self._process, self._channel = processes.start("paceline.server.grammar_check")
             known = {"text": self._tokenizer.json(), "eos_ids": sorted(self._tokenizer.eos_ids)}
             sizes = {"vocab_size": self._tokenizer.vocab_size, "model_vocab_size": self._vocab_size}
             if problem := self._ask({**known, **sizes}, START_S, "grammars cannot be used with this model"):
@@ -55,13 +55,13 @@ class GrammarChecker:
         if problem := problem or self._ask(json.loads(spec), LIMIT_S, TOO_HARD):
             raise GrammarError(problem)
 
-    def _ask(self, message: wire.Message, seconds: float, too_late: str) -> str | None:
+    def _ask(self, message: processes.Message, seconds: float, too_late: str) -> str | None:
         """What is wrong, None if nothing is. A process that does not answer in time is ended."""
         assert self._channel is not None
         self._channel.settimeout(seconds)
         try:
-            self._channel.sendall(wire.pack(message))
-            if (answer := wire.read(self._channel.makefile("rb"))) is not None:
+            self._channel.sendall(processes.pack(message))
+            if (answer := processes.unpack(self._channel.makefile("rb").readline())) is not None:
                 return str(answer["error"]) if answer["error"] else None
         except OSError:  # the end of the time, too
             pass
@@ -76,33 +76,24 @@ class GrammarChecker:
         self._channel = self._process = None
 
 
-@dataclass(slots=True)
-class _Tokenizer:
-    """As much of the tokenizer as a grammar needs."""
-
-    json: Callable[[], str]
-    eos_ids: frozenset[int]
-    vocab_size: int
-
-
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(ValueError, OSError):  # a system may have a lower limit already
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     compiler: GrammarCompiler | None = None
     file = channel.makefile("rb")
-    while (message := wire.read(file)) is not None:
+    while (message := processes.unpack(file.readline())) is not None:
         problem = None
         try:
             if compiler is None:
-                text, ends = functools.partial(str, message["text"]), frozenset(message["eos_ids"])
-                known = _Tokenizer(text, ends, message["vocab_size"])
+                # as much of the tokenizer as a grammar needs
+                known: Any = SimpleNamespace(**message, json=functools.partial(str, message["text"]))
                 compiler = GrammarCompiler(known, message["model_vocab_size"])
             else:
                 compiler.matcher(StructuredOutputs(**message))
         except (PacelineError, RecursionError, MemoryError) as error:
             problem = str(error) or "the grammar or schema is too large; simplify it"
-        channel.sendall(wire.pack({"error": problem}))
+        channel.sendall(processes.pack({"error": problem}))
 
 
 if __name__ == "__main__":

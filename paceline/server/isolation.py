@@ -14,7 +14,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request, Status
 from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
-from paceline.server import logs
+from paceline.server import processes
 
 MOST_FAILURES = 3  # of steps in a row that no single request is to blame for, before the engine is given up
 
@@ -44,7 +44,7 @@ class Isolation:
             emissions = self.engine.step()
             self._num_failures = 0
         except Exception as error:
-            logs.log_error("a step failed; its requests are tried one by one", error)
+            processes.log_error("a step failed; its requests are tried one by one", error)
             self._num_failures += 1
             if self._num_failures > MOST_FAILURES:
                 raise
@@ -91,7 +91,7 @@ class Isolation:
             while not emissions:
                 emissions += self.engine.step()
         except Exception as error:
-            logs.log_error("a request failed", error)
+            processes.log_error("a request failed", error)
         self.engine.set_aside()
         return emissions or [_failed(request)]
 

@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.config import ServerConfig
-from paceline.server.logs import log, log_error
 from paceline.server.metrics import Metrics
+from paceline.server.processes import log, log_error
 from paceline.server.responses import ApiError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")

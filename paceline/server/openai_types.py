@@ -11,9 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 MOST_MESSAGES, MOST_TOOLS, MOST_LOGPROBS = 2048, 128, 20
 MOST_STOPS, MOST_STOP_CHARACTERS = 32, 1000  # characters of all stop strings together
-TEMPLATE_NAMES = frozenset(
-    ("messages", "tools", "add_generation_prompt", "documents", "bos_token", "eos_token", "template")
-)
+TAKEN = {"messages", "tools", "add_generation_prompt", "documents", "bos_token", "eos_token", "template"}
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Prompt = str | list[int] | list[str] | list[list[int]]
 
@@ -44,7 +42,7 @@ def _text(content: str | list[ContentPart] | None) -> str:
 
 
 def _free_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
-    if taken := TEMPLATE_NAMES & set(options or ()):
+    if taken := TAKEN & set(options or ()):
         raise ValueError(f"holds {min(taken)!r}, which has a field of its own")
     return options
 

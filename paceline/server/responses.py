@@ -18,11 +18,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
-HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -103,8 +98,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(JsonResponse):
     """A stream of events. `stack` holds the engine's call and is closed with the response."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, chunks: AsyncIterator[dict[str, Any]], stack: AsyncExitStack) -> None:
-        super().__init__(None, headers=HEADERS)
+        super().__init__(None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks, self._stack = chunks, stack
 

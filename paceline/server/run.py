@@ -19,12 +19,12 @@ from pathlib import Path
 import uvicorn
 
 from paceline.core.errors import ConfigError, ModelError
-from paceline.server import logs
+from paceline.server import processes
 from paceline.server.app import Service, make_app
 from paceline.server.client import EngineClient
 from paceline.server.config import ServerConfig
-from paceline.server.logs import log
 from paceline.server.metrics import Metrics
+from paceline.server.processes import log
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 LAG_EVERY_S = 0.05
@@ -34,7 +34,7 @@ BACKLOG = 2048
 
 def serve(config: ServerConfig) -> int:
     """Until a signal; the exit status. What cannot work is found before anything is started."""
-    logs.set_up(config.log_level, "server")
+    processes.set_up_logs(config.log_level, "server")
     name = config.served_model_name or DEFAULT_NAME
     if not config.served_model_name and config.model != "default":
         path = Path(config.model)
@@ -70,7 +70,7 @@ def serve(config: ServerConfig) -> int:
         host, port = listener.getsockname()[:2]
         scheme, host = "https" if config.ssl_certfile else "http", f"[{host}]" if ":" in host else host
         log("listening", url=f"{scheme}://{host}:{port}", model=name, settings=config.to_log())
-        return runner.run(_main(config, engine, http, listener))
+        return runner.run(_main(engine, http, listener))
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -87,16 +87,29 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _main(
-    config: ServerConfig, engine: EngineClient, http: uvicorn.Server, listener: socket.socket
-) -> int:
+async def _main(engine: EngineClient, http: uvicorn.Server, listener: socket.socket) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
     work = (http.serve([listener]), engine.run(), _watch_lag(engine.metrics))
     tasks = [asyncio.create_task(each) for each in work]
     try:
-        return await _until_done(config, engine, signals)
+        first, started = asyncio.create_task(signals.get()), asyncio.create_task(engine.started.wait())
+        await asyncio.wait((first, started), return_when=asyncio.FIRST_COMPLETED)
+        if engine.fatal is not None:
+            raise ModelError(engine.fatal)
+        received, seconds = await first, engine.config.drain_timeout
+        engine.is_draining = True
+        log("draining", signal=signal.Signals(received).name, calls=engine.num_calls, seconds=seconds)
+        drained = asyncio.create_task(engine.drained(seconds))
+        second = asyncio.create_task(signals.get())
+        await asyncio.wait((drained, second), return_when=asyncio.FIRST_COMPLETED)
+        if drained.done() and drained.result():
+            return 0
+        log("cutting off", logging.WARNING, calls=engine.num_calls)
+        engine.fail_all("draining")
+        await engine.drained(LAST_WORDS_S)
+        return 1
     finally:
         http.should_exit = True
         await tasks[0]
@@ -104,25 +117,6 @@ async def _main(
             task.cancel()
         await asyncio.gather(*tasks[1:], return_exceptions=True)
         log("stopped")
-
-
-async def _until_done(config: ServerConfig, engine: EngineClient, signals: asyncio.Queue[int]) -> int:
-    first, started = asyncio.create_task(signals.get()), asyncio.create_task(engine.started.wait())
-    await asyncio.wait((first, started), return_when=asyncio.FIRST_COMPLETED)
-    if engine.fatal is not None:
-        raise ModelError(engine.fatal)
-    number = await first
-    engine.is_draining = True
-    log("draining", signal=signal.Signals(number).name, calls=engine.num_calls, seconds=config.drain_timeout)
-    drained = asyncio.create_task(engine.drained(config.drain_timeout))
-    second = asyncio.create_task(signals.get())
-    await asyncio.wait((drained, second), return_when=asyncio.FIRST_COMPLETED)
-    if drained.done() and drained.result():
-        return 0
-    log("cutting off", logging.WARNING, calls=engine.num_calls)
-    engine.fail_all("draining")
-    await engine.drained(LAST_WORDS_S)
-    return 1
 
 
 async def _watch_lag(metrics: Metrics) -> None:

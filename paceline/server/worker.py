@@ -30,12 +30,12 @@ from paceline.core import watch
 from paceline.core.errors import PacelineError
 from paceline.core.types import Request, Status, Verdict
 from paceline.engine.engine import Engine
-from paceline.server import logs, wire
+from paceline.server import processes
 from paceline.server.grammar_check import GrammarChecker
 from paceline.server.isolation import InternalError, Isolation
 from paceline.server.messages import Choice, Preparer, description, error_json, figures
 
-Queue = queue.SimpleQueue[wire.Message]
+Queue = queue.SimpleQueue[processes.Message]
 STATS_EVERY_S = 0.2  # while working; at once when there is nothing to do
 
 
@@ -44,15 +44,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
     commands = channel.makefile("rb")
-    if (setup := wire.read(commands)) is None:
+    if (setup := processes.unpack(commands.readline())) is None:
         return
-    logs.set_up(setup["log_level"], "engine")
+    processes.set_up_logs(setup["log_level"], "engine")
     os.nice(5)  # where the HTTP loop needs a core that the engine computes on, it gets it at once
     try:
         options = EngineOptions(**setup["engine"], progress=sys.stderr.isatty())
         built = build(options)
     except PacelineError as error:
-        channel.sendall(wire.pack({"is": "failed", "message": str(error)}))
+        channel.sendall(processes.pack({"is": "failed", "message": str(error)}))
         return
     engine, vocab_size = built.engine, built.checkpoint.config.vocab_size
     intake = Intake(built.tokenizer, vocab_size, engine.config.max_model_len)
@@ -63,7 +63,7 @@ def main() -> None:
     try:
         worker.run(commands)
     except Exception as error:  # the engine's state may be wrong now: a new process starts with a clean one
-        logs.log_error("engine failed", error)
+        processes.log_error("engine failed", error)
         os._exit(1)
 
 
@@ -76,7 +76,7 @@ class Worker:
     _commands: Queue = field(default_factory=Queue)  # for the main thread
     _prompts: Queue = field(default_factory=Queue)  # for the preparing thread
     _grammars: Queue = field(default_factory=Queue)  # likewise, with a grammar to compile
-    _preparing: dict[str, wire.Message] = field(default_factory=dict)  # by id: read and not yet handled
+    _preparing: dict[str, processes.Message] = field(default_factory=dict)  # by id: read and not yet handled
     _choices: dict[str, Choice] = field(default_factory=dict)  # by the engine's request id
     _requests: dict[str, list[Request]] = field(default_factory=dict)  # by the client's id
     _recorder: Recorder | None = None  # of the request being judged
@@ -93,7 +93,7 @@ class Worker:
                 self._handle(self._commands.get(block=is_idle))
                 while True:
                     self._handle(self._commands.get_nowait())
-            message: wire.Message = {"is": "step"}
+            message: processes.Message = {"is": "step"}
             if self.engine.has_work and (said := self._step()):
                 message["said"] = said
             now, is_idle = time.monotonic(), not self.engine.has_work
@@ -103,12 +103,12 @@ class Worker:
             if len(message) > 1:
                 self.send(message)
 
-    def send(self, message: wire.Message) -> None:
-        self.channel.sendall(wire.pack(message))
+    def send(self, message: processes.Message) -> None:
+        self.channel.sendall(processes.pack(message))
 
     def _read(self, commands: BinaryIO) -> None:
         try:
-            while (message := wire.read(commands)) is not None:
+            while (message := processes.unpack(commands.readline())) is not None:
                 if message["do"] in ("abort", "ping"):
                     self._commands.put(message)
                     continue
@@ -129,7 +129,7 @@ class Worker:
                 message["refused"] = _refusal(error)
             self._commands.put(message)
 
-    def _handle(self, message: wire.Message) -> None:
+    def _handle(self, message: processes.Message) -> None:
         do, name = message["do"], message.get("id", "")
         if do == "ping":
             return self.send({"is": "pong"})
@@ -150,7 +150,7 @@ class Worker:
             return self.send({"is": "refused", "id": name, "error": message["refused"]})
         return self.send({"is": "answer", "id": name, "value": message["made"]})
 
-    def _add(self, name: str, message: wire.Message) -> wire.Message:
+    def _add(self, name: str, message: processes.Message) -> processes.Message:
         """Give the requests to the engine; what the client is told of them."""
         requests, tokenizer = message["made"], self.preparer.intake.tokenizer
         self._requests[name] = requests
@@ -186,7 +186,7 @@ class Worker:
         if all(choice.recorder is None for choice in self._choices.values()):
             self.engine.watch = None
 
-    def _step(self) -> list[wire.Message]:
+    def _step(self) -> list[processes.Message]:
         """What clients are told of a step: one message an emission, none where its request was aborted."""
         started, told = time.monotonic(), []
         emissions = self.isolation.step()
@@ -214,7 +214,7 @@ class Worker:
 def _refusal(error: Exception) -> dict[str, str]:
     """What the client is told; a fault of this program is in the log alone."""
     if not isinstance(error, PacelineError):
-        logs.log_error("a request failed", error)
+        processes.log_error("a request failed", error)
         error = InternalError("the request could not be answered; the server's log says where")
     return error_json(error)
 

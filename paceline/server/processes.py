@@ -1,18 +1,47 @@
-"""Structured logs: one JSON object a line on stderr. Invariant: no prompt, no answer and no key is ever
-handed to a log call. Error messages may quote what a client sent, so only an error's kind and place are
-logged, never its words.
+"""The processes of the server: how they are started, the messages between them and their logs. Both are JSON
+objects, one a line, over a socket and on stderr.
+
+To the engine:   add, abort, tokenize, detokenize, ping                 (key "do")
+From the engine: ready, failed, admitted, refused, step, answer, pong   (key "is")
+
+Invariant: neither side runs anything it reads (JSON, never pickle). No prompt, no answer and no key is ever
+handed to a log call; an error's message may quote what a client sent, so only its kind and place are logged.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import socket
+import subprocess
 import sys
 import time
 import traceback
 from typing import Any
 
+LONGEST = 2**30  # bytes of a message
 LOGGER = logging.getLogger("paceline.server")
+Message = dict[str, Any]
+
+
+def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process that runs a module of this package, and our end of the socket whose number it is given."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # -P: modules come from where they are installed, never from the folder the server was started in.
+        command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True, **quiet)
+    return process, ours
+
+
+def pack(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def unpack(line: bytes) -> Message | None:
+    """None when the other side is gone: half a line is what a process that was killed has left."""
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 class _Json(logging.Formatter):
@@ -31,7 +60,7 @@ class _Json(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def set_up(level: str, process: str) -> None:
+def set_up_logs(level: str, process: str) -> None:
     """All logs of this process, those of libraries too, become JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json(process))
