@@ -14,8 +14,6 @@ from paceline.server.calls import Call, Delta
 from paceline.server.tools import ToolReader
 from paceline.server.translate import Job
 
-FINISHED = {"stop": "stop", "length": "length", "abort": "stop"}
-
 
 @dataclass(slots=True)
 class Writer:
@@ -79,7 +77,7 @@ class Writer:
         text, calls = reader.read(delta.text, is_last=delta.end is not None)
         if not (text or calls or delta.logprobs or delta.details or delta.end):
             return None
-        reason = FINISHED[delta.end] if delta.end else None
+        reason = "stop" if delta.end == "abort" else delta.end
         logprobs = self._logprobs_json(delta.index, delta.logprobs) if self.job.has_logprobs else None
         written: dict[str, Any] = {"index": delta.index, "logprobs": logprobs, "finish_reason": reason}
         if self.is_chat:

@@ -68,8 +68,8 @@ class Call:
     def is_over(self) -> bool:
         return self.error is not None or len(self.ends) == self.total_choices
 
-    def admit(self, part: int, message: Mapping[str, Any]) -> None:
-        self.prompts[part], self.echoes[part] = message["num_prompt"], message["echo"]
+    def admit(self, part: int, prompt: Mapping[str, Any]) -> None:
+        self.prompts[part], self.echoes[part] = prompt["num_prompt"], prompt["echo"]
         self._signal.set()
 
     def fail(self, error: ApiError) -> None:

@@ -174,12 +174,11 @@ class EngineClient:
                     self.metrics.heard(call, said)
                     call.hear(part, said)
             self.metrics.step(message)
-        elif kind == "admitted":
-            if name in self._calls:
-                call, part = self._calls[name]
-                call.admit(part, message)
         elif kind == "refused":
             self._refuse(name, from_engine(message["error"]))
+        elif kind == "answer" and name in self._calls:
+            call, part = self._calls[name]
+            call.admit(part, message["value"])
         elif kind == "answer":
             if name in self._answers and not self._answers[name].done():
                 self._answers[name].set_result(message["value"])

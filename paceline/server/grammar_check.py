@@ -26,9 +26,7 @@ LIMIT_S = 2.0
 START_S = 60.0  # for the process to read the tokenizer, on a busy machine
 MAX_BYTES = 4 * 2**30
 KNOWN = 256  # grammars remembered as good
-TOO_HARD = (
-    f"the grammar or schema needs more than {LIMIT_S:g} seconds or too much memory to compile; simplify it"
-)
+TOO_HARD = f"the grammar or schema takes over {LIMIT_S:g} seconds or too much memory to compile; simplify it"
 
 
 class GrammarChecker:

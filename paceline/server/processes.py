@@ -2,7 +2,7 @@
 objects, one a line, over a socket and on stderr.
 
 To the engine:   add, abort, tokenize, detokenize, ping                 (key "do")
-From the engine: ready, failed, admitted, refused, step, answer, pong   (key "is")
+From the engine: ready, failed, answer, refused, step, pong             (key "is")
 
 Invariant: neither side runs anything it reads (JSON, never pickle). No prompt, no answer and no key is ever
 handed to a log call; an error's message may quote what a client sent, so only its kind and place are logged.

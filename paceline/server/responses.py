@@ -1,8 +1,7 @@
 """What a client is sent: an answer, whole or as server-sent events, or an error in OpenAI's shape with the
 status that fits. Invariant: every failure of a request becomes one `ApiError`, whose message names the value
-and the remedy and holds no secret; when the client is gone the engine's call is left at once, so its blocks
-are free before the next step; an error after the first byte is an event of its own, and the stream still
-ends with [DONE].
+and the remedy and holds no secret; when the client is gone the engine's call is left at once; an error after
+the first byte is an event of its own, and the stream still ends with [DONE].
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Tools: what a chat's functions look like to the model, and what of its words is a call.
 
-A template that knows tools writes them itself. For one that does not, they are put into the system message in
-the form that most open models were trained on: JSON between <tool_call> tags. Read back are calls in those
-tags, and answers that are nothing but JSON naming a function (an object or a list), which is how other
-families call and how a forced call is written. Invariant: text that is no call comes out unchanged, in order;
-a call comes out once, whole.
+A template that knows tools writes them itself; for others they stand in the system message, as most open
+models were trained: JSON between <tool_call> tags. Calls are read from those tags, and from answers that are
+nothing but JSON naming a function: other families' way, and that of a forced call. Invariant: text that is no
+call comes out unchanged, in order; a call comes out once, whole.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import brief, nearest
@@ -25,8 +24,7 @@ Chat = types.ChatRequest | types.TokenizeRequest
 DEFAULT_COMPLETION = 16  # tokens, as OpenAI has it
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One HTTP request for the engine."""
 
     parts: list[Fields]
@@ -45,8 +43,7 @@ def _refuse_if(is_wrong: bool, name: str, what: str) -> None:
         raise bad_request(f"{name} {what}", name)
 
 
-@dataclass(frozen=True, slots=True)
-class Translator:
+class Translator(NamedTuple):
     config: ServerConfig
     info: Mapping[str, Any]  # what the engine said of itself
 

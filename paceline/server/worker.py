@@ -1,11 +1,9 @@
-"""The engine process: reads commands from a socket, steps the engine while there is work, and writes one
-message a step.
+"""The engine process: reads commands from a socket, steps the engine, and writes one message a step.
 
-Four threads: one reads commands, one turns prompts into requests (messages.py), one does so for those with a
-grammar to compile, and the main one owns the engine. So neither a long prompt nor a hard grammar holds up a
-step for longer than Python switches threads. Invariant: every id that is added is answered: refused, or
-admitted and then answered to its end. No exception of one request ends the process (isolation.py); when the
-other side is gone it ends, whatever it is doing.
+Four threads: one reads commands, one turns prompts into requests (messages.py), one those with a grammar to
+compile, and the main one owns the engine: no prompt and no grammar holds up a step. Invariant: every id that
+is added is refused, or admitted and answered to its end; no exception of one request ends the process
+(isolation.py); when the other side is gone it ends, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -19,7 +17,9 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
 from paceline.api.build import build
@@ -74,8 +74,8 @@ class Worker:
     preparer: Preparer
     isolation: Isolation
     _commands: Queue = field(default_factory=Queue)  # for the main thread
-    _prompts: Queue = field(default_factory=Queue)  # for the preparing thread
-    _grammars: Queue = field(default_factory=Queue)  # likewise, with a grammar to compile
+    _prompts: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))  # prepares them
+    _grammars: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))  # those to compile
     _preparing: dict[str, processes.Message] = field(default_factory=dict)  # by id: read and not yet handled
     _choices: dict[str, Choice] = field(default_factory=dict)  # by the engine's request id
     _requests: dict[str, list[Request]] = field(default_factory=dict)  # by the client's id
@@ -85,8 +85,6 @@ class Worker:
 
     def run(self, commands: BinaryIO) -> None:
         threading.Thread(target=self._read, args=(commands,), daemon=True).start()
-        for prompts in (self._prompts, self._grammars):
-            threading.Thread(target=self._prepare, args=(prompts,), daemon=True).start()
         while True:
             is_idle = not self.engine.has_work and not self._is_stale
             with contextlib.suppress(queue.Empty):  # all that have come; with nothing to do, wait for one
@@ -114,20 +112,18 @@ class Worker:
                     continue
                 self._preparing[message["id"]] = message
                 has_grammar = "structured_outputs" in message.get("params", ())
-                (self._grammars if has_grammar else self._prompts).put(message)
+                (self._grammars if has_grammar else self._prompts).submit(self._prepare, message)
         finally:
             os._exit(0)
 
-    def _prepare(self, prompts: Queue) -> None:
+    def _prepare(self, message: processes.Message) -> None:
         """Everything that may take a while and needs no engine state."""
-        while True:
-            message = prompts.get()
-            try:
-                if "is_aborted" not in message:
-                    message["made"] = self.preparer.prepare(message)
-            except Exception as error:  # fails this request alone: without this thread later ones would hang
-                message["refused"] = _refusal(error)
-            self._commands.put(message)
+        try:
+            if "is_aborted" not in message:
+                message["made"] = self.preparer.prepare(message)
+        except Exception as error:  # every id is answered
+            message["refused"] = _refusal(error)
+        self._commands.put(message)
 
     def _handle(self, message: processes.Message) -> None:
         do, name = message["do"], message.get("id", "")
@@ -140,15 +136,14 @@ class Worker:
         del self._preparing[name]
         if "is_aborted" in message:
             return None
-        if do == "add" and "made" in message:
+        if "made" in message:
             try:
-                return self.send(self._add(name, message))
+                value = self._add(name, message) if do == "add" else message["made"]
+                return self.send({"is": "answer", "id": name, "value": value})
             except Exception as error:
                 self._abort(name)
                 message["refused"] = _refusal(error)
-        if "refused" in message:
-            return self.send({"is": "refused", "id": name, "error": message["refused"]})
-        return self.send({"is": "answer", "id": name, "value": message["made"]})
+        return self.send({"is": "refused", "id": name, "error": message["refused"]})
 
     def _add(self, name: str, message: processes.Message) -> processes.Message:
         """Give the requests to the engine; what the client is told of them."""
@@ -163,7 +158,7 @@ class Worker:
         self._is_stale = True
         first = requests[0]
         echo = tokenizer.decode(first.tokens[: first.num_prompt]) if message.get("echo") else ""
-        return {"is": "admitted", "id": name, "num_prompt": first.num_prompt, "echo": echo}
+        return {"num_prompt": first.num_prompt, "echo": echo}
 
     def _watch(self, event: watch.Begun | watch.Choice | watch.Coin | watch.Redraw | Verdict) -> None:
         """Shows the recorder of the request being judged what the engine shows, and others nothing."""
