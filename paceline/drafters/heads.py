@@ -174,4 +174,4 @@ def _with_layers(head: Head, layers: Sequence[int] | None) -> Head:
     if not isinstance(config, TappedConfig) or len(layers) != len(config.taps):
         remedy = f"{head.where} reads layers {config.hidden_layers}, give as many or leave it out"
         raise ConfigError(f"hidden_layers is {list(layers)}; {remedy}")
-    return replace(head, config=replace(config, taps=tuple(layers)))
+    return head._replace(config=replace(config, taps=tuple(layers)))

@@ -1,8 +1,7 @@
 """Token ids to text, one token at a time, with stop strings.
 
-Text is *settled* once no later token can change or cut it: characters still missing bytes, and a tail that
-may yet become a stop string, are held back. Invariant: without a stop, the text after `finish` is
-`tokenizer.decode(all ids)`.
+Text is *settled* once no later token can change or cut it: characters that miss bytes, and a tail that may
+become a stop string, are held back. Invariant: without a stop, `finish` makes it `tokenizer.decode(all ids)`.
 """
 
 from __future__ import annotations

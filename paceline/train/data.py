@@ -29,6 +29,7 @@ from paceline.train.talk import Ask, Conversation, Style, conversations
 from paceline.train.texts import Texts, Written, from_written, load_shard, load_shards, save_shard
 from paceline.train.variations import varied
 
+MAX_PROMPT = 1400  # tokens
 PART = 500_000  # answer tokens of a shard
 LOW_WATER = 0.6  # of the batch: below, new conversations are let in
 KV_BYTES = 6 << 30  # of each engine where several share a GPU
@@ -70,8 +71,8 @@ class Writer:
             ask = next(conversation) if answer is None else conversation.send(answer)
         except StopIteration:
             return
-        if not 0 < len(ask.prompt) < self.llm.engine.config.max_model_len - 1:
-            return conversation.close()  # grew too long for the context
+        if not 0 < len(ask.prompt) <= min(MAX_PROMPT, self.llm.engine.config.max_model_len - 2):
+            return conversation.close()  # grew too long
         params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=ask.seed)
         (request,) = self.llm._intake.requests(list(ask.prompt), params)
         request.text_stop = None  # no text is streamed, so none is decoded

@@ -8,7 +8,6 @@ together. Invariant: rows of weight 0 change nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,8 +150,7 @@ class Target(Transformer):
         return seen, teach(self.final(seen.last.flatten(0, 1)[batch.rows]), self.lm_head.weight, draft_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Lessons:
+class Lessons(NamedTuple):
     target: Target
     name: str  # of the target
     target_hash: str

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, ModelFileError
 from paceline.heads import config as heads
+from paceline.heads.config import HeadConfig
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import read_json
-from paceline.loaders.head_files import HeadFiles, scales_of, write_tensors
+from paceline.loaders.head_files import HeadFiles, Tensors, scales_of, write_tensors
 from paceline.models.quantize import STORED, quantize
 from paceline.runtime.device import device_name
 from paceline.train.lessons import Known, prepare
@@ -186,12 +186,10 @@ def draw_curves(path: Path, curve: Sequence[dict[str, Any]], kind: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def save_head(
-    folder: Path, config: heads.HeadConfig, tensors: Mapping[str, Tensor], notes: Mapping[str, Any], bits: int
-) -> None:
+def save_head(folder: Path, config: HeadConfig, tensors: Tensors, notes: dict[str, Any], bits: int) -> None:
     """bits: 16 for half precision, 8 for integers in groups of 64 with a scale each."""
     assert {name: tuple(t.shape) for name, t in tensors.items()} == tensor_shapes(config), "of another config"
-    stored: dict[str, Tensor] = {}
+    stored: Tensors = {}
     for name, tensor in tensors.items():
         if bits == 8 and tensor.ndim == 2:
             values, scales, _ = quantize(tensor.float(), 8)
@@ -205,7 +203,7 @@ def save_head(
     (folder / PROVENANCE).write_text(json.dumps(notes, indent=1) + "\n")
 
 
-def read_head(folder: Path) -> tuple[heads.HeadConfig, dict[str, Tensor]]:
+def read_head(folder: Path) -> tuple[HeadConfig, Tensors]:
     """A head of ours, float32, to train it further or to look at it."""
     files = HeadFiles(folder)
     config = heads.read_head_config(files.values, str(folder / CONFIG))

@@ -1,9 +1,8 @@
 """Heads that learn: the definitions of heads/modules.py on whole batches of text, all steps of all drafts at
 once; and their acceptance on held-out answers that the target wrote greedily.
 
-Along such an answer the text's own tokens are what the target chooses, so a head that reads them drafts as it
-would in use, up to its first mistake, which is all that counts. Invariant: a step is what drafting one by one
-would compute.
+Along such an answer the text's tokens are the target's choices, so a head that reads them drafts as in use,
+up to its first mistake, which is all that counts. Invariant: a step is what drafting one by one computes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the target is asked to write about: given prompts, and those that it invents itself.
 
-A model trained on chats also knows what users say: shown its own template up to the user's words, it writes a
-prompt, so no data set is needed. Half of the answers are greedy. Invariant: every conversation is drawn from
-the generator it is given, so a seed names a text.
+A model trained on chats knows what users say: shown its template up to the user's words, it writes a prompt.
+Half of the answers are greedy. Invariant: all is drawn from the generator given, so a seed names a text.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.loaders.tokenizer import Tokenizer
@@ -50,13 +48,11 @@ class Ask(NamedTuple):
 Conversation = Generator[Ask, list[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(NamedTuple):
     """How one conversation is carried on."""
 
     tokenizer: Tokenizer
     draw: random.Random
-    max_prompt: int = 1400  # tokens; what grows longer is given up
 
     def seed(self) -> int:
         return self.draw.getrandbits(62)
@@ -86,32 +82,24 @@ def chat(style: Style, turns: Sequence[str | None]) -> Conversation:
             shown = [*messages, {"role": "user", "content": MARK}]
             template = style.tokenizer.chat(shown, add_generation_prompt=False)
             opening = style.tokenizer.encode(template[: template.index(MARK)], add_special=False)
-            if len(opening) > style.max_prompt:
-                return
             ask = Ask(opening, style.draw.choice((0.8, 1.0, 1.0)), 160, style.seed(), is_kept=False)
             turn = style.read((yield ask))
             if len(turn) < 4:
                 return
         messages.append({"role": "user", "content": turn})
         prompt = style.tokenizer.encode_chat(messages)
-        if len(prompt) > style.max_prompt:
-            return
         answer = yield Ask(prompt, temperature, style.length(), style.seed())
         messages.append({"role": "assistant", "content": style.read(answer)})
 
 
 def raw(style: Style, text: str) -> Conversation:
     """For a model without a chat template: it goes on writing a text, or starts one."""
-    prompt = style.tokenizer.encode(text)
-    if prompt and len(prompt) <= style.max_prompt:
-        yield Ask(prompt, style.temperature(), style.length(), style.seed())
+    yield Ask(style.tokenizer.encode(text), style.temperature(), style.length(), style.seed())
 
 
 def about(style: Style, request: str, use: Use, times: int = 1, temperature: float = 0.9) -> Conversation:
     """First the target writes a text, such as an article; then it is asked to do something with it."""
     opening = style.tokenizer.encode_chat([{"role": "user", "content": request}])
-    if len(opening) > style.max_prompt:
-        return
     answer = yield Ask(opening, temperature, 220, style.seed(), is_kept=False)
     for _ in range(times):
         prompt = use(style.read(answer))

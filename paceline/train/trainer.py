@@ -1,8 +1,7 @@
 """The trainer: the target reads a batch, heads of all kinds guess, their disagreement with it is the loss.
 
-Everything that decides the next step (weights, moments, place in the data) is in the checkpoint, and batches
-and draws depend on seed and place alone. Invariant: a run that was interrupted ends as one that was not (with
-a limit in tokens; seconds are never the same twice).
+All that decides the next step (weights, moments, place in the data) is in the checkpoint; batches and draws
+depend on seed and place alone. Invariant: with a limit in tokens, an interrupted run ends as any other.
 """
 
 from __future__ import annotations

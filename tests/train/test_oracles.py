@@ -52,7 +52,7 @@ def test_the_teacher_computes_what_the_decoder_does(family: str, tmp_path: Path)
         seen.features(layers)[0], torch.cat([output.hidden[n] for n in layers], -1), atol=2e-4, rtol=2e-4
     )
     torch.testing.assert_close(
-        teacher.final(seen.last)[0] @ teacher.head.T, output.logits, atol=2e-4, rtol=2e-4
+        teacher.final(seen.last)[0] @ teacher.lm_head.weight.T, output.logits, atol=2e-4, rtol=2e-4
     )
 
 

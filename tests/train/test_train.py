@@ -337,7 +337,7 @@ def test_heads_that_learn_together_are_those_that_learn_alone(
 def test_prompts_are_varied_into_other_tasks(tiny: LLM) -> None:
     passage = "The wind turns along the coast road and the riders take turns in front of the group. " * 9
     prompts = ["What is 12 plus 30 minus 7?", "Who rides in front of a paceline?", f"Read this.\n{passage}"]
-    talks = varied(Style(tiny.tokenizer, random.Random(0), max_prompt=20_000), prompts)
+    talks = varied(Style(tiny.tokenizer, random.Random(0)), prompts)
     asks = [next(next(talks)) for _ in range(120)]
     texts = [tiny.tokenizer.decode(ask.prompt) for ask in asks]
     for part in ("Summarize", "Who rides in front", "Write one question that this text answers", "Translate"):
