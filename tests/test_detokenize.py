@@ -28,7 +28,7 @@ ids = st.lists(
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_source(open_checkpoint("default", progress=False).tokenizer_source())
+    return Tokenizer(open_checkpoint("default", progress=False).tokenizer_source())
 
 
 class SpacedTokens:

@@ -39,7 +39,7 @@ GBNF = 'root ::= item item\nitem ::= "ab" | "cd"\n'
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_source(open_checkpoint("default", progress=False).tokenizer_source())
+    return Tokenizer(open_checkpoint("default", progress=False).tokenizer_source())
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def _metadata(backend: Backend, pre: str) -> dict[str, Any]:
 def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
     backend = _train(*FAMILIES[request.param])
     source = TokenizerSource(gguf_metadata=_metadata(backend, request.param), bos_id=1, eos_ids=(0,))
-    return PreTrainedTokenizerFast(tokenizer_object=backend), Tokenizer.from_source(source)
+    return PreTrainedTokenizerFast(tokenizer_object=backend), Tokenizer(source)
 
 
 def test_rebuilt_byte_level_on_the_corpus(pair: tuple[PreTrainedTokenizerFast, Tokenizer]) -> None:
@@ -165,7 +165,7 @@ def test_every_known_splitting_keeps_the_text(name: str) -> None:
         "tokenizer.ggml.tokens": alphabet,
         "tokenizer.ggml.merges": [],
     }
-    tokenizer = Tokenizer.from_source(TokenizerSource(gguf_metadata=metadata))
+    tokenizer = Tokenizer(TokenizerSource(gguf_metadata=metadata))
     for text in CORPUS:
         kept = unicodedata.normalize("NFC", text) if SPLITTINGS[name].normalizes_nfc else text
         assert tokenizer.decode(tokenizer.encode(text)) == kept
@@ -222,7 +222,7 @@ def _spaced(with_prefix: bool) -> tuple[Backend, dict[str, Any]]:
 @pytest.fixture(scope="module", params=[True, False], ids=["llama", "gemma"])
 def spaced(request: pytest.FixtureRequest) -> tuple[Backend, Tokenizer]:
     backend, metadata = _spaced(request.param)
-    return backend, Tokenizer.from_source(TokenizerSource(gguf_metadata=metadata, bos_id=2))
+    return backend, Tokenizer(TokenizerSource(gguf_metadata=metadata, bos_id=2))
 
 
 def test_rebuilt_sentence_piece_on_the_corpus(spaced: tuple[Backend, Tokenizer]) -> None:
@@ -245,7 +245,7 @@ def test_rebuilt_sentence_piece_on_any_text(spaced: tuple[Backend, Tokenizer], t
 
 @pytest.fixture(scope="module")
 def default() -> Tokenizer:
-    return Tokenizer.from_source(open_checkpoint("default", progress=False).tokenizer_source())
+    return Tokenizer(open_checkpoint("default", progress=False).tokenizer_source())
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,7 @@ def test_no_template_is_an_error_with_a_remedy(pair: tuple[Any, Tokenizer]) -> N
 def test_json_round_trip(default: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(default.json(), encoding="utf-8")
-    again = Tokenizer.from_source(TokenizerSource(json_path=path, bos_id=1, eos_ids=(2,)))
+    again = Tokenizer(TokenizerSource(json_path=path, bos_id=1, eos_ids=(2,)))
     assert [again.encode(t) for t in CORPUS] == [default.encode(t) for t in CORPUS]
     assert again.same_as(default) is None
 
@@ -317,7 +317,7 @@ def test_config_adds_tokens_and_bos(default: Tokenizer, tmp_path: Path) -> None:
         "added_tokens_decoder": {"49152": {"content": "<extra>", "special": True}},
         "add_bos_token": True,
     }
-    bigger = Tokenizer.from_source(TokenizerSource(json_path=path, config=config, bos_id=1))
+    bigger = Tokenizer(TokenizerSource(json_path=path, config=config, bos_id=1))
     assert bigger.encode("a<extra>") == [1, *default.encode("a"), 49_152]
     assert 49_152 in bigger.special_ids
     assert bigger.same_as(default) is None
@@ -381,8 +381,8 @@ def test_damaged_json_and_bad_text_are_named(default: Tokenizer, tmp_path: Path)
         (tmp_path / "none.json", "No such file"),
     ):
         with pytest.raises(ModelFileError, match=words):
-            Tokenizer.from_source(TokenizerSource(json_path=path))
+            Tokenizer(TokenizerSource(json_path=path))
     with pytest.raises(ModelFileError, match="has no tokenizer"):
-        Tokenizer.from_source(TokenizerSource())
+        Tokenizer(TokenizerSource())
     with pytest.raises(RequestError, match="cannot encode"):
         default.encode("\ud800")

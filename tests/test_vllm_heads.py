@@ -67,7 +67,7 @@ def asked() -> tuple[list[list[int]], list[int]]:
     answer.
     """
     checkpoint = open_checkpoint("default")
-    tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
+    tokenizer = Tokenizer(checkpoint.tokenizer_source())
     chosen = prompts.first_of_each(prompts.load(), 2)
     return [tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in chosen], list(
         checkpoint.eos_ids

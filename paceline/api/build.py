@@ -84,7 +84,7 @@ def build(options: EngineOptions) -> Built:
     dtype = backend.default_dtype if options.dtype == "auto" else options.dtype
     backend.check_dtype(dtype)
     checkpoint = open_checkpoint(options.model, options.progress, options.load_format, str(place))
-    tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
+    tokenizer = Tokenizer(checkpoint.tokenizer_source())
     head = registry.shipped_head(checkpoint, asked.head)
     if head is not None:
         asked = asked._replace(drafters=(*asked.drafters, registry.parse(head)))
@@ -98,7 +98,7 @@ def build(options: EngineOptions) -> Built:
 
     def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:
         other = open_checkpoint(source, options.progress) if isinstance(source, str) else source
-        words = Tokenizer.from_source(other.tokenizer_source()) if isinstance(source, str) else tokenizer
+        words = Tokenizer(other.tokenizer_source()) if isinstance(source, str) else tokenizer
         with waiting("packing the weights for this machine (once)", options.progress):
             decoder = backend.load(other, its_dtype, length)
         its_format = backend.kv_format(its_dtype, options.kv_cache_dtype)

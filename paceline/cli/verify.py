@@ -94,7 +94,7 @@ def _drafters(asked: Verify, model: str) -> Configs:
     # Another tokenizer would only be noticed when the drafter is built, after half of the work.
     draft = configs.get("draft_model", {}).get("model", model)
     sources = [open_checkpoint(name).tokenizer_source() for name in dict.fromkeys((model, draft))]
-    ours, *theirs = map(Tokenizer.from_source, sources)
+    ours, *theirs = map(Tokenizer, sources)
     if difference := next(map(ours.same_as, theirs), None):
         what = f"--draft-model {draft} has another tokenizer than {model} ({difference})"
         raise ConfigError(f"{what}; use a draft of the same family")

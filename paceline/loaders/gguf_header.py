@@ -33,6 +33,7 @@ SCALARS = {kind: struct.Struct("<" + code) for kind, code in CODES.items()}
 UINT32, UINT64 = SCALARS[4], SCALARS[10]
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+PATTERN = "attention.sliding_window_pattern"
 REFUSED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
 # The one gemma 3 whose attention scale is not that of its head size; its files do not say so.
 GEMMA3_27B_LAYERS = 62
@@ -189,7 +190,12 @@ def read_config(path: Path, header: GgufHeader, divisors: Divisors = None) -> Mo
     scale = (hidden / heads) ** -0.5 if is_gemma and layers == GEMMA3_27B_LAYERS else 0.0
     vocab_size = keys.count("vocab_size", embedding.shape[0] if embedding and embedding.shape else None)
     local_theta = keys.number("rope.freq_base_swa", 10_000.0)
-    slides = _local_layers(keys, min(layers, MAX_LAYERS + 1), 6 if is_gemma else 0) if window else ()
+    slides: tuple[bool, ...] = ()  # a flag a layer, or each layer but the last of every period; 0 means all
+    if window and isinstance(pattern := keys.get(PATTERN), list):
+        slides = tuple(map(bool, pattern))
+    elif window:
+        period = keys.count(PATTERN) if pattern else 6 if is_gemma else 0
+        slides = tuple(not period or i % period < period - 1 for i in range(min(layers, MAX_LAYERS + 1)))
     return family_config(
         str(path), family, hidden_size=hidden, vocab_size=vocab_size, num_layers=layers, num_heads=heads,
         head_dim=head_dim, num_kv_heads=keys.count("attention.head_count_kv", heads),
@@ -201,15 +207,6 @@ def read_config(path: Path, header: GgufHeader, divisors: Divisors = None) -> Mo
         qkv_bias="blk.0.attn_q.bias" in header.tensors, sliding_window=window, local_layers=slides,
         attention_scale=keys.number("attention.scale") if keys.get("attention.scale") else scale,
     )  # fmt: skip
-
-
-def _local_layers(keys: Fields, layers: int, default_period: int) -> tuple[bool, ...]:
-    """Which layers slide: a flag a layer, or each layer but the last of every period; 0 means all."""
-    pattern = keys.get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        return tuple(bool(flag) for flag in pattern)
-    period = keys.count("attention.sliding_window_pattern") if pattern else default_period
-    return tuple(not period or i % period < period - 1 for i in range(layers))
 
 
 def _rope(keys: Fields, default_theta: float, divisors: Divisors) -> RopeConfig:

@@ -27,8 +27,6 @@ MAX_NODES = 500_000  # elements of a nested list or dict, shared ones counted ea
 MAX_INT_BITS = 4_096
 MAX_INDENT = 64
 SIZED = (str, list, tuple)
-
-
 STR_METHODS = """
     capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace
     istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition

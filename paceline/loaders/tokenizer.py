@@ -44,7 +44,13 @@ class TokenizerSource:
 class Tokenizer:
     """A model's tokenizer, with its end tokens and chat template."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
+    def __init__(self, source: TokenizerSource) -> None:
+        if source.json_path is not None:
+            backend = _read_json(source.json_path, source.config)
+        elif source.gguf_metadata is not None:
+            backend = rebuild(source.gguf_metadata)
+        else:
+            raise ModelFileError("the model has no tokenizer; add its tokenizer.json to the folder")
         backend.no_padding()
         backend.no_truncation()
         self._backend, self._source = backend, source
@@ -66,14 +72,6 @@ class Tokenizer:
         for token, index in vocab.items():
             self._tokens[index] = token
         self._bytes: dict[int, bytes] = {}  # of the tokens asked for so far
-
-    @classmethod
-    def from_source(cls, source: TokenizerSource) -> Tokenizer:
-        if source.json_path is not None:
-            return cls(_read_json(source.json_path, source.config), source)
-        if source.gguf_metadata is None:
-            raise ModelFileError("the model has no tokenizer; add its tokenizer.json to the folder")
-        return cls(rebuild(source.gguf_metadata), source)
 
     @property
     def has_chat_template(self) -> bool:

@@ -140,7 +140,7 @@ def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     prefixed = {name: name if name == "lm_head.weight" else f"model.{name}" for name in names}
     weights = {there: checkpoint.tensor(name) for name, there in prefixed.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    texts["tokenizer"] = Tokenizer.from_source(checkpoint.tokenizer_source()).json()
+    texts["tokenizer"] = Tokenizer(checkpoint.tokenizer_source()).json()
     texts["tokenizer_config"] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     for name, text in texts.items():
         (folder / f"{name}.json").write_text(text, encoding="utf-8")

@@ -43,7 +43,7 @@ class Run:
     def report(self, tell: Tell) -> dict[str, Any]:
         """A record for each precision, with its change against float32 where that is among them."""
         checkpoint = open_checkpoint(self.model)
-        tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
+        tokenizer = Tokenizer(checkpoint.tokenizer_source())
         bos = checkpoint.bos_id if tokenizer.encode("a")[:1] == [checkpoint.bos_id] else None
         size = min(CONTEXT, checkpoint.config.max_context)
         pieces = contexts_of(tokenizer.encode(self.text, add_special=False), bos, size)

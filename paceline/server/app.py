@@ -182,7 +182,7 @@ def _describe(request: Request, writer: Writer) -> None:
         "completion_tokens": call.num_tokens,
         "prompt_tokens": sum(call.prompts.values()),
         "first_token_s": call.timings()["first_token_s"],
-        "finish": sorted(set(call.reasons.values())),
+        "finish": sorted({end["reason"] for end in call.ends.values()}),
         "error": call.error.code if call.error else None,
     }
 

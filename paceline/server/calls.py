@@ -54,8 +54,7 @@ class Call:
     last_at: float = 0.0
     num_first: int = 0  # tokens that came with the first
     num_tokens: int = 0
-    ends: dict[int, dict[str, Any]] = field(default_factory=dict)  # by choice: its usage
-    reasons: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)  # by choice: its usage, and why it ended
     error: ApiError | None = None
     _news: dict[int, Delta] = field(default_factory=dict)
     _signal: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,7 +88,7 @@ class Call:
         self.num_tokens += said["n"]
         self._news.setdefault(index, Delta(index)).add(said)
         if "end" in said:
-            self.ends[index], self.reasons[index] = said["usage"], said["end"]
+            self.ends[index] = said["usage"] | {"reason": said["end"]}
         self._signal.set()
         return None
 

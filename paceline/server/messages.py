@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.api.build import Built
 from paceline.api.intake import Intake
@@ -33,8 +33,7 @@ class TooLong(RequestError):
     """A prompt that the context or a limit of the server does not hold."""
 
 
-@dataclass(slots=True)
-class Preparer:
+class Preparer(NamedTuple):
     engine: Engine
     intake: Intake
     checker: GrammarChecker
