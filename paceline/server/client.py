@@ -20,7 +20,7 @@ from paceline.server.calls import Call
 from paceline.server.config import ServerConfig
 from paceline.server.metrics import Metrics
 from paceline.server.processes import log
-from paceline.server.responses import ApiError, bad_request, from_engine, unavailable
+from paceline.server.responses import ApiError, from_engine, unavailable
 
 State = Literal["starting", "ok", "restarting", "draining"]
 PING_EVERY_S = 1.0
@@ -62,7 +62,7 @@ class EngineClient:
         now = sum(call.num_choices for call, _ in self._calls.values())
         if num_new > room:
             what = f"the request asks for {num_new} answers, and {room} may run or wait; ask for fewer"
-            raise bad_request(what, "n", "too_many_choices")
+            raise ApiError(400, what, "too_many_choices", "n")
         if now + num_new > room:
             what = f"{now} answers are running or waiting, and {room} may; try again later"
             raise ApiError(429, what, "queue_full")

@@ -59,10 +59,6 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, code, param)
-
-
 def unavailable(state: str) -> ApiError:
     usual = (f"the engine is {state}; try again in a moment", "engine_unavailable")
     return ApiError(503, *UNAVAILABLE.get(state, usual))
@@ -72,7 +68,7 @@ def from_engine(error: dict[str, Any]) -> ApiError:
     """A refusal or failure that the engine process reported."""
     if error["kind"] == "InternalError":
         return ApiError(500, error["message"], "internal_error")
-    return bad_request(error["message"], code=CODES.get(error["kind"]))
+    return ApiError(400, error["message"], CODES.get(error["kind"]))
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -15,7 +15,7 @@ from paceline.core.params import SamplingParams
 from paceline.server import openai_types as types
 from paceline.server import tools as tooling
 from paceline.server.config import ServerConfig
-from paceline.server.responses import bad_request
+from paceline.server.responses import ApiError
 from paceline.server.tools import Fields
 
 # Fields of a body that are those of SamplingParams.
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 def _refuse_if(is_wrong: bool, name: str, what: str) -> None:
     """name: the field that is wrong, and the message's first word."""
     if is_wrong:
-        raise bad_request(f"{name} {what}", name)
+        raise ApiError(400, f"{name} {what}", param=name)
 
 
 class Translator(NamedTuple):
@@ -83,14 +83,14 @@ class Translator(NamedTuple):
 
     def tokenize(self, body: types.TokenizeRequest) -> Fields:
         if (body.prompt is None) == (body.messages is None):
-            raise bad_request("give either prompt or messages", "prompt")
+            raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.messages is None:
             return {"text": body.prompt, "add_special": body.add_special_tokens}
         return self._chat_prompt(body, [tool.model_dump(exclude_none=True) for tool in body.tools or ()])
 
     def _chat_prompt(self, body: Chat, tools: list[Fields]) -> Fields:
         if not self.info["has_template"]:
-            raise bad_request("the model has no chat template; use /v1/completions")
+            raise ApiError(400, "the model has no chat template; use /v1/completions")
         messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
         has_tools = self.info["has_tools"]
         return {
@@ -107,14 +107,14 @@ class Translator(NamedTuple):
             structured["tool_choice"] = extra["structured_outputs"]
         if len(structured) > 1:
             names = " and ".join(sorted(structured))
-            raise bad_request(f"{names} exclude each other; use one of them", min(structured))
+            raise ApiError(400, f"{names} exclude each other; use one of them", param=min(structured))
         if structured:
             (options["structured_outputs"],) = structured.values()
         has_details = self._speculation(body.speculative, options)
         try:
             params = SamplingParams(**options)
         except ConfigError as error:
-            raise bad_request(str(error), str(error).split(" ", 1)[0].split(".")[0]) from None
+            raise ApiError(400, str(error), param=str(error).split(" ", 1)[0].split(".")[0]) from None
         self._check_limits(options, len(prompts) * params.n)
         common = {"params": options, "priority": body.priority or 0, "details": has_details}
         return Job(
@@ -131,7 +131,7 @@ class Translator(NamedTuple):
         config, size = self.config, len(json.dumps(options.get("structured_outputs")))
         if size > config.max_grammar_bytes:
             what = f"the grammar or schema has {size:,} characters"
-            raise bad_request(f"{what}; this server takes at most {config.max_grammar_bytes:,}")
+            raise ApiError(400, f"{what}; this server takes at most {config.max_grammar_bytes:,}")
         most, asked = config.max_completion_tokens, options.get("max_tokens", 0)
         what = f"is {brief(asked)}; this server writes at most {most}"
         _refuse_if(most is not None and asked > most, "max_tokens", what)
@@ -149,7 +149,7 @@ class Translator(NamedTuple):
         if asked.method is not None and asked.method not in known:
             drafters, near = ", ".join(loaded["selectable"]) or "none", nearest(asked.method, sorted(known))
             what = f"speculative method is {asked.method!r:.60}; this server has loaded: {drafters} ({near})"
-            raise bad_request(what, "speculative")
+            raise ApiError(400, what, param="speculative")
         if asked.method in ("off", "none"):
             options["num_speculative_tokens"] = 0
         elif asked.num_speculative_tokens is not None:

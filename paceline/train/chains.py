@@ -100,7 +100,9 @@ def chain_attention(q: Tensor, own: Pair, text: Pair, rows: Tensor, scale: float
     """q [N, H, D] of the rows (b * S + t); own [N, K, H, D] of their chains, K may be 0; text [B, H, S, D].
     A row sees the text's keys at positions 0 .. t and all of its own. -> [N, H, D]."""
     is_half, device = q.dtype != torch.float32, q.device  # torch's flash kernels: on a GPU for halves alone
-    is_fused = device.type == "cpu" or (is_half and torch.cuda.get_device_capability(device) >= (8, 0))
+    is_fused = device.type == "cpu" or (
+        is_half and torch.get_device_module(device).get_device_capability(device) >= (8, 0)
+    )
     with torch.autocast(q.device.type, enabled=False):  # sums and exponents stay in float32
         if not is_fused:
             return plain_chain_attention(q, own, text, rows, scale)

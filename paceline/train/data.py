@@ -41,7 +41,6 @@ class Writer:
 
     def __init__(self, llm: LLM, batch: int) -> None:
         self.llm, self.batch = llm, batch
-        self.num_tokens = 0  # written so far, those that are not kept included
         self._open: dict[str, tuple[Request, Ask, Conversation]] = {}
 
     def write(self, conversations: Iterator[Conversation], is_over: Callable[[], bool]) -> Iterator[Written]:
@@ -55,7 +54,6 @@ class Writer:
                 if not self._open:
                     return
                 for emission in engine.step():
-                    self.num_tokens += len(emission.tokens)
                     if emission.request.is_finished and (written := self._finished(emission.request)):
                         yield written
         finally:

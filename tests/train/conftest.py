@@ -29,6 +29,6 @@ def target(checkpoint: Checkpoint) -> Target:
 def texts(tiny_folder: Path) -> Texts:
     """What the tiny model writes to prompts of its own."""
     with LLM(str(tiny_folder), speculative_config=None, device="cpu", progress=False) as llm:
-        writer = Writer(llm, batch=16)
         talks = conversations(llm.tokenizer, [], seed=0)
-        return from_written(list(writer.write(talks, lambda: writer.num_tokens > 16_000)), VOCAB)
+        written = Writer(llm, batch=16).write(talks, lambda: llm.engine.totals.num_tokens > 16_000)
+        return from_written(list(written), VOCAB)
