@@ -192,7 +192,7 @@ class Trainer:
             state = torch.load(path, map_location=self.device, weights_only=True)
             theirs = state["identity"]
         except (OSError, RuntimeError, UnpicklingError, EOFError, LookupError, TypeError) as error:
-            raise ModelFileError(f"{path} is not a whole checkpoint ({error}); start anew") from error
+            raise ModelFileError(f"{path} is not a whole checkpoint; start anew") from error
         for name, value in self._identity().items():
             if theirs.get(name) != value:
                 what = f"{folder} was trained with {name} {theirs.get(name)!r:.90}, not {value!r:.90}"

@@ -211,6 +211,11 @@ def test_resuming_with_another_recipe_or_text_is_an_error(
         run(small("medusa", rate=1e-4), texts, True)
     with pytest.raises(ConfigError, match="was trained with text"):
         run(small("medusa"), piece(texts, 0, len(texts) - 1), True)
+    state = tmp_path / "state" / "state.pt"
+    for damaged in (state.read_bytes()[:1000], b"x", b""):
+        state.write_bytes(damaged)
+        with pytest.raises(ModelFileError, match="is not a whole checkpoint"):
+            run(small("medusa"), texts, True)
 
 
 def test_heads_learn_on_from_other_text_with_their_own_tokens(
