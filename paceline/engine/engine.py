@@ -23,7 +23,7 @@ from paceline.engine.pending import BurstParts, Pass, PendingBurst, PendingPasse
 from paceline.engine.policy.base import Asks, FixedPolicy, Plan, Policy
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Median, SpecStats, Suspicion
-from paceline.heads.rows import BurstInput
+from paceline.heads.rows import BurstBackend, BurstInput
 from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import Drafting, Scheduled, StepRecord, longest
 
@@ -159,10 +159,14 @@ class Engine:
         for number, asks in enumerate(plan.asks):
             asks = [(i, min(count, scheduled[i].num_lookahead_tokens)) for i, count in asks]
             asks = [(i, count) for i, count in asks if count]
-            asks = self.policy.replan(number, asks, scheduled, answers, False) if asks and answers else asks
-            burst = self._launch_head_burst(scheduled, number, asks) if asks else None
-            if burst is not None:
-                return burst
+            backend = self.policy.drafters[number].burst_backend
+            is_burst = backend is not None and not backend.is_weighing and self._can_burst(backend, scheduled)
+            if asks and answers:
+                asks = self.policy.replan(number, asks, scheduled, answers, is_burst)
+            if is_burst and len(asks) == len(scheduled):
+                burst = self._launch_head_burst(scheduled, number, asks)
+                if burst is not None:
+                    return burst
             if asks:
                 taken = self._ask(number, asks, scheduled, answers, plan.least)
                 if taken is not None:
@@ -216,21 +220,14 @@ class Engine:
         meanwhile.
         """
         drafter = self.policy.drafters[number]
-        backend = drafter.burst_backend
-        if backend is None or backend.is_weighing or len(asks) < len(scheduled):
-            return None
         length = drafter.burst_length([one.request for one in scheduled], min(count for _, count in asks))
-        parts = BurstParts(backend, number, None, length)
+        parts = BurstParts(drafter.burst_backend, number, None, length)
         return self._start_burst(scheduled, parts, Plan()) if length else None
 
     def _start_burst(self, scheduled: Scheduled, parts: BurstParts, plan: Plan) -> PendingBurst | None:
         """None if it cannot be: a request needs the host, or slots run out."""
         backend, length, requests = parts.backend, parts.length, [one.request for one in scheduled]
-        if backend is None or self.watch is not None or len(requests) > backend.most_requests:
-            return None
-        if not all(one.num_new == 1 and one.is_caught_up for one in scheduled):
-            return None
-        if not all(r.pick is not None and backend.can_run(r.pick.temperature) for r in requests):
+        if backend is None or not self._can_burst(backend, scheduled):
             return None
         # as many rounds as there is room for, each of which emits at least one token that is wanted
         room = min((self.config.max_model_len - r.cache.num_cached) // (length + 1) for r in requests)
@@ -247,6 +244,13 @@ class Engine:
         ]
         burst = self.executor.burst(backend, segments, self._burst_input(requests, parts, count, plan.least))
         return PendingBurst(burst, scheduled, self.policy.drafters, parts, self._goes_on)
+
+    def _can_burst(self, backend: BurstBackend, scheduled: Scheduled) -> bool:
+        if self.watch is not None or len(scheduled) > backend.most_requests:
+            return False
+        picks = [one.request.pick for one in scheduled if one.num_new == 1 and one.is_caught_up]
+        can_pick = all(pick is not None and backend.can_run(pick.temperature) for pick in picks)
+        return len(picks) == len(scheduled) and can_pick
 
     def _burst_input(
         self, requests: Sequence[Request], parts: BurstParts, count: int, least: float

@@ -78,7 +78,8 @@ def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
     one, has_trees = costs.pass_seconds(1), executor.decoder.checks_trees
     known = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in drafters if drafter.usual}
     costs = CostTable(**costs.to_json())  # without what was learned since
-    policy = AutoPolicy(drafters, costs, most_nodes=most, has_trees=has_trees, known=known)
+    limits = {"most_nodes": most, "most_requests": executor.backend.most_drafted}
+    policy = AutoPolicy(drafters, costs, **limits, has_trees=has_trees, known=known)
     return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
 
 

@@ -18,13 +18,14 @@ from paceline.engine.policy.base import Asks, Plan, Policy, Step
 from paceline.engine.policy.calibration import Answer, Calibration, Factor, joined
 from paceline.engine.policy.cost import CostTable, Load
 from paceline.engine.policy.switch import Switch
+from paceline.engine.stats import Median
 from paceline.heads.rows import BurstWeights
 from paceline.runtime.record import StepRecord
 
 HEAD_SHARE = 1 / 8  # of a pass: what a draft of one node takes until it is measured
 MOST_PROMPT_ROWS = 1024  # beside more, a pass is bound by arithmetic and nothing is drafted
 STOP_GAIN = 1.6  # a head drafts on from a token that is worth this many times its row and its drafting
-RESTART = 3.0  # passes: what it costs to end a burst and to begin another
+RESTART = 3.0  # plain passes that a draft by the host between two bursts costs, until that is measured
 WHILE_OFF = 64  # plain steps before the next plan where no draft can pay
 PROBE_SHARE = 0.005  # of all time that may go to asking a model from which nothing is expected
 
@@ -50,21 +51,21 @@ class AutoPolicy(Policy):
         most_requests: int = 1 << 30, has_trees: bool = True,
         known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
     ) -> None:  # fmt: skip
-        """most_nodes: of a draft. most_requests: of a batch for which anything is drafted. has_trees: false
-        where only chains may be checked. known: by drafter, seconds of a draft of one node and acceptance by
-        depth.
-        """
+        """most_nodes: of a draft. most_requests: of a batch for which anything is drafted. has_trees: whether
+        more than chains may be checked. known: by drafter, seconds of one node and acceptance by depth."""
         # One that runs a model comes last, and is not asked where the others' drafts are worth more.
         self.drafters = tuple(sorted(drafters, key=lambda drafter: not drafter.is_free))
         self.costs, self.most_nodes, self.has_trees = costs, most_nodes, has_trees
-        self._most_requests = most_requests
         guess = (HEAD_SHARE * costs.pass_seconds(1), ())
         self._known = [Known(*(known or {}).get(drafter.name, guess)) for drafter in self.drafters]
         # by request: one a drafter
         self._factors: dict[str, list[Factor]] = defaultdict(lambda: [Factor() for _ in self.drafters])
         self._switches: dict[int, Switch] = {}  # by requests that speak
-        self._load = Load.of((), costs, most_nodes)
+        self._load, self._most_requests = Load.of((), costs, most_nodes), most_requests
         self._weighed: dict[int, list[Answer]] = {}  # of this step, by scheduled request
+        # What a drafted step took longer than expected, in plain passes, by whether the host drafted; then
+        # with what the burst that follows takes to begin.
+        self._excess, self._between = {True: Median(RESTART), False: Median(0.0)}, 0.0
         self._spent = 0.0  # seconds of drafting in the last step: what it will take in this one, about
 
     def plan(self, scheduled: Step) -> Plan:
@@ -97,17 +98,17 @@ class AutoPolicy(Policy):
             return [(limits[0][0], 1)]
         return asks
 
-    def _expected(self, number: int, request: Request, limit: int) -> tuple[int, float]:
-        """Of a draft by a model, before it is made: how many nodes pay, and the seconds they should save."""
+    def _expected(self, number: int, request: Request, limit: int) -> tuple[int, float, float]:
+        """`_best` of a draft by a model, before it is made."""
         known = self._known[number]
         survival = known.calibration.survival(self._factors[request.id][number].value, limit)
         return self._best(survival, known.seconds(self._load.speaking).base(limit))
 
-    def _best(self, scores: Sequence[float], drafting: Sequence[float] = ()) -> tuple[int, float]:
-        """How many nodes pay, best first, and the seconds that checking them should save."""
+    def _best(self, scores: Sequence[float], drafting: Sequence[float] = ()) -> tuple[int, float, float]:
+        """How many nodes pay, best first, the tokens that they should gain, and the seconds that they add."""
         load, added = self._load, self._load.added(len(scores), drafting)
         count, gained = best_count(scores, len(scores), load.speaking, load.seconds, added)
-        return count, gained * load.token_seconds - added[count]
+        return count, gained, added[count]
 
     def _least(self, load: Load) -> float:
         """The probability from which it pays to draft another token after one, and to check both."""
@@ -115,19 +116,20 @@ class AutoPolicy(Policy):
         two = [load.added(2, known.seconds(load.speaking).base(2)) for known in models] or [load.added(2)]
         return min(STOP_GAIN * min(added[2] - added[1] for added in two) / load.token_seconds, SURE)
 
-    def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_running: bool) -> Asks:
-        """For which requests it still pays to ask a model, now that others have answered. A sampled draft
-        cannot be joined with others, so nothing is asked after one.
-        """
+    def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_burst: bool) -> Asks:
+        """For which requests it still pays to ask a model, now that others have answered: for none after a
+        sampled draft, which cannot be joined with others."""
         if self.drafters[number].is_free:
             return asks
-        kept, restart = [], RESTART * self._load.seconds if is_running else 0.0
+        kept, excess = [], (self._excess[is_host].value * is_burst for is_host in (True, False))
+        host, burst = (self._load.token_seconds * (1.0 + each) for each in excess)
         for index, count in asks:
             request = scheduled[index].request
             others = [a for a in self._weigh(index, request, answers.get(index, ())) if a.number != number]
-            promised = self._expected(number, request, count)[1] + restart if others else 0.0
-            worth = (self._best(sorted(a.scores[1:], reverse=True))[1] for a in others)
-            if not any(a.draft.q is not None for a in others) and promised >= max(worth, default=0.0):
+            _, gained, added = self._expected(number, request, count)
+            drafted = [self._best(sorted(a.scores[1:], reverse=True)) for a in others]
+            best = max(((1.0 + more) / (host + after) for _, more, after in drafted), default=0.0)
+            if (1.0 + gained) / (burst + added) >= best and not any(a.draft.q is not None for a in others):
                 kept.append((index, count))
         return kept
 
@@ -141,31 +143,25 @@ class AutoPolicy(Policy):
 
     def choose(self, scheduled: Step, answers: Answers) -> dict[int, Draft]:
         """Of all drafted nodes, those with which the batch should emit most tokens a second."""
-        trees, chosen = {}, {}
+        trees, chosen, pool = {}, {}, list[tuple[float, int, int]]()
         for index, drafts in answers.items():
             sampled = next((draft for _, draft in drafts if draft.q is not None), None)
             if sampled is not None:  # it stands alone and is checked whole
                 chosen[index] = sampled
-            else:
-                trees[index] = joined(self._weigh(index, scheduled[index].request, drafts))
-        pool = sorted(
-            (-scores[node], index, node)
-            for index, (draft, scores) in trees.items()
-            for node in (range(1, len(scores)) if self.has_trees else draft.tree.best_path(scores)[1:])
-        )
-        room, nodes = {index: scheduled[index].num_lookahead_tokens for index in trees}, []
-        for score, index, node in pool:
-            if room[index]:
-                room[index] -= 1
-                nodes.append((-score, index, node))
+                continue
+            trees[index], scores = joined(self._weigh(index, scheduled[index].request, drafts))
+            nodes = range(1, len(scores)) if self.has_trees else trees[index].tree.best_path(scores)[1:]
+            room = scheduled[index].num_lookahead_tokens
+            pool += sorted((-scores[node], index, node) for node in nodes)[:room]
+        pool.sort()
         num_sampled = sum(draft.num_drafted for draft in chosen.values())
         load = self._load._replace(rows=self._load.rows + num_sampled)
-        scores, seconds = [node[0] for node in nodes], load.seconds + self._spent
-        count, _ = best_count(scores, len(nodes), load.speaking, seconds, load.added(len(nodes)))
+        scores, seconds = [-score for score, _, _ in pool], load.seconds + self._spent
+        count, _ = best_count(scores, len(pool), load.speaking, seconds, load.added(len(pool)))
         kept: dict[int, list[int]] = {}
-        for _, index, node in nodes[:count]:
+        for _, index, node in pool[:count]:
             kept.setdefault(index, []).append(node)
-        return chosen | {index: trees[index][0].cut([0, *sorted(some)]) for index, some in kept.items()}
+        return chosen | {index: trees[index].cut([0, *sorted(some)]) for index, some in kept.items()}
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
         unknown = ([-1.0] * NUM_CELLS, 1.0)
@@ -173,7 +169,8 @@ class AutoPolicy(Policy):
             unknown if n is None else (self._known[n].calibration.rates, self._factors[request.id][n].value)
             for n in (head, matcher)
         )
-        promised = 0.0 if head is None else self._expected(head, request, length)[1]
+        _, gained, added = (0, 0.0, 0.0) if head is None else self._expected(head, request, length)
+        promised = gained * self._load.token_seconds - added
         return BurstWeights(self._load.seconds, self._load.added(length), promised, *own, *other)
 
     def observe(self, record: StepRecord) -> None:
@@ -194,9 +191,17 @@ class AutoPolicy(Policy):
         seconds = None if record.seconds is None else record.seconds / expected
         if record.is_plain:
             switch.note_plain(seconds)
-        elif seconds is not None:
+        elif record.seconds is not None and seconds is not None:
+            self._note_excess((record.seconds - expected) / load.seconds, record.pass_seconds is not None)
             emitted = sum(len(verdict.tokens) for verdict in record.verdicts.values())
             switch.note_drafted(seconds, expected / load.seconds, emitted / load.speaking)
+
+    def _note_excess(self, excess: float, is_host: bool) -> None:
+        before, self._between = self._between, excess if is_host else 0.0
+        if before and not is_host:
+            self._excess[True].add(before + excess - self._excess[False].value)
+        elif not is_host:
+            self._excess[False].add(excess)
 
     def _note_drafting(self, record: StepRecord, expected: float) -> float:
         """Learn what drafting took; in a burst that does not tell, what the round took beyond the expected

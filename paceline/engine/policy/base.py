@@ -16,7 +16,6 @@ from paceline.runtime.record import StepRecord
 
 Step = Sequence[ScheduledRequest]
 Asks = list[tuple[int, int]]  # (index of the scheduled request, most nodes)
-FOREVER = 1 << 30  # steps
 
 
 class Plan(NamedTuple):
@@ -44,8 +43,8 @@ class Policy(Protocol):
     def choose(self, scheduled: Step, answers: Answers) -> Mapping[int, Draft]:
         """By scheduled request: what the target checks of all that was drafted."""
 
-    def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_running: bool) -> Asks:
-        """What still pays to ask a drafter now that others have answered; is_running: in a burst."""
+    def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_burst: bool) -> Asks:
+        """What still pays to ask a drafter now that others have answered; is_burst: which is in a burst."""
         return asks
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
@@ -71,7 +70,7 @@ class FixedPolicy(Policy):
 
     def plan(self, scheduled: Step) -> Plan:
         if not self.drafters:
-            return Plan(plain_steps=FOREVER)
+            return Plan(plain_steps=1 << 30)
         limits = (min(one.draft_limit, self.num_speculative_tokens) for one in scheduled)
         return Plan([[(index, count) for index, count in enumerate(limits) if count > 0]])
 

@@ -74,8 +74,6 @@ class Factor:
 class Answer:
     """One drafter's draft for one request, weighed. By node: claim given its parent, cell, score."""
 
-    __slots__ = ("_depths", "calibration", "cells", "claims", "draft", "factor", "number", "scores")
-
     def __init__(self, number: int, draft: Draft, calibration: Calibration, factor: Factor) -> None:
         """number: of the drafter."""
         self.number, self.draft, self.calibration, self.factor = number, draft, calibration, factor
