@@ -15,7 +15,7 @@ from rich.console import Console
 
 import paceline
 from paceline import SamplingParams
-from paceline.cli import console, parsing
+from paceline.cli import console, options
 from paceline.cli.options import JSON_HELP, LOADING, MAIN, Drafting, Given, group
 from paceline.cli.streaming import Answer, as_prompt, checked_prompt, collect
 from paceline.core.errors import ConfigError
@@ -51,10 +51,10 @@ class Demo:
 
 
 def demo(asked: Demo) -> None:
-    parsing.check_target("--svg", asked.svg)
+    options.check_target("--svg", asked.svg)
     if asked.svg is not None and asked.json:
         raise ConfigError(f"--svg is {asked.svg} but --json shows nothing to draw; use one of them")
-    engine = parsing.engine_options(asked.engine)
+    engine = options.engine_options(asked.engine)
     config = engine.speculative_config
     if config is None:
         what = f"--method is {asked.engine['method']}, so there is nothing to compare"

@@ -17,7 +17,7 @@ from rich.text import Text
 import paceline
 from paceline import SamplingParams
 from paceline.api.options import EngineOptions
-from paceline.cli import console, options, parsing
+from paceline.cli import console, options
 from paceline.cli.options import LOADING, MAIN, Drafting, Given, Sampling, group
 from paceline.cli.streaming import as_prompt, collect, given_prompt
 from paceline.core.options import option, options_of
@@ -76,9 +76,9 @@ class Explain:
 def explain(asked: Explain) -> None:
     from paceline.cli.explain_steps import Recorder
 
-    parsing.check_target("--html", asked.html)
+    options.check_target("--html", asked.html)
     is_chosen = any(name in asked.engine for name in ("speculative_config", "method", "draft_model"))
-    engine = parsing.engine_options(asked.engine | ({} if is_chosen else {"method": "ngram"}))
+    engine = options.engine_options(asked.engine | ({} if is_chosen else {"method": "ngram"}))
     chosen: dict[str, Any] = {"top_p": asked.top_p, "max_tokens": asked.max_tokens, **asked.sampling}
     params = SamplingParams(temperature=asked.temperature, **chosen)
     text, screen = given_prompt(asked.prompt), console.stdout(is_quiet=asked.json)

@@ -13,17 +13,9 @@ from dataclasses import MISSING, dataclass
 from typing import TextIO
 
 import paceline
-from paceline.cli import console, options, parsing
+from paceline.cli import console, options, streaming
 from paceline.cli.options import ENGINE, MAIN, SAMPLING, Given, Sampling, group
-from paceline.cli.streaming import (
-    Answer,
-    as_prompt,
-    checked_prompt,
-    completion_json,
-    given_prompt,
-    on_interrupt,
-    print_answer,
-)
+from paceline.cli.streaming import Answer, on_interrupt, print_answer
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option, options_of
 
@@ -52,14 +44,14 @@ class Generate:
 
 
 def generate(asked: Generate) -> None:
-    params, system = parsing.sampling_params(asked.sampling), asked.system
-    engine = parsing.engine_options(asked.engine)
+    params, system = options.sampling_params(asked.sampling), asked.system
+    engine = options.engine_options(asked.engine)
     if asked.raw and system is not None:
         what = f"--system is {system[:40]!r} but --raw leaves the chat template out"
         raise ConfigError(f"{what}; put it into the prompt")
-    text = given_prompt(asked.prompt)
+    text = streaming.given_prompt(asked.prompt)
     with paceline.LLM(engine) as llm:
-        prompt = as_prompt(llm, text, asked.raw, system)
+        prompt = streaming.as_prompt(llm, text, asked.raw, system)
         if params.n == 1:
             if print_answer(llm.stream(prompt, params), asked.json).is_interrupted:
                 raise KeyboardInterrupt
@@ -69,7 +61,7 @@ def generate(asked: Generate) -> None:
         seconds = time.perf_counter() - started
     screen = console.stdout()
     if asked.json:
-        made = [completion_json(completion) for completion in outputs]
+        made = [streaming.completion_json(completion) for completion in outputs]
         console.write_json(screen, {**made[0], "timings": {"total_s": round(seconds, 4)}, "outputs": made})
         return
     for number, completion in enumerate(outputs, start=1):
@@ -96,8 +88,8 @@ class Chat:
 
 
 def chat(asked: Chat) -> None:
-    params = parsing.sampling_params(asked.sampling | {"max_tokens": asked.max_tokens})
-    engine, source = parsing.engine_options(asked.engine), console.stdin()
+    params = options.sampling_params(asked.sampling | {"max_tokens": asked.max_tokens})
+    engine, source = options.engine_options(asked.engine), console.stdin()
     opening = [{"role": "system", "content": asked.system}] if asked.system is not None else []
     messages, answers = list(opening), list[Answer]()
     with paceline.LLM(engine) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
@@ -118,7 +110,7 @@ def chat(asked: Chat) -> None:
             else:
                 asking = [*messages, {"role": "user", "content": line}]
                 try:
-                    checked_prompt(line)
+                    streaming.checked_prompt(line)
                     answers.append(print_answer(llm.stream_chat(asking, params), asked.json))
                 except RequestError as error:  # most often it no longer fits: the session goes on
                     console.print_error(f"{error} (in a conversation: /reset starts a new one)")

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import typer
 
-from paceline.cli import parsing
-from paceline.cli.options import MAIN, MODEL_HELP, Drafting, Given, group
+from paceline.cli.options import MAIN, MODEL_HELP, SHORT, Drafting, Given, group, speculative_config
 from paceline.core.errors import ConfigError
 from paceline.core.options import option, options_of
 from paceline.server.config import PREFIX, ServerConfig, resolve
@@ -41,8 +40,8 @@ class Serve:
 
 def serve(asked: Serve) -> None:
     flags = {**asked.settings, "model": asked.model}
-    if any(name in flags for name in parsing.SHORT):
-        flags["speculative_config"] = parsing.speculative_config(asked.settings) or "off"
+    if any(name in flags for name in SHORT):
+        flags["speculative_config"] = speculative_config(asked.settings) or "off"
     chosen = resolve(flags, os.environ, asked.config)
     try:
         from paceline.server.run import serve as run

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,8 @@ from rich.console import Console
 
 import paceline
 from paceline.api.options import EngineOptions
-from paceline.cli import console, parsing
-from paceline.cli.options import LOADING, MAIN, Given, group
+from paceline.cli import console
+from paceline.cli.options import LOADING, MAIN, Given, check_target, engine_options, group
 from paceline.cli.streaming import as_prompt
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option
@@ -60,8 +59,8 @@ def verify(asked: Verify) -> None:
     from paceline.measure.prompts import chosen
 
     prompts = chosen(asked.prompts, asked.limit)
-    engine = parsing.engine_options(asked.loading)
-    parsing.check_target("--json", asked.json)
+    engine = engine_options(asked.loading)
+    check_target("--json", asked.json)
     configs = _drafters(asked, engine.model)
     checks, rules = _examine(engine, prompts, asked.max_tokens, configs)
     is_ok = not any(check.differences for check in checks) and all(rule.is_ok for rule in rules)
@@ -121,10 +120,10 @@ def _examine(
                 except RequestError as error:
                     raise RequestError(f"prompt {prompt.id}: {error}") from None
             examination = Examination(prompts, inputs, max_tokens)
-            for mode in MODES:
-                tell(f"plain, T={mode.temperature}", 0)
-                plain[mode] = examination.plain(llm, mode)
-                tell(f"plain, T={mode.temperature}", len(prompts))
+            for temperature in MODES:
+                how = "plain", temperature, max(BATCHES)
+                results = examination.answers(llm, how, tell, num_speculative_tokens=0)
+                plain[temperature] = [list(result.token_ids) for result in results]
             landscape = distribution.survey(llm)
         for rule in distribution.RULES:
             tell(f"distribution, {rule} rule", 0)
@@ -132,10 +131,8 @@ def _examine(
             tell(f"distribution, {rule} rule", len(prompts))
         for name, config in configs.items():
             with paceline.LLM(engine, speculative_config=config, progress=False, **more) as llm:
-                for mode, batch in product(MODES, BATCHES):
-                    advance = partial(tell, f"{name}, T={mode.temperature}, batch {batch}")
-                    advance(0)
-                    checks.append(examination.check(llm, name, mode, batch, plain[mode], advance))
+                for how in product([name], MODES, BATCHES):
+                    checks.append(examination.check(llm, how, plain[how[1]], tell))
         tell("done", 0)
     return checks, rules
 
