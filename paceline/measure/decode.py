@@ -22,12 +22,8 @@ from paceline.measure.results import OVERALL, Table, Tell, table_of
 from paceline.measure.rows import AUTO, OURS, Row
 
 WARM_UP = "Hello, who are you and what do you do?"
-FIGURES = {
-    "tok/s": "{tokens_per_second:.1f}",
-    "τ": "{tau:.2f}",
-    "α": "{alpha:.2f}",
-    "different": "{different}",
-}
+FIGURES = {"tok/s": "{tokens_per_second:.1f}", "τ": "{tau:.2f}", "α": "{alpha:.2f}"}
+FIGURES["different"] = "{different}"
 LEGEND = """speedup: over plain decoding in this run, tokens after the first; τ: tokens a pass; α: share of
 drafted tokens accepted; different: texts that are not plain decoding's.
 """

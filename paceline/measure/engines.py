@@ -41,8 +41,8 @@ def rows_of(text: str) -> list[str]:
 
 def load(asked: Loaded, **more: Any) -> LLM:
     """The model that the options name."""
-    given = {"dtype": asked.dtype, "device": asked.device, "exact": asked.exact, **more}
-    return LLM(asked.model, load_format=asked.load_format, **given)
+    names = ("model", "dtype", "device", "exact", "load_format")
+    return LLM(**{name: getattr(asked, name) for name in names}, **more)
 
 
 def engine_of(llm: LLM, row: str) -> Engine:

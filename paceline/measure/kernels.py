@@ -7,6 +7,7 @@ of every matrix, as in cpu/forward.py.
 from __future__ import annotations
 
 import time
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -152,14 +153,6 @@ def llamacpp_passes(worker: Worker, path: Path, on: Deployment) -> Subject:
     return Subject(labels, seconds, lambda tokens: on.work(tokens, 1).plus(further))
 
 
-class Inputs(NamedTuple):
-    """Where the input of a product lies."""
-
-    values: int
-    scales: int
-    sums: int
-
-
 def _over_all(product: Any) -> Any:
     """A kernel that multiplies with one matrix after another, all threads in one region."""
 
@@ -173,6 +166,7 @@ def _over_all(product: Any) -> Any:
     return run
 
 
+Inputs = namedtuple("Inputs", "values scales sums")  # where the input of a product lies
 RUN = {bits: _over_all(product) for bits, product in ((32, product_32), (8, product_8), (4, product_4))}
 
 

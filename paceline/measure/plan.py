@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
 from paceline.loaders.checkpoint import describe
-from paceline.measure import formulas, roofline
+from paceline.measure import roofline
 from paceline.measure.options import Paper
 from paceline.measure.results import Table, cell, table_of
 from paceline.measure.roofline import HARDWARE, THIS, Deployment, Hardware, training
@@ -42,7 +42,7 @@ def report_of(asked: Paper) -> dict[str, Any]:
     draft = replace(target, config=drafter.config) if drafter else None
     # of drafting one token, relative to a pass of the target over one; looking text up costs nothing
     cost = draft.seconds(1) / target.seconds(1) if draft is not None else 0.0
-    edges = [formulas.break_even_alpha(k, cost, target.relative(k + 1)) for k in ks]
+    edges = [roofline.break_even_alpha(k, cost, target.relative(k + 1)) for k in ks]
     limits = {"bandwidth": machine.bandwidth, "flops": machine.product_flops(target.dtype)}
     limits |= {"memory": machine.memory, "ridge": machine.ridge(target.dtype)}
     return {
@@ -127,9 +127,9 @@ def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
 
 
 def _speedups(target: Deployment, cost: float, alpha: float, ks: tuple[int, ...]) -> dict[str, Any]:
-    best = formulas.best_k(alpha, cost, target.relative, roofline.MOST_K)
-    gains = {k: formulas.speedup(alpha, k, cost, target.relative(k + 1)) for k in {*ks, best}}
-    by_k = {k: {"tokens": formulas.expected_tokens(alpha, k), "speedup": gains[k]} for k in ks}
+    best = roofline.best_k(alpha, cost, target.relative, roofline.MOST_K)
+    gains = {k: roofline.speedup(alpha, k, cost, target.relative(k + 1)) for k in {*ks, best}}
+    by_k = {k: {"tokens": roofline.expected_tokens(alpha, k), "speedup": gains[k]} for k in ks}
     return {"alpha": alpha, "by_k": by_k, "best_k": best, "best_speedup": gains[best]}
 
 

@@ -29,7 +29,7 @@ class Task(NamedTuple):
 
 
 Unit = tuple[Task, ...]  # run together: one prompt, or with concurrency all of a category
-Runner = Callable[[Unit], tuple[float, list[Answer]]]  # the seconds it took, and the answers
+Runners = Mapping[Row, Callable[[Unit], tuple[float, list[Answer]]]]  # seconds it took, and the answers
 
 
 class Sample(NamedTuple):
@@ -42,9 +42,7 @@ class Sample(NamedTuple):
     answers: Sequence[Answer]
 
 
-def samples_of(
-    runners: Mapping[Row, Runner], units: Sequence[Unit], repeats: int, tell: Tell
-) -> Iterator[list[Sample]]:
+def samples_of(runners: Runners, units: Sequence[Unit], repeats: int, tell: Tell) -> Iterator[list[Sample]]:
     """All rows' samples of one unit after the other, in turn."""
     for number in range(repeats * len(units)):
         found, unit = list[Sample](), units[number % len(units)]

@@ -36,8 +36,7 @@ MARKED = re.compile(r"(<!-- table:([\w.-]+)(?: (\d+))? -->\n).*?(<!-- end -->)",
 
 
 def num_threads() -> int:
-    is_known = sys.platform == "linux"
-    return len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:

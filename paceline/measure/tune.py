@@ -1,6 +1,6 @@
 """`paceline tune`: plain decoding, the policy and every K of every drafter take turns, a greedy request at a
 time, and of repeats the quickest counts. The longest K has a clock around its drafter; how often it is right
-at each depth and what asking it costs predict the speedup of every K (core/formulas.py). Times are those
+at each depth and what asking it costs predict the speedup of every K (roofline.py). Times are those
 after a request's first draft. Invariant: a drafter that remembers texts meets no text that it was shown.
 """
 
@@ -22,7 +22,7 @@ from paceline.drafters import registry
 from paceline.engine.engine import Engine
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
-from paceline.measure import formulas
+from paceline.measure import roofline
 from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of, engine_with, ids_of
 from paceline.measure.engines import load as load_model
 from paceline.measure.options import Tune
@@ -97,8 +97,8 @@ def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: P
     alphas = [further / before if before else 0.0 for before, further in pairwise(reached)]
     return {
         "k": k,
-        "speedup": formulas.speedup(alphas, k, draft_cost, verify_cost),
-        "tau": formulas.expected_tokens(alphas, k),
+        "speedup": roofline.speedup(alphas, k, draft_cost, verify_cost),
+        "tau": roofline.expected_tokens(alphas, k),
         "num_drafted": drafted,
         "draft_cost": draft_cost,  # of each of the k tokens, relative to a plain step
         "verify_cost": verify_cost,  # relative to a plain step
@@ -280,7 +280,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
         gain = best["measured"] or best["speedup"]
         said = f"gains {gain:.2f}x with K = {best['k']}"
         if gain <= WORTH:
-            edge = formulas.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
+            edge = roofline.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
             pays = "even perfect drafts would not" if edge is None else f"it would from α = {edge:.2f}"
             cost = f"{best['k'] * best['draft_cost'] + best['verify_cost']:.2f} plain ones"
             said = f"gains nothing ({gain:.2f}x with K = {best['k']}): a step costs {cost}; {pays} pay"
