@@ -59,7 +59,6 @@ def plan(asked: options.Paper) -> None:
     if asked.plot is not None:
         plots.check()
         check_target("--plot", asked.plot)
-    planning.check(asked)
     with console.stderr().status("measuring this machine"):
         report = planning.report_of(asked)
     if asked.json:

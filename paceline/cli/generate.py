@@ -1,10 +1,12 @@
-"""`paceline generate`: one prompt in, text out as it is made; with --json one object with everything known
-about it. `paceline chat`: a conversation at the terminal, or one question a line from a pipe.
+"""The verbs that run a model. `paceline generate`: one prompt in, text out as it is made; with --json one
+object with everything known about it. `paceline chat`: a conversation at the terminal, or one question a line
+from a pipe. `paceline serve`: OpenAI's routes; its flags are the fields of server/config.py.
 Invariant: Ctrl-C stops an answer, not the conversation; what had been said by then stays in the history.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -12,14 +14,18 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import TextIO
 
+import typer
+
 import paceline
 from paceline.cli import console, options, streaming
-from paceline.cli.options import ENGINE, MAIN, SAMPLING, Given, Sampling, group
+from paceline.cli.options import ENGINE, MAIN, SAMPLING, Drafting, Given, Sampling, group
 from paceline.cli.streaming import Answer, on_interrupt, print_answer
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option, options_of
+from paceline.server.config import PREFIX, ServerConfig, resolve
 
 HELP = "/exit or Ctrl-D leaves, /reset forgets what was said, /stats tells the speed, Ctrl-C stops an answer."
+SETTINGS = [each for each in options_of(ServerConfig) if each[0].name != "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,7 @@ def chat(asked: Chat) -> None:
                 messages = list(opening)
                 console.hint("forgotten")
             elif line == "/stats":
-                _print_stats(answers)
+                _print_stats(answers, llm)
             elif line.startswith("/"):
                 console.stderr().print(f"there is no {line.split()[0]}; {HELP}", style="yellow", markup=False)
             else:
@@ -143,16 +149,46 @@ def _lines(source: TextIO) -> Iterator[str]:
             yield line
 
 
-def _print_stats(answers: list[Answer]) -> None:
-    done = [a.completion.stats for a in answers if a.completion is not None]
-    names = ("num_tokens", "num_steps", "num_drafted", "num_accepted")
-    num_tokens, num_steps, drafted, accepted = (sum(getattr(s, name) for s in done) for name in names)
+def _print_stats(answers: list[Answer], llm: paceline.LLM) -> None:
+    totals, num_stopped = llm.engine.totals, sum(a.completion is None for a in answers)
     timed = [a for a in answers if a.last_at > a.first_at]
     seconds = sum(a.last_at - a.first_at for a in timed)
     speed = sum(len(a.token_ids) - a.num_first for a in timed) / seconds if seconds else 0.0
-    tau = num_tokens / num_steps if num_steps else 0.0
-    console.stderr().print(
-        f"{len(answers)} answers ({len(answers) - len(done)} stopped), {num_tokens} tokens, "
-        f"{num_steps} steps (τ {tau:.2f}), {accepted} of {drafted} drafted tokens accepted, "
-        f"{speed:.1f} tokens/s"
-    )
+    steps = f"{totals.num_tokens} tokens, {totals.num_steps} steps (τ {totals.tau:.2f})"
+    drafts = f"{totals.num_accepted} of {totals.num_drafted} drafted tokens accepted"
+    said = f"{len(answers)} answers ({num_stopped} stopped), {steps}, {drafts}, {speed:.1f} tokens/s"
+    console.stderr().print(said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model to OpenAI clients.
+
+    Every option can also be a variable (PACELINE_PORT=8001) or a line of a TOML file (port = 8001); flags win
+    over variables, variables over the file.
+
+    Examples:
+
+      paceline serve --port 8000
+
+      paceline serve ./llama-8b --api-key-file keys.txt --max-num-seqs 32
+
+      paceline serve --config server.toml --method ngram -k 3
+    """
+
+    settings: Given = group([*options_of(Drafting), *SETTINGS])
+    model: str | None = option(None, MAIN, options.MODEL_HELP, is_argument=True)
+    config: str | None = option(None, MAIN, f"A TOML file with settings; also {PREFIX}CONFIG.")
+
+
+def serve(asked: Serve) -> None:
+    flags = {**asked.settings, "model": asked.model}
+    if any(name in flags for name in options.SHORT):
+        flags["speculative_config"] = options.speculative_config(asked.settings) or "off"
+    chosen = resolve(flags, os.environ, asked.config)
+    try:
+        from paceline.server.run import serve as run
+    except ModuleNotFoundError as error:
+        remedy = "run: pip install 'paceline[server]'"
+        raise ConfigError(f"the server needs {error.name}, which is not installed; {remedy}") from None
+    raise typer.Exit(run(chosen))

@@ -18,10 +18,9 @@ import paceline
 from paceline.cli import bench, console
 from paceline.cli.demo import demo
 from paceline.cli.explain import explain
-from paceline.cli.generate import chat, generate
+from paceline.cli.generate import chat, generate, serve
 from paceline.cli.models import export, models
 from paceline.cli.options import as_command
-from paceline.cli.serve import serve
 from paceline.cli.train import train
 from paceline.cli.verify import verify
 from paceline.core.errors import PacelineError

@@ -21,6 +21,7 @@ from paceline.api.options import SPECULATION, EngineOptions
 from paceline.core.errors import ConfigError
 from paceline.core.options import Option, json_object, option, options_of, parsed
 from paceline.measure.options import DRAFT_MODEL_HELP
+from paceline.measure.prompts import text_of
 
 MAIN, SAMPLING, STRUCTURE = "Options", "Sampling", "Structure"  # panels of --help
 Given = dict[str, Any]  # the options that the user wrote, by name
@@ -178,12 +179,12 @@ def sampling_params(given: Given) -> SamplingParams:
         try:
             chosen.setdefault("logit_bias", {})[int(token)] = float(value)
         except ValueError:
-            remedy = "write ID=VALUE, for instance 42=-5 or 42=-inf"
-            raise ConfigError(f"--logit-bias is {pair[:40]!r}; {remedy}") from None
+            raise ConfigError(f"--logit-bias is {pair[:40]!r}; write ID=VALUE, as 42=-5 or 42=-inf") from None
     wanted = {STRUCTURED[name]: value for name, value in given.items() if name in STRUCTURED}
     if len(wanted) > 1:
-        flags = "--json-schema, --regex, --choice and --grammar"
-        raise ConfigError(f"{flags} exclude each other; use one of them")
+        raise ConfigError(
+            "--json-schema, --regex, --choice and --grammar exclude each other; use one of them"
+        )
     if wanted.get("regex") == "":
         raise ConfigError("--regex is empty, which allows no text; write an expression such as '[a-z]+'")
     if "json" in wanted:
@@ -198,14 +199,8 @@ def _file_or_text(flag: str, value: str) -> str:
     """What the named file holds, or the value itself where it cannot be the name of a file."""
     if not value.strip():
         raise ConfigError(f"{flag} is empty; give a file or the text")
-    try:
-        return Path(value).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{flag} {value}: is not UTF-8 text; save it as UTF-8") from None
-    except OSError as error:
-        if os.path.isfile(value):  # where Path raises, of a text longer than a name may be, this is False
-            why = f"cannot be read ({error.strerror}); give a file you can read"
-            raise ConfigError(f"{flag} {value}: {why}") from None
+    if os.path.isfile(value):  # where Path raises, of a text longer than a name may be, this is False
+        return text_of(Path(value), f"give {flag} a file you can read")
     if FILE_NAME.fullmatch(value):
         remedy = "check the name, or give the text itself"
         raise ConfigError(f"{flag} {value[:80]}: there is no such file; {remedy}")

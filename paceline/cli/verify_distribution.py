@@ -1,9 +1,7 @@
 """Does unseeded sampling follow the target's distribution? A chi-square test of every accept rule on the
-model's own logits. The target's next-token logits are read at one text and after each of its likely
-continuations; the draft's logits are the same model's when it sees only the end of that text, so p and q
-differ as those of a real pair do. Then the engine's own `accept` judges thousands of drafts, and the texts
-are counted against their exact probabilities. The noise is keyed by the number of the sample, so a run can be
-repeated.
+model's own logits, read at one text and after each of its likely continuations; the draft's are the same
+model's when it sees only the end of that text, so p and q differ as those of a real pair do. The engine's own
+`accept` judges thousands of drafts, with noise keyed by the number of the sample, so a run can be repeated.
 """
 
 from __future__ import annotations

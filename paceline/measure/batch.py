@@ -17,7 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
 from paceline.loaders.checkpoint import describe
-from paceline.measure.engines import engine_of, ids_of, load, rows_of
+from paceline.measure.engines import engine_of, ids_of, load_model, rows_of
 from paceline.measure.options import Batch
 from paceline.measure.prompts import chosen
 from paceline.measure.results import Table, Tell
@@ -42,7 +42,7 @@ class Run:
         room = min(CONTEXT, describe(self.asked.model).config.max_context)
         limits = {"max_num_batched_tokens": self.asked.max_num_batched_tokens, "max_model_len": room}
         limits |= {"max_num_seqs": max(self.num_waves), "enable_prefix_caching": False, "progress": False}
-        with load(self.asked, **limits) as llm:
+        with load_model(self.asked, **limits) as llm:
             gc.collect()
             longest = min(PROMPT, room - self.asked.max_new_tokens)
             prompts = [ids_of(llm, prompt.text)[-longest:] for prompt in self.prompts]

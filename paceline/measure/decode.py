@@ -14,7 +14,7 @@ from paceline.api.llm import LLM
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.measure.engines import answer, engine_of, ids_of, load, rows_of
+from paceline.measure.engines import answer, engine_of, ids_of, load_model, rows_of
 from paceline.measure.options import Decode
 from paceline.measure.prompts import chosen
 from paceline.measure.report import Answer, Sample, Task, Unit, by_task, report_rows, samples_of
@@ -38,7 +38,7 @@ class Run:
 
     def report(self, tell: Tell) -> dict[str, Any]:
         tell("loading the model", 0)
-        with load(self.asked, enable_prefix_caching=False, progress=False) as llm:
+        with load_model(self.asked, enable_prefix_caching=False, progress=False) as llm:
             own = llm.engine  # `auto` as every user has it
             engines = {row: own if row.method == AUTO else engine_of(llm, row.method) for row in self.rows}
             for row, engine in engines.items():

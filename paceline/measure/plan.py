@@ -25,6 +25,12 @@ PASSES["t(n)/t(1)"] = "{relative:.2f}"
 
 
 def report_of(asked: Paper) -> dict[str, Any]:
+    for alpha in asked.alpha:
+        require(0 <= alpha <= 1, "--alpha", alpha, "it is a chance, give a number from 0 to 1")
+    for k in asked.k:
+        require(1 <= k <= roofline.MOST_K, "-k", k, f"give a whole number from 1 to {roofline.MOST_K}")
+    is_sane = asked.budget is None or 1e6 <= asked.budget <= 1e30
+    require(is_sane, "--budget", asked.budget, "give FLOPs between 1e6 and 1e30, such as 1e18")
     machine, ks = _machine(asked), asked.k or KS
     name, config = describe(asked.model)
     drafter = describe(asked.draft) if asked.draft is not None else None
@@ -59,15 +65,6 @@ def report_of(asked: Paper) -> dict[str, Any]:
         "memory": _memory(target, draft),
         "training": training(asked.budget, target) if asked.budget is not None else None,
     }
-
-
-def check(asked: Paper) -> None:
-    for alpha in asked.alpha:
-        require(0 <= alpha <= 1, "--alpha", alpha, "it is a chance, give a number from 0 to 1")
-    for k in asked.k:
-        require(1 <= k <= roofline.MOST_K, "-k", k, f"give a whole number from 1 to {roofline.MOST_K}")
-    is_sane = asked.budget is None or 1e6 <= asked.budget <= 1e30
-    require(is_sane, "--budget", asked.budget, "give FLOPs between 1e6 and 1e30, such as 1e18")
 
 
 def _machine(asked: Paper) -> Hardware:

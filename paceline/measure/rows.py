@@ -26,7 +26,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {  # of each peer; the first ones are tak
     "vllm": ("float32",),
 }
 NUM_DEFAULT = {"llama.cpp": 3, "transformers": 1, "vllm": 1}
-FOLDERS = {"llama.cpp": "llamacpp", "transformers": "transformers", "vllm": "vllm"}
+FOLDERS = {peer: peer.replace(".", "") for peer in VARIANTS}
 PEER_METHODS = (PLAIN, "ngram")
 NO_BATCHES = ("transformers",)
 

@@ -1,9 +1,7 @@
 """`paceline bench serve`: one client, any OpenAI-compatible server, one load after the other. Invariant: what
 was measured before an interrupt is reported; an interrupted level is marked, and its unfinished requests are
-not in it. With --peers `paceline serve` and llama.cpp's server take turns under the same load (`Turns`): a
-client sends its next prompt when its last answer is complete, and a round gives every server the same new
-prompts at every level, so no server meets a prompt twice. Both keep the beginnings of prompts they have read
-and have a place for every client; the reading of prompts counts. The ratio is to a level's fastest peer.
+not in it. With --peers our server and llama.cpp's take turns (`Turns`): a round gives every server the same
+new prompts at every level, so none meets a prompt twice. The ratio is to a level's fastest peer.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ LEGEND = """TTFT, TPOT, e2e: milliseconds to the first token, for each further o
 it was due; goodput: requests a second that met every goal; cached: prompt tokens that the server
 had read before; τ, α: tokens a draft led to and share of drafted tokens accepted, by its own counters.
 """
-
-
 LEVELS = "1,4,16"
 QUIET_S = 0.3  # between servers: the last one's threads may still be spinning
 FEWEST, TURNS = 4, 2  # prompts of a level are at least FEWEST, and that many for each client, times TURNS
