@@ -19,7 +19,6 @@ from paceline import SamplingParams
 from paceline.api.options import EngineOptions
 from paceline.cli import console, options
 from paceline.cli.options import LOADING, MAIN, Drafting, Given, Sampling, group
-from paceline.cli.streaming import as_prompt, collect, given_prompt
 from paceline.core.options import option, options_of
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def explain(asked: Explain) -> None:
     engine = options.engine_options(asked.engine | ({} if is_chosen else {"method": "ngram"}))
     chosen: dict[str, Any] = {"top_p": asked.top_p, "max_tokens": asked.max_tokens, **asked.sampling}
     params = SamplingParams(temperature=asked.temperature, **chosen)
-    text, screen = given_prompt(asked.prompt), console.stdout(is_quiet=asked.json)
+    text, screen = console.given_prompt(asked.prompt), console.stdout(is_quiet=asked.json)
     rules: set[str] = set()
 
     def settle(chunk: Chunk) -> None:
@@ -92,8 +91,8 @@ def explain(asked: Explain) -> None:
 
     with paceline.LLM(engine) as llm:
         llm.engine.watch = recorder = Recorder(llm.tokenizer)
-        chunks = islice(llm.stream(as_prompt(llm, text, asked.raw), params), asked.steps)  # a chunk is a step
-        answer = collect(chunks, settle)
+        prompt = console.as_prompt(llm, text, asked.raw)
+        answer = console.collect(islice(llm.stream(prompt, params), asked.steps), settle)  # a chunk is a step
         name = llm.checkpoint.name
     if asked.json:
         config = engine.speculative_config

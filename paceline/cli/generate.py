@@ -17,9 +17,8 @@ from typing import TextIO
 import typer
 
 import paceline
-from paceline.cli import console, options, streaming
+from paceline.cli import console, options
 from paceline.cli.options import ENGINE, MAIN, SAMPLING, Drafting, Given, Sampling, group
-from paceline.cli.streaming import Answer, on_interrupt, print_answer
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option, options_of
 from paceline.server.config import PREFIX, ServerConfig, resolve
@@ -55,11 +54,11 @@ def generate(asked: Generate) -> None:
     if asked.raw and system is not None:
         what = f"--system is {system[:40]!r} but --raw leaves the chat template out"
         raise ConfigError(f"{what}; put it into the prompt")
-    text = streaming.given_prompt(asked.prompt)
+    text = console.given_prompt(asked.prompt)
     with paceline.LLM(engine) as llm:
-        prompt = streaming.as_prompt(llm, text, asked.raw, system)
+        prompt = console.as_prompt(llm, text, asked.raw, system)
         if params.n == 1:
-            if print_answer(llm.stream(prompt, params), asked.json).is_interrupted:
+            if console.print_answer(llm.stream(prompt, params), asked.json).is_interrupted:
                 raise KeyboardInterrupt
             return
         started = time.perf_counter()
@@ -67,7 +66,7 @@ def generate(asked: Generate) -> None:
         seconds = time.perf_counter() - started
     screen = console.stdout()
     if asked.json:
-        made = [streaming.completion_json(completion) for completion in outputs]
+        made = [console.completion_json(completion) for completion in outputs]
         console.write_json(screen, {**made[0], "timings": {"total_s": round(seconds, 4)}, "outputs": made})
         return
     for number, completion in enumerate(outputs, start=1):
@@ -97,8 +96,8 @@ def chat(asked: Chat) -> None:
     params = options.sampling_params(asked.sampling | {"max_tokens": asked.max_tokens})
     engine, source = options.engine_options(asked.engine), console.stdin()
     opening = [{"role": "system", "content": asked.system}] if asked.system is not None else []
-    messages, answers = list(opening), list[Answer]()
-    with paceline.LLM(engine) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
+    messages, answers = list(opening), list[console.Answer]()
+    with paceline.LLM(engine) as llm, console.on_interrupt(lambda *_: None):  # nothing to stop between turns
         if source.isatty():
             console.hint(HELP)
         for line in _lines(source):
@@ -116,8 +115,8 @@ def chat(asked: Chat) -> None:
             else:
                 asking = [*messages, {"role": "user", "content": line}]
                 try:
-                    streaming.checked_prompt(line)
-                    answers.append(print_answer(llm.stream_chat(asking, params), asked.json))
+                    console.checked_prompt(line)
+                    answers.append(console.print_answer(llm.stream_chat(asking, params), asked.json))
                 except RequestError as error:  # most often it no longer fits: the session goes on
                     console.print_error(f"{error} (in a conversation: /reset starts a new one)")
                     continue
@@ -135,7 +134,7 @@ def _lines(source: TextIO) -> Iterator[str]:
 
     while True:
         try:
-            with on_interrupt(signal.default_int_handler):
+            with console.on_interrupt(signal.default_int_handler):
                 if not sys.stdout.isatty():  # stdout is being collected: keep it to the answers
                     console.write(console.stderr(), "> ")
                 line = input("> " if sys.stdout.isatty() else "").strip()
@@ -149,7 +148,7 @@ def _lines(source: TextIO) -> Iterator[str]:
             yield line
 
 
-def _print_stats(answers: list[Answer], llm: paceline.LLM) -> None:
+def _print_stats(answers: list[console.Answer], llm: paceline.LLM) -> None:
     totals, num_stopped = llm.engine.totals, sum(a.completion is None for a in answers)
     timed = [a for a in answers if a.last_at > a.first_at]
     seconds = sum(a.last_at - a.first_at for a in timed)

@@ -18,7 +18,6 @@ import paceline
 from paceline.api.options import EngineOptions
 from paceline.cli import console
 from paceline.cli.options import LOADING, MAIN, Given, check_target, engine_options, group
-from paceline.cli.streaming import as_prompt
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option
 from paceline.measure.results import Table
@@ -113,7 +112,7 @@ def _examine(engine: EngineOptions, prompts: list[Prompt], max_tokens: int, conf
             inputs = []
             for prompt in prompts:
                 try:
-                    inputs.append(as_prompt(llm, prompt.text))
+                    inputs.append(console.as_prompt(llm, prompt.text))
                     llm.stream(inputs[-1])  # refuses what does not fit; nothing runs before it is read
                 except RequestError as error:
                     raise RequestError(f"prompt {prompt.id}: {error}") from None

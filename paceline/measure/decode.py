@@ -14,12 +14,12 @@ from paceline.api.llm import LLM
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.measure import rows as planning
 from paceline.measure.engines import answer, engine_of, ids_of, load_model, rows_of
 from paceline.measure.options import Decode
 from paceline.measure.prompts import chosen
-from paceline.measure.report import Answer, Sample, Task, Unit, by_task, report_rows, samples_of
 from paceline.measure.results import OVERALL, Table, Tell, table_of
-from paceline.measure.rows import AUTO, OURS, Row
+from paceline.measure.rows import AUTO, OURS, Answer, Row, Sample, Task, Unit
 
 WARM_UP = "Hello, who are you and what do you do?"
 FIGURES = {"tok/s": "{tokens_per_second:.1f}", "τ": "{tau:.2f}", "α": "{alpha:.2f}"}
@@ -46,7 +46,7 @@ class Run:
                 answer(llm, ids_of(llm, WARM_UP), self.params, engine)
             samples = self._samples(llm, engines, tell)
             is_exact = llm.engine.executor.decoder.is_exact
-        rows = report_rows(self.rows, samples, {})
+        rows = planning.report_rows(self.rows, samples, {})
         for record in rows:
             record["different"] = record["prompts"] - record["identical"]
         is_ok = not (is_exact and any(record["different"] for record in rows))
@@ -62,7 +62,7 @@ class Run:
         runners = {row: partial(run, engine) for row, engine in engines.items()}
         samples, backend, end = list[Sample](), llm.engine.executor.backend, self.asked.seconds or math.inf
         end, num_recorded = time.perf_counter() + end, backend.num_recordings
-        for found in samples_of(runners, units, 1, tell):
+        for found in planning.samples_of(runners, units, 1, tell):
             samples += found if backend.num_recordings == num_recorded else ()
             num_recorded = backend.num_recordings
             if time.perf_counter() > end:
@@ -76,8 +76,8 @@ def tables(report: dict[str, Any]) -> list[Table]:
     overall = [row for row in report["rows"] if row["task"] == OVERALL]
     compared = "texts compared token by token" if report["is_exact"] else "not exact: use --exact"
     title = f"speedup over plain decoding, {overall[0]['prompts']} prompts, {compared}"
-    speedups = by_task(report["rows"], title, "speedup", "{:.2f}", "method")
+    speedups = planning.by_task(report["rows"], title, "speedup", "{:.2f}", "method")
     figures = table_of("", (), FIGURES, overall)
     rows = [(*line, *more) for line, more in zip(speedups.rows, figures.rows, strict=True)]
-    taus = by_task(report["rows"], "τ, tokens a pass", "tau", "{:.2f}", "method")
+    taus = planning.by_task(report["rows"], "τ, tokens a pass", "tau", "{:.2f}", "method")
     return [Table(title, ("row",), (*speedups.numbers, *FIGURES), rows), taus._replace(names=("row",))]

@@ -92,7 +92,7 @@ def ids_of(llm: LLM, text: str) -> list[int]:
 
 
 def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> dict[str, Any]:
-    """One request as report.py counts answers, with the seconds at which steps wrote tokens, and how many."""
+    """One request as rows.py counts answers, with the seconds at which steps wrote tokens, and how many."""
     llm.engine = engine or llm.engine
     tokens, times, counts, started = [], [], [], time.perf_counter()
     for chunk in llm.stream(ids, params):

@@ -55,11 +55,9 @@ def matrix_bytes(path: Path) -> int:
     return total
 
 
-def _made(
-    checkpoint: Checkpoint, ending: str, tell: Tell, write: Callable[[Path], None], folder: Path | None = None
-) -> Path:
+def _made(checkpoint: Checkpoint, ending: str, tell: Tell, write: Callable[[Path], None]) -> Path:
     """What was written from the model, now or before; until it is whole, each process has its own path."""
-    folder = folder or hub.cache_dir() / "bench"
+    folder = hub.cache_dir() / "bench"
     target = folder / f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-{ending}"
     if not target.exists():
         tell(f"writing {target.name}", 0)
@@ -95,11 +93,11 @@ def _requantize(source: Path, target: Path, kind_name: str) -> None:
     writer.close()
 
 
-def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) -> Path:
+def hf_folder(checkpoint: Checkpoint, tell: Tell) -> Path:
     """The model as a Hugging Face folder in float32: itself where it is one, else written from GGUF."""
     if checkpoint.path.is_dir():
         return checkpoint.path
-    return _made(checkpoint, "hf", tell, lambda part: _write_folder(checkpoint, part), folder)
+    return _made(checkpoint, "hf", tell, lambda part: write_folder(checkpoint, part))
 
 
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -128,7 +126,7 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
+def write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from paceline.loaders.tokenizer import Tokenizer
