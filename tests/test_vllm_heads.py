@@ -69,7 +69,7 @@ def asked() -> tuple[list[list[int]], list[int]]:
     """
     checkpoint = open_checkpoint("default")
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer_source())
-    chosen = prompts.first_of_each(prompts.load(), 2)
+    chosen = prompts.chosen(None, 2)
     return [tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in chosen], list(
         checkpoint.eos_ids
     )

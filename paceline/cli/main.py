@@ -91,11 +91,8 @@ def _root(
         typer.echo(ctx.get_help())
 
 
-VERBS = {
-    "Run": (demo, generate, chat, serve),
-    "Make": (train, export),
-    "Inspect": (models, verify, bench.tune, bench.plan, explain),
-}
+VERBS: dict[str, tuple[Any, ...]] = {"Run": (demo, generate, chat, serve), "Make": (train, export)}
+VERBS["Inspect"] = (models, verify, bench.tune, bench.plan, explain)
 for _panel, _verbs in VERBS.items():
     for _verb in _verbs:
         app.command(_verb.__name__, cls=_Verb, rich_help_panel=_panel)(as_command(_verb))

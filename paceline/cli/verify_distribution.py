@@ -35,6 +35,7 @@ RULES = ("token", "block", "siblings", "deterministic", "coupled")
 Outcome = TypeVar("Outcome")
 Path = tuple[int, ...]
 Row = list[tuple[int, float]]  # likely tokens and their log-probabilities
+Guess = tuple[int, torch.Tensor | None]  # a token, and the probabilities it was sampled from, if it was
 # Tokens drafted after a path, and the probabilities they were sampled from, if they were.
 Below = tuple[list[int], torch.Tensor | None]
 
@@ -80,9 +81,7 @@ def _renumbered(rows: dict[Path, Row], number: dict[int, int]) -> dict[Path, tor
     return logits
 
 
-def guess(
-    request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None
-) -> tuple[int, torch.Tensor | None]:
+def guess(request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None) -> Guess:
     """A drafter's token after `request.tokens + path`, from its raw logits under the request's settings.
     Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q
     [vocab] float64, which comes with the token."""

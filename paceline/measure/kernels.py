@@ -1,7 +1,6 @@
 """`paceline bench kernels`: products, attention and whole passes of ours, and llama.cpp's passes over as many
-tokens, each beside what the machine allows (step.py). A product runs over all layers of the model, so that
-weights come from memory and not from a cache, with all threads inside one compiled region, each on its share
-of every matrix, as in cpu/forward.py.
+tokens, each beside what the machine allows (step.py). A product runs over all layers, so that weights come
+from memory, with all threads inside one compiled region, each on its share of every matrix, as in a pass.
 """
 
 from __future__ import annotations

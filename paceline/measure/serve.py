@@ -84,7 +84,7 @@ class Run:
         asked, task = self.asked, asyncio.current_task()
         if threading.current_thread() is threading.main_thread() and task is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-        model = asked.model or await _first_model(self.server)
+        model = asked.model or await self._first_model()
         chosen = random.Random(asked.seed).sample(self.prompts, len(self.prompts))
         jobs = [job_of(asked, model, self.extra, prompt) for prompt in chosen]
         levels, records = [], list[Record]()
@@ -124,6 +124,19 @@ class Run:
         requests = [record.to_json() for record in sorted(records, key=lambda record: record.due)]
         return {**report, "speculative_decoding": drafting, "requests": requests}
 
+    async def _first_model(self) -> str:
+        try:
+            models = json.loads(await self.server.get("/v1/models"))["data"]
+            return str(models[0]["id"])
+        except Refused as error:
+            is_key = "401" in str(error)
+            remedy = (
+                "give --api-key" if is_key else "start the server (`paceline serve`), or check --base-url"
+            )
+            raise ConfigError(f"{self.asked.base_url} does not answer ({error}); {remedy}") from None
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ConfigError("the server's /v1/models names no model; give --model") from None
+
     async def _metrics(self) -> dict[str, float]:
         with contextlib.suppress(Refused, ValueError):
             return await load.metrics(self.server)
@@ -137,19 +150,6 @@ def _numbers(option: str, text: str, most: float, example: str) -> list[float]:
     is_ok = bool(numbers) and all(0 < number <= most for number in numbers)
     require(is_ok, option, text, f"write numbers above 0 and up to {most:g}: {example}")
     return numbers
-
-
-async def _first_model(server: Endpoint) -> str:
-    try:
-        models = json.loads(await server.get("/v1/models"))["data"]
-        return str(models[0]["id"])
-    except Refused as error:
-        where = f"{'https' if server.is_tls else 'http'}://{server.host}:{server.port}{server.folder}"
-        is_key = "401" in str(error)
-        remedy = "give --api-key" if is_key else "start the server (`paceline serve`), or check --base-url"
-        raise ConfigError(f"{where} does not answer ({error}); {remedy}") from None
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise ConfigError("the server's /v1/models names no model; give --model") from None
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

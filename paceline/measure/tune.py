@@ -1,7 +1,6 @@
-"""`paceline tune`: plain decoding, the policy and every K of every drafter take turns, a greedy request at a
-time, and of repeats the quickest counts. The longest K has a clock around its drafter; how often it is right
-at each depth and what asking it costs predict the speedup of every K (roofline.py). Times are those
-after a request's first draft. Invariant: a drafter that remembers texts meets no text that it was shown.
+"""`paceline tune`: plain decoding, the policy and every K of every drafter take turns, and of repeats the
+quickest counts. The longest K has a clock around its drafter; how often it is right at each depth and what
+asking it costs predict the speedup of every K. Invariant: a drafter that remembers texts meets none twice.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
 from paceline.measure import engines, roofline
 from paceline.measure.options import Tune
-from paceline.measure.prompts import first_of_each, load
+from paceline.measure.prompts import chosen, load
 from paceline.measure.results import Table, Tell, cell
 from paceline.measure.rows import AUTO, PLAIN, in_turn, names_of
 from paceline.runtime.timing import measure as time_passes
@@ -114,9 +113,8 @@ class Run:
             raise ConfigError("--methods holds 'draft_model'; name the smaller model with --draft-model")
         for k in asked.k:
             require(1 <= k <= MOST_K, "-k", k, f"give a whole number from 1 to {MOST_K}")
-        prompts = load(asked.prompts)
-        usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in prompts}))
-        self.asked, self.prompts = asked, first_of_each(prompts, asked.limit or usual)
+        usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in load(asked.prompts)}))
+        self.asked, self.prompts = asked, chosen(asked.prompts, asked.limit or usual)
         self.lengths: dict[str, list[int]] = {}
         for name in methods:
             is_free = registry.parse(self._options(name, 1))[0].is_free
