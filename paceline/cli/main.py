@@ -68,15 +68,9 @@ class _Verbs(_Flags, TyperGroup):
         sys.exit(2)
 
 
-app = typer.Typer(
-    name="paceline",
-    cls=_Verbs,
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Lossless speculative decoding: the same text, sooner.\n\nStart with [bold]paceline demo[/bold].",
-)
+HELP = "Lossless speculative decoding: the same text, sooner.\n\nStart with [bold]paceline demo[/bold]."
+SHOWN: dict[str, Any] = {"help": HELP, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+app = typer.Typer(name="paceline", cls=_Verbs, invoke_without_command=True, add_completion=False, **SHOWN)
 
 
 @app.callback()

@@ -152,8 +152,7 @@ def exact_probabilities(landscape: Landscape) -> dict[Path, float]:
 
 
 def chi_square_p_value(counts: Mapping[Outcome, int], exact: Mapping[Outcome, float]) -> float:
-    """Pearson's test: how often a faithful sampler would be at least this far off. 0 if something impossible
-    happened."""
+    """Pearson's test: how often a faithful sampler would be this far off; 0: the impossible happened."""
     total = sum(counts.values())
     if any(exact.get(outcome, 0.0) == 0.0 for outcome in counts):
         return 0.0

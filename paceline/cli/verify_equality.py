@@ -24,8 +24,6 @@ Texts = Sequence[list[int]]  # token ids
 How = tuple[str, float, int]  # the drafter's name, the temperature and the batch
 BATCHES = (1, 8)
 NEAR_TIE = 0.25  # logits: by this much, passes of other shapes may differ where kernels are not exact
-
-
 MODES = {0.0: "greedy", 0.7: "seeded", 1.2: "seeded"}  # by temperature
 
 

@@ -21,6 +21,9 @@ from paceline.measure.rows import FILE_AS_IS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAME_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "sliding_window")
+NAMES = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "rms_eps": "rms_norm_eps"}
+NAMES |= {"num_kv_heads": "num_key_value_heads", "max_context": "max_position_embeddings"}
+NAMES |= {"tie_embeddings": "tie_word_embeddings", **{name: name for name in SAME_NAMES}}  # ours -> theirs
 
 
 def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
@@ -109,15 +112,9 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "architectures": [f"{config.family.capitalize()}ForCausalLM"],
         "model_type": config.family,
-        **{name: getattr(config, name) for name in SAME_NAMES},
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_context,
-        "rms_norm_eps": config.rms_eps,
+        **{theirs: getattr(config, ours) for ours, theirs in NAMES.items()},
         "rope_theta": config.rope.theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
-        "tie_word_embeddings": config.tie_embeddings,
         "use_sliding_window": False,
         "hidden_act": "silu",
         "bos_token_id": checkpoint.bos_id,

@@ -35,6 +35,8 @@ PEER_METHODS = (PLAIN, "ngram")
 NO_BATCHES = ("transformers",)
 # ids or text, num_tokens, first_s, total_s, num_steps, num_drafted, num_accepted; drafted_at, accepted_at
 Answer = dict[str, Any]
+Unit = tuple["Task", ...]  # run together: one prompt, or with concurrency all of a category
+Runners = Mapping["Row", Callable[[Unit], tuple[float, list[Answer]]]]  # seconds it took, and the answers
 Records = list[dict[str, Any]]  # of a report, one for each row and task
 
 
@@ -144,10 +146,6 @@ class Task(NamedTuple):
     category: str
     ids: tuple[int, ...]
     num_tokens: int
-
-
-Unit = tuple[Task, ...]  # run together: one prompt, or with concurrency all of a category
-Runners = Mapping[Row, Callable[[Unit], tuple[float, list[Answer]]]]  # seconds it took, and the answers
 
 
 class Sample(NamedTuple):

@@ -129,10 +129,8 @@ class Run:
             models = json.loads(await self.server.get("/v1/models"))["data"]
             return str(models[0]["id"])
         except Refused as error:
-            is_key = "401" in str(error)
-            remedy = (
-                "give --api-key" if is_key else "start the server (`paceline serve`), or check --base-url"
-            )
+            start = "start the server (`paceline serve`), or check --base-url"
+            remedy = "give --api-key" if "401" in str(error) else start
             raise ConfigError(f"{self.asked.base_url} does not answer ({error}); {remedy}") from None
         except (ValueError, KeyError, IndexError, TypeError):
             raise ConfigError("the server's /v1/models names no model; give --model") from None
