@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.measure.results import Tell
 
 Texts = Sequence[list[int]]  # token ids
+Spell = Callable[[int], str]  # a token's text
 How = tuple[str, float, int]  # the drafter's name, the temperature and the batch
 BATCHES = (1, 8)
 NEAR_TIE = 0.25  # logits: by this much, passes of other shapes may differ where kernels are not exact
@@ -110,13 +111,11 @@ def _logprob(llm: LLM, context: Sequence[Any], token: int) -> float:
     return float(result.outputs[0].logprobs[0].logprob)
 
 
-def first_difference(
-    prompt_id: str, plain: list[int], drafted: list[int], spell: Callable[[int], str]
-) -> Difference | None:
+def first_difference(prompt: str, plain: list[int], drafted: list[int], spell: Spell) -> Difference | None:
     if plain == drafted:
         return None
     pairs = enumerate(zip(plain, drafted, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
     tokens = [text[position : position + 1] for text in (plain, drafted)]
     at = [f"{token[0]} {spell(token[0])!r}" if token else "the end" for token in tokens]
-    return Difference(prompt_id, position, at[0], at[1])
+    return Difference(prompt, position, at[0], at[1])

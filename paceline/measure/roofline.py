@@ -1,11 +1,9 @@
 """The roofline: what a pass must read and multiply, what a machine can do at best, and the time that follows.
 A pass reads every weight and each request's cached keys and values once, and multiplies for every row. It
 takes the longer of the two times; while that is reading, further rows are free, which is what a draft lives
-on. Arithmetic of several precisions shares the units, so its times add up. All times are lower bounds.
-
-And the formulas of speculative decoding: α is the probability that a drafted token is accepted given that all
-before it were, for every depth or one for each; `draft_cost` of drafting one token and `verify_cost` of the
-pass that checks the draft are relative to a pass over one token. Invariant: drafting nothing gains exactly 1.
+on. All times are lower bounds. And the formulas of speculative decoding, where α is the probability that a
+drafted token is accepted given that all before it were (one for all depths, or one for each), and costs are
+relative to a pass over one token. Invariant: drafting nothing gains exactly 1.
 """
 
 from __future__ import annotations
