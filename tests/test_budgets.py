@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
     "api": 660, "core": 1_610, "engine": 1_620, "runtime": 680, "models": 710, "heads": 940, "drafters": 2_190,
-    "cpu": 4_880, "cuda": 3_160, "loaders": 2_880, "train": 1_840, "measure": 4_190, "server": 2_640, "cli": 2_140,
+    "cpu": 4_950, "cuda": 3_160, "loaders": 2_880, "train": 1_840, "measure": 4_190, "server": 2_640, "cli": 2_140,
 }  # fmt: skip
 ENGINE = (
     "api",

@@ -211,14 +211,15 @@ def ring_of(made: object) -> list[list[int]]:
     return made.ring
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize("has_policy", [True, False])
-def test_suffix_matching_bursts_alone(has_policy: bool) -> None:
-    options = registry.parse({"method": "suffix", "num_speculative_tokens": 12})
+def test_a_drafter_without_a_model_bursts_alone(has_policy: bool, method: str) -> None:
+    options = registry.parse({"method": method, "num_speculative_tokens": 12})
     ours, theirs = (request_of(CHANGING, LONG) for _ in range(2))
     executor = executor_of()
-    suffix = registry.create(*options, DrafterContext(executor, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
-    auto = Untimed([suffix], CostTable(CHEAP), known={"suffix": (1e-6, ())}) if has_policy else None
-    engine = Engine(executor, suffix, config_with(12, 200), auto)
+    drafter = registry.create(*options, DrafterContext(executor, TARGET, None, lambda *_: None))  # type: ignore[arg-type]
+    auto = Untimed([drafter], CostTable(CHEAP), known={method: (1e-6, ())}) if has_policy else None
+    engine = Engine(executor, drafter, config_with(12, 200), auto)
     launched = bursts_of(engine)
     run(engine, [ours])
     assert ours.output == run_plainly(theirs)
