@@ -14,9 +14,18 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.measure import rows as planning
 from paceline.measure.compare import units_of
-from paceline.measure.report import Sample, Task, acceptance_by_position, num_identical, rates_of, report_rows
 from paceline.measure.results import OVERALL, rewritten
-from paceline.measure.rows import OURS, PLAIN, Row
+from paceline.measure.rows import (
+    OURS,
+    PLAIN,
+    Row,
+    Sample,
+    Task,
+    acceptance_by_position,
+    num_identical,
+    rates_of,
+    report_rows,
+)
 
 SLOW, FAST, ALONE = (
     Row(OURS, "float32", PLAIN),

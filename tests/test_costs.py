@@ -17,7 +17,7 @@ from paceline.core.types import Cached, Request, ScheduledRequest
 from paceline.engine.policy.cost import CORRECT_EVERY, CostTable, Load
 from paceline.engine.profile import VERSION, Profile
 from paceline.engine.stats import WINDOW, Median
-from paceline.measure.formulas import best_k, break_even_alpha, expected_tokens, speedup
+from paceline.measure.roofline import best_k, break_even_alpha, expected_tokens, speedup
 
 MEASURED = {1: 5.1, 2: 5.5, 3: 6.2, 4: 7.6, 6: 10.9, 8: 14.0, 16: 27.0}
 

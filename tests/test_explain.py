@@ -177,7 +177,7 @@ def test_slots_of_a_tree_are_kept_moved_and_dropped() -> None:
 
 def _printed(step: Step) -> str:
     console = Console(record=True, width=60, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_step(console, step, True)
+    print_step(console, [step])
     console.file.close()
     return console.export_text()
 

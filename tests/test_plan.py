@@ -20,7 +20,7 @@ from paceline import LLM
 from paceline.cli.main import app
 from paceline.core.errors import ModelNotFound
 from paceline.loaders.checkpoint import LLAMA_8B, SMOLLM2_135M, describe
-from paceline.measure import formulas as costs
+from paceline.measure import roofline as costs
 from paceline.measure.roofline import HARDWARE, THIS, Deployment, training
 from paceline.models.config import ModelConfig
 from tests.make_models import tiny_gguf, tiny_hf

@@ -20,7 +20,7 @@ from paceline.engine.policy.base import FixedPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.policy.switch import CREDIT, FIRST_OFF, MOST_OFF, NUM_PLAIN, Switch
 from paceline.engine.stats import AFTER, SpecStats, Suspicion
-from paceline.measure.formulas import speedup
+from paceline.measure.roofline import speedup
 from tests.passes import ancestors
 from tests.simulation import CPU, FLAT, STEEP, TABLES, Skilled, World, auto, sometimes
 

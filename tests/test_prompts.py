@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline import ConfigError
-from paceline.measure.prompts import CATEGORIES, Prompt, first_of_each, load
+from paceline.measure.prompts import CATEGORIES, Prompt, chosen, load
 
 
 def test_shipped_prompts_cover_every_category() -> None:
@@ -29,7 +29,7 @@ def test_texts_to_copy_from_are_long_enough(category: str) -> None:
 
 
 def test_first_of_each_keeps_order_and_limit() -> None:
-    kept = first_of_each(load(), 2)
+    kept = chosen(None, 2)
     assert Counter(prompt.category for prompt in kept) == dict.fromkeys(CATEGORIES, 2)
     assert kept == [prompt for prompt in load() if prompt in kept]
 

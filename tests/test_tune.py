@@ -20,7 +20,7 @@ from paceline.cli.main import app
 from paceline.core.params import SamplingParams
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, load_profile, save_profile
-from paceline.measure import formulas as costs
+from paceline.measure import roofline as costs
 from paceline.measure.engines import answer, drafter_of, engine_with
 from paceline.measure.tune import Clocked, Prices, predict
 

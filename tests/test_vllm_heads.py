@@ -26,7 +26,7 @@ from paceline.core.params import SamplingParams
 from paceline.loaders.checkpoint import open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.measure import prompts
-from paceline.measure.models import hf_folder
+from paceline.measure.models import write_folder
 from paceline.measure.rows import FOLDERS
 
 VLLM = Path(os.environ.get("PACELINE_PEERS") or Path(__file__).parent.parent / ".peers") / FOLDERS["vllm"]
@@ -57,7 +57,8 @@ class Counts(NamedTuple):
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("target")
-    yield str(hf_folder(open_checkpoint("default"), print, folder))
+    write_folder(open_checkpoint("default"), folder)
+    yield str(folder)
     shutil.rmtree(folder)  # half a gigabyte
 
 
@@ -68,7 +69,7 @@ def asked() -> tuple[list[list[int]], list[int]]:
     """
     checkpoint = open_checkpoint("default")
     tokenizer = Tokenizer(checkpoint.tokenizer_source())
-    chosen = prompts.first_of_each(prompts.load(), 2)
+    chosen = prompts.chosen(None, 2)
     return [tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in chosen], list(
         checkpoint.eos_ids
     )

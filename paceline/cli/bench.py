@@ -12,8 +12,8 @@ from typing import Any
 
 import typer
 
-from paceline.cli import console, parsing
-from paceline.cli.options import as_command
+from paceline.cli import console
+from paceline.cli.options import as_command, check_target
 from paceline.measure import options
 
 VERBS: dict[str, type] = {"decode": options.Decode, "batch": options.Batch, "step": options.Step}
@@ -27,12 +27,12 @@ def measured(verb: str, asked: Any) -> None:
     """Run a verb: every mistake a user can mend is refused before anything is started."""
     from paceline.measure import plots, results
 
-    parsing.check_target("--json", asked.json)
+    check_target("--json", asked.json)
     target: Path | None = getattr(asked, "plot", None)
     is_file = verb == "tune"  # the other verbs draw several pictures into a folder
     if target is not None:
         plots.check(None if is_file else target)
-        parsing.check_target("--plot", target if is_file else None)
+        check_target("--plot", target if is_file else None)
     module = results.module_of(verb)
     run = module.Run(asked)
     with console.telling(run.num_turns) as tell:
@@ -58,8 +58,7 @@ def plan(asked: options.Paper) -> None:
 
     if asked.plot is not None:
         plots.check()
-        parsing.check_target("--plot", asked.plot)
-    planning.check(asked)
+        check_target("--plot", asked.plot)
     with console.stderr().status("measuring this machine"):
         report = planning.report_of(asked)
     if asked.json:

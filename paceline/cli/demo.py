@@ -15,9 +15,8 @@ from rich.console import Console
 
 import paceline
 from paceline import SamplingParams
-from paceline.cli import console, parsing
+from paceline.cli import console, options
 from paceline.cli.options import JSON_HELP, LOADING, MAIN, Drafting, Given, group
-from paceline.cli.streaming import Answer, as_prompt, checked_prompt, collect
 from paceline.core.errors import ConfigError
 from paceline.core.options import option, options_of, require
 from paceline.measure.results import Table, cell
@@ -51,10 +50,10 @@ class Demo:
 
 
 def demo(asked: Demo) -> None:
-    parsing.check_target("--svg", asked.svg)
+    options.check_target("--svg", asked.svg)
     if asked.svg is not None and asked.json:
         raise ConfigError(f"--svg is {asked.svg} but --json shows nothing to draw; use one of them")
-    engine = parsing.engine_options(asked.engine)
+    engine = options.engine_options(asked.engine)
     config = engine.speculative_config
     if config is None:
         what = f"--method is {asked.engine['method']}, so there is nothing to compare"
@@ -67,13 +66,13 @@ def demo(asked: Demo) -> None:
         remedy = f"the shipped prompts are {min(shipped)} to {max(shipped)}; use one of them or your own text"
         require(text in shipped, "--prompt", text, remedy)
         text = shipped[text]
-    checked_prompt(text)
+    console.checked_prompt(text)
     seed = None if asked.temperature == 0 else 7
     params = SamplingParams(temperature=asked.temperature, seed=seed, max_tokens=asked.max_tokens)
     method = config if isinstance(config, str) else config["method"]
     screen = console.stdout(is_recorded=asked.svg is not None, is_quiet=asked.json)
     with paceline.LLM(engine) as llm:
-        prompt = as_prompt(llm, text)
+        prompt = console.as_prompt(llm, text)
         _warm_up(llm, prompt)
         screen.rule("prompt", style="dim")
         console.write(screen, text + "\n")
@@ -114,7 +113,7 @@ def _warm_up(llm: LLM, prompt: list[int]) -> None:
             llm.generate([text], params)
 
 
-def _run(screen: Console, llm: LLM, prompt: list[int], title: str, params: SamplingParams) -> Answer:
+def _run(screen: Console, llm: LLM, prompt: list[int], title: str, params: SamplingParams) -> console.Answer:
     """One run, shown as it comes."""
     colour_of: dict[str, str] = {}
     to_text = codecs.getincrementaldecoder("utf-8")("replace").decode  # a token may be a part of a character
@@ -128,7 +127,7 @@ def _run(screen: Console, llm: LLM, prompt: list[int], title: str, params: Sampl
                 console.write(screen, to_text(llm.tokenizer.token_bytes(token.id)), style=style)
 
     screen.rule(title, style="dim")
-    answer = collect(llm.stream(prompt, params), show)
+    answer = console.collect(llm.stream(prompt, params), show)
     console.write(screen, "\n")
     if answer.is_interrupted:
         raise KeyboardInterrupt

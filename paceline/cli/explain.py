@@ -17,9 +17,8 @@ from rich.text import Text
 import paceline
 from paceline import SamplingParams
 from paceline.api.options import EngineOptions
-from paceline.cli import console, options, parsing
+from paceline.cli import console, options
 from paceline.cli.options import LOADING, MAIN, Drafting, Given, Sampling, group
-from paceline.cli.streaming import as_prompt, collect, given_prompt
 from paceline.core.options import option, options_of
 
 if TYPE_CHECKING:
@@ -29,11 +28,8 @@ if TYPE_CHECKING:
 NEW_LINE = "⏎"
 # By a node's fate.
 MARKS = {"accepted": ("✓", "green"), "rejected": ("✗", "red"), "not reached": ("·", "dim")}
-WHENCE = {
-    "plain": "nothing was drafted",
-    "bonus": "a bonus: all before it stayed",
-    "replacement": "in place of what was rejected",
-}
+WHENCE = {"plain": "nothing was drafted", "bonus": "a bonus: all before it stayed"}
+WHENCE["replacement"] = "in place of what was rejected"
 WIDTH = 110  # columns of a page
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>paceline explain</title><style>
@@ -76,24 +72,21 @@ class Explain:
 def explain(asked: Explain) -> None:
     from paceline.cli.explain_steps import Recorder
 
-    parsing.check_target("--html", asked.html)
+    options.check_target("--html", asked.html)
     is_chosen = any(name in asked.engine for name in ("speculative_config", "method", "draft_model"))
-    engine = parsing.engine_options(asked.engine | ({} if is_chosen else {"method": "ngram"}))
+    engine = options.engine_options(asked.engine | ({} if is_chosen else {"method": "ngram"}))
     chosen: dict[str, Any] = {"top_p": asked.top_p, "max_tokens": asked.max_tokens, **asked.sampling}
     params = SamplingParams(temperature=asked.temperature, **chosen)
-    text, screen = given_prompt(asked.prompt), console.stdout(is_quiet=asked.json)
-    rules: set[str] = set()
+    text, screen = console.given_prompt(asked.prompt), console.stdout(is_quiet=asked.json)
 
     def settle(chunk: Chunk) -> None:
         recorder.settle([token.id for token in chunk.tokens])
-        step = recorder.steps[-1]
-        print_step(screen, step, step.rule not in rules)
-        rules.add(step.rule)
+        print_step(screen, recorder.steps)
 
     with paceline.LLM(engine) as llm:
         llm.engine.watch = recorder = Recorder(llm.tokenizer)
-        chunks = islice(llm.stream(as_prompt(llm, text, asked.raw), params), asked.steps)  # a chunk is a step
-        answer = collect(chunks, settle)
+        prompt = console.as_prompt(llm, text, asked.raw)
+        answer = console.collect(islice(llm.stream(prompt, params), asked.steps), settle)  # a chunk is a step
         name = llm.checkpoint.name
     if asked.json:
         config = engine.speculative_config
@@ -154,14 +147,16 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def print_step(screen: Console, step: Step, is_new_rule: bool) -> None:
+def print_step(screen: Console, steps: list[Step]) -> None:
+    """The last of them; a rule is explained where it is met first."""
+    *before, step = steps
     screen.rule(f"step {step.number}: {step.rule}", style="dim", align="left")
-    if is_new_rule:
+    if step.rule not in {other.rule for other in before}:
         _print(screen, Text(step.explanation, "dim"))
     rows = f"{step.num_rows} tokens: {step.num_rows - len(step.nodes)} known, {len(step.nodes)} drafted"
     _print(screen, Text(f"one pass over {rows}; {step.num_cached} were cached before it"))
-    before = Text(f"{shown(step.before)[1:-1]} ", "dim")
-    _print(screen, before, Text(shown(step.root), "bold"), Text(f"  position {step.root_slot}", "dim"))
+    text = Text(f"{shown(step.before)[1:-1]} ", "dim")
+    _print(screen, text, Text(shown(step.root), "bold"), Text(f"  position {step.root_slot}", "dim"))
     for guide, node in _drawn(step.nodes, 0):
         mark, style = MARKS[node.fate]
         token, numbers = Text(f"{mark} {shown(node.text)}", style), Text(f"  {'  '.join(_facts(node))}")
@@ -189,13 +184,12 @@ def _drawn(nodes: list[Node], parent: int, guide: str = "") -> Iterator[tuple[st
 
 
 def page(prompt: str, model: str, steps: list[Step]) -> str:
-    screen, rules = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False), set[str]()
+    screen = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     _print(screen, Text(f"{model}: how it answered", "bold"))
     _print(screen, Text(f"Prompt: {shown(prompt)}"))
     said = [(text, i < len(step.path) - 1) for step in steps for i, text in enumerate(step.emitted)]
     answer = [Text(text, "green" if is_drafted else "") for text, is_drafted in said]
     _print(screen, Text("Answer so far, drafted tokens marked: "), *answer)
-    for step in steps:
-        print_step(screen, step, step.rule not in rules)
-        rules.add(step.rule)
+    for count in range(len(steps)):
+        print_step(screen, steps[: count + 1])
     return screen.export_html(code_format=PAGE)

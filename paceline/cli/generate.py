@@ -1,10 +1,12 @@
-"""`paceline generate`: one prompt in, text out as it is made; with --json one object with everything known
-about it. `paceline chat`: a conversation at the terminal, or one question a line from a pipe.
+"""The verbs that run a model. `paceline generate`: one prompt in, text out as it is made; with --json one
+object with everything known about it. `paceline chat`: a conversation at the terminal, or one question a line
+from a pipe. `paceline serve`: OpenAI's routes; its flags are the fields of server/config.py.
 Invariant: Ctrl-C stops an answer, not the conversation; what had been said by then stays in the history.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -12,22 +14,17 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import TextIO
 
+import typer
+
 import paceline
-from paceline.cli import console, options, parsing
-from paceline.cli.options import ENGINE, MAIN, SAMPLING, Given, Sampling, group
-from paceline.cli.streaming import (
-    Answer,
-    as_prompt,
-    checked_prompt,
-    completion_json,
-    given_prompt,
-    on_interrupt,
-    print_answer,
-)
+from paceline.cli import console, options
+from paceline.cli.options import ENGINE, MAIN, SAMPLING, Drafting, Given, Sampling, group
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option, options_of
+from paceline.server.config import PREFIX, ServerConfig, resolve
 
 HELP = "/exit or Ctrl-D leaves, /reset forgets what was said, /stats tells the speed, Ctrl-C stops an answer."
+SETTINGS = [each for each in options_of(ServerConfig) if each[0].name != "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +49,16 @@ class Generate:
 
 
 def generate(asked: Generate) -> None:
-    params, system = parsing.sampling_params(asked.sampling), asked.system
-    engine = parsing.engine_options(asked.engine)
+    params, system = options.sampling_params(asked.sampling), asked.system
+    engine = options.engine_options(asked.engine)
     if asked.raw and system is not None:
         what = f"--system is {system[:40]!r} but --raw leaves the chat template out"
         raise ConfigError(f"{what}; put it into the prompt")
-    text = given_prompt(asked.prompt)
+    text = console.given_prompt(asked.prompt)
     with paceline.LLM(engine) as llm:
-        prompt = as_prompt(llm, text, asked.raw, system)
+        prompt = console.as_prompt(llm, text, asked.raw, system)
         if params.n == 1:
-            if print_answer(llm.stream(prompt, params), asked.json).is_interrupted:
+            if console.print_answer(llm.stream(prompt, params), asked.json).is_interrupted:
                 raise KeyboardInterrupt
             return
         started = time.perf_counter()
@@ -69,7 +66,7 @@ def generate(asked: Generate) -> None:
         seconds = time.perf_counter() - started
     screen = console.stdout()
     if asked.json:
-        made = [completion_json(completion) for completion in outputs]
+        made = [console.completion_json(completion) for completion in outputs]
         console.write_json(screen, {**made[0], "timings": {"total_s": round(seconds, 4)}, "outputs": made})
         return
     for number, completion in enumerate(outputs, start=1):
@@ -96,11 +93,11 @@ class Chat:
 
 
 def chat(asked: Chat) -> None:
-    params = parsing.sampling_params(asked.sampling | {"max_tokens": asked.max_tokens})
-    engine, source = parsing.engine_options(asked.engine), console.stdin()
+    params = options.sampling_params(asked.sampling | {"max_tokens": asked.max_tokens})
+    engine, source = options.engine_options(asked.engine), console.stdin()
     opening = [{"role": "system", "content": asked.system}] if asked.system is not None else []
-    messages, answers = list(opening), list[Answer]()
-    with paceline.LLM(engine) as llm, on_interrupt(lambda *_: None):  # between turns there is nothing to stop
+    messages, answers = list(opening), list[console.Answer]()
+    with paceline.LLM(engine) as llm, console.on_interrupt(lambda *_: None):  # nothing to stop between turns
         if source.isatty():
             console.hint(HELP)
         for line in _lines(source):
@@ -112,14 +109,14 @@ def chat(asked: Chat) -> None:
                 messages = list(opening)
                 console.hint("forgotten")
             elif line == "/stats":
-                _print_stats(answers)
+                _print_stats(answers, llm)
             elif line.startswith("/"):
                 console.stderr().print(f"there is no {line.split()[0]}; {HELP}", style="yellow", markup=False)
             else:
                 asking = [*messages, {"role": "user", "content": line}]
                 try:
-                    checked_prompt(line)
-                    answers.append(print_answer(llm.stream_chat(asking, params), asked.json))
+                    console.checked_prompt(line)
+                    answers.append(console.print_answer(llm.stream_chat(asking, params), asked.json))
                 except RequestError as error:  # most often it no longer fits: the session goes on
                     console.print_error(f"{error} (in a conversation: /reset starts a new one)")
                     continue
@@ -137,7 +134,7 @@ def _lines(source: TextIO) -> Iterator[str]:
 
     while True:
         try:
-            with on_interrupt(signal.default_int_handler):
+            with console.on_interrupt(signal.default_int_handler):
                 if not sys.stdout.isatty():  # stdout is being collected: keep it to the answers
                     console.write(console.stderr(), "> ")
                 line = input("> " if sys.stdout.isatty() else "").strip()
@@ -151,16 +148,46 @@ def _lines(source: TextIO) -> Iterator[str]:
             yield line
 
 
-def _print_stats(answers: list[Answer]) -> None:
-    done = [a.completion.stats for a in answers if a.completion is not None]
-    names = ("num_tokens", "num_steps", "num_drafted", "num_accepted")
-    num_tokens, num_steps, drafted, accepted = (sum(getattr(s, name) for s in done) for name in names)
+def _print_stats(answers: list[console.Answer], llm: paceline.LLM) -> None:
+    totals, num_stopped = llm.engine.totals, sum(a.completion is None for a in answers)
     timed = [a for a in answers if a.last_at > a.first_at]
     seconds = sum(a.last_at - a.first_at for a in timed)
     speed = sum(len(a.token_ids) - a.num_first for a in timed) / seconds if seconds else 0.0
-    tau = num_tokens / num_steps if num_steps else 0.0
-    console.stderr().print(
-        f"{len(answers)} answers ({len(answers) - len(done)} stopped), {num_tokens} tokens, "
-        f"{num_steps} steps (τ {tau:.2f}), {accepted} of {drafted} drafted tokens accepted, "
-        f"{speed:.1f} tokens/s"
-    )
+    steps = f"{totals.num_tokens} tokens, {totals.num_steps} steps (τ {totals.tau:.2f})"
+    drafts = f"{totals.num_accepted} of {totals.num_drafted} drafted tokens accepted"
+    said = f"{len(answers)} answers ({num_stopped} stopped), {steps}, {drafts}, {speed:.1f} tokens/s"
+    console.stderr().print(said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model to OpenAI clients.
+
+    Every option can also be a variable (PACELINE_PORT=8001) or a line of a TOML file (port = 8001); flags win
+    over variables, variables over the file.
+
+    Examples:
+
+      paceline serve --port 8000
+
+      paceline serve ./llama-8b --api-key-file keys.txt --max-num-seqs 32
+
+      paceline serve --config server.toml --method ngram -k 3
+    """
+
+    settings: Given = group([*options_of(Drafting), *SETTINGS])
+    model: str | None = option(None, MAIN, options.MODEL_HELP, is_argument=True)
+    config: str | None = option(None, MAIN, f"A TOML file with settings; also {PREFIX}CONFIG.")
+
+
+def serve(asked: Serve) -> None:
+    flags = {**asked.settings, "model": asked.model}
+    if any(name in flags for name in options.SHORT):
+        flags["speculative_config"] = options.speculative_config(asked.settings) or "off"
+    chosen = resolve(flags, os.environ, asked.config)
+    try:
+        from paceline.server.run import serve as run
+    except ModuleNotFoundError as error:
+        remedy = "run: pip install 'paceline[server]'"
+        raise ConfigError(f"the server needs {error.name}, which is not installed; {remedy}") from None
+    raise typer.Exit(run(chosen))

@@ -18,10 +18,9 @@ import paceline
 from paceline.cli import bench, console
 from paceline.cli.demo import demo
 from paceline.cli.explain import explain
-from paceline.cli.generate import chat, generate
+from paceline.cli.generate import chat, generate, serve
 from paceline.cli.models import export, models
 from paceline.cli.options import as_command
-from paceline.cli.serve import serve
 from paceline.cli.train import train
 from paceline.cli.verify import verify
 from paceline.core.errors import PacelineError
@@ -69,15 +68,9 @@ class _Verbs(_Flags, TyperGroup):
         sys.exit(2)
 
 
-app = typer.Typer(
-    name="paceline",
-    cls=_Verbs,
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Lossless speculative decoding: the same text, sooner.\n\nStart with [bold]paceline demo[/bold].",
-)
+HELP = "Lossless speculative decoding: the same text, sooner.\n\nStart with [bold]paceline demo[/bold]."
+SHOWN: dict[str, Any] = {"help": HELP, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+app = typer.Typer(name="paceline", cls=_Verbs, invoke_without_command=True, add_completion=False, **SHOWN)
 
 
 @app.callback()
@@ -92,11 +85,8 @@ def _root(
         typer.echo(ctx.get_help())
 
 
-VERBS = {
-    "Run": (demo, generate, chat, serve),
-    "Make": (train, export),
-    "Inspect": (models, verify, bench.tune, bench.plan, explain),
-}
+VERBS: dict[str, tuple[Any, ...]] = {"Run": (demo, generate, chat, serve), "Make": (train, export)}
+VERBS["Inspect"] = (models, verify, bench.tune, bench.plan, explain)
 for _panel, _verbs in VERBS.items():
     for _verb in _verbs:
         app.command(_verb.__name__, cls=_Verb, rich_help_panel=_panel)(as_command(_verb))

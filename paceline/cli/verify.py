@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,21 +16,20 @@ from rich.console import Console
 
 import paceline
 from paceline.api.options import EngineOptions
-from paceline.cli import console, parsing
-from paceline.cli.options import LOADING, MAIN, Given, group
-from paceline.cli.streaming import as_prompt
+from paceline.cli import console
+from paceline.cli.options import LOADING, MAIN, Given, check_target, engine_options, group
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option
 from paceline.measure.results import Table
 
 if TYPE_CHECKING:
-    from paceline.cli.verify_distribution import RuleResult
     from paceline.cli.verify_equality import Check
     from paceline.measure.prompts import Prompt
 
 MAX_NAMED = 10  # differences printed for each check
-YES, OK = "[green]yes[/green]", "[green]ok[/green]"
+YES, OK, DIFFERS = "[green]yes[/green]", "[green]ok[/green]", "[bold red]differs[/bold red]"
 Configs = dict[str, dict[str, Any]]  # of drafters, by name
+Found = tuple[list["Check"], dict[str, float]]  # equality, and p-values by rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +58,15 @@ def verify(asked: Verify) -> None:
     from paceline.measure.prompts import chosen
 
     prompts = chosen(asked.prompts, asked.limit)
-    engine = parsing.engine_options(asked.loading)
-    parsing.check_target("--json", asked.json)
+    engine = engine_options(asked.loading)
+    check_target("--json", asked.json)
     configs = _drafters(asked, engine.model)
-    checks, rules = _examine(engine, prompts, asked.max_tokens, configs)
-    is_ok = not any(check.differences for check in checks) and all(rule.is_ok for rule in rules)
-    _print_report(console.stdout(), checks, rules)
+    checks, p_values = _examine(engine, prompts, asked.max_tokens, configs)
+    is_ok = _print_report(console.stdout(), checks, p_values)
     if asked.json is not None:
         told = [{name: v for name, v in c._asdict().items() if name != "differences"} for c in checks]
-        report = {"ok": is_ok, "checks": told, "distribution": [rule._asdict() for rule in rules]}
+        rules = [{"rule": rule, "p_value": p} for rule, p in p_values.items()]
+        report = {"ok": is_ok, "checks": told, "distribution": rules}
         asked.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if not is_ok:
         raise typer.Exit(1)
@@ -101,14 +99,12 @@ def _drafters(asked: Verify, model: str) -> Configs:
     return configs
 
 
-def _examine(
-    engine: EngineOptions, prompts: list[Prompt], max_tokens: int, configs: Configs
-) -> tuple[list[Check], list[RuleResult]]:
+def _examine(engine: EngineOptions, prompts: list[Prompt], max_tokens: int, configs: Configs) -> Found:
     """Run everything under one progress bar; what needs no drafter first."""
     from paceline.cli import verify_distribution as distribution
     from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
-    checks, rules, plain = [], [], {}
+    checks, p_values, plain = [], {}, {}
     num_turns = len(MODES) * (1 + len(BATCHES) * len(configs)) + len(distribution.RULES)
     more: dict[str, Any] = {"max_num_seqs": max(BATCHES)}
     with console.telling(len(prompts) * num_turns) as tell:
@@ -116,32 +112,31 @@ def _examine(
             inputs = []
             for prompt in prompts:
                 try:
-                    inputs.append(as_prompt(llm, prompt.text))
+                    inputs.append(console.as_prompt(llm, prompt.text))
                     llm.stream(inputs[-1])  # refuses what does not fit; nothing runs before it is read
                 except RequestError as error:
                     raise RequestError(f"prompt {prompt.id}: {error}") from None
             examination = Examination(prompts, inputs, max_tokens)
-            for mode in MODES:
-                tell(f"plain, T={mode.temperature}", 0)
-                plain[mode] = examination.plain(llm, mode)
-                tell(f"plain, T={mode.temperature}", len(prompts))
+            for temperature in MODES:
+                how = "plain", temperature, max(BATCHES)
+                results = examination.answers(llm, how, tell, num_speculative_tokens=0)
+                plain[temperature] = [list(result.token_ids) for result in results]
             landscape = distribution.survey(llm)
         for rule in distribution.RULES:
             tell(f"distribution, {rule} rule", 0)
-            rules.append(distribution.check_rule(rule, landscape, distribution.NUM_SAMPLES))
+            p_values[rule] = distribution.check_rule(rule, landscape, distribution.NUM_SAMPLES)
             tell(f"distribution, {rule} rule", len(prompts))
         for name, config in configs.items():
             with paceline.LLM(engine, speculative_config=config, progress=False, **more) as llm:
-                for mode, batch in product(MODES, BATCHES):
-                    advance = partial(tell, f"{name}, T={mode.temperature}, batch {batch}")
-                    advance(0)
-                    checks.append(examination.check(llm, name, mode, batch, plain[mode], advance))
+                for how in product([name], MODES, BATCHES):
+                    checks.append(examination.check(llm, how, plain[how[1]], tell))
         tell("done", 0)
-    return checks, rules
+    return checks, p_values
 
 
-def _print_report(screen: Console, checks: list[Check], rules: list[RuleResult]) -> None:
-    """Two tables, each difference by name, one verdict."""
+def _print_report(screen: Console, checks: list[Check], p_values: dict[str, float]) -> bool:
+    """Two tables, each difference by name, one verdict, which is returned."""
+    from paceline.cli.verify_distribution import SMALLEST_P_VALUE
     from paceline.cli.verify_equality import NEAR_TIE
 
     names, numbers = ("drafter", "mode"), ("T", "batch", "prompts", "identical", "τ")
@@ -162,12 +157,12 @@ def _print_report(screen: Console, checks: list[Check], rules: list[RuleResult])
             screen.print(f"{where}: {what}", style="red", markup=False, soft_wrap=True)
         if len(check.differences) > MAX_NAMED:
             screen.print(f"... and {len(check.differences) - MAX_NAMED} more prompts", style="red")
-    verdicts = [OK if rule.is_ok else "[bold red]differs[/bold red]" for rule in rules]
+    verdicts = {rule: OK if p > SMALLEST_P_VALUE else DIFFERS for rule, p in p_values.items()}
     title = "the same distribution as the target (chi-square)"
-    rows = [(rule.rule, f"{rule.p_value:.4f}", said) for rule, said in zip(rules, verdicts, strict=True)]
+    rows = [(rule, f"{p:.4f}", verdicts[rule]) for rule, p in p_values.items()]
     console.show(screen, Table(title, ("rule",), ("p-value", ""), rows))
-    total = len(checks) + len(rules)
-    num_bad = sum(bool(check.differences) for check in checks) + sum(not rule.is_ok for rule in rules)
+    total = len(checks) + len(p_values)
+    num_bad = sum(bool(check.differences) for check in checks) + [*verdicts.values()].count(DIFFERS)
     said = f"all {total} checks passed: drafts changed the time and not the text"
     said = f"{num_bad} of {total} checks found a difference" if num_bad else said
     screen.print(said, style="bold red" if num_bad else "bold green")
@@ -176,3 +171,4 @@ def _print_report(screen: Console, checks: list[Check], rules: list[RuleResult])
         what = f"{ties} of {num_texts} texts part at a near tie, where logits are within {NEAR_TIE}: "
         why = "half precision rounds differently in passes of other shapes; --exact does not"
         screen.print(what + why, style="yellow")
+    return not num_bad

@@ -1,16 +1,13 @@
 """Does unseeded sampling follow the target's distribution? A chi-square test of every accept rule on the
-model's own logits. The target's next-token logits are read at one text and after each of its likely
-continuations; the draft's logits are the same model's when it sees only the end of that text, so p and q
-differ as those of a real pair do. Then the engine's own `accept` judges thousands of drafts, and the texts
-are counted against their exact probabilities. The noise is keyed by the number of the sample, so a run can be
-repeated.
+model's own logits, read at one text and after each of its likely continuations; the draft's are the same
+model's when it sees only the end of that text, so p and q differ as those of a real pair do. The engine's own
+`accept` judges thousands of drafts, with noise keyed by the number of the sample, so a run can be repeated.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -38,21 +35,12 @@ RULES = ("token", "block", "siblings", "deterministic", "coupled")
 Outcome = TypeVar("Outcome")
 Path = tuple[int, ...]
 Row = list[tuple[int, float]]  # likely tokens and their log-probabilities
+Guess = tuple[int, torch.Tensor | None]  # a token, and the probabilities it was sampled from, if it was
 # Tokens drafted after a path, and the probabilities they were sampled from, if they were.
 Below = tuple[list[int], torch.Tensor | None]
 
 
-class RuleResult(NamedTuple):
-    rule: str
-    p_value: float
-
-    @property
-    def is_ok(self) -> bool:
-        return self.p_value > SMALLEST_P_VALUE
-
-
-@dataclass(frozen=True, slots=True)
-class Landscape:
+class Landscape(NamedTuple):
     """Logits [tokens] after each path of likely tokens, over the few that matter, renumbered from 0."""
 
     target: dict[Path, torch.Tensor]
@@ -93,9 +81,7 @@ def _renumbered(rows: dict[Path, Row], number: dict[int, int]) -> dict[Path, tor
     return logits
 
 
-def guess(
-    request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None
-) -> tuple[int, torch.Tensor | None]:
+def guess(request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None) -> Guess:
     """A drafter's token after `request.tokens + path`, from its raw logits under the request's settings.
     Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q
     [vocab] float64, which comes with the token."""
@@ -125,11 +111,11 @@ def _below(rule: str, request: Request, path: Path, logits: torch.Tensor) -> Bel
     return [token], probability
 
 
-def check_rule(rule: str, landscape: Landscape, num_samples: int) -> RuleResult:
-    """Sample with drafts, count, and compare with the exact probabilities."""
+def check_rule(rule: str, landscape: Landscape, num_samples: int) -> float:
+    """Sample with drafts, count, and compare with the exact probabilities: the p-value."""
     first = RULES.index(rule) * num_samples  # rules share no noise: their p-values are independent
     counts = Counter(_sample(rule, landscape, seed) for seed in range(first, first + num_samples))
-    return RuleResult(rule, chi_square_p_value(counts, exact_probabilities(landscape)))
+    return chi_square_p_value(counts, exact_probabilities(landscape))
 
 
 def _sample(rule: str, landscape: Landscape, seed: int) -> Path:
@@ -166,8 +152,7 @@ def exact_probabilities(landscape: Landscape) -> dict[Path, float]:
 
 
 def chi_square_p_value(counts: Mapping[Outcome, int], exact: Mapping[Outcome, float]) -> float:
-    """Pearson's test: how often a faithful sampler would be at least this far off. 0 if something impossible
-    happened."""
+    """Pearson's test: how often a faithful sampler would be this far off; 0: the impossible happened."""
     total = sum(counts.values())
     if any(exact.get(outcome, 0.0) == 0.0 for outcome in counts):
         return 0.0

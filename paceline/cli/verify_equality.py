@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,19 +18,14 @@ from paceline.core.params import SamplingParams
 if TYPE_CHECKING:
     from paceline.api.llm import LLM
     from paceline.measure.prompts import Prompt
+    from paceline.measure.results import Tell
 
 Texts = Sequence[list[int]]  # token ids
-Advance = Callable[[int], None]  # is told how many prompts have just been finished
+Spell = Callable[[int], str]  # a token's text
+How = tuple[str, float, int]  # the drafter's name, the temperature and the batch
 BATCHES = (1, 8)
 NEAR_TIE = 0.25  # logits: by this much, passes of other shapes may differ where kernels are not exact
-
-
-class Mode(NamedTuple):
-    name: str
-    temperature: float
-
-
-MODES = (Mode("greedy", 0.0), Mode("seeded", 0.7), Mode("seeded", 1.2))
+MODES = {0.0: "greedy", 0.7: "seeded", 1.2: "seeded"}  # by temperature
 
 
 class Difference(NamedTuple):
@@ -57,55 +51,54 @@ class Check(NamedTuple):
     differences: tuple[Difference, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """The questions: prompts, modes and lengths, the same for every drafter."""
+class Examination(NamedTuple):
+    """The questions, the same for every drafter."""
 
     prompts: Sequence[Prompt]
     inputs: Sequence[str | list[int]]  # each prompt as the model reads it
     max_tokens: int
 
-    def params(self, mode: Mode, **options: Any) -> list[SamplingParams]:
-        """Each prompt has its own seed, so that equal noise cannot hide a mix-up of requests."""
-        seeds = [None if mode.temperature == 0 else 1000 + i for i in range(len(self.prompts))]
-        options |= {"temperature": mode.temperature, "max_tokens": self.max_tokens}
-        return [SamplingParams(seed=seed, **options) for seed in seeds]
-
-    def plain(self, llm: LLM, mode: Mode) -> list[list[int]]:
-        results = llm.generate(list(self.inputs), self.params(mode, num_speculative_tokens=0))
-        return [list(result.token_ids) for result in results]
-
-    def check(self, llm: LLM, drafter: str, mode: Mode, batch: int, plain: Texts, advance: Advance) -> Check:
-        """Batch 1: one prompt after the other; else all at once, as many together as `max_num_seqs` says."""
-        params, results = self.params(mode), list[Result]()
+    def answers(self, llm: LLM, how: How, tell: Tell, **more: Any) -> list[Result]:
+        """Batch 1: one prompt after the other; else all at once, as many together as `max_num_seqs` says.
+        Each prompt has its own seed, so that equal noise cannot hide a mix-up of requests."""
+        (_, temperature, batch), what = how, "{}, T={}, batch {}".format(*how)
+        more |= {"temperature": temperature, "max_tokens": self.max_tokens}
+        seeds = [1000 + i if temperature else None for i in range(len(self.prompts))]
+        params, results = [SamplingParams(seed=seed, **more) for seed in seeds], list[Result]()
         step = 1 if batch == 1 else len(params)
+        tell(what, 0)
         for start in range(0, len(params), step):
             results += llm.generate(list(self.inputs[start : start + step]), params[start : start + step])
-            advance(step)
+            tell(what, step)
+        return results
+
+    def check(self, llm: LLM, how: How, plain: Texts, tell: Tell) -> Check:
+        (drafter, temperature, batch), results = how, self.answers(llm, how, tell)
         said = [result.token_ids for result in results]
         is_exact, spell = llm.engine.executor.decoder.is_exact, llm.tokenizer.token_text
         found = []
         for i, prompt in enumerate(self.prompts):
             difference = first_difference(prompt.id, plain[i], said[i], spell)
             if difference is not None and not is_exact:
-                difference = self._weighed(llm, mode, i, difference, (plain[i], said[i]))
+                difference = self._weighed(llm, temperature, i, difference, (plain[i], said[i]))
             found += [difference] if difference is not None else []
         stats = [result.stats for result in results]
         tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))
         differences = tuple(d for d in found if d.margin > NEAR_TIE)
         ties, count = len(found) - len(differences), len(self.prompts)
-        return Check(drafter, *mode, batch, count, not found, ties, round(tau, 4), differences)
+        labels = drafter, MODES[temperature], temperature, batch
+        return Check(*labels, count, not found, ties, round(tau, 4), differences)
 
-    def _weighed(self, llm: LLM, mode: Mode, index: int, found: Difference, texts: Texts) -> Difference:
+    def _weighed(self, llm: LLM, temperature: float, i: int, found: Difference, texts: Texts) -> Difference:
         """With the margin between the plain and the drafted token: logits, and seeded noise times T."""
         at, (plain, drafted) = found.position, texts
         if at >= min(len(plain), len(drafted)):
             return found
-        pair, context = (plain[at], drafted[at]), [*self.inputs[index], *plain[:at]]
+        pair, context = (plain[at], drafted[at]), [*self.inputs[i], *plain[:at]]
         logits = [_logprob(llm, context, token) for token in pair]
-        if mode.temperature:
-            noise = gumbel(1000 + index, len(context), Purpose.TARGET, np.array(pair))
-            logits = [logit + mode.temperature * float(n) for logit, n in zip(logits, noise, strict=True)]
+        if temperature:
+            noise = gumbel(1000 + i, len(context), Purpose.TARGET, np.array(pair))
+            logits = [logit + temperature * float(n) for logit, n in zip(logits, noise, strict=True)]
         return found._replace(margin=abs(logits[0] - logits[1]))
 
 
@@ -118,13 +111,11 @@ def _logprob(llm: LLM, context: Sequence[Any], token: int) -> float:
     return float(result.outputs[0].logprobs[0].logprob)
 
 
-def first_difference(
-    prompt_id: str, plain: list[int], drafted: list[int], spell: Callable[[int], str]
-) -> Difference | None:
+def first_difference(prompt: str, plain: list[int], drafted: list[int], spell: Spell) -> Difference | None:
     if plain == drafted:
         return None
     pairs = enumerate(zip(plain, drafted, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
     tokens = [text[position : position + 1] for text in (plain, drafted)]
     at = [f"{token[0]} {spell(token[0])!r}" if token else "the end" for token in tokens]
-    return Difference(prompt_id, position, at[0], at[1])
+    return Difference(prompt, position, at[0], at[1])

@@ -1,7 +1,6 @@
 """`paceline bench batch`: tokens a second by the number of requests at once, as ratios to plain decoding. A
-wave is a number of requests with prompts of their own, timed from when the last of them has its first token
-to when the first of them ends. Every row reads the same waves, in turn. Invariant: a wave in which a CUDA
-graph was recorded or a kernel compiled counts for no row.
+wave of requests is timed from when the last of them has its first token to when the first of them ends. Every
+row reads the same waves, in turn. Invariant: a wave in which a graph was recorded counts for no row.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
 from paceline.loaders.checkpoint import describe
-from paceline.measure.engines import engine_of, ids_of, load, rows_of
+from paceline.measure.engines import engine_of, ids_of, load_model, rows_of
 from paceline.measure.options import Batch
 from paceline.measure.prompts import chosen
 from paceline.measure.results import Table, Tell
@@ -42,8 +41,8 @@ class Run:
         tell("loading the model", 0)
         room = min(CONTEXT, describe(self.asked.model).config.max_context)
         limits = {"max_num_batched_tokens": self.asked.max_num_batched_tokens, "max_model_len": room}
-        limits["max_num_seqs"] = max(self.num_waves)
-        with load(self.asked, **limits, enable_prefix_caching=False, progress=False) as llm:
+        limits |= {"max_num_seqs": max(self.num_waves), "enable_prefix_caching": False, "progress": False}
+        with load_model(self.asked, **limits) as llm:
             gc.collect()
             longest = min(PROMPT, room - self.asked.max_new_tokens)
             prompts = [ids_of(llm, prompt.text)[-longest:] for prompt in self.prompts]
@@ -60,8 +59,7 @@ class Run:
         counted: list[dict[str, float]] = []  # speeds of a wave, by row
         different, number, wanted = 0, 0, self.num_waves[level]
         while len(counted) < wanted and number <= MOST_WAVES * wanted:
-            texts = [prompts[(number * level + i) % len(prompts)] for i in range(level)]
-            found = {}
+            found, texts = {}, [prompts[(number * level + i) % len(prompts)] for i in range(level)]
             for name, engine in in_turn(engines.items(), number):
                 gc.freeze()  # a collection that walked through what others have left would fall into a wave
                 found[name] = wave(engine, [intake.requests(ids, params)[0] for ids in texts])
@@ -73,8 +71,9 @@ class Run:
             if number > WARM_UPS and all(is_clean for _, _, is_clean in found.values()):
                 counted.append({name: speed for name, (speed, _, _) in found.items()})
         if not counted:
-            why = f"graphs were recorded in all {number} waves; give more --waves"
-            raise RequestError(f"{level} requests: {why}")
+            raise RequestError(
+                f"{level} requests: graphs were recorded in all {number} waves; give more --waves"
+            )
         speeds = {name: mean(each[name] for each in counted) for name in self.rows}
         return {
             "concurrency": level,
@@ -112,6 +111,5 @@ def tables(report: dict[str, Any]) -> list[Table]:
         ratios = [f"{level['ratio'][name]:.2f}" for name in names]
         plain = f"{level['tokens_per_s'][PLAIN]:,.0f}"
         rows.append((str(level["concurrency"]), plain, *ratios, str(level["different"])))
-    columns = ("plain, tokens/s", *names, "different")
-    title = f"{report['model']}: plain decoding, and ratios to it"
-    return [Table(title, ("requests at once",), columns, rows)]
+    columns, title = ("plain, tokens/s", *names, "different"), "plain decoding, and ratios to it"
+    return [Table(f"{report['model']}: {title}", ("requests at once",), columns, rows)]

@@ -19,9 +19,8 @@ from paceline.measure.models import gguf_file, hf_folder, main_type
 from paceline.measure.options import Compare
 from paceline.measure.processes import Worker, WorkerError, peer_worker
 from paceline.measure.prompts import chosen
-from paceline.measure.report import Answer, Task, Unit, by_task, report_rows, samples_of
 from paceline.measure.results import OVERALL, Table, Tell, table_of
-from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Row
+from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Answer, Row, Task, Unit
 
 LEAST_TOKENS = 8  # of an answer
 # Peers get a context that just holds the longest request, rounded up; drafts need a little more.
@@ -82,10 +81,10 @@ class Run:
                 for row, run in runners.items():
                     tell(f"warming up {row}", 0)
                     run(unit)
-            samples = list(chain(*samples_of(runners, units, self.asked.repeats, tell)))
+            samples = list(chain(*planning.samples_of(runners, units, self.asked.repeats, tell)))
             peaks = {row: worker.peak_mb() for row, worker in workers.items()}
             notes = {row.engine: worker.note for row, worker in workers.items() if worker.note}
-            return {"rows": report_rows(list(workers), samples, peaks), "notes": notes}
+            return {"rows": planning.report_rows(list(workers), samples, peaks), "notes": notes}
 
     def _model_options(self, row: Row, checkpoint: Checkpoint, tell: Tell) -> dict[str, Any]:
         """What a worker loads. A drafter by its name always drafts its usual length; only "auto" chooses."""
@@ -130,6 +129,6 @@ def tables(report: dict[str, Any]) -> list[Table]:
     title, names = f"overall, {overall[0]['prompts']} prompts", ("engine", "method")
     return [
         table_of(title, names, FIGURES, overall)._replace(notes=notes),
-        by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}", *names),
-        by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}", *names),
+        planning.by_task(report["rows"], "tokens/s, by task", "tokens_per_second", "{:.1f}", *names),
+        planning.by_task(report["rows"], "speedup over plain, by task", "speedup", "{:.2f}", *names),
     ]

@@ -14,20 +14,16 @@ from paceline.api.llm import LLM
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.measure.engines import answer, engine_of, ids_of, load, rows_of
+from paceline.measure import rows as planning
+from paceline.measure.engines import answer, engine_of, ids_of, load_model, rows_of
 from paceline.measure.options import Decode
 from paceline.measure.prompts import chosen
-from paceline.measure.report import Answer, Sample, Task, Unit, by_task, report_rows, samples_of
 from paceline.measure.results import OVERALL, Table, Tell, table_of
-from paceline.measure.rows import AUTO, OURS, Row
+from paceline.measure.rows import AUTO, OURS, Answer, Row, Sample, Task, Unit
 
 WARM_UP = "Hello, who are you and what do you do?"
-FIGURES = {
-    "tok/s": "{tokens_per_second:.1f}",
-    "τ": "{tau:.2f}",
-    "α": "{alpha:.2f}",
-    "different": "{different}",
-}
+FIGURES = {"tok/s": "{tokens_per_second:.1f}", "τ": "{tau:.2f}", "α": "{alpha:.2f}"}
+FIGURES["different"] = "{different}"
 LEGEND = """speedup: over plain decoding in this run, tokens after the first; τ: tokens a pass; α: share of
 drafted tokens accepted; different: texts that are not plain decoding's.
 """
@@ -42,7 +38,7 @@ class Run:
 
     def report(self, tell: Tell) -> dict[str, Any]:
         tell("loading the model", 0)
-        with load(self.asked, enable_prefix_caching=False, progress=False) as llm:
+        with load_model(self.asked, enable_prefix_caching=False, progress=False) as llm:
             own = llm.engine  # `auto` as every user has it
             engines = {row: own if row.method == AUTO else engine_of(llm, row.method) for row in self.rows}
             for row, engine in engines.items():
@@ -50,7 +46,7 @@ class Run:
                 answer(llm, ids_of(llm, WARM_UP), self.params, engine)
             samples = self._samples(llm, engines, tell)
             is_exact = llm.engine.executor.decoder.is_exact
-        rows = report_rows(self.rows, samples, {})
+        rows = planning.report_rows(self.rows, samples, {})
         for record in rows:
             record["different"] = record["prompts"] - record["identical"]
         is_ok = not (is_exact and any(record["different"] for record in rows))
@@ -66,7 +62,7 @@ class Run:
         runners = {row: partial(run, engine) for row, engine in engines.items()}
         samples, backend, end = list[Sample](), llm.engine.executor.backend, self.asked.seconds or math.inf
         end, num_recorded = time.perf_counter() + end, backend.num_recordings
-        for found in samples_of(runners, units, 1, tell):
+        for found in planning.samples_of(runners, units, 1, tell):
             samples += found if backend.num_recordings == num_recorded else ()
             num_recorded = backend.num_recordings
             if time.perf_counter() > end:
@@ -80,8 +76,8 @@ def tables(report: dict[str, Any]) -> list[Table]:
     overall = [row for row in report["rows"] if row["task"] == OVERALL]
     compared = "texts compared token by token" if report["is_exact"] else "not exact: use --exact"
     title = f"speedup over plain decoding, {overall[0]['prompts']} prompts, {compared}"
-    speedups = by_task(report["rows"], title, "speedup", "{:.2f}", "method")
+    speedups = planning.by_task(report["rows"], title, "speedup", "{:.2f}", "method")
     figures = table_of("", (), FIGURES, overall)
     rows = [(*line, *more) for line, more in zip(speedups.rows, figures.rows, strict=True)]
-    taus = by_task(report["rows"], "τ, tokens a pass", "tau", "{:.2f}", "method")
+    taus = planning.by_task(report["rows"], "τ, tokens a pass", "tau", "{:.2f}", "method")
     return [Table(title, ("row",), (*speedups.numbers, *FIGURES), rows), taus._replace(names=("row",))]

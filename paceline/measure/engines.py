@@ -1,6 +1,7 @@
 """Several engines over one loaded model: rows of `bench decode`, `bench batch` and `tune`, timed in turns.
 The one place where measuring makes engines and policies. Invariant: all of them share the model's executor
-and take turns, so a comparison is of drafting alone; each has drafters of its own.
+and take turns, so a comparison is of drafting alone; each has drafters of its own. `load` is what a worker
+process of `paceline bench` calls (workers/serve.py).
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 
 from paceline.api.build import HEAD_COST
 from paceline.api.llm import LLM
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import nearest
 from paceline.core.params import SamplingParams
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter
+from paceline.drafters.suffix import Suffix
 from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
@@ -39,10 +41,10 @@ def rows_of(text: str) -> list[str]:
     return list(dict.fromkeys([PLAIN, *names]))
 
 
-def load(asked: Loaded, **more: Any) -> LLM:
+def load_model(asked: Loaded, **more: Any) -> LLM:
     """The model that the options name."""
-    given = {"dtype": asked.dtype, "device": asked.device, "exact": asked.exact, **more}
-    return LLM(asked.model, load_format=asked.load_format, **given)
+    names = ("model", "dtype", "device", "exact", "load_format")
+    return LLM(**{name: getattr(asked, name) for name in names}, **more)
 
 
 def engine_of(llm: LLM, row: str) -> Engine:
@@ -91,7 +93,7 @@ def ids_of(llm: LLM, text: str) -> list[int]:
 
 
 def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> dict[str, Any]:
-    """One request as report.py counts answers, with the seconds at which steps wrote tokens, and how many."""
+    """One request as rows.py counts answers, with the seconds at which steps wrote tokens, and how many."""
     llm.engine = engine or llm.engine
     tokens, times, counts, started = [], [], [], time.perf_counter()
     for chunk in llm.stream(ids, params):
@@ -102,3 +104,43 @@ def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | No
     assert chunk.result is not None, "a stream ends with its result"
     found = {"ids": tokens, "first_s": times[0], "total_s": times[-1], "times": times, "counts": counts}
     return {**found, **{name: getattr(chunk.result.stats, name) for name in COUNTS}}
+
+
+def load(options: dict[str, Any]) -> dict[str, Any]:
+    """Paceline as a worker, timed like every peer; it also reads the prompts for all (`encode`)."""
+    chosen = {"dtype": options["dtype"], "speculative_config": options["speculative_config"]}
+    # no prefix caching: every repeat reads its prompt anew
+    limits = {"max_num_seqs": options["in_flight"], "enable_prefix_caching": False, "progress": False}
+    llm = LLM(options["model"], **chosen, **limits)
+    answered: set[tuple[int, ...]] = set()  # prompts whose answers a drafter may remember
+
+    def begin(prompts: list[dict[str, Any]]) -> None:
+        """A repeat must not find its answer in what a drafter remembers of the last one."""
+        asked = {tuple(prompt["ids"]) for prompt in prompts}
+        if answered & asked:
+            for drafter in llm.engine.policy.drafters:
+                if isinstance(drafter, Suffix):
+                    drafter.forget()
+            answered.clear()
+        answered.update(asked)
+
+    def one(prompt: dict[str, Any]) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=prompt["num_tokens"], ignore_eos=True)
+        return answer(llm, prompt["ids"], params)
+
+    def encode(texts: dict[str, str], max_tokens: int, min_tokens: int) -> dict[str, Any]:
+        """Each prompt as the model's chat template puts it, and how long its plain greedy answer is."""
+        found, plain = {}, SamplingParams(temperature=0, max_tokens=max_tokens, num_speculative_tokens=0)
+        for name, text in texts.items():
+            try:
+                ids = ids_of(llm, text)
+                (result,) = llm.generate([ids], plain)
+            except RequestError as error:
+                raise RequestError(f"prompt {name}: {error}") from None
+            answered.add(tuple(ids))
+            room = llm.engine.config.max_model_len - len(ids)
+            length = min(max(len(result.token_ids), min_tokens), max_tokens, room)
+            found[name] = {"ids": ids, "num_tokens": length}
+        return {"prompts": found}
+
+    return {"answer": one, "begin": begin, "encode": encode}

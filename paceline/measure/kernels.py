@@ -1,12 +1,12 @@
 """`paceline bench kernels`: products, attention and whole passes of ours, and llama.cpp's passes over as many
-tokens, each beside what the machine allows (step.py). A product runs over all layers of the model, so that
-weights come from memory and not from a cache, with all threads inside one compiled region, each on its share
-of every matrix, as in cpu/forward.py.
+tokens, each beside what the machine allows (step.py). A product runs over all layers, so that weights come
+from memory, with all threads inside one compiled region, each on its share of every matrix, as in a pass.
 """
 
 from __future__ import annotations
 
 import time
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numba import carray, prange
 
-from paceline.core.errors import ConfigError
 from paceline.core.options import require
 from paceline.core.types import BLOCK_SIZE
 from paceline.cpu.decoder import CpuDecoder
@@ -34,7 +33,7 @@ from paceline.measure.options import Kernels
 from paceline.measure.processes import Worker, peer_worker
 from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.roofline import Deployment, Work
-from paceline.measure.rows import PLAIN, dtypes_of, is_installed, peer_python, peer_rows
+from paceline.measure.rows import DTYPES, PLAIN, is_installed, names_of, peer_python, peer_rows
 from paceline.measure.step import Labels, Subject, limits_json, passes_of, take_turns
 from paceline.models.quantize import DOT_ROWS, FLOAT_ROWS, GROUP, bits_of, head_bits
 from paceline.runtime.backend import backend_for
@@ -56,9 +55,7 @@ time, 100 % is the limit.
 
 class Run:
     def __init__(self, asked: Kernels) -> None:
-        self.asked, self.dtypes = asked, dtypes_of(asked.dtypes)
-        if not self.dtypes:
-            raise ConfigError("--dtypes is none, but the kernels are ours; name int8, float32 or int4")
+        self.asked, self.dtypes = asked, names_of("--dtypes", asked.dtypes, DTYPES)
         usual = "llama.cpp:Q8_0" if is_installed("llama.cpp") else "none"  # the nearest to int8
         rows = peer_rows(usual if asked.peers == "auto" else asked.peers, [PLAIN], 1)
         for row in rows:
@@ -152,14 +149,6 @@ def llamacpp_passes(worker: Worker, path: Path, on: Deployment) -> Subject:
     return Subject(labels, seconds, lambda tokens: on.work(tokens, 1).plus(further))
 
 
-class Inputs(NamedTuple):
-    """Where the input of a product lies."""
-
-    values: int
-    scales: int
-    sums: int
-
-
 def _over_all(product: Any) -> Any:
     """A kernel that multiplies with one matrix after another, all threads in one region."""
 
@@ -173,6 +162,7 @@ def _over_all(product: Any) -> Any:
     return run
 
 
+Inputs = namedtuple("Inputs", "values scales sums")  # where the input of a product lies
 RUN = {bits: _over_all(product) for bits, product in ((32, product_32), (8, product_8), (4, product_4))}
 
 

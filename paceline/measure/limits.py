@@ -1,7 +1,6 @@
-"""What the machine can do at best, measured: reading memory, integer dot products, float multiply-adds, all
-threads at once. Invariant: each limit is the fastest of several runs of a loop that does nothing else, so no
-kernel can honestly pass it. Reading goes over a buffer far larger than any cache; the arithmetic stays in
-registers, with enough sums to keep every unit busy.
+"""What the machine can do at best, measured: reading a buffer larger than any cache, integer dot products and
+float multiply-adds in registers, all threads at once. Invariant: each limit is the fastest of several runs of
+a loop that does nothing else, so no kernel can honestly pass it.
 """
 
 from __future__ import annotations

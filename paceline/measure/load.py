@@ -78,12 +78,11 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Without the text: it may be a user's own."""
-        told: dict[str, Any] = {"prompt": self.prompt, "due_s": round(self.due, 6)}
-        told["sent_s"] = round(self.sent, 6)
-        for name in GOALS:
-            told[f"{name}_ms"] = next((round(value, 3) for value in self.latencies()[name]), None)
-        told |= {"prompt_tokens": self.num_prompt, "output_tokens": self.num_tokens}
-        return {**told, "finish_reason": self.finish, "error": self.error}
+        sent = {"prompt": self.prompt, "due_s": round(self.due, 6), "sent_s": round(self.sent, 6)}
+        times = {f"{name}_ms": values for name, values in self.latencies().items() if name in GOALS}
+        rounded = {name: round(values[0], 3) if values else None for name, values in times.items()}
+        told = {"prompt_tokens": self.num_prompt, "output_tokens": self.num_tokens, "error": self.error}
+        return {**sent, **rounded, **told, "finish_reason": self.finish}
 
 
 def job_of(asked: Serve, model: str, extra: dict[str, Any], prompt: Prompt) -> Job:

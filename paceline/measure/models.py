@@ -21,6 +21,9 @@ from paceline.measure.rows import FILE_AS_IS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAME_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "sliding_window")
+NAMES = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "rms_eps": "rms_norm_eps"}
+NAMES |= {"num_kv_heads": "num_key_value_heads", "max_context": "max_position_embeddings"}
+NAMES |= {"tie_embeddings": "tie_word_embeddings", **{name: name for name in SAME_NAMES}}  # ours -> theirs
 
 
 def gguf_file(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
@@ -55,11 +58,9 @@ def matrix_bytes(path: Path) -> int:
     return total
 
 
-def _made(
-    checkpoint: Checkpoint, ending: str, tell: Tell, write: Callable[[Path], None], folder: Path | None = None
-) -> Path:
+def _made(checkpoint: Checkpoint, ending: str, tell: Tell, write: Callable[[Path], None]) -> Path:
     """What was written from the model, now or before; until it is whole, each process has its own path."""
-    folder = folder or hub.cache_dir() / "bench"
+    folder = hub.cache_dir() / "bench"
     target = folder / f"{checkpoint.name}-{checkpoint.fingerprint[:12]}-{ending}"
     if not target.exists():
         tell(f"writing {target.name}", 0)
@@ -95,11 +96,11 @@ def _requantize(source: Path, target: Path, kind_name: str) -> None:
     writer.close()
 
 
-def hf_folder(checkpoint: Checkpoint, tell: Tell, folder: Path | None = None) -> Path:
+def hf_folder(checkpoint: Checkpoint, tell: Tell) -> Path:
     """The model as a Hugging Face folder in float32: itself where it is one, else written from GGUF."""
     if checkpoint.path.is_dir():
         return checkpoint.path
-    return _made(checkpoint, "hf", tell, lambda part: _write_folder(checkpoint, part), folder)
+    return _made(checkpoint, "hf", tell, lambda part: write_folder(checkpoint, part))
 
 
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -111,15 +112,9 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "architectures": [f"{config.family.capitalize()}ForCausalLM"],
         "model_type": config.family,
-        **{name: getattr(config, name) for name in SAME_NAMES},
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_context,
-        "rms_norm_eps": config.rms_eps,
+        **{theirs: getattr(config, ours) for ours, theirs in NAMES.items()},
         "rope_theta": config.rope.theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
-        "tie_word_embeddings": config.tie_embeddings,
         "use_sliding_window": False,
         "hidden_act": "silu",
         "bos_token_id": checkpoint.bos_id,
@@ -128,7 +123,7 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
+def write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from paceline.loaders.tokenizer import Tokenizer

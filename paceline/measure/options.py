@@ -15,6 +15,7 @@ PROMPTS_HELP = "Your prompts (.jsonl as Spec-Bench has it, .jsonl.gz or .txt) in
 DRAFT_MODEL_HELP = "The smaller model of --method draft_model, or a head's folder."
 ROWS_HELP = """Rows that take turns, separated by commas: plain, auto, auto-free (auto without a learned \
 head), or a drafter; eagle/5 always drafts five tokens."""
+JSON_HELP = "Also write the report here, with machine, versions and command."
 LIMIT_HELP = "At most this many prompts of each task."
 TOKENS_HELP = "Most tokens of an answer."
 SHAPE_HELP = "A model as elsewhere, a config.json, or a shape: llama-8b, smollm2-135m. No weights are read."
@@ -31,14 +32,14 @@ def same(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    json: Path | None = option(None, MAIN, "Also write the report here, with machine, versions and command.")
+    model: str = same("model")
+    json: Path | None = option(None, MAIN, JSON_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded(Report):
     """Options of the verbs that load a model into their own process."""
 
-    model: str = same("model")
     device: str = same("device")
     dtype: str = same("dtype")
     exact: bool = same("exact")
@@ -58,7 +59,6 @@ class Compare(Report):
     Example: paceline bench --methods none,ngram --peers llama.cpp:Q8_0,transformers --json report.json
     """
 
-    model: str = same("model")
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     methods: str = option("none,auto,ngram", MAIN, "Drafters, or auto; none is plain decoding.")
     dtypes: str = option("int8,float32", MAIN, "Of our own engine: int8, float32, int4; or none.")
@@ -139,7 +139,6 @@ class Kernels(Report):
     longer over the context than over none. A prompt of 512 tokens is timed as well.
     """
 
-    model: str = same("model")
     dtypes: str = option("int8,float32,int4", MAIN, "Precisions, separated by commas.")
     peers: str = option("auto", MAIN, "llama.cpp, llama.cpp:Q8_0, none, or auto: Q8_0 if installed.")
     context: int = option(128, MAIN, "Cached tokens that every pass sees.", min=1)
@@ -153,13 +152,12 @@ class Quality(Report):
     Weights and activations are rounded as they are when text is generated. The change is against float32.
     """
 
-    model: str = same("model")
     dtypes: str = option("float32,int8,int4", MAIN, "Precisions, separated by commas.")
     text: Path | None = option(None, MAIN, "Your text file instead of the shipped one.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(Report):
+class Serve:
     """Put load on a running server and tell its latencies, throughput and goodput.
 
     Requests are sent when they are due (Poisson arrivals at each rate in turn), whether or not earlier ones
@@ -193,6 +191,7 @@ class Serve(Report):
     timeout: float = option(600.0, REQUESTS, "Seconds after which a request has failed.")
     goodput: str = option("ttft:1000,tpot:100", REPORT, "Goals in ms: any of ttft, tpot, e2el; or none.")
     metric_percentiles: str = option("50,90,99", REPORT, "Separated by commas.")
+    json: Path | None = option(None, REPORT, JSON_HELP)
     plot: Path | None = option(None, REPORT, "Also draw latency and throughput into this folder.")
     peers: str | None = option(None, PEERS, "llama.cpp's quantizations, with +ngram if it drafts.")
     rounds: int = option(3, PEERS, "Times that each server meets each level, always with new prompts.")
@@ -210,7 +209,6 @@ class Soak(Report):
     """
 
     what: str = option("load", MAIN, "load, disconnects, kills or sigterm.", is_argument=True)
-    model: str = same("model")
     clients: int = option(16, MAIN, "Clients that ask again and again.", min=1)
     seconds: float = option(60.0, MAIN, "Of load.", min=1)
     count: int = option(100, MAIN, "Clients that leave, or engines that are killed.", min=1)

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
 from paceline.loaders.checkpoint import describe
-from paceline.measure import formulas, roofline
+from paceline.measure import roofline
 from paceline.measure.options import Paper
 from paceline.measure.results import Table, cell, table_of
 from paceline.measure.roofline import HARDWARE, THIS, Deployment, Hardware, training
@@ -25,6 +25,12 @@ PASSES["t(n)/t(1)"] = "{relative:.2f}"
 
 
 def report_of(asked: Paper) -> dict[str, Any]:
+    for alpha in asked.alpha:
+        require(0 <= alpha <= 1, "--alpha", alpha, "it is a chance, give a number from 0 to 1")
+    for k in asked.k:
+        require(1 <= k <= roofline.MOST_K, "-k", k, f"give a whole number from 1 to {roofline.MOST_K}")
+    is_sane = asked.budget is None or 1e6 <= asked.budget <= 1e30
+    require(is_sane, "--budget", asked.budget, "give FLOPs between 1e6 and 1e30, such as 1e18")
     machine, ks = _machine(asked), asked.k or KS
     name, config = describe(asked.model)
     drafter = describe(asked.draft) if asked.draft is not None else None
@@ -42,7 +48,7 @@ def report_of(asked: Paper) -> dict[str, Any]:
     draft = replace(target, config=drafter.config) if drafter else None
     # of drafting one token, relative to a pass of the target over one; looking text up costs nothing
     cost = draft.seconds(1) / target.seconds(1) if draft is not None else 0.0
-    edges = [formulas.break_even_alpha(k, cost, target.relative(k + 1)) for k in ks]
+    edges = [roofline.break_even_alpha(k, cost, target.relative(k + 1)) for k in ks]
     limits = {"bandwidth": machine.bandwidth, "flops": machine.product_flops(target.dtype)}
     limits |= {"memory": machine.memory, "ridge": machine.ridge(target.dtype)}
     return {
@@ -59,15 +65,6 @@ def report_of(asked: Paper) -> dict[str, Any]:
         "memory": _memory(target, draft),
         "training": training(asked.budget, target) if asked.budget is not None else None,
     }
-
-
-def check(asked: Paper) -> None:
-    for alpha in asked.alpha:
-        require(0 <= alpha <= 1, "--alpha", alpha, "it is a chance, give a number from 0 to 1")
-    for k in asked.k:
-        require(1 <= k <= roofline.MOST_K, "-k", k, f"give a whole number from 1 to {roofline.MOST_K}")
-    is_sane = asked.budget is None or 1e6 <= asked.budget <= 1e30
-    require(is_sane, "--budget", asked.budget, "give FLOPs between 1e6 and 1e30, such as 1e18")
 
 
 def _machine(asked: Paper) -> Hardware:
@@ -127,9 +124,9 @@ def _pass(on: Deployment, num_rows: int) -> dict[str, Any]:
 
 
 def _speedups(target: Deployment, cost: float, alpha: float, ks: tuple[int, ...]) -> dict[str, Any]:
-    best = formulas.best_k(alpha, cost, target.relative, roofline.MOST_K)
-    gains = {k: formulas.speedup(alpha, k, cost, target.relative(k + 1)) for k in {*ks, best}}
-    by_k = {k: {"tokens": formulas.expected_tokens(alpha, k), "speedup": gains[k]} for k in ks}
+    best = roofline.best_k(alpha, cost, target.relative, roofline.MOST_K)
+    gains = {k: roofline.speedup(alpha, k, cost, target.relative(k + 1)) for k in {*ks, best}}
+    by_k = {k: {"tokens": roofline.expected_tokens(alpha, k), "speedup": gains[k]} for k in ks}
     return {"alpha": alpha, "by_k": by_k, "best_k": best, "best_speedup": gains[best]}
 
 

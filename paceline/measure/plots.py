@@ -33,14 +33,14 @@ Points = tuple[Sequence[float], Sequence[float]]  # x and y
 def check(folder: Path | None = None) -> None:
     """Refuse what could not be drawn or written, before the work whose result it is for."""
     if find_spec("matplotlib") is None:
-        remedy = "run pip install 'paceline[bench]'"
-        raise ConfigError(f"--plot needs matplotlib, which is not installed; {remedy}")
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed; run pip install 'paceline[bench]'"
+        )
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = f"cannot be made ({error.strerror}); choose another folder"
-        raise ConfigError(f"--plot {folder}: {why}") from None
+        raise ConfigError(f"--plot {folder}: cannot be made ({error.strerror}); choose another") from None
 
 
 def draw(verb: str, report: Report, target: Path) -> list[Path]:

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from paceline.core.errors import PacelineError
 from paceline.measure.endpoint import Endpoint, endpoint_of
 from paceline.measure.results import Tell, num_threads
-from paceline.measure.rows import OURS, Row, peer_python
+from paceline.measure.rows import FOLDERS, OURS, Row, peer_python
 
 PROGRAM = Path(__file__).parent / "workers" / "serve.py"
-MODULES = {OURS: "run_paceline", "llama.cpp": "run_llamacpp"}  # in workers/, by engine
-MODULES |= {"transformers": "run_transformers", "vllm": "run_vllm"}
+# By engine; of peers in workers/.
+MODULES = {OURS: "paceline.measure.engines", **{peer: f"run_{name}" for peer, name in FOLDERS.items()}}
 LOAD_S, ANSWER_S, DEATH_S = 900.0, 600.0, 5.0
 LOG_LINES, LOG_CHARACTERS = 4, 600
 # Errors of ours whose messages say it all.
@@ -106,16 +106,12 @@ def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worke
     os.close(handle)
     shared = {"method": row.method, "threads": num_threads(), "in_flight": 1, "is_raw": row.is_raw}
     worker = Worker(str(row), peer_python(row.peer), MODULES[row.peer], Path(log), num_threads())
-    has_failed = False
     try:
         worker.load({**shared, **options})
         yield worker
-    except WorkerError:
-        has_failed = True
-        raise
     finally:
         worker.stop()
-        if not has_failed:
+        if not isinstance(sys.exception(), WorkerError):
             worker.log.unlink(missing_ok=True)
 
 

@@ -52,16 +52,10 @@ def load(path: str | Path | None = None) -> list[Prompt]:
 
 def chosen(path: Path | None, limit: int | None, every: int = 1) -> list[Prompt]:
     """The prompts of a file, or the shipped ones: every n-th, and at most `limit` of each category."""
-    prompts = load(path)[::every]
-    return prompts if limit is None else first_of_each(prompts, limit)
-
-
-def first_of_each(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """At most `limit` prompts of each category, in their order."""
     taken, kept = Counter[str](), []
-    for prompt in prompts:
+    for prompt in load(path)[::every]:
         taken[prompt.category] += 1
-        if taken[prompt.category] <= limit:
+        if limit is None or taken[prompt.category] <= limit:
             kept.append(prompt)
     return kept
 

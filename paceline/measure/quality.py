@@ -19,7 +19,7 @@ from paceline.loaders.tokenizer import Tokenizer
 from paceline.measure.options import Quality
 from paceline.measure.prompts import text_of
 from paceline.measure.results import Table, Tell, table_of
-from paceline.measure.rows import dtypes_of
+from paceline.measure.rows import DTYPES, names_of
 from paceline.runtime.backend import backend_for
 from paceline.runtime.executor import LocalExecutor
 
@@ -35,9 +35,7 @@ class Run:
     num_turns = None  # not known before the text is read
 
     def __init__(self, asked: Quality) -> None:
-        self.model, self.dtypes = asked.model, dtypes_of(asked.dtypes)
-        if not self.dtypes:
-            raise ConfigError("--dtypes is none, so there is nothing to measure; name float32, int8 or int4")
+        self.model, self.dtypes = asked.model, names_of("--dtypes", asked.dtypes, DTYPES)
         self.text = text_of(SHIPPED if asked.text is None else asked.text, "give a text file")
 
     def report(self, tell: Tell) -> dict[str, Any]:

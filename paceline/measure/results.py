@@ -28,6 +28,7 @@ from paceline.measure.options import Tables
 OVERALL = "overall"  # the task that stands for all of them
 ORIGIN = ("verb", "command", "date", "machine", "versions")  # fields of every report
 Tell = Callable[[str, int], None]  # what is being done, and how many turns have just been finished
+Columns = dict[str, str]  # heading -> a record's field and its form, such as "{tau:.2f}"
 PACKAGES = ("torch", "numba", "numpy", "triton")
 # Verbs whose reports are tables, each a module: Run(options) refuses what a user can mend, its num_turns is
 # for a progress bar (None: not known), report(tell) measures; tables(report) and LEGEND are what is shown.
@@ -36,8 +37,7 @@ MARKED = re.compile(r"(<!-- table:([\w.-]+)(?: (\d+))? -->\n).*?(<!-- end -->)",
 
 
 def num_threads() -> int:
-    is_known = sys.platform == "linux"
-    return len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
@@ -69,9 +69,6 @@ class Table(NamedTuple):
     numbers: Sequence[str]  # columns of figures
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()  # lines below it
-
-
-Columns = dict[str, str]  # heading -> a record's field and its form, such as "{tau:.2f}"
 
 
 def cell(value: float | str | None, form: str) -> str:

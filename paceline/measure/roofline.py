@@ -1,17 +1,21 @@
 """The roofline: what a pass must read and multiply, what a machine can do at best, and the time that follows.
 A pass reads every weight and each request's cached keys and values once, and multiplies for every row. It
 takes the longer of the two times; while that is reading, further rows are free, which is what a draft lives
-on. Arithmetic of several precisions shares the units, so its times add up. All times are lower bounds.
+on. All times are lower bounds. And the formulas of speculative decoding, where α is the probability that a
+drafted token is accepted given that all before it were (one for all depths, or one for each), and costs are
+relative to a pass over one token. Invariant: drafting nothing gains exactly 1.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
-from paceline.measure import formulas
 from paceline.models.config import ModelConfig
 
 GB, TERA = 10**9, 10**12
@@ -25,6 +29,8 @@ MOST_ROWS = 1 << 20
 TOKENS_A_PARAMETER = 20  # of training text, where compute is spent best (Hoffmann et al. 2022)
 FLOPS_A_TOKEN = 6  # and parameter: forward and backward
 TRAINED_AT = 0.4  # of the arithmetic limit: what training runs reach
+Alpha = float | Sequence[float]
+PRECISION = 1e-9  # of a break-even α
 
 
 class Work(NamedTuple):
@@ -163,6 +169,34 @@ class Deployment:
         return bisect_left(range(1, MOST_ROWS), True, key=lambda rows: not self.is_memory_bound(rows))
 
 
+def expected_tokens(alpha: Alpha, k: int) -> float:
+    """Of a pass that checks a chain of k, on average and with the target's own: (1 - α^(k+1)) / (1 - α)."""
+    alphas = [alpha] * k if isinstance(alpha, (int, float)) else alpha[:k]
+    return sum(accumulate(alphas, mul), 1.0)
+
+
+def speedup(alpha: Alpha, k: int, draft_cost: float, verify_cost: float) -> float:
+    """Over plain decoding: tokens a step gives, over what the step costs."""
+    return expected_tokens(alpha, k) / (k * draft_cost + verify_cost)
+
+
+def best_k(alpha: Alpha, draft_cost: float, verify_cost: Callable[[int], float], most: int) -> int:
+    """The length of draft that gains most, 0 if none gains; the shortest of equally good ones."""
+    gains = [speedup(alpha, k, draft_cost, verify_cost(k + 1)) for k in range(most + 1)]
+    return max(range(most + 1), key=lambda k: (gains[k], -k))
+
+
+def break_even_alpha(k: int, draft_cost: float, verify_cost: float) -> float | None:
+    """The α from which drafting k tokens pays; None where even perfect drafts cost more than they give."""
+    if speedup(1.0, k, draft_cost, verify_cost) < 1:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > PRECISION:
+        middle = (low + high) / 2
+        low, high = (low, middle) if speedup(middle, k, draft_cost, verify_cost) >= 1 else (middle, high)
+    return high
+
+
 def training(budget: float, target: Deployment) -> dict[str, float | None]:
     """How to spend a budget of FLOPs: C = 6 N D with D = 20 N; draft_cost is relative to the target."""
     parameters, hardware = math.sqrt(budget / (FLOPS_A_TOKEN * TOKENS_A_PARAMETER)), target.hardware
@@ -170,6 +204,6 @@ def training(budget: float, target: Deployment) -> dict[str, float | None]:
     products = {hardware.kind(target.dtype): 2 * target.batch * parameters}
     work = Work(num_bytes=parameters * WIDTHS[target.dtype], **products)
     cost = hardware.seconds(work) / target.seconds(1)
-    edge = formulas.break_even_alpha(4, cost, target.relative(5))  # from which drafts of four tokens pay
+    edge = break_even_alpha(4, cost, target.relative(5))  # from which drafts of four tokens pay
     spent = {"flops": budget, "parameters": parameters, "tokens": tokens, "hours": hours}
     return {**spent, "draft_cost": cost, "pays_from": edge}

@@ -1,9 +1,7 @@
 """`paceline bench serve`: one client, any OpenAI-compatible server, one load after the other. Invariant: what
 was measured before an interrupt is reported; an interrupted level is marked, and its unfinished requests are
-not in it. With --peers `paceline serve` and llama.cpp's server take turns under the same load (`Turns`): a
-client sends its next prompt when its last answer is complete, and a round gives every server the same new
-prompts at every level, so no server meets a prompt twice. Both keep the beginnings of prompts they have read
-and have a place for every client; the reading of prompts counts. The ratio is to a level's fastest peer.
+not in it. With --peers our server and llama.cpp's take turns (`Turns`): a round gives every server the same
+new prompts at every level, so none meets a prompt twice. The ratio is to a level's fastest peer.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ LEGEND = """TTFT, TPOT, e2e: milliseconds to the first token, for each further o
 it was due; goodput: requests a second that met every goal; cached: prompt tokens that the server
 had read before; τ, α: tokens a draft led to and share of drafted tokens accepted, by its own counters.
 """
-
-
 LEVELS = "1,4,16"
 QUIET_S = 0.3  # between servers: the last one's threads may still be spinning
 FEWEST, TURNS = 4, 2  # prompts of a level are at least FEWEST, and that many for each client, times TURNS
@@ -88,7 +84,7 @@ class Run:
         asked, task = self.asked, asyncio.current_task()
         if threading.current_thread() is threading.main_thread() and task is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-        model = asked.model or await _first_model(self.server)
+        model = asked.model or await self._first_model()
         chosen = random.Random(asked.seed).sample(self.prompts, len(self.prompts))
         jobs = [job_of(asked, model, self.extra, prompt) for prompt in chosen]
         levels, records = [], list[Record]()
@@ -128,6 +124,17 @@ class Run:
         requests = [record.to_json() for record in sorted(records, key=lambda record: record.due)]
         return {**report, "speculative_decoding": drafting, "requests": requests}
 
+    async def _first_model(self) -> str:
+        try:
+            models = json.loads(await self.server.get("/v1/models"))["data"]
+            return str(models[0]["id"])
+        except Refused as error:
+            start = "start the server (`paceline serve`), or check --base-url"
+            remedy = "give --api-key" if "401" in str(error) else start
+            raise ConfigError(f"{self.asked.base_url} does not answer ({error}); {remedy}") from None
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ConfigError("the server's /v1/models names no model; give --model") from None
+
     async def _metrics(self) -> dict[str, float]:
         with contextlib.suppress(Refused, ValueError):
             return await load.metrics(self.server)
@@ -141,19 +148,6 @@ def _numbers(option: str, text: str, most: float, example: str) -> list[float]:
     is_ok = bool(numbers) and all(0 < number <= most for number in numbers)
     require(is_ok, option, text, f"write numbers above 0 and up to {most:g}: {example}")
     return numbers
-
-
-async def _first_model(server: Endpoint) -> str:
-    try:
-        models = json.loads(await server.get("/v1/models"))["data"]
-        return str(models[0]["id"])
-    except Refused as error:
-        where = f"{'https' if server.is_tls else 'http'}://{server.host}:{server.port}{server.folder}"
-        is_key = "401" in str(error)
-        remedy = "give --api-key" if is_key else "start the server (`paceline serve`), or check --base-url"
-        raise ConfigError(f"{where} does not answer ({error}); {remedy}") from None
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise ConfigError("the server's /v1/models names no model; give --model") from None
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

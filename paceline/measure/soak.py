@@ -12,7 +12,6 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -161,7 +160,6 @@ class Run:
             await asyncio.sleep(0.1)
 
 
-KINDS: dict[str, Callable[[Run], Awaitable[dict[str, Any]]]]
 KINDS = {"load": Run.load, "disconnects": Run.disconnects, "kills": Run.kills, "sigterm": Run.sigterm}
 
 

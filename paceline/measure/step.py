@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from paceline.core.errors import ConfigError
 from paceline.loaders.checkpoint import describe
 from paceline.measure import limits
-from paceline.measure.engines import load
+from paceline.measure.engines import load_model
 from paceline.measure.options import Step
 from paceline.measure.results import Table, Tell, table_of
 from paceline.measure.roofline import Deployment, Hardware, Work
@@ -30,8 +30,6 @@ LEGEND = """ms: a pass whose result is waited for; queued: a pass among several 
 the first row count; floor: the longer of reading weights and cached tokens at the measured bandwidth and
 multiplying at the measured rate; reached: its share of ms.
 """
-
-
 Labels = dict[str, Any]
 
 
@@ -111,7 +109,7 @@ class Run:
             executors = {}
             for dtype in self.dtypes:
                 tell(f"loading {dtype}", 0)
-                llm = load(replace(asked, dtype=dtype), **room, speculative_config=None, progress=False)
+                llm = load_model(replace(asked, dtype=dtype), **room, speculative_config=None, progress=False)
                 executors[dtype] = stack.enter_context(llm).engine.executor
             device = next(iter(executors.values())).device
             tell("measuring the machine", 0)

@@ -1,7 +1,6 @@
-"""`paceline tune`: plain decoding, the policy and every K of every drafter take turns, a greedy request at a
-time, and of repeats the quickest counts. The longest K has a clock around its drafter; how often it is right
-at each depth and what asking it costs predict the speedup of every K (core/formulas.py). Times are those
-after a request's first draft. Invariant: a drafter that remembers texts meets no text that it was shown.
+"""`paceline tune`: plain decoding, the policy and every K of every drafter take turns, and of repeats the
+quickest counts. The longest K has a clock around its drafter; how often it is right at each depth and what
+asking it costs predict the speedup of every K. Invariant: a drafter that remembers texts meets none twice.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from paceline.drafters import registry
 from paceline.engine.engine import Engine
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
-from paceline.measure import formulas
-from paceline.measure.engines import answer, auto_engine, drafter_of, engine_of, engine_with, ids_of
-from paceline.measure.engines import load as load_model
+from paceline.measure import engines, roofline
 from paceline.measure.options import Tune
-from paceline.measure.prompts import first_of_each, load
+from paceline.measure.prompts import chosen, load
 from paceline.measure.results import Table, Tell, cell
 from paceline.measure.rows import AUTO, PLAIN, in_turn, names_of
 from paceline.runtime.timing import measure as time_passes
@@ -86,19 +83,17 @@ class Prices(NamedTuple):
 
 def predict(lengths: Counter[int], accepted_at: Sequence[int], k: int, prices: Prices) -> dict[str, Any]:
     """What drafts of k tokens would gain, from steps by tokens drafted and by the depth they got right."""
-    steps = sum(lengths.values())
-    if k == 0 or not steps:
-        return {"k": k, "speedup": 1.0, "tau": 1.0, "num_drafted": 0.0, "draft_cost": 0.0, "verify_cost": 1.0}
+    steps = max(sum(lengths.values()), 1)
     drafted = sum(min(n, k) * count for n, count in lengths.items()) / steps
     extra = sum(prices.more(min(n, k)) * count for n, count in lengths.items()) / steps
     verify_cost = 1 + extra / prices.plain
-    draft_cost = prices.asking * (1 if prices.is_free else drafted) / prices.plain / k
+    draft_cost = prices.asking * (1 if prices.is_free else drafted) / prices.plain / max(k, 1)
     reached = [steps, *accepted_at[:k]]
     alphas = [further / before if before else 0.0 for before, further in pairwise(reached)]
     return {
         "k": k,
-        "speedup": formulas.speedup(alphas, k, draft_cost, verify_cost),
-        "tau": formulas.expected_tokens(alphas, k),
+        "speedup": roofline.speedup(alphas, k, draft_cost, verify_cost),
+        "tau": roofline.expected_tokens(alphas, k),
         "num_drafted": drafted,
         "draft_cost": draft_cost,  # of each of the k tokens, relative to a plain step
         "verify_cost": verify_cost,  # relative to a plain step
@@ -118,9 +113,8 @@ class Run:
             raise ConfigError("--methods holds 'draft_model'; name the smaller model with --draft-model")
         for k in asked.k:
             require(1 <= k <= MOST_K, "-k", k, f"give a whole number from 1 to {MOST_K}")
-        prompts = load(asked.prompts)
-        usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in prompts}))
-        self.asked, self.prompts = asked, first_of_each(prompts, asked.limit or usual)
+        usual = max(1, NUM_PROMPTS // len({prompt.category for prompt in load(asked.prompts)}))
+        self.asked, self.prompts = asked, chosen(asked.prompts, asked.limit or usual)
         self.lengths: dict[str, list[int]] = {}
         for name in methods:
             is_free = registry.parse(self._options(name, 1))[0].is_free
@@ -144,10 +138,10 @@ class Run:
     def report(self, tell: Tell) -> dict[str, Any]:
         """What was learned is saved for `auto` when everything has been measured, or not at all."""
         tell("loading the model", 0)
-        with load_model(self.asked, speculative_config=None, max_num_seqs=1) as self.llm:
+        with engines.load_model(self.asked, speculative_config=None, max_num_seqs=1) as self.llm:
             tell("timing passes", 0)
             self.costs = CostTable(*time_passes(self.llm.engine.executor, PASS_SECONDS))
-            self._measure([ids_of(self.llm, prompt.text) for prompt in self.prompts], tell)
+            self._measure([engines.ids_of(self.llm, prompt.text) for prompt in self.prompts], tell)
             if (plain := self._seconds(PLAIN)) is None:
                 remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
                 raise RequestError(f"no answer was long enough to be timed; {remedy}")
@@ -164,17 +158,17 @@ class Run:
             return {**report, "recommended": recommended(report), "profile": self._save(report)}
 
     def _measure(self, prompts: Sequence[list[int]], tell: Tell) -> None:
-        started, plain = perf_counter(), engine_of(self.llm, PLAIN)
-        answer(self.llm, prompts[0], self.params, plain)  # what is compiled or read on first use
+        started, plain = perf_counter(), engines.engine_of(self.llm, PLAIN)
+        engines.answer(self.llm, prompts[0], self.params, plain)  # what is compiled or read on first use
         for repeat in range(REPEATS):
-            engines = {PLAIN: plain, **self._engines(tell), AUTO: auto_engine(self.llm, self.costs)}
-            self.first = engines if repeat == 0 else self.first
+            made = {PLAIN: plain, **self._engines(tell), AUTO: engines.auto_engine(self.llm, self.costs)}
+            self.first = made if repeat == 0 else self.first
             limit = self.asked.seconds * (FIRST if repeat == 0 else 1.0)
             for number, ids in enumerate(prompts if repeat == 0 else prompts[: self.num_prompts]):
                 if number and perf_counter() - started > limit:
                     break
-                for row, engine in in_turn(engines.items(), number + repeat):
-                    found = answer(self.llm, ids, self.params, engine)
+                for row, engine in in_turn(made.items(), number + repeat):
+                    found = engines.answer(self.llm, ids, self.params, engine)
                     first = found["times"][min(UNTIMED, len(found["times"])) - 1]
                     timing = found["total_s"] - first, sum(found["counts"][UNTIMED:])
                     self.best[row, number] = min(self.best.get((row, number), timing), timing)
@@ -194,10 +188,10 @@ class Run:
                 known = self.clocked.get(name)
                 drafter: Any = known.drafter if known is not None else None
                 if drafter is None or drafter.is_free:
-                    drafter = drafter_of(self.llm, self._options(name, k))
+                    drafter = engines.drafter_of(self.llm, self._options(name, k))
                 if known is None:
                     drafter = self.clocked[name] = Clocked(drafter)
-                made[f"{name}/{k}"] = engine_with(self.llm, drafter, k)
+                made[f"{name}/{k}"] = engines.engine_with(self.llm, drafter, k)
         return made
 
     def _seconds(self, row: str) -> float | None:
@@ -280,7 +274,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
         gain = best["measured"] or best["speedup"]
         said = f"gains {gain:.2f}x with K = {best['k']}"
         if gain <= WORTH:
-            edge = formulas.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
+            edge = roofline.break_even_alpha(best["k"], best["draft_cost"], best["verify_cost"])
             pays = "even perfect drafts would not" if edge is None else f"it would from α = {edge:.2f}"
             cost = f"{best['k'] * best['draft_cost'] + best['verify_cost']:.2f} plain ones"
             said = f"gains nothing ({gain:.2f}x with K = {best['k']}): a step costs {cost}; {pays} pay"

@@ -14,7 +14,7 @@ from paceline.measure import prompts
 from tests.server.harness import Server
 
 TOKENS = 24
-QUESTIONS = [prompt.text for prompt in prompts.first_of_each(prompts.load(), 3)][:16]
+QUESTIONS = [prompt.text for prompt in prompts.chosen(None, 3)][:16]
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 11},

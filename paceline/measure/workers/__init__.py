@@ -1,1 +1,1 @@
-"""Worker processes, one file an engine; serve.py is the program, the others are what it loads."""
+"""Worker processes, one file a peer; serve.py is the program, the others are what it loads."""

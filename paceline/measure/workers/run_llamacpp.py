@@ -20,6 +20,9 @@ MATCH, DRAFTED = 3, 3
 GREEDY = {"temperature": 0, "ignore_eos": True, "stream": True}
 STRIDE = 7  # between the tokens the raw loop is fed: what they say does not change what a pass takes
 CHUNK = 512  # tokens of a prompt in one call of the raw loop
+# its functions that return structs, and pointers
+STRUCTS = ("llama_model_default_params", "llama_context_default_params", "llama_batch_get_one")
+POINTERS = ("llama_model_load_from_file", "llama_init_from_model", "llama_get_memory")
 
 
 def load(options: dict[str, Any]) -> dict[str, Any]:
@@ -96,10 +99,6 @@ class Struct(ctypes.Structure):
     """Larger than any is, so that its layout need not be known: a callee's last argument may be longer."""
 
     _fields_ = [("words", ctypes.c_uint64 * 64)]
-
-
-STRUCTS = ("llama_model_default_params", "llama_context_default_params", "llama_batch_get_one")
-POINTERS = ("llama_model_load_from_file", "llama_init_from_model", "llama_get_memory")
 
 
 class RawLoop:

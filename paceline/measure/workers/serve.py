@@ -1,8 +1,8 @@
 """The worker's side of the pipe: `python serve.py MODULE` answers messages {"op": NAME, ...} in the peer's
 own environment, so it imports nothing of Paceline. The first is "load" with the options of `MODULE.load`,
-which returns the operations by name, and under "note" perhaps a remark for the report. A module that names
-"answer", one request's, gets "generate" made from it; "begin" is called with the prompts before.
-Invariant: descriptor 0 is the pipe, what a library prints goes to the log, and a closed pipe ends the worker.
+which returns operations by name, and perhaps a "note" for the report; of "answer" (one request) and "begin"
+(called with the prompts before) "generate" is made. Invariant: descriptor 0 is the pipe, what a library
+prints goes to the log, and a closed pipe ends the worker.
 """
 
 from __future__ import annotations
