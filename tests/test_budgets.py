@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "paceline"
 LINES = {
-    "api": 660, "core": 1_610, "engine": 1_620, "runtime": 680, "models": 710, "heads": 940, "drafters": 2_190,
-    "cpu": 4_950, "cuda": 3_160, "loaders": 2_830, "train": 1_780, "measure": 4_290, "server": 2_570, "cli": 2_240,
+    "api": 660, "core": 1_610, "engine": 1_630, "runtime": 670, "models": 710, "heads": 940, "drafters": 2_160,
+    "cpu": 4_950, "cuda": 3_160, "loaders": 2_830, "train": 1_780, "measure": 4_180, "server": 2_570, "cli": 2_140,
 }  # fmt: skip
 ENGINE = (
     "api",
@@ -24,7 +24,7 @@ ENGINE = (
     "heads",
     "drafters",
 )  # all behind LLM but kernels and files
-MOST_ENGINE, MOST_POLICY = 8_500, 600
+MOST_LINES, MOST_ENGINE, MOST_POLICY = 30_000, 8_500, 600
 LONGEST = 60  # lines of a function, outside Triton's kernels
 MOST_PARAMETERS, MOST_EXCEPTIONS = (
     8,
@@ -40,6 +40,10 @@ def test_a_folder_keeps_its_budget(folder: str) -> None:
 
 def lines_of(folder: Path) -> int:
     return sum(path.read_text(encoding="utf-8").count("\n") for path in folder.rglob("*.py"))
+
+
+def test_the_whole_keeps_its_budget() -> None:
+    assert lines_of(ROOT) <= MOST_LINES
 
 
 def test_the_engine_and_its_policy_keep_theirs() -> None:

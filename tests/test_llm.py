@@ -295,6 +295,13 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(llms: dict[str, LLM]) -> N
         ]
 
 
+@pytest.mark.parametrize("length", [17, 63, 100])
+def test_a_context_need_not_be_whole_blocks(tiny_folder: Path, length: int) -> None:
+    with LLM(str(tiny_folder), max_model_len=length, max_num_seqs=1, progress=False) as llm:
+        (result,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1000, ignore_eos=True))
+    assert len(result.token_ids) == length - 3
+
+
 def test_closing_ends_what_is_running(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), progress=False)
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))

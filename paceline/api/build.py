@@ -24,8 +24,7 @@ from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.tokenizer import Tokenizer
 from paceline.models.attention import KvFormat, bytes_per_token
 from paceline.models.config import ModelConfig
-from paceline.runtime.backend import backend_for
-from paceline.runtime.device import free_memory, resolve
+from paceline.runtime.backend import backend_for, free_memory, resolve
 from paceline.runtime.executor import KvMemory, LocalExecutor, blocks_in
 
 HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
@@ -144,8 +143,10 @@ def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free:
     if asked is not None:
         require(asked <= free, "kv_cache_memory", asked, f"there are {free:,} bytes free; give less")
         return asked
-    length = (options.max_model_len or model.max_context) + BLOCK_SIZE
-    return min(length * options.max_num_seqs * bytes_per_token(model, kept), int(SPARE * free))
+    num_blocks = -(-(options.max_model_len or model.max_context) // BLOCK_SIZE) + 1
+    return min(
+        num_blocks * BLOCK_SIZE * options.max_num_seqs * bytes_per_token(model, kept), int(SPARE * free)
+    )
 
 
 def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:

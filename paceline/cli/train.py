@@ -78,7 +78,7 @@ class Train:
 
 def train(asked: Train) -> None:
     from paceline.loaders.checkpoint import open_checkpoint
-    from paceline.runtime.device import resolve
+    from paceline.runtime.backend import resolve
     from paceline.train.recipes import recipe_for
     from paceline.train.session import train as run
     from paceline.train.texts import load_shard

@@ -33,7 +33,7 @@ from paceline.cuda.rows import BLOCK_SIZE
 from paceline.heads.rows import BurstInput
 from paceline.models.attention import LayerCache
 
-MOST_ROUNDS = 32  # in a row: to begin costs as much as a round, and slots are reserved for all of them
+MOST_ROUNDS = 64  # in a row: to begin costs as much as a round, and slots are reserved for all of them
 MOST_REQUESTS = 4  # of more, a pass hides what the host does, and each number of them is recorded for
 HEAD_COLUMNS = ("places", "wanted", "written", "next_positions", "next_slots")
 

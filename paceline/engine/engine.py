@@ -60,6 +60,7 @@ class Engine:
         self._headless = executor.backend.burst(decoder, layers, None, self._headless_length)
         self._round_seconds = Median(BURST_SECONDS / 8)
         self._num_arrivals = 0
+        self._has_better = False  # than the last burst's head: a drafter that the host asked
         self._pending: PendingPasses | PendingBurst | None = None
         self._committed: float | None = None  # when the last step was, if nothing was waited for since
         self._num_recorded = 0  # of the backend's recordings, then
@@ -190,20 +191,24 @@ class Engine:
 
     def _launch_burst(self, scheduled: Scheduled, plan: Plan) -> PendingBurst | None:
         """Where the device can draft, weigh and check all that is planned for several rounds: plain decoding,
-        a matcher, or a head and a matcher, of one request.
+        a matcher, or a head and a matcher, of one request. A head alone where the device does not weigh: the
+        host asks the others while it runs, and here only if one of them has ended the last burst.
         """
         drafters, asked = self.policy.drafters, [n for n, asks in enumerate(plan.asks) if asks]
         if plan.plain_steps:
             return self._start_burst(scheduled, BurstParts(self._headless, None, None, 0), plan)
-        if not asked or len(scheduled) > 1:
+        if not asked:
             return None
-        request, most = scheduled[0].request, min(count for n in asked for _, count in plan.asks[n])
         head = asked[-1] if drafters[asked[-1]].burst_backend is not None else None
         backend, others = self._headless, [n for n in asked if n != head]
         if head is not None:
-            backend = drafters[head].burst_backend
-        if backend is None or not backend.is_weighing or len(others) > 1:
+            backend, asks = drafters[head].burst_backend, plan.asks[head]
+            if backend is not None and not backend.is_weighing:
+                is_wanted = not self._has_better and len(asks) == len(scheduled)
+                return self._launch_head_burst(scheduled, head, asks) if is_wanted else None
+        if backend is None or not backend.is_weighing or len(scheduled) > 1 or len(others) > 1:
             return None
+        request, most = scheduled[0].request, min(count for n in asked for _, count in plan.asks[n])
         length = min(most, self._headless_length)
         if head is not None:
             length = drafters[head].burst_length([request], most)
@@ -216,9 +221,8 @@ class Engine:
         return self._start_burst(scheduled, parts, plan)
 
     def _launch_head_burst(self, scheduled: Scheduled, number: int, asks: Asks) -> PendingBurst | None:
-        """Where a device checks all that a head drafts, for all requests; the host asks other drafters
-        meanwhile.
-        """
+        """Where a device checks all that a head drafts, for all requests."""
+        self._has_better = False
         drafter = self.policy.drafters[number]
         length = drafter.burst_length([one.request for one in scheduled], min(count for _, count in asks))
         parts = BurstParts(drafter.burst_backend, number, None, length)
@@ -282,7 +286,8 @@ class Engine:
             if number != pending.parts.head and drafter.is_free:
                 self._ask(number, asks, pending.scheduled, answers, 0.0)
         wanted = self.policy.replan(pending.parts.head, asks, pending.scheduled, answers, True)
-        return len(wanted) == len(asks)
+        self._has_better = len(wanted) < len(asks)
+        return not self._has_better
 
     def _land(self, record: StepRecord) -> list[Emission]:
         """Commit what was accepted, and show policy and drafters what came of it: of every pass, in whatever

@@ -1,1 +1,0 @@
-"""Training of learned drafters: the target writes its own text, and heads learn to guess it."""

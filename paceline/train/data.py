@@ -24,7 +24,7 @@ from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
-from paceline.runtime.device import resolve
+from paceline.runtime.backend import resolve
 from paceline.train.talk import Ask, Conversation, Style, conversations
 from paceline.train.texts import Texts, Written, from_written, load_shard, load_shards, save_shard
 from paceline.train.variations import varied

@@ -25,7 +25,7 @@ from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.fields import read_json
 from paceline.loaders.head_files import HeadFiles, Tensors, scales_of, write_tensors
 from paceline.models.quantize import STORED, quantize
-from paceline.runtime.device import device_name
+from paceline.runtime.backend import device_name
 from paceline.train.lessons import Known, prepare
 from paceline.train.recipes import RECIPES, Recipe
 from paceline.train.students import Acceptance

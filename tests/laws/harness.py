@@ -24,8 +24,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.runtime.backend import Decoder, backend_for
-from paceline.runtime.device import resolve
+from paceline.runtime.backend import Decoder, backend_for, resolve
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.record import StepRecord
 

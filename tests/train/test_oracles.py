@@ -247,7 +247,10 @@ def test_a_block_is_what_the_docs_say(target: Target, checkpoint: Checkpoint, fr
         at = int((guess.base == row).nonzero()[0])
         hidden = rms(xs[step if from_anchor else step + 1], w["norm.weight"], eps)
         before = draft_of.get(int(batch.ids[b, t + 1 + step]), config.draft_vocab_size)
-        by_hand = target.lm_head.weight[head.draft_ids] @ hidden + w["markov_w2.weight"] @ w["markov_w1.weight"][before]
+        by_hand = (
+            target.lm_head.weight[head.draft_ids] @ hidden
+            + w["markov_w2.weight"] @ w["markov_w1.weight"][before]
+        )
         torch.testing.assert_close(guess.weight @ guess.hidden[at], by_hand, atol=1e-3, rtol=1e-3)
 
 

@@ -1,1 +1,0 @@
-"""Worker processes, one file a peer; serve.py is the program, the others are what it loads."""
