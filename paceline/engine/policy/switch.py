@@ -11,8 +11,8 @@ from __future__ import annotations
 from paceline.engine.stats import OUTLIER, Median
 
 CREDIT, MOST_CREDIT = 1.0, 8.0  # plain steps that may be lost: at first, and at most
-FIRST_OFF, MOST_OFF = 16, 1024  # plain steps until the next trial
-MOST_COST = 4.0  # plain steps that a drafted one counts for, at most
+FIRST_OFF, MOST_OFF = 16, 256  # plain steps until the next trial
+MOST_COST = 3.0  # plain steps that a drafted one counts for, at most
 NUM_PLAIN = 8  # plain steps before the first trial: of fewer the median would be that of the first, slow ones
 
 
@@ -41,5 +41,5 @@ class Switch:
         if self._credit < 0:
             self._credit, self.plain_steps = CREDIT / 2, self._backoff
             self._backoff = min(2 * self._backoff, MOST_OFF)
-        elif self._credit == MOST_CREDIT:
+        elif self._credit > MOST_CREDIT / 2:
             self._backoff = FIRST_OFF
