@@ -28,6 +28,7 @@ test: SELECTION := not slow
 test-all: SELECTION := not peers
 test test-all: $(VENV)/.installed-dev
 	@$(BIN)/paceline models --fetch default > /dev/null
+	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m tests.compile_kernels
 	@OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not serial and not peers and $(SELECTION)' -n auto --dist worksteal --durations=10
 	@$(BIN)/python -m pytest -m 'serial and not peers and $(SELECTION)' -s
 

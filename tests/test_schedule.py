@@ -20,6 +20,7 @@ from tests.laws.reference import reference_loop
 NUM_STEPS = 2000
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_pool_balances_after_every_step_of_a_long_random_schedule(seed: int) -> None:
