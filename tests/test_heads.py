@@ -26,8 +26,8 @@ from paceline.heads.rows import Feed, Node, Row, Sampler
 from paceline.heads.torch_heads import TorchMedusaHead
 from paceline.models.decoder import Decoder
 from paceline.models.layer import Linear, rms_norm
+from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import KvMemory, LocalExecutor
-from paceline.runtime.torch_backend import TorchBackend
 from paceline.train.lessons import Target
 from paceline.train.students import build_student
 from paceline.train.texts import Batch

@@ -27,7 +27,6 @@ from paceline.models.config import ModelConfig
 from paceline.runtime.backend import backend_for, free_memory, resolve
 from paceline.runtime.executor import KvMemory, LocalExecutor, blocks_in
 
-HEAD_COST = 0.1  # of a pass: what a learned head is taken to cost for each token until it is timed
 PATIENCE_S = 1.0  # what is done sooner needs no words
 SPARE = 0.125  # of the free memory, at most, for the KV cache by default
 
@@ -102,7 +101,7 @@ def build(options: EngineOptions) -> Built:
             decoder = backend.load(other, its_dtype, length)
         its_format = backend.kv_format(its_dtype, options.kv_cache_dtype)
         executor = LocalExecutor(backend, decoder, KvMemory(other.config, num_blocks, place, its_format))
-        with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
+        with waiting("compiling the kernels for this machine (once, a minute)", options.progress):
             executor.warm_up()
         return other, words, executor
 
@@ -110,7 +109,7 @@ def build(options: EngineOptions) -> Built:
     context = DrafterContext(executor, checkpoint, tokenizer, load)
     drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
     policy = None if asked.is_pinned else _policy(drafters, num_draft, context, dtype)
-    with waiting("compiling the kernels for this machine (once, half a minute)", options.progress):
+    with waiting("compiling the kernels for this machine (once, a minute)", options.progress):
         engine = Engine(executor, drafters[0] if drafters else None, config, policy)
     return Built(engine, checkpoint, tokenizer, context)
 
@@ -126,12 +125,9 @@ def _policy(drafters: list[Drafter], num_draft: int, context: DrafterContext, dt
             drafter.release(example)
     executor = context.executor
     profile = profile_of(executor, profile_path(context.checkpoint.fingerprint, dtype, executor))
-    one = profile.costs.pass_seconds(1)
-    usual = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in single if drafter.usual}
-    known = usual | {name: (known.seconds, known.acceptance) for name, known in profile.drafters.items()}
     has_trees = executor.decoder.checks_trees
     limits = {"most_nodes": num_draft, "most_requests": executor.backend.most_drafted}
-    return AutoPolicy(single, profile.costs, **limits, has_trees=has_trees, known=known)
+    return AutoPolicy(single, profile.costs, **limits, has_trees=has_trees, known=profile.drafters)
 
 
 def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free: int) -> int:

@@ -11,6 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.cpu.block_head import BlockHead
 from paceline.cpu.burst import LONGEST, CpuBurstBackend
 from paceline.cpu.chain_head import ChainHead
+from paceline.cpu.compile import compile_beside
 from paceline.cpu.decoder import CpuDecoder
 from paceline.cpu.medusa import MedusaHead
 from paceline.cpu.top import top
@@ -42,6 +43,8 @@ class CpuBackend:
         return KvFormat(torch.int8, torch.int8, has_value_scales=False) if is_integer else FLOATS
 
     def load(self, source: Any, dtype: str, context: int | None = None) -> CpuDecoder:
+        # what drafts of the default model run, while the decoder's own pass is compiled here
+        compile_beside("votes.draft", "chain_head.draft_chains", "burst_kernel.run_burst")
         return CpuDecoder.load(source, dtype, context, self._use_cache)
 
     def chain_head(self, given: HeadInput) -> ChainHead:

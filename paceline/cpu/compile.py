@@ -12,9 +12,11 @@ import platform
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from struct import pack, unpack
+from subprocess import Popen
 from typing import Any, get_type_hints
 
 import numba
@@ -55,6 +57,8 @@ def choose(wanted: str | None) -> str:
 VARIANT = choose(os.environ.get("PACELINE_CPU"))
 FILES = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "core" / "weigh.py"]
 SOURCES = (VARIANT, *((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in FILES))
+KERNELS: dict[str, Any] = {}  # that are cached on disk, by module and name
+BESIDE: list[Popen[bytes]] = []  # processes that compile
 
 
 def kernel(function: Callable[..., None] | None = None, *, parallel: bool = False) -> Any:
@@ -67,6 +71,7 @@ def kernel(function: Callable[..., None] | None = None, *, parallel: bool = Fals
     except RuntimeError:  # no folder can be written: compile anew in each process
         return compiled
     compiled._cache._cache_file._source_stamp = SOURCES
+    KERNELS[f"{function.__module__.rpartition('.')[2]}.{function.__name__}"] = compiled
     return compiled
 
 
@@ -136,10 +141,27 @@ def struct(kind: Struct) -> Any:
 def entry_of(compiled: Any, num_arguments: int) -> int:
     """Where a kernel of whole numbers begins, for `invoke`."""
     signature = (types.int64,) * num_arguments
+    while BESIDE:
+        BESIDE.pop().wait()
     compiled.compile(signature)
     found = compiled.overloads[signature]
     address: int = found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
     return address
+
+
+def compile_kernels(names: Iterable[str]) -> None:
+    """Those that take whole numbers alone, by module and name."""
+    for name in names:
+        import_module(f"paceline.cpu.{name.partition('.')[0]}")
+        entry_of(KERNELS[name], KERNELS[name].py_func.__code__.co_argcount)
+
+
+def compile_beside(*names: str) -> None:
+    """The same in a process of its own, of those that are not on disk yet; `entry_of` waits for it."""
+    missing = [n for n in names if n in KERNELS and not KERNELS[n]._cache._cache_file._load_index()]
+    if missing:
+        program = f"from paceline.cpu.compile import compile_kernels as go; go({missing})"
+        BESIDE.append(Popen([sys.executable, "-c", program]))
 
 
 def _invoker(result: types.Type) -> Callable[..., Any]:

@@ -14,9 +14,9 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.engine.policy.cost import CostTable
@@ -30,8 +30,7 @@ LOOK = (1, 2, 4, 8)  # rows of the passes that are timed to see whether a profil
 TOLERANCE = 1.25  # between the profile's cost of a few rows, relative to one, and a quick look's
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterProfile:
+class DrafterProfile(NamedTuple):
     seconds: float  # of asking it for one request; of one that runs a model, for each node
     # by depth from 1 on: how often a node was accepted once its parent was
     acceptance: tuple[float, ...] = ()
@@ -43,7 +42,7 @@ class Profile:
     drafters: Mapping[str, DrafterProfile] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        drafters = {name: asdict(drafter) for name, drafter in self.drafters.items()}
+        drafters = {name: drafter._asdict() for name, drafter in self.drafters.items()}
         return {"version": VERSION, "costs": self.costs.to_json(), "drafters": drafters}
 
     @classmethod

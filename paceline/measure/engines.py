@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from paceline.api.build import HEAD_COST
 from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import nearest
@@ -77,11 +76,10 @@ def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
     options = [registry.AUTO, *([head] if head else ())]
     lengths = [registry.parse(each)[1].num_speculative_tokens for each in options]
     drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)
-    one, has_trees = costs.pass_seconds(1), executor.decoder.checks_trees
-    known = {drafter.name: (one * HEAD_COST, (drafter.usual,)) for drafter in drafters if drafter.usual}
     costs = CostTable(**costs.to_json())  # without what was learned since
-    limits = {"most_nodes": most, "most_requests": executor.backend.most_drafted}
-    policy = AutoPolicy(drafters, costs, **limits, has_trees=has_trees, known=known)
+    most_requests, has_trees = executor.backend.most_drafted, executor.decoder.checks_trees
+    limits: dict[str, Any] = {"most_nodes": most, "most_requests": most_requests, "has_trees": has_trees}
+    policy = AutoPolicy(drafters, costs, **limits)
     return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
 
 

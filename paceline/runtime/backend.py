@@ -1,5 +1,5 @@
 """What a kind of device offers: the decoder, learned heads, top-k, and bursts. One class a kind, chosen once:
-cpu/backend.py (compiled kernels), cuda/backend.py (Triton, CUDA graphs), torch_backend.py (the reference).
+cpu/backend.py (compiled kernels), cuda/backend.py (Triton, CUDA graphs), and here the reference in torch.
 
 Invariant: nothing else asks which kind of device it runs on in order to choose an implementation.
 """
@@ -15,9 +15,14 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import Batch, Output
+from paceline.heads.attending import TorchBlockHead, TorchChainHead
+from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
 from paceline.heads.rows import BlockBackend, BurstBackend, ChainHead, SideBackend
-from paceline.models.attention import KvFormat
+from paceline.heads.torch_heads import TorchMedusaHead
+from paceline.models.attention import FLOATS, KvFormat
 from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder as TorchDecoder
+from paceline.models.quantize import bits_of
 
 if TYPE_CHECKING:
     from paceline.loaders.head_files import HeadInput
@@ -70,13 +75,51 @@ class Backend(Protocol):
     ) -> BurstBackend | None: ...
 
 
+class TorchBackend:
+    """The reference: every pass and head in plain torch on any device. Slow and readable: for tests."""
+
+    default_dtype, is_async, num_recordings, most_drafted = "float32", False, 0, 1 << 30
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def check_dtype(self, dtype: str) -> None:
+        bits_of(dtype)
+
+    def kv_format(self, dtype: str, asked: str) -> KvFormat:
+        if asked != "auto":
+            raise ConfigError(f"kv_cache_dtype is {asked!r}; the torch kernels keep float32, leave it out")
+        return FLOATS
+
+    def load(self, source: Any, dtype: str, context: int | None = None) -> TorchDecoder:
+        return TorchDecoder.load(source, dtype=dtype, device=str(self.device), context=context)
+
+    def chain_head(self, given: HeadInput) -> ChainHead:
+        head, norm = given.head, given.norm
+        assert isinstance(head.config, LayeredConfig)
+        return TorchChainHead(head.config, dict(head.tensors), given.decoder, norm, self.device)
+
+    def block_head(self, given: HeadInput) -> BlockBackend:
+        assert isinstance(given.head.config, DflashConfig)
+        return TorchBlockHead(given.head.config, given.head.tensors, given.decoder, self.device)
+
+    def side_heads(self, given: HeadInput) -> SideBackend:
+        assert isinstance(given.head.config, MedusaConfig)
+        assert given.norm is not None
+        return TorchMedusaHead(given.head.config, given.head.tensors, given.norm, self.device)
+
+    def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
+        return logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
+
+    def burst(self, decoder: Any, kv: Sequence[LayerCache], head: Any, length: int) -> None:
+        return None
+
+
 def backend_for(device: torch.device, kernels: str = "exact", exact: bool = False) -> Backend:
     """exact: of a GPU, a row has the same bits in every pass; the CPU's kernels are exact as they are."""
     if kernels not in KERNELS:
         raise ConfigError(f"unknown kernels {kernels!r}; choose 'exact' or 'torch'")
     if kernels == "torch":
-        from paceline.runtime.torch_backend import TorchBackend
-
         return TorchBackend(device)
     if device.type == "cuda":
         from paceline.cuda.backend import CudaBackend

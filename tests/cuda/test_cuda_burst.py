@@ -23,8 +23,8 @@ from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.engine.pending import PendingBurst
 from paceline.models.decoder import Decoder
+from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import KvMemory, LocalExecutor
-from paceline.runtime.torch_backend import TorchBackend
 from tests.calm import (
     CHANGING,
     STEADY,

@@ -32,9 +32,9 @@ from paceline.cuda.graphs import Graphs, Recording
 from paceline.loaders.checkpoint import DummyCheckpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
+from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import KvMemory, LocalExecutor
 from paceline.runtime.kv_cache import KvCache
-from paceline.runtime.torch_backend import TorchBackend
 from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 
 pytestmark = pytest.mark.slow  # interpreted where there is no GPU

@@ -35,8 +35,8 @@ from paceline.heads.rows import Feed, Guesses, Node, Row, Sampler
 from paceline.heads.torch_heads import TorchMedusaHead
 from paceline.loaders.head_files import Head
 from paceline.models.decoder import Decoder
+from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import KvMemory, LocalExecutor
-from paceline.runtime.torch_backend import TorchBackend
 from tests.cuda.recorders import CountingCapture, capture_on, executor_of
 from tests.heads import config_of, eagle_1, random_head, random_tensors
 from tests.laws.harness import CONFIG, RandomCheckpoint, request_of

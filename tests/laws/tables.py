@@ -20,8 +20,8 @@ from paceline.core.noise import Noise
 from paceline.core.types import Batch, Output, Request, Segment
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterContext
+from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import KvMemory, LocalExecutor
-from paceline.runtime.torch_backend import TorchBackend
 from tests.laws.harness import CONFIG
 
 Table = Callable[[Sequence[int]], np.ndarray]

@@ -17,8 +17,8 @@ from paceline.heads.config import DflashConfig, EagleConfig
 from paceline.heads.modules import tensor_shapes
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.heads import target_hash
+from paceline.runtime.backend import TorchBackend
 from paceline.runtime.executor import LocalExecutor
-from paceline.runtime.torch_backend import TorchBackend
 from paceline.train import chains
 from paceline.train.lessons import Guess, Target, Teacher, agreement, teach
 from paceline.train.recipes import Mix, head_config

@@ -56,8 +56,8 @@ class AutoPolicy(Policy):
         # One that runs a model comes last, and is not asked where the others' drafts are worth more.
         self.drafters = tuple(sorted(drafters, key=lambda drafter: not drafter.is_free))
         self.costs, self.most_nodes, self.has_trees = costs, most_nodes, has_trees
-        guess = (HEAD_SHARE * costs.pass_seconds(1), ())
-        self._known = [Known(*(known or {}).get(drafter.name, guess)) for drafter in self.drafters]
+        guesses = {d.name: (HEAD_SHARE * costs.pass_seconds(1), [d.usual] * (d.usual > 0)) for d in drafters}
+        self._known = [Known(*(guesses | dict(known or {}))[drafter.name]) for drafter in self.drafters]
         # by request: one a drafter
         self._factors: dict[str, list[Factor]] = defaultdict(lambda: [Factor() for _ in self.drafters])
         self._switches: dict[int, Switch] = {}  # by requests that speak
