@@ -433,6 +433,18 @@ def test_a_pause_of_the_process_does_not_end_drafting() -> None:
         assert not switch.plain_steps
 
 
+def test_dear_steps_of_one_drafter_are_not_charged_to_another() -> None:
+    """Matches that the host drafts take three times what is expected and pay; a head's rounds pay, too."""
+    switch = Switch()
+    plain(switch)
+    for _ in range(20):
+        for _ in range(8):
+            switch.note_drafted(3.0, 1.5, 8.0)
+        for _ in range(8):
+            switch.note_drafted(0.6, 1.7, 2.0)
+        assert not switch.plain_steps
+
+
 def test_steps_that_take_longer_than_expected_are_seen() -> None:
     switch = Switch()
     plain(switch)

@@ -16,7 +16,7 @@ from importlib import import_module
 from itertools import count
 from pathlib import Path
 from struct import pack, unpack
-from subprocess import Popen
+from subprocess import DEVNULL, Popen
 from typing import Any, get_type_hints
 
 import numba
@@ -141,8 +141,8 @@ def struct(kind: Struct) -> Any:
 def entry_of(compiled: Any, num_arguments: int) -> int:
     """Where a kernel of whole numbers begins, for `invoke`."""
     signature = (types.int64,) * num_arguments
-    while BESIDE:
-        BESIDE.pop().wait()
+    for process in BESIDE:  # whatever came of it: what is not on disk then is compiled here
+        process.wait()
     compiled.compile(signature)
     found = compiled.overloads[signature]
     address: int = found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
@@ -161,7 +161,8 @@ def compile_beside(*names: str) -> None:
     missing = [n for n in names if n in KERNELS and not KERNELS[n]._cache._cache_file._load_index()]
     if missing:
         program = f"from paceline.cpu.compile import compile_kernels as go; go({missing})"
-        BESIDE.append(Popen([sys.executable, "-c", program]))
+        # -P: modules come from where they are installed, never from the folder this was started in
+        BESIDE.append(Popen([sys.executable, "-P", "-c", program], stderr=DEVNULL))
 
 
 def _invoker(result: types.Type) -> Callable[..., Any]:

@@ -148,9 +148,6 @@ class Median:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self.value = first  # until something is seen
 
-    def __len__(self) -> int:
-        return len(self._recent)
-
     def add(self, number: float) -> None:
         self._recent.append(min(number, OUTLIER * self.value) if self.value > 0 else number)
         self.value = sorted(self._recent)[(len(self._recent) - 1) // 2]
