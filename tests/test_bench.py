@@ -205,6 +205,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_ctrl_c_leaves_no_worker_behind(tiny_folder: Path, prompts: str) -> None:
     code = "from paceline.cli.entry import main; raise SystemExit(main())"

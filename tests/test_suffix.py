@@ -227,6 +227,7 @@ def test_past_answers_are_drafted_from_and_the_oldest_forgotten() -> None:
 def test_an_answer_nobody_asked_about_is_not_remembered() -> None:
     suffix = drafter()
     suffix.release(request_of([999, 100, 101, 102], "unasked", num_prompt=1))
+    assert not drafted(suffix, request_of([1, 100, 101], "other"))
     assert suffix.past.num_held == 0
     answered(suffix, "asked", [100, 101, 102])
     assert drafted(suffix, request_of([1, 100, 101])) == [102]
@@ -251,6 +252,7 @@ def test_a_request_leaves_nothing_but_its_answer() -> None:
     assert suffix.num_bytes > 2 * empty
     suffix.release(request)
     assert suffix.num_bytes == empty
+    drafted(suffix, request_of([7], "other"))
     assert suffix.past.num_held == 11  # ten tokens, and the end
 
 

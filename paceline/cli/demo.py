@@ -38,8 +38,7 @@ class Demo:
 
       paceline demo
 
-      paceline demo --method early_exit --prompt "Tell me about tides." --max-tokens 64
-    """
+      paceline demo --method early_exit --prompt "Tell me about tides." --max-tokens 64"""
 
     engine: Given = group([*LOADING, *options_of(Drafting)])
     prompt: str = option("203", MAIN, "Your own text, or the number of a shipped prompt.")

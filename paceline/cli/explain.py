@@ -54,8 +54,7 @@ class Explain:
 
       paceline explain "Why is the sky blue?" --method early_exit -k 3 --temperature 0.8 --html steps.html
 
-      paceline explain "Count to ten." --temperature 0.8 --seed 7 --steps 3 --json
-    """
+      paceline explain "Count to ten." --temperature 0.8 --seed 7 --steps 3 --json"""
 
     prompt: str = option(MISSING, MAIN, options.PROMPT_HELP, is_argument=True)
     engine: Given = group([*LOADING, *options_of(EngineOptions, "speculative_config"), *options_of(Drafting)])

@@ -37,8 +37,7 @@ class Generate:
 
       echo "2 + 2 =" | paceline generate - --raw --max-tokens 8 --json
 
-      paceline generate "Is water wet?" --choice yes --choice no
-    """
+      paceline generate "Is water wet?" --choice yes --choice no"""
 
     prompt: str = option(MISSING, MAIN, options.PROMPT_HELP, is_argument=True)
     engine: Given = group(ENGINE)
@@ -82,8 +81,7 @@ class Chat:
 
       paceline chat --method ngram
 
-      printf 'Hello\\nWhat did I just say?\\n' | paceline chat --temperature 0 --json
-    """
+      printf 'Hello\\nWhat did I just say?\\n' | paceline chat --temperature 0 --json"""
 
     engine: Given = group(ENGINE)
     sampling: Given = group(options_of(Sampling, "temperature", "top_p", "top_k", "min_p", "seed", "stop"))
@@ -172,8 +170,7 @@ class Serve:
 
       paceline serve ./llama-8b --api-key-file keys.txt --max-num-seqs 32
 
-      paceline serve --config server.toml --method ngram -k 3
-    """
+      paceline serve --config server.toml --method ngram -k 3"""
 
     settings: Given = group([*options_of(Drafting), *SETTINGS])
     model: str | None = option(None, MAIN, options.MODEL_HELP, is_argument=True)

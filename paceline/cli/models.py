@@ -25,8 +25,7 @@ class Models:
 
       paceline models
 
-      paceline models --fetch default
-    """
+      paceline models --fetch default"""
 
     fetch: str | None = option(None, MAIN, "Fetch this first: default, or a Hugging Face name.")
     json: bool = option(False, MAIN, JSON_HELP)
@@ -60,8 +59,7 @@ class Export:
 
       paceline export ./head --format vllm -o ./head-vllm
 
-      paceline export ./head -m ./my-model --format speculators -o ./speculator
-    """
+      paceline export ./head -m ./my-model --format speculators -o ./speculator"""
 
     head: str = option(MISSING, MAIN, "The folder of a head: eagle, medusa or dflash.", is_argument=True)
     out: Path = option(MISSING, MAIN, "Where it is written.", "-o")

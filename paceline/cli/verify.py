@@ -42,8 +42,7 @@ class Verify:
 
       paceline verify --json report.json
 
-      paceline verify --limit 1 --methods ngram,early_exit
-    """
+      paceline verify --limit 1 --methods ngram,early_exit"""
 
     loading: Given = group(LOADING)
     prompts: Path | None = option(None, MAIN, "Your prompts (.jsonl or .txt) instead of the shipped ones.")

@@ -57,6 +57,8 @@ class Suffix(Drafter):
         self.past = self._new_tree()
         self._live: dict[str, SuffixTree] = {}  # by request, of which it has read `num_pushed` tokens
         self._ends: deque[int] = deque()  # where each past answer ends
+        # answers that are read when something is drafted next: the end of a request does not wait for it
+        self._unread = deque[Sequence[int]](maxlen=config.suffix_decoding_max_cached_requests)
         depth, nodes = config.suffix_decoding_max_tree_depth, config.num_speculative_tokens + 1
         self._scratch = whole, floats, _ = votes.scratch(depth, nodes)
         chance, factor = config.suffix_decoding_min_token_prob, config.suffix_decoding_max_spec_factor
@@ -78,14 +80,14 @@ class Suffix(Drafter):
         return self.past.num_bytes + sum(tree.num_bytes for tree in self._live.values())
 
     def draft(self, request: Request, budget: int) -> Draft:
-        tree = self._live.get(request.id) or self._live.setdefault(request.id, self._new_tree())
+        tree = self._tree(request)
         limit = min(budget, self.config.num_speculative_tokens)
         size = self._grow(tree, request.tokens[tree.num_pushed :], limit)
         tokens, parents, chances = (part[:size].tolist() for part in self._answer)
         return tree_draft(request, tokens, parents, chances, self.name)
 
     def matcher(self, request: Request) -> Matcher:
-        tree = self._live.get(request.id) or self._live.setdefault(request.id, self._new_tree())
+        tree = self._tree(request)
         tree.extend(request.tokens[tree.num_pushed :])
         whole, floats, _ = self._scratch
         written = address(whole[votes.DRAFTED]), address(floats[votes.REACH])
@@ -102,6 +104,18 @@ class Suffix(Drafter):
             left = left[-1 - size :]
             tree.grow()
 
+    def _tree(self, request: Request) -> SuffixTree:
+        """The request's own; answers that ended meanwhile join the past, and the oldest leave it if there are
+        too many."""
+        while self._unread:
+            self.past.extend(self._unread.popleft())
+            is_full = len(self._ends) >= self.config.suffix_decoding_max_cached_requests
+            self.past.close(self._ends.popleft() if is_full else 0)
+            self._ends.append(self.past.num_pushed)
+            while self._ends[0] <= self.past.num_pushed - self.past.num_held:  # forgotten for want of room
+                self._ends.popleft()
+        return self._live.get(request.id) or self._live.setdefault(request.id, self._new_tree())
+
     def _new_tree(self) -> SuffixTree:
         return SuffixTree(self.config.suffix_decoding_max_tree_depth, self.config.suffix_decoding_max_bytes)
 
@@ -109,15 +123,10 @@ class Suffix(Drafter):
         """Drop all past answers: a prompt that is measured twice must not find its own."""
         self.past = self._new_tree()
         self._ends.clear()
+        self._unread.clear()
 
     def release(self, request: Request) -> None:
-        """Forget the request's tree; its answer joins the past, and the oldest one leaves it if there are too
-        many. Not if it was never drafted for: where drafts do not pay, neither does learning."""
-        most = self.config.suffix_decoding_max_cached_requests
-        if self._live.pop(request.id, None) is None or not request.num_output or not most:
-            return
-        self.past.extend(request.output)
-        self.past.close(self._ends.popleft() if len(self._ends) >= most else 0)
-        self._ends.append(self.past.num_pushed)
-        while self._ends[0] <= self.past.num_pushed - self.past.num_held:  # forgotten for want of room
-            self._ends.popleft()
+        """Forget the request's tree and remember its answer, if it was drafted for: where drafts do not pay,
+        neither does learning."""
+        if self._live.pop(request.id, None) is not None and request.num_output:
+            self._unread.append(request.output)

@@ -108,8 +108,7 @@ class Engine:
 
     def step(self) -> list[Emission]:
         """What was said in one step. Where passes run by themselves the next is on its way already: the
-        caller's work hides behind it.
-        """
+        caller's work hides behind it."""
         pending = self._pending or self._launch()
         self._pending = None
         if pending is None:
@@ -154,8 +153,7 @@ class Engine:
         self, scheduled: Scheduled, plan: Plan, answers: Answers, drafting: Drafting
     ) -> PendingBurst | None:
         """Add what each drafter that is asked says, and what it took: by drafter, nodes and seconds. A burst
-        instead, where a head still pays for all requests after the others have answered and can have one.
-        """
+        instead, where a head still pays for all requests after the others have answered and can have one."""
         self.scheduler.reserve_drafts(scheduled, plan.nodes)
         for number, asks in enumerate(plan.asks):
             asks = [(i, min(count, scheduled[i].num_lookahead_tokens)) for i, count in asks]
@@ -187,13 +185,14 @@ class Engine:
             assert draft.num_drafted <= count, f"{drafter.name} drafted too much"
             if draft.num_drafted:
                 answers.setdefault(index, []).append((number, draft))
-        return taken if self.executor.backend.num_recordings == before else None
+        backend = drafter.burst_backend  # which drafts at another speed, if the device does it by itself
+        is_telling = backend is None or backend.is_weighing
+        return taken if is_telling and self.executor.backend.num_recordings == before else None
 
     def _launch_burst(self, scheduled: Scheduled, plan: Plan) -> PendingBurst | None:
         """Where the device can draft, weigh and check all that is planned for several rounds: plain decoding,
         a matcher, or a head and a matcher, of one request. A head alone where the device does not weigh: the
-        host asks the others while it runs, and here only if one of them has ended the last burst.
-        """
+        host asks the others while it runs, and here only if one of them has ended the last burst."""
         drafters, asked = self.policy.drafters, [n for n, asks in enumerate(plan.asks) if asks]
         if plan.plain_steps:
             return self._start_burst(scheduled, BurstParts(self._headless, None, None, 0), plan)
@@ -221,10 +220,15 @@ class Engine:
         return self._start_burst(scheduled, parts, plan)
 
     def _launch_head_burst(self, scheduled: Scheduled, number: int, asks: Asks) -> PendingBurst | None:
-        """Where a device checks all that a head drafts, for all requests."""
+        """Where a device checks all that a head drafts, for all requests; near a text's end more than it can
+        still use, since another length would need another recording."""
         self._has_better = False
-        drafter = self.policy.drafters[number]
-        length = drafter.burst_length([one.request for one in scheduled], min(count for _, count in asks))
+        drafter, requests = self.policy.drafters[number], [one.request for one in scheduled]
+        limits = [r.params.num_speculative_tokens for r in requests]
+        rows = self.config.max_num_batched_tokens // len(requests)
+        length = drafter.burst_length(requests, min([rows - 1, *(n for n in limits if n is not None)]))
+        if any(count < min(length, scheduled[i].draft_limit) for i, count in asks):
+            return None
         parts = BurstParts(drafter.burst_backend, number, None, length)
         return self._start_burst(scheduled, parts, Plan()) if length else None
 
@@ -274,8 +278,7 @@ class Engine:
 
     def _goes_on(self, pending: PendingBurst) -> bool:
         """Whether another round is better than whatever else could be done: no request waits for a seat, and
-        no other drafter has something worth more. Those are asked while the device is busy.
-        """
+        no other drafter has something worth more. Those are asked while the device is busy."""
         if self.scheduler.waiting:
             return False
         if pending.parts.head is None or pending.num_landed % LOOK_EVERY:
@@ -291,8 +294,7 @@ class Engine:
 
     def _land(self, record: StepRecord) -> list[Emission]:
         """Commit what was accepted, and show policy and drafters what came of it: of every pass, in whatever
-        way it was made.
-        """
+        way it was made."""
         started = perf_counter()
         emissions = self._commits.land(record)
         # not known if there was no commit before, or if something was recorded since, which happens once and

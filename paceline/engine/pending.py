@@ -45,8 +45,7 @@ class Pass(NamedTuple):
 @dataclass(slots=True)
 class PendingPasses:
     """A pass and, where a device runs by itself, plain passes that read what it picks before the host has
-    seen it.
-    """
+    seen it."""
 
     executor: LocalExecutor
     scheduler: Scheduler
@@ -134,8 +133,7 @@ class PendingBurst:
 
     def extend(self) -> None:
         """Send another round if every request will probably have more to say after those under way: half of
-        each draft is taken to be right.
-        """
+        each draft is taken to be right."""
         num_ahead, requests = len(self.burst) - self.num_landed, [one.request for one in self.scheduled]
         if num_ahead >= AHEAD or not self.burst.num_left or any(request.is_finished for request in requests):
             return
@@ -159,7 +157,8 @@ class PendingBurst:
         if said.answers:
             answers = {0: [(numbers[source], draft) for source, draft in said.answers]}
         record = StepRecord(self.scheduled, said.drafts, judged, answers)
-        if head is not None and said.num_read != 0:
+        # What the first round takes to begin says nothing about drafting.
+        if head is not None and said.num_read != 0 and (number or said.seconds is not None):
             seconds = said.head_seconds if said.seconds is not None else None
             record.drafting = {head: (longest(answers, head), seconds)}
         record.hidden, record.is_plain = self.burst.hidden(number), head is None and matcher is None

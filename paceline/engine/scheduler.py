@@ -58,8 +58,7 @@ class Scheduler:
 
     def reserve_drafts(self, scheduled: Sequence[ScheduledRequest], nodes: Mapping[int, int]) -> None:
         """Slots for the nodes that are wanted of each, as far as the budget and the free blocks go. nodes: by
-        index.
-        """
+        index."""
         for index, wanted in nodes.items():
             one = scheduled[index]
             one.num_lookahead_tokens = max(min(wanted, one.draft_limit, self._budget), 0)
@@ -69,15 +68,13 @@ class Scheduler:
 
     def reserve_burst(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> bool:
         """Slots for `num_tokens` tokens of each, its root among them. False if blocks run out: what was
-        reserved until then goes back with the next commit, as reserved drafts do.
-        """
+        reserved until then goes back with the next commit, as reserved drafts do."""
         caches = (one.request.cache for one in scheduled)
         return all(self.kv.reserve(cache, cache.num_cached + num_tokens) for cache in caches)
 
     def follow(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, ScheduledRequest]]:
         """Of plain requests whose pass is still under way: those whose next token is wanted whatever this one
-        is, each with a slot for it. Empty if a request waits for a seat, or blocks run out.
-        """
+        is, each with a slot for it. Empty if a request waits for a seat, or blocks run out."""
         going = [(i, one.request) for i, one in enumerate(scheduled) if not one.request.is_finished]
         has_seats = bool(self.waiting) and len(self.running) < self.config.max_num_seqs
         if has_seats or len(going) < len(self.running):

@@ -130,8 +130,7 @@ class Suspicion:
 
     def note(self, name: str, is_right: bool, usual: float = 0.0) -> None:
         """Was the first token of a draft right? usual: how often it was when the drafter was trained, 0 if
-        not known.
-        """
+        not known."""
         seen = self._seen[name] = self._seen.get(name, 0) + 1
         right = self._right[name] = self._right.get(name, 0) + is_right
         if seen == AFTER and right < max(NEVER_RIGHT, TOO_RARE * usual) * AFTER:

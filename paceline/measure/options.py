@@ -56,8 +56,7 @@ class Compare(Report):
     are installed by `make peers`; llama.cpp has two rows, its server's loop and its raw loop (llama_decode
     alone, what llama-bench reports).
 
-    Example: paceline bench --methods none,ngram --peers llama.cpp:Q8_0,transformers --json report.json
-    """
+    Example: paceline bench --methods none,ngram --peers llama.cpp:Q8_0,transformers --json report.json"""
 
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     methods: str = option("none,auto,ngram", MAIN, "Drafters, or auto; none is plain decoding.")
@@ -79,8 +78,7 @@ class Decode(Loaded):
     use. On a GPU a prompt for which a CUDA graph was recorded counts for no row, and texts are compared with
     --exact alone. A text that differs is exit status 1.
 
-    Example: paceline bench decode --rows plain,auto,eagle/5 --every 3 --json docs/results/decode_cpu.json
-    """
+    Example: paceline bench decode --rows plain,auto,eagle/5 --every 3 --json docs/results/decode_cpu.json"""
 
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     limit: int | None = option(None, MAIN, LIMIT_HELP, min=1)
@@ -98,8 +96,7 @@ class Batch(Loaded):
     with the same waves; a wave in which a CUDA graph was recorded or a kernel compiled counts for no row.
     Where the model is exact, a text that is not plain decoding's is exit status 1.
 
-    Example: paceline bench batch --concurrency 1,8,64 --max-num-batched-tokens 8192 --plot docs/images
-    """
+    Example: paceline bench batch --concurrency 1,8,64 --max-num-batched-tokens 8192 --plot docs/images"""
 
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     concurrency: str = option("1,2,4,8,16,32", MAIN, "Requests at once, separated by commas.")
@@ -118,8 +115,7 @@ class Step(Loaded):
     for each pass, as a step that needs its result does; `queued` is a pass among several in flight, where a
     GPU never waits for the host. Rows are one request's draft, or with --requests that many requests'.
 
-    Example: paceline bench step --model llama-8b --load-format dummy --dtypes bfloat16,int4 --rows 1,16,64
-    """
+    Example: paceline bench step --model llama-8b --load-format dummy --dtypes bfloat16,int4 --rows 1,16,64"""
 
     dtypes: str | None = option(None, MAIN, "Several for --dtype, separated by commas, which take turns.")
     rows: str = option("1,2,4,8,16,32", MAIN, "Rows of a pass for each request, separated by commas.")
@@ -136,8 +132,7 @@ class Kernels(Report):
     Limits are measured in the same run. A pass computes the logits of all its tokens; llama.cpp's are timed
     by its own clock while it reads prompts whose beginning it has cached, and compute the last token's only.
     A product runs over all layers, so that its weights come from memory. Attention is what a pass takes
-    longer over the context than over none. A prompt of 512 tokens is timed as well.
-    """
+    longer over the context than over none. A prompt of 512 tokens is timed as well."""
 
     dtypes: str = option("int8,float32,int4", MAIN, "Precisions, separated by commas.")
     peers: str = option("auto", MAIN, "llama.cpp, llama.cpp:Q8_0, none, or auto: Q8_0 if installed.")
@@ -149,8 +144,7 @@ class Kernels(Report):
 class Quality(Report):
     """Perplexity of the same model in several precisions, on contexts of 512 tokens: lower is better.
 
-    Weights and activations are rounded as they are when text is generated. The change is against float32.
-    """
+    Weights and activations are rounded as they are when text is generated. The change is against float32."""
 
     dtypes: str = option("float32,int8,int4", MAIN, "Precisions, separated by commas.")
     text: Path | None = option(None, MAIN, "Your text file instead of the shipped one.")
@@ -170,8 +164,7 @@ class Serve:
 
       paceline bench serve --request-rate 1,2,4 --json load.json --plot plots
 
-      paceline bench serve --peers Q8_0,Q4_0,Q4_0+ngram --max-concurrency 1,4,16
-    """
+      paceline bench serve --peers Q8_0,Q4_0,Q4_0+ngram --max-concurrency 1,4,16"""
 
     base_url: str = option("http://127.0.0.1:8000", MAIN, "Where the server is, with or without /v1.")
     model: str | None = option(None, MAIN, "Its name at the server; left out: the first it has.", "-m")
@@ -205,8 +198,7 @@ class Soak(Report):
     Starts its own server. Exit status 1 if a request neither ended nor failed clearly, a block is still held
     at the end, memory kept growing, or the event loop was late by 50 ms.
 
-    Example: paceline bench soak kills --count 20 --clients 16
-    """
+    Example: paceline bench soak kills --count 20 --clients 16"""
 
     what: str = option("load", MAIN, "load, disconnects, kills or sigterm.", is_argument=True)
     clients: int = option(16, MAIN, "Clients that ask again and again.", min=1)
@@ -221,8 +213,7 @@ class Tables:
     """Rewrite the tables of documents from the results they name.
 
     Between the lines <!-- table:NAME --> and <!-- end --> goes the table of docs/results/NAME.json, with the
-    command and the machine it is from; <!-- table:NAME 2 --> is its second table.
-    """
+    command and the machine it is from; <!-- table:NAME 2 --> is its second table."""
 
     results: Path = option(Path("docs/results"), MAIN, "The folder of the results.")
     files: str = option("README.md,docs/results.md", MAIN, "Documents, separated by commas.")
@@ -241,8 +232,7 @@ class Tune(Loaded):
 
       paceline tune --plot speedup.png
 
-      paceline tune --prompts mine.jsonl --methods suffix,quantized -k 2 -k 4 --json tune.json
-    """
+      paceline tune --prompts mine.jsonl --methods suffix,quantized -k 2 -k 4 --json tune.json"""
 
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     limit: int | None = option(None, MAIN, LIMIT_HELP + " Left out: about six in all.", min=1)
@@ -266,8 +256,7 @@ class Paper:
 
       paceline plan llama-8b --hardware h200 --draft smollm2-135m --budget 1e18 --plot speedup.png
 
-      paceline plan ./config.json --bandwidth 2000 --flops 300 --memory 80 --batch 8 --alpha 0.7 -k 4
-    """
+      paceline plan ./config.json --bandwidth 2000 --flops 300 --memory 80 --batch 8 --alpha 0.7 -k 4"""
 
     model: str = option("default", MAIN, SHAPE_HELP, is_argument=True)
     hardware: str | None = option(None, HARDWARE, "h200, h100, a100, rtx4090, l4, m2; this: measured.")

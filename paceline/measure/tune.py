@@ -1,6 +1,6 @@
 """`paceline tune`: plain decoding, the policy and every K of every drafter take turns, and of repeats the
-quickest counts. The longest K has a clock around its drafter; how often it is right at each depth and what
-asking it costs predict the speedup of every K. Invariant: a drafter that remembers texts meets none twice.
+quickest counts. The drafts of the longest K are timed; how often they are right at each depth and what
+they cost predict the speedup of every K. Invariant: a drafter that remembers texts meets none twice.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from paceline.api.llm import LLM
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import require
 from paceline.core.params import SamplingParams
-from paceline.core.types import Draft, Request
 from paceline.drafters import registry
+from paceline.drafters.base import Drafter
 from paceline.engine.engine import Engine
+from paceline.engine.policy.base import FixedPolicy
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_path, save_profile
 from paceline.measure import engines, roofline
@@ -26,6 +27,7 @@ from paceline.measure.options import Tune
 from paceline.measure.prompts import chosen, load
 from paceline.measure.results import Table, Tell, cell
 from paceline.measure.rows import AUTO, PLAIN, in_turn, names_of
+from paceline.runtime.record import StepRecord
 from paceline.runtime.timing import measure as time_passes
 
 LENGTHS, LENGTHS_OF_MODELS = (1, 2, 3, 4, 6), (1, 2, 3, 4)  # K of drafters that run no model, and that do
@@ -44,25 +46,17 @@ turn with plain decoding.
 """
 
 
-class Clocked:
-    """A drafter with a clock around its drafts; else it is the drafter."""
+class TimedPolicy(FixedPolicy):
+    """Notes the seconds of each draft; of a drafter that runs a model, for each token."""
 
-    def __init__(self, drafter: Any) -> None:
-        self.drafter, self._known = drafter, set[str]()
-        # seconds of a draft, after the first of a request, which reads its prompt; with a model of each token
+    def __init__(self, drafter: Drafter, num_speculative_tokens: int) -> None:
+        super().__init__(drafter, num_speculative_tokens)
         self.asking: list[float] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        started = perf_counter()
-        drafts: list[Draft] = self.drafter.propose(requests, budgets)
-        seconds = perf_counter() - started
-        if requests[0].id in self._known:
-            self.asking.append(seconds if self.drafter.is_free else seconds / max(budgets[0], 1))
-        self._known.add(requests[0].id)
-        return drafts
+    def observe(self, record: StepRecord) -> None:
+        for length, seconds in record.drafting.values():
+            if seconds is not None:
+                self.asking.append(seconds if self.drafters[0].is_free else seconds / max(length, 1))
 
 
 class Prices(NamedTuple):
@@ -126,7 +120,7 @@ class Run:
         self.num_turns = REPEATS * len(self.prompts) * (2 + sum(map(len, self.lengths.values())))
         least = min(LEAST_TOKENS, asked.max_tokens)
         self.params = SamplingParams(temperature=0, max_tokens=asked.max_tokens, min_tokens=least)
-        self.clocked: dict[str, Clocked] = {}  # each drafter at its longest, in the first repeat
+        self.timed: dict[str, TimedPolicy] = {}  # each drafter at its longest, in the first repeat
         self.best: dict[tuple[str, int], tuple[float, int]] = {}  # seconds and tokens, by row and prompt
         self.num_prompts = self.num_tokens = self.num_cached = 0
 
@@ -180,18 +174,18 @@ class Run:
 
     def _engines(self, tell: Tell) -> dict[str, Engine]:
         """New ones, that know no text yet, for every length. A drafter that runs a model knows the text of
-        its request and nothing else, so it is used again. In the first repeat the longest has the clock."""
+        its request and nothing else, so it is used again. In the first repeat the longest is timed."""
         made = {}
         for name, lengths in self.lengths.items():
             tell(f"loading {name}", 0)
             for k in reversed(lengths):
-                known = self.clocked.get(name)
-                drafter: Any = known.drafter if known is not None else None
+                known = self.timed.get(name)
+                drafter = known.drafters[0] if known is not None else None
                 if drafter is None or drafter.is_free:
                     drafter = engines.drafter_of(self.llm, self._options(name, k))
+                engine = made[f"{name}/{k}"] = engines.engine_with(self.llm, drafter, k)
                 if known is None:
-                    drafter = self.clocked[name] = Clocked(drafter)
-                made[f"{name}/{k}"] = engines.engine_with(self.llm, drafter, k)
+                    engine.policy = self.timed[name] = TimedPolicy(drafter, k)
         return made
 
     def _seconds(self, row: str) -> float | None:
@@ -205,7 +199,8 @@ class Run:
         return plain / own if plain and own else None
 
     def _drafter(self, name: str, plain: float) -> dict[str, Any]:
-        lengths, is_free, asking = self.lengths[name], self.clocked[name].is_free, self.clocked[name].asking
+        lengths, asking = self.lengths[name], self.timed[name].asking
+        is_free = self.timed[name].drafters[0].is_free
         stats = self.first[f"{name}/{lengths[-1]}"].totals
         prices = Prices(self.costs, self.num_cached // max(self.num_tokens, 1), plain, 0.0, is_free)
         token = self._seconds(f"{name}/{lengths[-1]}")

@@ -101,8 +101,7 @@ class LocalExecutor:
 
     def burst(self, backend: BurstBackend, segments: Sequence[Segment], given: BurstInput) -> Burst:
         """Passes without the host. segments: the longest draft of each request, of which only the root is
-        known; slots for all rounds are reserved.
-        """
+        known; slots for all rounds are reserved."""
         return backend.launch(self._ready(segments), given)
 
     def _ready(self, segments: Sequence[Segment]) -> Batch:

@@ -54,8 +54,7 @@ class KvCache:
 
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies as if done now, one call after the other: a slot that is itself to be overwritten is read
-        where its new value comes from.
-        """
+        where its new value comes from."""
         found = [self._moves.get(source, source) for source in sources]
         self._moves.update(zip(targets, found, strict=True))
 
@@ -68,8 +67,7 @@ class KvCache:
 
     def reserve(self, cached: Cached, num_tokens: int) -> bool:
         """Make slots [num_cached, num_tokens) writable for this sequence alone. False, and nothing changed,
-        if blocks run out.
-        """
+        if blocks run out."""
         first, blocks = cached.num_cached // BLOCK_SIZE, cached.blocks
         has_room = num_tokens <= len(blocks) * BLOCK_SIZE == (first + 1) * BLOCK_SIZE
         if has_room and self._is_private(blocks[first]):
@@ -96,8 +94,7 @@ class KvCache:
         self, cached: Cached, first: int, path: Sequence[int], tokens: Sequence[int], has_more: bool = False
     ) -> None:
         """The accepted nodes of a tree rooted at index `first` become tokens first, first + 1, ...; the rest
-        is given back, unless a pass that is under way writes to it. tokens: for naming full blocks.
-        """
+        is given back, unless a pass that is under way writes to it. tokens: for naming full blocks."""
         self.gather(cached, first, path)
         if not has_more and len(cached.blocks) * BLOCK_SIZE >= cached.num_cached + BLOCK_SIZE:
             self._trim(cached)
@@ -164,8 +161,7 @@ class KvCache:
 
     def register(self, cached: Cached, tokens: Sequence[int]) -> None:
         """Make the full blocks of `tokens`, whose K/V are in place, findable by others with that prefix. The
-        first block of a name keeps it; an equal one stays private.
-        """
+        first block of a name keeps it; an equal one stays private."""
         for name in block_names(tokens, cached.block_hashes):
             block = cached.blocks[len(cached.block_hashes)]
             cached.block_hashes.append(name)

@@ -41,8 +41,7 @@ class Timed:
         self, rows: int, context: int = 0, num_logits: int | None = None, num_passes: int = 1
     ) -> float:
         """Of one pass, with the logits of all rows or of the last ones. With several passes: of each, when a
-        device is given the next before it has ended the last.
-        """
+        device is given the next before it has ended the last."""
         tokens = [(STRIDE * i) % self._executor.config.vocab_size for i in range(rows)]
         segments = []
         for cache in self._caches:

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ConfigError, ModelFileError
 from paceline.core.options import require
 from paceline.heads.config import HeadConfig
+from paceline.loaders.head_files import write_tensors
 from paceline.train.lessons import Lessons, Seen, Teacher, agreement
 from paceline.train.recipes import WIDTH, Recipe, head_config
 from paceline.train.students import Acceptance, build_student, measure
 from paceline.train.texts import Batch, Texts, batches, prefetched
 
-STATE = "state.pt"  # weights, averages, moments and the place in the data
+STATE = "state.safetensors"  # weights, averages, moments and the place in the data
 
 
 @dataclass(slots=True)
@@ -175,28 +177,33 @@ class Trainer:
         return {"recipe": recipe, "target": target, "text": self.lessons.digest, "seed": self.seed}
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, beside its file first, and moved into place when all of it is there."""
-        state = {"identity": self._identity(), "place": asdict(self.place), "average": self.average}
-        state |= {"weights": self.head.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{STATE}.part"
-        torch.save(state, partial)
-        partial.replace(folder / STATE)
+        """Write a checkpoint."""
+        moments = {str(number): each for number, each in self.optimizer.state_dict()["state"].items()}
+        parts = {"weights": self.head.module.state_dict(), "average": self.average, **moments}
+        tensors = {
+            f"{part}/{name}": parts[part][name].contiguous().cpu() for part in parts for name in parts[part]
+        }
+        numbers = json.dumps({"identity": self._identity(), "place": asdict(self.place)})
+        write_tensors(folder / STATE, tensors, {"numbers": numbers})
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint."""
-        path = folder / STATE
+        path, parts = folder / STATE, defaultdict[str, dict[str, torch.Tensor]](dict)
         if not path.is_file():
             raise ConfigError(f"{folder} holds no checkpoint of a training ({STATE}); start without resuming")
         try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            theirs = state["identity"]
-        except (OSError, RuntimeError, UnpicklingError, EOFError, LookupError, TypeError) as error:
-            raise ModelFileError(f"{path} is not a whole checkpoint; start anew") from error
+            with safe_open(path, framework="pt", device=str(self.device)) as opened:
+                numbers = json.loads(opened.metadata()["numbers"])
+                for part, name in (key.split("/", 1) for key in opened.offset_keys()):
+                    parts[part][name] = opened.get_tensor(f"{part}/{name}")
+            theirs = numbers["identity"]
+        except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+            raise ModelFileError(f"{path} is not a whole checkpoint ({error}); start anew") from error
         for name, value in self._identity().items():
             if theirs.get(name) != value:
                 what = f"{folder} was trained with {name} {theirs.get(name)!r:.90}, not {value!r:.90}"
                 raise ConfigError(f"{what}; resume with the same, or start anew")
-        self.place, self.average = Place(**state["place"]), state["average"]
-        self.head.module.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.place, self.average = Place(**numbers["place"]), parts.pop("average", {})
+        self.head.module.load_state_dict(parts.pop("weights"))
+        moments, groups = {int(n): parts[n] for n in parts}, self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})

@@ -68,7 +68,12 @@ GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.5, "seed": 4}
 
 
 @pytest.mark.parametrize(
-    ("steps", "count", "exact", "how"), [(3, 4, False, GREEDY), (1, 3, False, DRAWN), (4, 2, True, GREEDY)]
+    ("steps", "count", "exact", "how"),
+    [
+        pytest.param(3, 4, False, GREEDY, marks=pytest.mark.slow),
+        (1, 3, False, DRAWN),
+        pytest.param(4, 2, True, GREEDY, marks=pytest.mark.slow),
+    ],
 )
 def test_rounds_are_usual_steps(
     steps: int,
@@ -89,6 +94,7 @@ def test_rounds_are_usual_steps(
     assert engine.totals.num_accepted >= 2
 
 
+@pytest.mark.slow
 def test_two_that_end_apart_and_usual_steps_between(
     head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

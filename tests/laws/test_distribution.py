@@ -97,6 +97,7 @@ def test_unseeded_sampling_with_longer_drafts(drafter: str) -> None:
     assert p_value_of(drafter, samples=800, **LONGER) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_stage_that_shares_the_targets_noise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a seed of its own a stage draws with the same numbers as the coins that judge it."""
     begin = Staged._begin
@@ -123,6 +124,7 @@ def first_token_p_value(samples: int) -> float:
     return chi_square_p_value(counts, {1: 0.55, 2: 0.45})
 
 
+@pytest.mark.slow
 def test_reuse_of_draft_noise_for_resampling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Break one thing, the stream that the redraw after a rejection uses, and the law moves: these tests can
     fail.

@@ -93,6 +93,7 @@ def test_a_slow_reader_holds_up_nobody(tiny_server: Server) -> None:
             assert tiny_server.post("/v1/completions", prompt="x", max_tokens=8).status_code == 200
         tiny_server.settled()  # the engine is done with it although hardly anything was read
         received = bytearray()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)  # and now it reads quickly
         slow.settimeout(WAIT_S)
         while piece := slow.recv(2**16):
             received += piece

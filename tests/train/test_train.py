@@ -162,7 +162,7 @@ def test_training_raises_held_out_acceptance(
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     kind: str, checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
@@ -211,13 +211,14 @@ def test_resuming_with_another_recipe_or_text_is_an_error(
         run(small("medusa", rate=1e-4), texts, True)
     with pytest.raises(ConfigError, match="was trained with text"):
         run(small("medusa"), piece(texts, 0, len(texts) - 1), True)
-    state = tmp_path / "state" / "state.pt"
+    state = tmp_path / "state" / "state.safetensors"
     for damaged in (state.read_bytes()[:1000], b"x", b""):
         state.write_bytes(damaged)
         with pytest.raises(ModelFileError, match="is not a whole checkpoint"):
             run(small("medusa"), texts, True)
 
 
+@pytest.mark.slow
 def test_heads_learn_on_from_other_text_with_their_own_tokens(
     checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:

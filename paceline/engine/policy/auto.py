@@ -205,8 +205,7 @@ class AutoPolicy(Policy):
 
     def _note_drafting(self, record: StepRecord, expected: float) -> float:
         """Learn what drafting took; in a burst that does not tell, what the round took beyond the expected
-        pass. Returns the seconds that were expected of it.
-        """
+        pass. Returns the seconds that were expected of it."""
         total = self._spent = 0.0
         for number, known in enumerate(self._known):
             known.idle = 0 if number in record.drafting else known.idle + 1

@@ -113,8 +113,7 @@ class Answer:
 
 def joined(answers: Sequence[Answer]) -> tuple[Draft, list[float]]:
     """The drafts of one request as one tree, and its scores. None is above its parent's: the best nodes are a
-    tree. A token that another drafter contradicts is right far less often than one it agrees with.
-    """
+    tree. A token that another drafter contradicts is right far less often than one it agrees with."""
     if len(answers) == 1:
         return answers[0].draft, answers[0].scores
     tokens, parents, places = join([answer.draft.tree for answer in answers])

@@ -23,8 +23,7 @@ class CostTable:
     + per_row_token x (cached tokens that each row sees, summed). Also of a draft, by its nodes.
 
     The base is linear between the row counts that were measured at the start. Later timings correct it by the
-    median of measured over expected, which is linear between the row counts that were seen.
-    """
+    median of measured over expected, which is linear between the row counts that were seen."""
 
     def __init__(
         self, seconds: Mapping[Any, float], per_request_token: float = 0.0, per_row_token: float = 0.0
