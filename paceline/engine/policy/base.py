@@ -65,7 +65,7 @@ class FixedPolicy(Policy):
     """One drafter, K tokens whenever there is room, and every one of them is checked."""
 
     def __init__(self, drafter: Drafter | None, num_speculative_tokens: int) -> None:
-        self.drafters = () if drafter is None else (drafter,)
+        self.drafters: tuple[Drafter, ...] = () if drafter is None else (drafter,)
         self.num_speculative_tokens = num_speculative_tokens
 
     def plan(self, scheduled: Step) -> Plan:
