@@ -67,8 +67,8 @@ def follow(draft: Draft, picked: Sequence[int], first: int = 0) -> Verdict | Non
     for child in range(1, len(drafted)):  # a node comes after its parent, so one look at each is enough
         if parents[child] == node and drafted[child] == token:
             node, token = child, picked[first + child]
-            if token < 0:
-                return None
+            if token < 0:  # not finite: an error only if the text comes so far, and then of the next pass
+                break
             path.append(node)
             tokens.append(token)
     return Verdict(tuple(path), tuple(tokens), len(drafted) - 1)
