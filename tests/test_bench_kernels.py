@@ -75,6 +75,7 @@ def report(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return found
 
 
+@pytest.mark.slow
 def test_every_number_of_tokens_is_timed(report: dict[str, Any]) -> None:
     assert min(report["limits"].values()) > 0
     for dtype in ("int8", "float32", "int4"):
@@ -98,6 +99,7 @@ def test_every_number_of_tokens_is_timed(report: dict[str, Any]) -> None:
     assert [row["tokens"] for row in report["kernels"] if row["kernel"] == "attention"] == list(range(1, 33))
 
 
+@pytest.mark.slow
 def test_a_pass_must_do_at_least_what_its_products_do(report: dict[str, Any]) -> None:
     for dtype in ("int8", "float32", "int4"):
         for tokens in (1, 8, 32):

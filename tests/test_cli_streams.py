@@ -75,6 +75,7 @@ def test_streams_that_are_closed_or_full_or_not_utf8() -> None:
     assert is_one_line_error(run_script("models", shell=">/dev/full"), "No space left")
 
 
+@pytest.mark.slow
 def test_utf8_goes_in_whatever_the_locale_and_ascii_comes_out(tiny: str) -> None:
     flags = ("demo", "--model", tiny, "--prompt", "café ☃", "--max-tokens", "4")
     shown = run_script(*flags, PYTHONIOENCODING="ascii")

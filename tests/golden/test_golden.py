@@ -29,7 +29,7 @@ DRAFTERS: dict[str, Any] = {
     "medusa": {"method": "medusa", "num_speculative_tokens": 4},
     "dflash": {"method": "dflash", "num_speculative_tokens": 5},
 }
-QUICK = {("int8", name) for name in ("auto", "eagle tree")}
+QUICK = {("int8", "auto")}
 on_this_machine = pytest.mark.skipif(
     platform.machine() != GOLDEN["machine"],
     reason=f"the streams were written on {GOLDEN['machine']}; write them anew here",
