@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cpu.cores import usable_cores
 from tests.odd_models import digest
 
 TWO = {"NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
@@ -108,3 +109,41 @@ def test_a_forked_process_is_told_what_happened_and_what_to_do() -> None:
     assert "forked" in message
     assert "spawn" in message
     assert status == "7"
+
+
+def test_threads_are_no_more_than_the_cores_that_may_be_used() -> None:
+    """More would wait for each other's turns: sixteen on two cores ran at a sixth of two threads' speed."""
+    code = "from paceline.cpu.sync import num_threads; print(num_threads())"
+    cores = len(os.sched_getaffinity(0))
+    done = run(code, NUMBA_NUM_THREADS="64", OMP_NUM_THREADS="64")
+    assert done.stdout.split() == [str(cores)], done.stderr
+    done = run(f"import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); {code}")
+    assert done.stdout.split() == ["1"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "cores"),
+    [
+        ("0::/a/b\n", {"cpu.max": "max 100000"}, 8),
+        ("0::/a/b\n", {"a/b/cpu.max": "250000 100000", "a/cpu.max": "max 100000"}, 3),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "100000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("2:cpu,cpuacct:/a\n0::/\n", {"cpu,cpuacct/a/cpu.cfs_quota_us": "400000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"}, 4),
+        ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("nothing that is known\n", {}, 8),
+    ],
+)  # fmt: skip
+def test_control_groups_and_siblings_limit_the_cores(
+    own: str, limits: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    files = {f"groups/{name}": text for name, text in limits.items()} | {"own": own}
+    files |= {f"cpus/cpu{i}/topology/thread_siblings_list": f"{i % 4},{i % 4 + 4}" for i in range(8)}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name, folder in {"GROUPS": "groups", "OWN_GROUPS": "own", "CPUS": "cpus"}.items():
+        monkeypatch.setattr(f"paceline.cpu.cores.{name}", tmp_path / folder)
+    assert usable_cores(count_siblings=True) == cores
+    assert usable_cores(count_siblings=False) == min(cores, 4)

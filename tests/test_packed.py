@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.cpu.decoder import CpuDecoder
+from paceline.loaders import packed
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.loaders.fields import NUM_SAMPLES, SAMPLE_BYTES
 from paceline.loaders.packed import (
@@ -24,6 +25,7 @@ from paceline.loaders.packed import (
     expected,
     load_packed,
     pack_model,
+    packed_parts,
     read,
     write,
 )
@@ -66,6 +68,11 @@ def same(found: Tensors, wanted: Tensors) -> bool:
 
 def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def put(path: Path, tensors: Tensors) -> None:
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write(path, kinds, [(name, [tensor]) for name, tensor in tensors.items()])
 
 
 def stamp(path: Path) -> tuple[int, int]:
@@ -129,8 +136,27 @@ def test_what_is_packed_is_what_is_expected(family: str, tied: bool, tmp_path: P
         progress=False,
     )
     for bits in (8, 4):
-        packed = pack_model(model, bits)
-        assert {name: (t.dtype, tuple(t.shape)) for name, t in packed.items()} == expected(model.config, bits)
+        tensors = pack_model(model, bits)
+        assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == expected(
+            model.config, bits
+        )
+
+
+@pytest.mark.parametrize("bits", [32, 8, 4])
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_few_rows_at_a_time_give_the_same(
+    kind: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_hf(tmp_path / "model", "llama", hidden_size=96, vocab_size=390, intermediate_size=150)
+    path = folder if kind == "safetensors" else tiny_gguf(tmp_path / "m.gguf", tiny_tokenizer(folder))
+    model = open_checkpoint(str(path), progress=False)
+    whole = pack_model(model, bits)
+    monkeypatch.setattr(packed, "CHUNK_BYTES", 1)
+    assert same(pack_model(model, bits), whole)
+    parts = {name: len(list(parts)) for name, parts in packed_parts(model, bits)}
+    assert parts["embedding.weight"] > 1
+    assert parts["layers.0.down.weight"] > 1
+    assert parts["layers.0.gate_up.weight"] > 1
 
 
 def truncated(path: Path, tensors: Tensors) -> None:
@@ -154,19 +180,19 @@ def of_enormous_header(path: Path, tensors: Tensors) -> None:
 
 
 def of_other_names(path: Path, tensors: Tensors) -> None:
-    write(path, {f"{name}_": tensor for name, tensor in tensors.items()})
+    put(path, {f"{name}_": tensor for name, tensor in tensors.items()})
 
 
 def without_a_tensor(path: Path, tensors: Tensors) -> None:
-    write(path, {name: tensor for name, tensor in tensors.items() if name != "norm.weight"})
+    put(path, {name: tensor for name, tensor in tensors.items() if name != "norm.weight"})
 
 
 def of_wrong_shape(path: Path, tensors: Tensors) -> None:
-    write(path, {**tensors, "layers.0.qkv.weight": tensors["layers.0.qkv.weight"][:-1].contiguous()})
+    put(path, {**tensors, "layers.0.qkv.weight": tensors["layers.0.qkv.weight"][:-1].contiguous()})
 
 
 def of_wrong_type(path: Path, tensors: Tensors) -> None:
-    write(path, {**tensors, "norm.weight": torch.zeros(tensors["norm.weight"].shape, dtype=torch.uint8)})
+    put(path, {**tensors, "norm.weight": torch.zeros(tensors["norm.weight"].shape, dtype=torch.uint8)})
 
 
 DAMAGES: list[Callable[[Path, Tensors], None]] = [
@@ -180,7 +206,7 @@ def test_a_file_that_is_not_what_it_should_be_is_packed_anew(
 ) -> None:
     good = pack_model(opened, 8)
     path = cache_path(opened, 8)
-    write(path, good)
+    put(path, good)
     assert read(path, opened.config, 8) is not None
     damage(path, good)
     assert read(path, opened.config, 8) is None

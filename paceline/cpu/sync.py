@@ -3,12 +3,15 @@
 A pass goes on with the threads that have come when its patience ends, since the runtime may give fewer than
 asked for (OMP_DYNAMIC, OMP_THREAD_LIMIT) or one may be late. Invariant: no barrier is passed before all that
 take part have come, and all that take part are running when the first step begins, so no pass waits for ever.
-Waiting is spinning, since steps take microseconds; after a while the core is offered to others.
+Waiting is spinning at first, since steps take microseconds, and then sleeping: where others use the cores too,
+a thread that spins keeps its core from the one it waits for.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import sys
 import warnings
 from array import array
 from typing import Any, NamedTuple
@@ -19,17 +22,29 @@ from numba import carray, prange, types
 
 from paceline.core.errors import ConfigError
 from paceline.cpu.compile import piece, unrolled
+from paceline.cpu.cores import usable_cores
 from paceline.cpu.lanes import INT32, INT64, Emitter, instruction, int_pointer, seconds_now
 
 # Memory of a team, in bytes: arrivals at a barrier and barriers passed, far apart; the gate of a region: how
 # many threads have come, and shifted by COUNTED, once that is settled, how many take part;
 LINE, COUNTED = 128, 32
 GATE = 2 * LINE
-# and what the first thread knows: its patience, how many regions in a row were short of threads, and the
-# address of the lock of all regions, where the runtime can have one at a time.
+# what the first thread knows: its patience, how many regions in a row were short of threads, and the address
+# of the lock of all regions, where the runtime can have one at a time;
 PATIENCE, SHORT, LOCK = (GATE + LINE + 8 * i for i in range(3))
-SPINS = 10_000  # turns before the core is offered to others
+# how many threads sleep, how many turns one spins before, and how long it sleeps at most (a timespec).
+ASLEEP, TURNS, NAP = (GATE + 2 * LINE + 8 * i for i in range(3))
+SIZE = GATE + 3 * LINE
+# Turns before a thread sleeps: fewer after each sleep, more after each wait without, so that a quiet machine's
+# threads never sleep and those of a busy one soon leave their core to the thread they wait for.
+SPINS, LEAST_SPINS = 10_000, 1_250
+NAP_NANOSECONDS = 1_000_000
+# Linux's system call that sleeps while an integer is what it was; elsewhere the core is offered instead.
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+FUTEX_WAIT, FUTEX_WAKE = 128, 129  # among the threads of one process
 MOST_PATIENCE, LEAST_PATIENCE = 10_000_000, 50_000  # nanoseconds: the least where threads did not come before
+# More threads than cores would wait for each other's turns; siblings of a core are used where they are asked for.
+CORES = usable_cores("NUMBA_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in os.environ)
 NOTICED = 5  # regions in a row that were short of threads before it is said
 
 
@@ -42,19 +57,19 @@ class Share(NamedTuple):
 
 
 @instruction(types.int64)
-def arrive(emit: Emitter, at: Any) -> Any:
-    """Add one to the integer at this address; returns what it was."""
-    return emit.builder.atomic_rmw("add", emit.pointer(at), INT64(1), "acq_rel")
+def change(emit: Emitter, at: Any, by: Any) -> Any:
+    """Add to the integer at this address; returns what it was."""
+    return emit.builder.atomic_rmw("add", emit.pointer(at), by, "seq_cst")
 
 
 @instruction(types.int64)
 def look(emit: Emitter, at: Any) -> Any:
-    return emit.builder.load_atomic(emit.pointer(at), "acquire", 8, typ=INT64)
+    return emit.builder.load_atomic(emit.pointer(at), "seq_cst", 8, typ=INT64)
 
 
 @instruction()
 def publish(emit: Emitter, at: Any, value: Any) -> None:
-    emit.builder.store_atomic(value, emit.pointer(at), "release", 8)
+    emit.builder.store_atomic(value, emit.pointer(at), "seq_cst", 8)
 
 
 @instruction(types.boolean)
@@ -67,6 +82,29 @@ def exchange(emit: Emitter, at: Any, old: Any, new: Any) -> Any:
 @instruction(types.int32)
 def offer_core(emit: Emitter) -> Any:
     return emit.call("sched_yield", INT32, [])
+
+
+@instruction(types.int64)
+def futex(emit: Emitter, at: Any, operation: Any, value: Any, nap: Any) -> Any:
+    return emit.call("syscall", INT64, [INT64(FUTEX), at, operation, value, nap])
+
+
+@piece
+def sleep_while(sync, at, value):  # type: ignore[no-untyped-def]
+    """Sleep while the 32 bits at this address are `value`, at most a nap; a caller looks again afterwards."""
+    if FUTEX == 0:
+        offer_core()
+        return
+    change(sync + ASLEEP, 1)
+    futex(at, FUTEX_WAIT, value, sync + NAP)
+    change(sync + ASLEEP, -1)
+
+
+@piece
+def wake(sync, at):  # type: ignore[no-untyped-def]
+    """After the integer at this address has changed. A thread that sleeps was counted before it looked at it."""
+    if look(sync + ASLEEP) > 0:
+        futex(at, FUTEX_WAKE, 2**31 - 1, 0)
 
 
 @unrolled
@@ -90,19 +128,20 @@ def join(sync, part, threads):  # type: ignore[no-untyped-def]
     its patience ends and the others come too late: nothing is left for them to do."""
     if threads == 1:
         return Share(part, 1, sync)
-    gate, place, spins, until = sync + GATE, arrive(sync + GATE), 0, 0.0
-    come = look(gate)
+    gate, until = sync + GATE, 0.0
+    place = change(gate, 1)
+    if place == threads - 1:
+        settle(sync, threads)
+    spins, turns, come = 0, look(sync + TURNS), look(gate)
     while come >> COUNTED == 0:
         spins += 1
-        is_over = come == threads
-        if spins % SPINS == 0 and place == 0:
+        if spins % turns == 0:
             now = seconds_now()
             until = until if until > 0.0 else now + look(sync + PATIENCE) * 1e-9
-            is_over = now > until
-        if spins % SPINS == 0:
-            offer_core()
-        if is_over:
-            exchange(gate, come, come | come << COUNTED)
+            if place == 0 and now > until:
+                settle(sync, come)
+            else:
+                sleep_while(sync, gate + COUNTED // 8, 0)
         come = look(gate)
     count = come >> COUNTED
     if place == 0:  # a runtime that gives fewer threads is waited for less the next time
@@ -112,6 +151,13 @@ def join(sync, part, threads):  # type: ignore[no-untyped-def]
     if place >= count:
         return Share(-1, count, sync)
     return Share(part if count == threads else place, count, sync)
+
+
+@piece
+def settle(sync, come):  # type: ignore[no-untyped-def]
+    """`come` threads take part, unless another has come or settled it meanwhile."""
+    if exchange(sync + GATE, come, come | come << COUNTED):
+        wake(sync, sync + GATE + COUNTED // 8)
 
 
 @piece
@@ -126,16 +172,19 @@ def barrier(share):  # type: ignore[no-untyped-def]
         return
     arrivals, passed = share.sync, share.sync + LINE
     number = look(passed)
-    if arrive(arrivals) == share.threads - 1:
+    if change(arrivals, 1) == share.threads - 1:
         publish(arrivals, 0)
         publish(passed, number + 1)
+        wake(share.sync, passed)
         return
-    spins = 0
+    spins, turns, has_slept = 0, look(share.sync + TURNS), False
     while look(passed) == number:
         spins += 1
-        if spins == SPINS:
-            offer_core()
-            spins = 0
+        if spins == turns:
+            sleep_while(share.sync, passed, number & 0xFFFFFFFF)
+            spins, has_slept = 0, True
+    if has_slept or turns < SPINS:
+        publish(share.sync + TURNS, max(turns // 2, LEAST_SPINS) if has_slept else min(turns * 2, SPINS))
 
 
 _lock = array("q", [0] * (2 * LINE // 8))  # in the middle of memory of its own, since all threads look at it
@@ -148,11 +197,13 @@ class Team:
 
     def __init__(self) -> None:
         num_threads()  # starts the runtime, which knows then what it is
-        self._memory = array("q", [0] * (LOCK // 8 + 1 + 2 * LINE // 8))
+        self._memory = array("q", [0] * ((SIZE + LINE) // 8))
         start = self._memory.buffer_info()[0]
         self.at = -(-start // LINE) * LINE
         self._first = (self.at - start) // 8
         self._memory[self._first + PATIENCE // 8] = MOST_PATIENCE
+        self._memory[self._first + TURNS // 8] = SPINS
+        self._memory[self._first + NAP // 8 + 1] = NAP_NANOSECONDS
         if numba.threading_layer() == "workqueue":  # it ends the process if two threads call it at once
             self._memory[self._first + LOCK // 8] = _lock.buffer_info()[0] + LINE
 
@@ -172,5 +223,7 @@ def num_threads() -> int:
         remedy = "start it with multiprocessing's 'spawn' method, or fork before an LLM is made"
         raise ConfigError(f"{cause} survive a fork: {remedy}")
     _state["has_started"] = True
+    if numba.get_num_threads() > CORES:  # a number of the calling thread's
+        numba.set_num_threads(CORES)
     threads: int = numba.get_num_threads()
     return threads

@@ -1,7 +1,7 @@
 """Opens a model: a file or folder with its weights, a description alone, or random weights of its shape.
 
-Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time, so memory stays
-bounded by the largest tensor. A description reads or fetches at most a config.json or a GGUF header.
+Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time or some of its rows,
+so memory stays bounded by what is asked for. A description reads or fetches at most a config.json or a GGUF header.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from paceline.core.errors import ConfigError, ModelFileError, ModelNotFound
 from paceline.loaders import gguf_header, hf_config, hub
-from paceline.loaders.fields import read_json
+from paceline.loaders.fields import ALL, read_json
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig, RopeConfig
 
@@ -46,7 +46,7 @@ class Checkpoint(Protocol):
     bos_id: int | None
     fingerprint: str  # of file names, sizes, headers and a sample of the weights
 
-    def tensor(self, name: str) -> torch.Tensor: ...  # float32, a name and shape of `config.weight_names()`
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor: ...  # float32; `config.weight_names()`
     def tokenizer_source(self) -> TokenizerSource: ...
 
 
@@ -85,14 +85,15 @@ class DummyCheckpoint:
     def __post_init__(self) -> None:
         self.fingerprint = f"dummy {self.config}"
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """float32, as large as trained weights are: rows of unit length, norms of one."""
         import torch
 
         shape = self.config.weight_names()[name]
+        shape = (len(range(*rows.indices(shape[0]))), *shape[1:])
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self.device)
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{name}{rows}".encode()))
         return torch.randn(shape, generator=generator, device=self.device) * shape[-1] ** -0.5
 
     def tokenizer_source(self) -> TokenizerSource:

@@ -20,6 +20,7 @@ from paceline.models.config import Family, ModelConfig
 MAX_JSON_BYTES = 64 << 20
 MAX_COUNT = 1 << 40  # above any size or position of a real model, and products of two stay cheap
 MAX_LAYERS = 1_024
+ALL = slice(None)  # rows of a tensor
 NUM_SAMPLES, SAMPLE_BYTES = 64, 512
 ROTARY = ("rotary_emb", "attn_rot")  # in the names of tensors that follow from the config
 Shapes = Mapping[str, tuple[int, ...]]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import Fields, check_weights, fingerprint, unique_ids
+from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, unique_ids
 from paceline.loaders.gguf_header import TensorInfo, gguf_name, read_config, read_header
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
@@ -63,13 +63,15 @@ class GgufCheckpoint:
         self.bos_id: int | None = next(iter(bos_ids), None)
         self.fingerprint = fingerprint([path], header.data_start)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One weight as float32."""
-        values = self._read(self._stored[name])
-        if self.config.family in PERMUTED and (".q_proj." in name or ".k_proj." in name):
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
+        """One weight, or some of its rows, as float32."""
+        if self.config.family not in PERMUTED or not (".q_proj." in name or ".k_proj." in name):
+            values = self._read(self._stored[name], rows)
+        else:
             # rows (0, d/2, 1, d/2+1, ...) of each head back to (0, 1, ..., d/2, d/2+1, ...)
-            pairs = values.reshape(-1, self.config.head_dim // 2, 2, *values.shape[1:])  # [heads, d/2, 2, in]
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
+            whole = self._read(self._stored[name])
+            pairs = whole.reshape(-1, self.config.head_dim // 2, 2, *whole.shape[1:])  # [heads, d/2, 2, in]
+            values = pairs.swapaxes(1, 2).reshape(whole.shape)[rows]
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
     def tokenizer_source(self) -> TokenizerSource:
@@ -77,13 +79,14 @@ class GgufCheckpoint:
         template = stated if isinstance(stated, str) else None
         return TokenizerSource(None, self._tokenizer.values, {}, template, self.bos_id, self.eos_ids)
 
-    def _read(self, info: TensorInfo) -> npt.NDArray[np.float32]:
-        num_bytes = self._num_bytes(info)
-        raw = np.fromfile(self.path, np.uint8, num_bytes, offset=self._header.data_start + info.offset)
-        if raw.size != num_bytes:
+    def _read(self, info: TensorInfo, rows: slice = ALL) -> npt.NDArray[np.float32]:
+        first, last, _ = rows.indices(info.shape[0])
+        per_row, offset = self._num_bytes(info) // info.shape[0], self._header.data_start + info.offset
+        raw = np.fromfile(self.path, np.uint8, (last - first) * per_row, offset=offset + first * per_row)
+        if raw.size != (last - first) * per_row:
             raise self._refuse(info, "was cut short while it was being read; fetch the file again")
-        rows = raw.reshape(*info.shape[:-1], -1)  # [..., bytes of a row]
-        return self._dequantize(info, rows).reshape(info.shape)
+        shape = (last - first, *info.shape[1:])
+        return self._dequantize(info, raw.reshape(*shape[:-1], -1)).reshape(shape)
 
     def _dequantize(self, info: TensorInfo, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         kind = KINDS(info.kind)

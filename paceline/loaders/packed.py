@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.functional import pad
 
 from paceline.loaders.checkpoint import Checkpoint
+from paceline.loaders.fields import ALL
 from paceline.loaders.hub import cache_dir
 from paceline.models.config import ModelConfig
-from paceline.models.quantize import BITS, DOT_ROWS, GROUP, head_bits, pack_linear, padded
+from paceline.models.quantize import BITS, DOT_ROWS, FLOAT_ROWS, GROUP, head_bits, pack_linear, padded
 
 LAYOUT = 2  # raise it when the layout changes
 ALIGNMENT = 64
@@ -33,7 +36,9 @@ LINEARS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+CHUNK_BYTES = 2**26  # of a tensor's float32 values in memory at once
 Tensors = dict[str, torch.Tensor]
+Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each
 
 
 def load_packed(source: Checkpoint, bits: int) -> Tensors:
@@ -43,10 +48,9 @@ def load_packed(source: Checkpoint, bits: int) -> Tensors:
     path = cache_path(source, bits)
     if (found := read(path, source.config, bits)) is not None:
         return found
-    tensors = pack_model(source, bits)
-    with contextlib.suppress(OSError):  # a full or read-only disk only makes the next start slower
-        write(path, tensors)
-    return read(path, source.config, bits) or tensors
+    with contextlib.suppress(OSError):  # a full or read-only disk makes starts slower and takes memory
+        write(path, expected(source.config, bits), packed_parts(source, bits))
+    return read(path, source.config, bits) or pack_model(source, bits)
 
 
 def cache_path(source: Checkpoint, bits: int) -> Path:
@@ -75,22 +79,38 @@ def gate_up_order(inner: int) -> list[int]:
 
 
 def pack_model(source: Checkpoint, bits: int) -> Tensors:
-    """All weights as the kernels read them. One product at a time is in memory in float32."""
-    config, names = source.config, source.config.weight_names()
-    norms = [name for name in names if name.endswith("norm.weight")]
-    tensors = {name: source.tensor(name).float().contiguous() for name in norms}
-    for to, parts, its_bits in _linears(config, bits):
-        weight = torch.cat([source.tensor(f"{part}.weight") for part in parts])
-        if to.endswith("gate_up"):
-            weight = weight[gate_up_order(config.intermediate_size)]
+    """All weights as the kernels read them, in memory."""
+    return {name: torch.cat(list(parts)) for name, parts in packed_parts(source, bits)}
+
+
+def packed_parts(source: Checkpoint, bits: int) -> Iterator[tuple[str, Iterable[torch.Tensor]]]:
+    """The same one after another, each in parts that follow each other: memory is that of one part."""
+    names = source.config.weight_names()
+    for name in names:
+        if name.endswith("norm.weight"):
+            yield name, [source.tensor(name).float().contiguous()]
+    for to, parts, its_bits in _linears(source.config, bits):
         biases = [source.tensor(f"{part}.bias") for part in parts if f"{part}.bias" in names]
-        bias = torch.cat(biases) if biases else None
-        tensors[f"{to}.weight"], tensors[f"{to}.bias"] = pack_linear(weight, bias, its_bits)
-    return tensors
+        bias = torch.cat(biases or [torch.zeros(names[f"{part}.weight"][0]) for part in parts]).float()
+        yield f"{to}.weight", (pack_linear(rows, None, its_bits)[0] for rows in _rows(source, to, parts))
+        yield f"{to}.bias", [pad(bias, (0, -len(bias) % (FLOAT_ROWS if bits == 32 else DOT_ROWS)))]
 
 
-def expected(config: ModelConfig, bits: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name, type and shape of every tensor of a quantized model that is packed."""
+def _rows(source: Checkpoint, to: str, parts: list[str]) -> Iterator[torch.Tensor]:
+    """The rows that a product stacks, in the kernels' order, some at a time where they are many: gate and up
+    side by side, q, k and v whole."""
+    count, width = source.config.weight_names()[f"{parts[0]}.weight"]
+    step = max(CHUNK_BYTES // (4 * width * GATE_ROWS), 1) * GATE_ROWS
+    if count <= step or to.endswith("qkv"):
+        step = count
+    for first in range(0, count, step):
+        rows = ALL if step == count else slice(first, min(first + step, count))
+        weight = torch.cat([source.tensor(f"{part}.weight", rows) for part in parts])
+        yield weight[gate_up_order(len(weight) // 2)] if to.endswith("gate_up") else weight
+
+
+def expected(config: ModelConfig, bits: int) -> Kinds:
+    """Name, type and shape of every tensor of a quantized model, in the order they are packed in."""
     shapes = config.weight_names()
     norms = [name for name in shapes if name.endswith("norm.weight")]
     wanted = {name: (torch.float32, tuple(shapes[name])) for name in norms}
@@ -102,13 +122,13 @@ def expected(config: ModelConfig, bits: int) -> dict[str, tuple[torch.dtype, tup
     return wanted
 
 
-def write(path: Path, tensors: Tensors) -> None:
+def write(path: Path, kinds: Kinds, tensors: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> None:
     """All of it under another name first, so that no process reads half a file."""
     header: dict[str, dict[str, object]] = {}
     end = 0
-    for name, tensor in tensors.items():
-        at, end = end, end + tensor.nbytes
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+    for name, (dtype, shape) in kinds.items():
+        at, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +136,8 @@ def write(path: Path, tensors: Tensors) -> None:
     try:
         with part.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                file.write(tensor.view(torch.uint8).numpy().data)
+            for _, parts in tensors:
+                file.writelines(each.view(torch.uint8).numpy().data for each in parts)
         part.replace(path)
         for old in path.parent.glob(f"{path.name.rsplit('-', 1)[0]}-*.safetensors"):
             if old != path:  # packed from earlier files of the same model; a process that maps it keeps it

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.core.errors import ModelFileError
-from paceline.loaders.fields import Fields, check_weights, fingerprint, read_json, unique_ids
+from paceline.loaders.fields import ALL, Fields, check_weights, fingerprint, read_json, unique_ids
 from paceline.loaders.hf_config import read_config
 from paceline.loaders.tokenizer import TokenizerSource
 from paceline.models.config import ModelConfig
@@ -58,10 +58,10 @@ class SafetensorsCheckpoint:
         self.bos_id: int | None = next(iter(self._token_ids("bos_token", sections)), None)
         self.fingerprint = fingerprint([path / "config.json", *files], HEADER_BYTES)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One weight as float32."""
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
+        """One weight, or some of its rows, as float32."""
         stored = self._names[name]
-        weight = read_tensor(self._found[stored].file, stored).to(torch.float32)
+        weight = read_tensor(self._found[stored].file, stored, rows).to(torch.float32)
         return weight + 1 if self.config.family == "gemma3" and name.endswith("norm.weight") else weight
 
     def tokenizer_source(self) -> TokenizerSource:
@@ -133,10 +133,10 @@ def tensors_of(files: list[Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """One tensor in the type it is stored in."""
+def read_tensor(file: Path, name: str, rows: slice = ALL) -> torch.Tensor:
+    """One tensor, or some of its rows, in the type it is stored in."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(name)
+            return opened.get_tensor(name) if rows == ALL else opened.get_slice(name)[rows]
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{file}: tensor {name} cannot be read ({error}); fetch it again") from error
