@@ -14,6 +14,7 @@ import numpy as np
 from paceline.api.results import Result
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.params import SamplingParams
+from paceline.drafters.base import num_same
 
 if TYPE_CHECKING:
     from paceline.api.llm import LLM
@@ -114,8 +115,7 @@ def _logprob(llm: LLM, context: Sequence[Any], token: int) -> float:
 def first_difference(prompt: str, plain: list[int], drafted: list[int], spell: Spell) -> Difference | None:
     if plain == drafted:
         return None
-    pairs = enumerate(zip(plain, drafted, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
+    position = num_same(plain, drafted)
     tokens = [text[position : position + 1] for text in (plain, drafted)]
     at = [f"{token[0]} {spell(token[0])!r}" if token else "the end" for token in tokens]
     return Difference(prompt, position, at[0], at[1])
