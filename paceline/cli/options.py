@@ -182,9 +182,8 @@ def sampling_params(given: Given) -> SamplingParams:
             raise ConfigError(f"--logit-bias is {pair[:40]!r}; write ID=VALUE, as 42=-5 or 42=-inf") from None
     wanted = {STRUCTURED[name]: value for name, value in given.items() if name in STRUCTURED}
     if len(wanted) > 1:
-        raise ConfigError(
-            "--json-schema, --regex, --choice and --grammar exclude each other; use one of them"
-        )
+        what = "--json-schema, --regex, --choice and --grammar exclude each other"
+        raise ConfigError(f"{what}; use one of them")
     if wanted.get("regex") == "":
         raise ConfigError("--regex is empty, which allows no text; write an expression such as '[a-z]+'")
     if "json" in wanted:

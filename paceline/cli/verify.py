@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -27,9 +27,6 @@ from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option
 from paceline.measure.prompts import Prompt, chosen
 from paceline.measure.results import Table, Tell
-
-if TYPE_CHECKING:
-    from paceline.api.llm import LLM
 
 MAX_NAMED = 10  # differences printed for each check
 YES, OK, DIFFERS = "[green]yes[/green]", "[green]ok[/green]", "[bold red]differs[/bold red]"
@@ -171,7 +168,7 @@ class Examination(NamedTuple):
     inputs: Sequence[str | list[int]]  # each prompt as the model reads it
     max_tokens: int
 
-    def answers(self, llm: LLM, how: How, tell: Tell, **more: Any) -> list[Result]:
+    def answers(self, llm: paceline.LLM, how: How, tell: Tell, **more: Any) -> list[Result]:
         """Batch 1: one prompt after the other; else all at once, as many together as `max_num_seqs` says.
         Each prompt has its own seed, so that equal noise cannot hide a mix-up of requests."""
         (_, temperature, batch), what = how, "{}, T={}, batch {}".format(*how)
@@ -185,7 +182,7 @@ class Examination(NamedTuple):
             tell(what, step)
         return results
 
-    def check(self, llm: LLM, how: How, plain: Texts, tell: Tell) -> Check:
+    def check(self, llm: paceline.LLM, how: How, plain: Texts, tell: Tell) -> Check:
         (drafter, temperature, batch), results = how, self.answers(llm, how, tell)
         said = [result.token_ids for result in results]
         is_exact, spell = llm.engine.executor.decoder.is_exact, llm.tokenizer.token_text
@@ -193,7 +190,7 @@ class Examination(NamedTuple):
         for i, prompt in enumerate(self.prompts):
             difference = first_difference(prompt.id, plain[i], said[i], spell)
             if difference is not None and not is_exact:
-                difference = self._weighed(llm, temperature, i, difference, (plain[i], said[i]))
+                difference = self._weighed(llm, how, i, difference, (plain[i], said[i]))
             found += [difference] if difference is not None else []
         stats = [result.stats for result in results]
         tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))
@@ -202,9 +199,9 @@ class Examination(NamedTuple):
         labels = drafter, MODES[temperature], temperature, batch
         return Check(*labels, count, not found, ties, round(tau, 4), differences)
 
-    def _weighed(self, llm: LLM, temperature: float, i: int, found: Difference, texts: Texts) -> Difference:
+    def _weighed(self, llm: paceline.LLM, how: How, i: int, found: Difference, texts: Texts) -> Difference:
         """With the margin between the plain and the drafted token: logits, and seeded noise times T."""
-        at, (plain, drafted) = found.position, texts
+        at, (_, temperature, _), (plain, drafted) = found.position, how, texts
         if at >= min(len(plain), len(drafted)):
             return found
         pair, context = (plain[at], drafted[at]), [*self.inputs[i], *plain[:at]]
@@ -219,7 +216,7 @@ class Examination(NamedTuple):
         return found._replace(margin=abs(logits[0] - logits[1]))
 
 
-def _logprob(llm: LLM, context: Sequence[Any], token: int) -> float:
+def _logprob(llm: paceline.LLM, context: Sequence[Any], token: int) -> float:
     """Of the raw distribution: what may be chosen does not change it."""
     chosen: dict[str, Any] = {"allowed_token_ids": (token,), "max_tokens": 1, "logprobs": 1}
     params = SamplingParams(temperature=0, ignore_eos=True, num_speculative_tokens=0, **chosen)

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from paceline.api.llm import LLM
 from paceline.core.accept import accept
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose, noise_of, probabilities, warped
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 from paceline.drafters.reading import draw
-
-if TYPE_CHECKING:
-    from paceline.api.llm import LLM
 
 TEXT = "On the way to the market we met a"
 NUM_SEEN_BY_DRAFT = 3  # tokens at least
