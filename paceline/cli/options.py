@@ -131,10 +131,8 @@ def _parameter(setting: Option) -> inspect.Parameter:
         made = typer.Option(*names, rich_help_panel=told["panel"], show_default=False, **more)
     plain = next((one for one in (bool, int, float, Path) if kind in (one, one | None)), str)
     read: Any = list[get_args(kind)[0]] if get_origin(kind) is tuple else plain  # type: ignore[misc]
-    more = {"annotation": Annotated[read | None, made], "default": inspect.Parameter.empty}
-    if default is not MISSING:
-        more["default"] = None
-    return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, **more)
+    place, left_out = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty if default is MISSING else None
+    return inspect.Parameter(each.name, place, annotation=Annotated[read | None, made], default=left_out)
 
 
 def _value(name: str, kind: Any, value: Any) -> Any:

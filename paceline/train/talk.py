@@ -24,6 +24,7 @@ PHRASES: dict[str, list[str]] = tomllib.loads(SHIPPED.read_text(encoding="utf-8"
 LONGEST_PROMPT = 5000  # characters, of those that are varied
 QUESTION_WORDS = "who|what|where|when|why|how|which|is|are|does|do|can|did"
 QUESTION = re.compile(rf"(?:^|[.:\n]\s*|\")((?:{QUESTION_WORDS})\b[^.?!\n\"]{{8,160}}\?)", re.IGNORECASE)
+NUMBER = re.compile(r"(?<![\d.,])\d+(?![\d.,]*\d)")
 MARK = "\u2021\u2021here\u2021\u2021"  # stands for a user's words while the template is looked through
 
 
@@ -147,23 +148,6 @@ class Material:
             text = f"{text}\n{draw.choice(self.articles)}"[:4800]
         return text
 
-    def context(self, draw: random.Random) -> str:
-        count = min(draw.choice((1, 2, 3, 4, 5)), len(self.passages))
-        text = "\n\n".join(draw.sample(self.passages, count))
-        return text[: draw.choice((1500, 2500, 3500, 4200))]
-
-
-def other_numbers(text: str, draw: random.Random) -> str:
-    """The same exercise with other numbers of the same size."""
-
-    def replaced(found: re.Match[str]) -> str:
-        number = found.group()
-        if len(number) > 6 or draw.random() < 0.2:
-            return number
-        return str(draw.randint(max(2, 10 ** (len(number) - 1)), 10 ** len(number) - 1))
-
-    return re.sub(r"(?<![\d.,])\d+(?![\d.,]*\d)", replaced, text)
-
 
 def _sentence(text: str, draw: random.Random) -> str | None:
     sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+|\n", text) if 20 < len(s.strip()) < 400]
@@ -191,7 +175,9 @@ def translation(style: Style, material: Material) -> Conversation:
 
 def retrieval(style: Style, material: Material) -> Conversation:
     """Passages, then a question about one of them, which the model writes itself; or any question."""
-    draw, context = style.draw, material.context(style.draw)
+    draw, passages = style.draw, material.passages
+    count = min(draw.choice((1, 2, 3, 4, 5)), len(passages))
+    context = "\n\n".join(draw.sample(passages, count))[: draw.choice((1500, 2500, 3500, 4200))]
     if material.questions and draw.random() < 0.4:
         return chat(style, [f"{context}\n{draw.choice(material.questions)}"])
 
@@ -218,8 +204,16 @@ def dialogue(style: Style, material: Material) -> Conversation:
 
 
 def exercise(style: Style, material: Material) -> Conversation:
-    text = style.draw.choice(material.math)
-    return chat(style, [text if style.draw.random() < 0.3 else other_numbers(text, style.draw)])
+    """As it stands, or with other numbers of the same size."""
+    draw, text = style.draw, style.draw.choice(material.math)
+
+    def other(found: re.Match[str]) -> str:
+        number = found.group()
+        if len(number) > 6 or draw.random() < 0.2:
+            return number
+        return str(draw.randint(max(2, 10 ** (len(number) - 1)), 10 ** len(number) - 1))
+
+    return chat(style, [text if draw.random() < 0.3 else NUMBER.sub(other, text)])
 
 
 Task = Callable[[Style, Material], Conversation]
