@@ -148,15 +148,16 @@ def test_a_missing_peer_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
 
 def our_worker(folder: Path, log: Path) -> Worker:
     worker = Worker("paceline", sys.executable, MODULES[OURS], log, 1)
-    worker.load(
-        {
+    worker.ask(
+        "load",
+        options={
             "model": str(folder),
             "dtype": "float32",
             "speculative_config": None,
             "in_flight": 1,
             "method": "plain",
             "threads": 1,
-        }
+        },
     )
     return worker
 
@@ -194,9 +195,10 @@ def test_a_hanging_worker_is_an_error(tiny_folder: Path, tmp_path: Path) -> None
 
 def test_a_failing_worker_says_why(tmp_path: Path) -> None:
     worker = Worker("paceline", sys.executable, MODULES[OURS], tmp_path / "log", 1)
+    options = {"model": "nowhere", "dtype": "float32", "speculative_config": None, "in_flight": 1}
     try:
         with pytest.raises(WorkerError, match="no model 'nowhere'"):
-            worker.load({"model": "nowhere", "dtype": "float32", "speculative_config": None, "in_flight": 1})
+            worker.ask("load", options=options)
     finally:
         worker.stop()
 

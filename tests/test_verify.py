@@ -19,8 +19,8 @@ from paceline import LLM
 from paceline.cli import verify
 from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
+from paceline.cli.verify import MODES, NEAR_TIE, Examination, _logprob, first_difference
 from paceline.cli.verify_distribution import chi_square_p_value
-from paceline.cli.verify_equality import MODES, NEAR_TIE, Examination, _logprob, first_difference
 from paceline.core.accept import accept
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.types import Draft, Request, Verdict

@@ -15,19 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
+import paceline
+from paceline.api.results import Chunk, Completion
 from paceline.core.errors import ConfigError, RequestError
 from paceline.measure.results import Table, Tell
-
-if TYPE_CHECKING:
-    from paceline.api.llm import LLM
-    from paceline.api.results import Chunk, Completion
 
 ESCAPES = {0x1B: None, 0x9B: None}  # what begins a command to a terminal
 
@@ -168,7 +166,7 @@ def given_prompt(text: str) -> str:
     return checked_prompt(stdin().read() if text == "-" else text)
 
 
-def as_prompt(llm: LLM, text: str, is_raw: bool = False, system: str | None = None) -> list[int]:
+def as_prompt(llm: paceline.LLM, text: str, is_raw: bool = False, system: str | None = None) -> list[int]:
     """The tokens of a text as the chat template puts it; of the text itself if raw or without a template."""
     checked_prompt(text)
     if is_raw or llm.checkpoint.tokenizer_source().chat_template is None:

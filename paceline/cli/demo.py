@@ -8,22 +8,20 @@ from __future__ import annotations
 import codecs
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
 import paceline
 from paceline import SamplingParams
+from paceline.api.results import Chunk
 from paceline.cli import console, options
+from paceline.cli.console import Answer
 from paceline.cli.options import JSON_HELP, LOADING, MAIN, Drafting, Given, group
 from paceline.core.errors import ConfigError
 from paceline.core.options import option, options_of, require
 from paceline.measure.results import Table, cell
-
-if TYPE_CHECKING:
-    from paceline.api.llm import LLM
-    from paceline.api.results import Chunk
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 LEGEND = "τ: tokens a step of the target; α: share of drafted tokens accepted; time: decoding alone.\n"
@@ -102,7 +100,7 @@ def demo(asked: Demo) -> None:
         raise typer.Exit(1)
 
 
-def _warm_up(llm: LLM, prompt: list[int]) -> None:
+def _warm_up(llm: paceline.LLM, prompt: list[int]) -> None:
     """Compile, page the weights in and cache the prompt, so that both runs are timed under the same
     conditions; of its answer no drafter may learn more than the two tokens that caching takes."""
     words: str | list[int] = "one two one two one"
@@ -112,7 +110,7 @@ def _warm_up(llm: LLM, prompt: list[int]) -> None:
             llm.generate([text], params)
 
 
-def _run(screen: Console, llm: LLM, prompt: list[int], title: str, params: SamplingParams) -> console.Answer:
+def _run(screen: Console, llm: paceline.LLM, prompt: list[int], title: str, params: SamplingParams) -> Answer:
     """One run, shown as it comes."""
     colour_of: dict[str, str] = {}
     to_text = codecs.getincrementaldecoder("utf-8")("replace").decode  # a token may be a part of a character

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from paceline.api.results import Chunk
     from paceline.cli.explain_steps import Node, Step
 
-NEW_LINE = "⏎"
 # By a node's fate.
 MARKS = {"accepted": ("✓", "green"), "rejected": ("✗", "red"), "not reached": ("·", "dim")}
 WHENCE = {"plain": "nothing was drafted", "bonus": "a bonus: all before it stayed"}
@@ -107,7 +106,7 @@ def explain(asked: Explain) -> None:
 
 def shown(text: str) -> str:
     """In quotes, so that spaces are seen, and with nothing that could move a cursor."""
-    visible = "".join(c if c.isprintable() else NEW_LINE if c == "\n" else repr(c)[1:-1] for c in text)
+    visible = "".join(c if c.isprintable() else "⏎" if c == "\n" else repr(c)[1:-1] for c in text)
     return f'"{visible}"'
 
 

@@ -5,17 +5,14 @@ cached K/V. Invariant: every number is one that the engine used, none is worked 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
 
 from paceline.core.sampling import probabilities
-from paceline.core.types import Verdict
+from paceline.core.types import Request, Verdict
 from paceline.core.watch import Begun, Choice, Coin, Redraw, Rule
-
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.core.types import Request
-    from paceline.loaders.tokenizer import Tokenizer
+from paceline.loaders.tokenizer import Tokenizer
 
 Fate = Literal["accepted", "rejected", "not reached"]
 Kind = Literal["plain", "bonus", "replacement"]  # nothing drafted; all on the path kept; something rejected

@@ -14,7 +14,6 @@ from paceline.cli.options import JSON_HELP, MAIN, MODEL_HELP
 from paceline.core.options import option
 
 DEFAULT_VERIFIER = "HuggingFaceTB/SmolLM2-135M-Instruct"  # where the default model comes from
-FORMAT_HELP = "speculators (eagle, dflash), vllm (all), or eagle (its authors')."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class Export:
 
     head: str = option(MISSING, MAIN, "The folder of a head: eagle, medusa or dflash.", is_argument=True)
     out: Path = option(MISSING, MAIN, "Where it is written.", "-o")
-    format: str = option("vllm", MAIN, FORMAT_HELP)
+    format: str = option("vllm", MAIN, "speculators (eagle, dflash), vllm (all), or eagle (its authors').")
     target: str = option("default", MAIN, MODEL_HELP, "-m")
     verifier: str | None = option(None, MAIN, "What the other engine calls the target, if not the same.")
 

@@ -131,10 +131,8 @@ def _parameter(setting: Option) -> inspect.Parameter:
         made = typer.Option(*names, rich_help_panel=told["panel"], show_default=False, **more)
     plain = next((one for one in (bool, int, float, Path) if kind in (one, one | None)), str)
     read: Any = list[get_args(kind)[0]] if get_origin(kind) is tuple else plain  # type: ignore[misc]
-    more = {"annotation": Annotated[read | None, made], "default": inspect.Parameter.empty}
-    if default is not MISSING:
-        more["default"] = None
-    return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, **more)
+    place, left_out = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty if default is MISSING else None
+    return inspect.Parameter(each.name, place, annotation=Annotated[read | None, made], default=left_out)
 
 
 def _value(name: str, kind: Any, value: Any) -> Any:
@@ -182,9 +180,8 @@ def sampling_params(given: Given) -> SamplingParams:
             raise ConfigError(f"--logit-bias is {pair[:40]!r}; write ID=VALUE, as 42=-5 or 42=-inf") from None
     wanted = {STRUCTURED[name]: value for name, value in given.items() if name in STRUCTURED}
     if len(wanted) > 1:
-        raise ConfigError(
-            "--json-schema, --regex, --choice and --grammar exclude each other; use one of them"
-        )
+        what = "--json-schema, --regex, --choice and --grammar exclude each other"
+        raise ConfigError(f"{what}; use one of them")
     if wanted.get("regex") == "":
         raise ConfigError("--regex is empty, which allows no text; write an expression such as '[a-z]+'")
     if "json" in wanted:

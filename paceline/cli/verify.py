@@ -1,33 +1,41 @@
 """`paceline verify`: proves on the user's own model and machine that drafts change the time and not the text.
-Two halves: equality of greedy and seeded texts (verify_equality), the law of unseeded ones
-(verify_distribution).
+Two halves: the law of unseeded texts (verify_distribution), and equality of greedy and seeded ones: every
+drafter, alone and in a batch. Plain texts are made once for each mode, in a batch, and every other run is
+compared with them token by token: so equality also says that the batch a request is in changes nothing.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
 
 import paceline
+from paceline import SamplingParams
 from paceline.api.options import EngineOptions
+from paceline.api.results import Result
 from paceline.cli import console
 from paceline.cli.options import LOADING, MAIN, Given, check_target, engine_options, group
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.options import option
-from paceline.measure.results import Table
-
-if TYPE_CHECKING:
-    from paceline.cli.verify_equality import Check
-    from paceline.measure.prompts import Prompt
+from paceline.measure.prompts import Prompt, chosen
+from paceline.measure.results import Table, Tell
 
 MAX_NAMED = 10  # differences printed for each check
 YES, OK, DIFFERS = "[green]yes[/green]", "[green]ok[/green]", "[bold red]differs[/bold red]"
+Texts = Sequence[list[int]]  # token ids
+Spell = Callable[[int], str]  # a token's text
+How = tuple[str, float, int]  # the drafter's name, the temperature and the batch
+BATCHES = (1, 8)
+NEAR_TIE = 0.25  # logits: by this much, passes of other shapes may differ where kernels are not exact
+MODES = {0.0: "greedy", 0.7: "seeded", 1.2: "seeded"}  # by temperature
 Configs = dict[str, dict[str, Any]]  # of drafters, by name
 Found = tuple[list["Check"], dict[str, float]]  # equality, and p-values by rule
 
@@ -54,8 +62,6 @@ class Verify:
 
 
 def verify(asked: Verify) -> None:
-    from paceline.measure.prompts import chosen
-
     prompts = chosen(asked.prompts, asked.limit)
     engine = engine_options(asked.loading)
     check_target("--json", asked.json)
@@ -101,7 +107,6 @@ def _drafters(asked: Verify, model: str) -> Configs:
 def _examine(engine: EngineOptions, prompts: list[Prompt], max_tokens: int, configs: Configs) -> Found:
     """Run everything under one progress bar; what needs no drafter first."""
     from paceline.cli import verify_distribution as distribution
-    from paceline.cli.verify_equality import BATCHES, MODES, Examination
 
     checks, p_values, plain = [], {}, {}
     num_turns = len(MODES) * (1 + len(BATCHES) * len(configs)) + len(distribution.RULES)
@@ -133,10 +138,106 @@ def _examine(engine: EngineOptions, prompts: list[Prompt], max_tokens: int, conf
     return checks, p_values
 
 
+class Difference(NamedTuple):
+    prompt_id: str
+    position: int  # of the first token that differs, counted from the start of the answer
+    plain: str  # the two tokens, id and text
+    drafted: str
+    # by how much plain decoding preferred its own token, in logits; looked up where arithmetic is not exact
+    margin: float = math.inf
+
+
+class Check(NamedTuple):
+    """All answers of one drafter in one mode; all but the differences is what the report says."""
+
+    drafter: str
+    mode: str
+    temperature: float
+    batch: int
+    prompts: int
+    identical: bool
+    near_ties: int  # prompts that part where two tokens were as good as equal: only inexact arithmetic may
+    tau: float
+    differences: tuple[Difference, ...]
+
+
+class Examination(NamedTuple):
+    """The questions, the same for every drafter."""
+
+    prompts: Sequence[Prompt]
+    inputs: Sequence[str | list[int]]  # each prompt as the model reads it
+    max_tokens: int
+
+    def answers(self, llm: paceline.LLM, how: How, tell: Tell, **more: Any) -> list[Result]:
+        """Batch 1: one prompt after the other; else all at once, as many together as `max_num_seqs` says.
+        Each prompt has its own seed, so that equal noise cannot hide a mix-up of requests."""
+        (_, temperature, batch), what = how, "{}, T={}, batch {}".format(*how)
+        more |= {"temperature": temperature, "max_tokens": self.max_tokens}
+        seeds = [1000 + i if temperature else None for i in range(len(self.prompts))]
+        params, results = [SamplingParams(seed=seed, **more) for seed in seeds], list[Result]()
+        step = 1 if batch == 1 else len(params)
+        tell(what, 0)
+        for start in range(0, len(params), step):
+            results += llm.generate(list(self.inputs[start : start + step]), params[start : start + step])
+            tell(what, step)
+        return results
+
+    def check(self, llm: paceline.LLM, how: How, plain: Texts, tell: Tell) -> Check:
+        (drafter, temperature, batch), results = how, self.answers(llm, how, tell)
+        said = [result.token_ids for result in results]
+        is_exact, spell = llm.engine.executor.decoder.is_exact, llm.tokenizer.token_text
+        found = []
+        for i, prompt in enumerate(self.prompts):
+            difference = first_difference(prompt.id, plain[i], said[i], spell)
+            if difference is not None and not is_exact:
+                difference = self._weighed(llm, how, i, difference, (plain[i], said[i]))
+            found += [difference] if difference is not None else []
+        stats = [result.stats for result in results]
+        tau = sum(s.num_tokens for s in stats) / max(1, sum(s.num_steps for s in stats))
+        differences = tuple(d for d in found if d.margin > NEAR_TIE)
+        ties, count = len(found) - len(differences), len(self.prompts)
+        labels = drafter, MODES[temperature], temperature, batch
+        return Check(*labels, count, not found, ties, round(tau, 4), differences)
+
+    def _weighed(self, llm: paceline.LLM, how: How, i: int, found: Difference, texts: Texts) -> Difference:
+        """With the margin between the plain and the drafted token: logits, and seeded noise times T."""
+        at, (_, temperature, _), (plain, drafted) = found.position, how, texts
+        if at >= min(len(plain), len(drafted)):
+            return found
+        pair, context = (plain[at], drafted[at]), [*self.inputs[i], *plain[:at]]
+        logits = [_logprob(llm, context, token) for token in pair]
+        if temperature:
+            import numpy as np
+
+            from paceline.core.noise import Purpose, gumbel
+
+            noise = gumbel(1000 + i, len(context), Purpose.TARGET, np.array(pair))
+            logits = [logit + temperature * float(n) for logit, n in zip(logits, noise, strict=True)]
+        return found._replace(margin=abs(logits[0] - logits[1]))
+
+
+def _logprob(llm: paceline.LLM, context: Sequence[Any], token: int) -> float:
+    """Of the raw distribution: what may be chosen does not change it."""
+    chosen: dict[str, Any] = {"allowed_token_ids": (token,), "max_tokens": 1, "logprobs": 1}
+    params = SamplingParams(temperature=0, ignore_eos=True, num_speculative_tokens=0, **chosen)
+    (result,) = llm.generate([list(context)], params)
+    assert result.outputs[0].logprobs, "asked for"
+    return float(result.outputs[0].logprobs[0].logprob)
+
+
+def first_difference(prompt: str, plain: list[int], drafted: list[int], spell: Spell) -> Difference | None:
+    if plain == drafted:
+        return None
+    pairs = enumerate(zip(plain, drafted, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
+    tokens = [text[position : position + 1] for text in (plain, drafted)]
+    at = [f"{token[0]} {spell(token[0])!r}" if token else "the end" for token in tokens]
+    return Difference(prompt, position, at[0], at[1])
+
+
 def _print_report(screen: Console, checks: list[Check], p_values: dict[str, float]) -> bool:
     """Two tables, each difference by name, one verdict, which is returned."""
     from paceline.cli.verify_distribution import SMALLEST_P_VALUE
-    from paceline.cli.verify_equality import NEAR_TIE
 
     names, numbers = ("drafter", "mode"), ("T", "batch", "prompts", "identical", "τ")
     rows = []

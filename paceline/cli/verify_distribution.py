@@ -7,21 +7,19 @@ model's when it sees only the end of that text, so p and q differ as those of a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from paceline.api.llm import LLM
 from paceline.core.accept import accept
-from paceline.core.noise import Noise, Purpose
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import choose, noise_of, probabilities, processed, warped
+from paceline.core.sampling import choose, noise_of, probabilities, warped
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
-
-if TYPE_CHECKING:
-    from paceline.api.llm import LLM
+from paceline.drafters.reading import draw
 
 TEXT = "On the way to the market we met a"
 NUM_SEEN_BY_DRAFT = 3  # tokens at least
@@ -35,7 +33,6 @@ RULES = ("token", "block", "siblings", "deterministic", "coupled")
 Outcome = TypeVar("Outcome")
 Path = tuple[int, ...]
 Row = list[tuple[int, float]]  # likely tokens and their log-probabilities
-Guess = tuple[int, torch.Tensor | None]  # a token, and the probabilities it was sampled from, if it was
 # Tokens drafted after a path, and the probabilities they were sampled from, if they were.
 Below = tuple[list[int], torch.Tensor | None]
 
@@ -81,34 +78,18 @@ def _renumbered(rows: dict[Path, Row], number: dict[int, int]) -> dict[Path, tor
     return logits
 
 
-def guess(request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None) -> Guess:
-    """A drafter's token after `request.tokens + path`, from its raw logits under the request's settings.
-    Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q
-    [vocab] float64, which comes with the token."""
-    noise = noise or noise_of(request)
-    logits = processed(request, path, logits)
-    position = request.num_tokens + len(path)
-    if request.params.is_greedy or request.is_seeded:
-        return choose(request, logits, position, noise), None
-    warm = warped(request.params, logits)
-    return noise.draw(warm.cpu().numpy(), position, Purpose.DRAFT), warm.softmax(0)
-
-
 def _below(rule: str, request: Request, path: Path, logits: torch.Tensor) -> Below:
     """What leads to a rule when it is drafted."""
     if rule == "deterministic":  # the two likeliest tokens: nothing was sampled, so there is no q
         return logits.topk(2).indices.tolist(), None
     if rule == "token" and path:  # after one sampled token the likeliest: q is known at the root alone
         return [int(logits.argmax())] if len(path) == 1 else [], None
-    if rule == "siblings":  # two tokens sampled without replacement
-        logits = warped(request.params, logits)
-        weights, noise, position = logits.numpy().copy(), noise_of(request), request.num_tokens + len(path)
-        first = noise.draw(weights, position, Purpose.DRAFT)
-        weights[first] = -torch.inf
-        return [first, noise.draw(weights, position, Purpose.DRAFT)], logits.softmax(0)
-    # as a draft model does: one token sampled after the one before, or guessed with the request's own seed
-    token, probability = guess(request, path, logits)
-    return [token], probability
+    position, noise = request.num_tokens + len(path), noise_of(request)
+    if rule == "coupled":  # guessed with the request's own seed
+        return [choose(request, logits, position, noise)], None
+    # as a draft model samples: one token after the one before, or two without replacement
+    warm = warped(request.params, logits)
+    return draw(warm.numpy(), position, 2 if rule == "siblings" else 1, noise), warm.softmax(0)
 
 
 def check_rule(rule: str, landscape: Landscape, num_samples: int) -> float:

@@ -10,7 +10,6 @@ import time
 from statistics import mean
 from typing import Any
 
-from paceline.api.intake import Intake
 from paceline.api.llm import LLM
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
@@ -54,7 +53,6 @@ class Run:
     def _level(self, llm: LLM, prompts: list[list[int]], level: int, tell: Tell) -> dict[str, Any]:
         # New engines for each level: an answer given before would be known when its prompt comes again.
         engines = {row: engine_of(llm, row) for row in self.rows}
-        intake = Intake(llm.tokenizer, llm.checkpoint.config.vocab_size, llm.engine.config.max_model_len)
         params = SamplingParams(temperature=0, max_tokens=self.asked.max_new_tokens, ignore_eos=True)
         counted: list[dict[str, float]] = []  # speeds of a wave, by row
         different, number, wanted = 0, 0, self.num_waves[level]
@@ -62,7 +60,7 @@ class Run:
             found, texts = {}, [prompts[(number * level + i) % len(prompts)] for i in range(level)]
             for name, engine in in_turn(engines.items(), number):
                 gc.freeze()  # a collection that walked through what others have left would fall into a wave
-                found[name] = wave(engine, [intake.requests(ids, params)[0] for ids in texts])
+                found[name] = wave(engine, [llm._intake.requests(ids, params)[0] for ids in texts])
                 tell(f"{level} requests", 1)
             _, plain, _ = found[PLAIN]
             for _, outputs, _ in found.values():
@@ -71,9 +69,8 @@ class Run:
             if number > WARM_UPS and all(is_clean for _, _, is_clean in found.values()):
                 counted.append({name: speed for name, (speed, _, _) in found.items()})
         if not counted:
-            raise RequestError(
-                f"{level} requests: graphs were recorded in all {number} waves; give more --waves"
-            )
+            what = f"graphs were recorded in all {number} waves"
+            raise RequestError(f"{level} requests: {what}; give more --waves")
         speeds = {name: mean(each[name] for each in counted) for name in self.rows}
         return {
             "concurrency": level,

@@ -5,6 +5,7 @@ and kept in Paceline's cache folder (`bench/`). Invariant: a file has its name o
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections import Counter
@@ -51,11 +52,9 @@ def matrix_bytes(path: Path) -> int:
     tensors = {name: tensor for name, tensor in read_header(path).tensors.items() if len(tensor.shape) > 1}
     if "output.weight" in tensors:
         tensors.pop("token_embd.weight", None)
-    total = 0
-    for tensor in tensors.values():
-        block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
-        total += tensor.shape[0] * tensor.shape[1] // block * width
-    return total
+    kinds = {name: gguf.GGMLQuantizationType(tensor.kind) for name, tensor in tensors.items()}
+    shapes = [gguf.quant_shape_to_byte_shape(tensors[name].shape, kind) for name, kind in kinds.items()]
+    return sum(map(math.prod, shapes))
 
 
 def _made(checkpoint: Checkpoint, ending: str, tell: Tell, write: Callable[[Path], None]) -> Path:

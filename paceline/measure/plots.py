@@ -33,9 +33,8 @@ Points = tuple[Sequence[float], Sequence[float]]  # x and y
 def check(folder: Path | None = None) -> None:
     """Refuse what could not be drawn or written, before the work whose result it is for."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed; run pip install 'paceline[bench]'"
-        )
+        remedy = "run pip install 'paceline[bench]'"
+        raise ConfigError(f"--plot needs matplotlib, which is not installed; {remedy}")
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

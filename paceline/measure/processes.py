@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,9 +52,6 @@ class Worker:
             given: dict[str, Any] = {"stdin": theirs.fileno(), "stdout": file, "stderr": file, "env": env}
             self._process = subprocess.Popen(command, start_new_session=True, **given)
         self.pid = self._process.pid
-
-    def load(self, options: Mapping[str, Any]) -> None:
-        self.note = self.ask("load", LOAD_S, options=options)["note"]
 
     def ask(self, op: str, seconds: float = ANSWER_S, **message: Any) -> dict[str, Any]:
         message = {"op": op, **message}
@@ -107,7 +104,7 @@ def peer_worker(row: Row, options: dict[str, Any], tell: Tell) -> Iterator[Worke
     shared = {"method": row.method, "threads": num_threads(), "in_flight": 1, "is_raw": row.is_raw}
     worker = Worker(str(row), peer_python(row.peer), MODULES[row.peer], Path(log), num_threads())
     try:
-        worker.load({**shared, **options})
+        worker.note = worker.ask("load", LOAD_S, options={**shared, **options})["note"]
         yield worker
     finally:
         worker.stop()

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
 
-CATEGORIES = ("chat", "code", "math", "translation", "summarization", "retrieval")
 SHIPPED = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 
 

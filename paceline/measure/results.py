@@ -29,7 +29,6 @@ OVERALL = "overall"  # the task that stands for all of them
 ORIGIN = ("verb", "command", "date", "machine", "versions")  # fields of every report
 Tell = Callable[[str, int], None]  # what is being done, and how many turns have just been finished
 Columns = dict[str, str]  # heading -> a record's field and its form, such as "{tau:.2f}"
-PACKAGES = ("torch", "numba", "numpy", "triton")
 # Verbs whose reports are tables, each a module: Run(options) refuses what a user can mend, its num_turns is
 # for a progress bar (None: not known), report(tell) measures; tables(report) and LEGEND are what is shown.
 VERBS = ("compare", "decode", "batch", "step", "kernels", "quality", "serve", "soak", "tune")
@@ -43,7 +42,7 @@ def num_threads() -> int:
 def described(verb: str, report: dict[str, Any]) -> dict[str, Any]:
     """The report with where it is from."""
     versions = {"paceline": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
+    for name in ("torch", "numba", "numpy", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     command = shlex.join(["paceline", *sys.argv[1:]])

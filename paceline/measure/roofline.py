@@ -91,17 +91,16 @@ class Hardware:
         return max(self.times(work))
 
 
-FIGURES = {  # GB/s, TFLOP/s with 16 bits and with float32, GB
-    "h200": (4800, 989, 67, 141),
-    "h100": (3350, 989, 67, 80),
-    "a100": (2039, 312, 19.5, 80),
-    "rtx4090": (1008, 165, 82.6, 24),
-    "l4": (300, 121, 30.3, 24),
-    "m2": (100, 3.6, 3.6, 24),
-}
 HARDWARE = {
     name: Hardware(name, read * GB, half * TERA, single * TERA, memory * GB)
-    for name, (read, half, single, memory) in FIGURES.items()
+    for name, read, half, single, memory in (  # GB/s, TFLOP/s with 16 bits and with float32, GB
+        ("h200", 4800, 989, 67, 141),
+        ("h100", 3350, 989, 67, 80),
+        ("a100", 2039, 312, 19.5, 80),
+        ("rtx4090", 1008, 165, 82.6, 24),
+        ("l4", 300, 121, 30.3, 24),
+        ("m2", 100, 3.6, 3.6, 24),
+    )
 }
 
 

@@ -21,13 +21,12 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.server import openai_types as types
-from paceline.server.answers import Writer
 from paceline.server.client import EngineClient
 from paceline.server.config import ServerConfig, read_keys
 from paceline.server.metrics import Metrics
 from paceline.server.middleware import Guarded, Keys, Logged
 from paceline.server.responses import ApiError, EventStream, JsonResponse, unavailable, unless_gone
-from paceline.server.translate import Job, Translator
+from paceline.server.translate import Job, Translator, Writer
 
 # "4XX": FastAPI then adds no 422 of its own, which is a 400 here.
 ERRORS: dict[int | str, dict[str, Any]] = {

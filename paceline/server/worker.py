@@ -78,7 +78,6 @@ class Worker:
     _grammars: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))  # those to compile
     _preparing: dict[str, processes.Message] = field(default_factory=dict)  # by id: read and not yet handled
     _choices: dict[str, Choice] = field(default_factory=dict)  # by the engine's request id
-    _requests: dict[str, list[Request]] = field(default_factory=dict)  # by the client's id
     _recorder: Recorder | None = None  # of the request being judged
     _reported_at: float = 0.0
     _is_stale: bool = True  # something has changed since the last report of figures
@@ -148,7 +147,6 @@ class Worker:
     def _add(self, name: str, message: processes.Message) -> processes.Message:
         """Give the requests to the engine; what the client is told of them."""
         requests, tokenizer = message["made"], self.preparer.intake.tokenizer
-        self._requests[name] = requests
         for index, request in enumerate(requests):
             self.isolation.add(request)
             choice = Choice(name, index, request, self.engine.stats[request.id], tokenizer)
@@ -169,10 +167,9 @@ class Worker:
             self._recorder(event)
 
     def _abort(self, name: str) -> None:
-        for request in self._requests.pop(name, ()):
-            if request.id in self._choices:
-                self.isolation.abort(request)
-                self._forget(request)
+        for request in [choice.request for choice in self._choices.values() if choice.call == name]:
+            self.isolation.abort(request)
+            self._forget(request)
         self._is_stale = True
 
     def _forget(self, request: Request) -> None:
@@ -201,8 +198,6 @@ class Worker:
                 self._abort(choice.call)
             if request.is_finished:
                 self._forget(request)
-                if all(each.is_finished for each in self._requests.get(choice.call, ())):
-                    self._requests.pop(choice.call, None)
         return told
 
 

@@ -25,9 +25,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
 from paceline.runtime.backend import resolve
-from paceline.train.talk import Ask, Conversation, Style, conversations
+from paceline.train.talk import Ask, Conversation, Style, conversations, varied
 from paceline.train.texts import Texts, Written, from_written, load_shard, load_shards, save_shard
-from paceline.train.variations import varied
 
 MAX_PROMPT = 1400  # tokens
 PART = 500_000  # answer tokens of a shard
@@ -96,7 +95,7 @@ class WriteConfig:
     folder: Path
     device: str = "auto"
     turns: Sequence[Sequence[str]] = ()  # what users ask, turn by turn; none: the target invents it
-    is_varied: bool = False  # prompts are also summarized, translated, asked about, ... (variations.py)
+    is_varied: bool = False  # prompts are also summarized, translated, asked about, ... (talk.py)
     seed: int = 0
     num_tokens: int | None = None
     seconds: float | None = None

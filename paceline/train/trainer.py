@@ -180,9 +180,8 @@ class Trainer:
         """Write a checkpoint."""
         moments = {str(number): each for number, each in self.optimizer.state_dict()["state"].items()}
         parts = {"weights": self.head.module.state_dict(), "average": self.average, **moments}
-        tensors = {
-            f"{part}/{name}": parts[part][name].contiguous().cpu() for part in parts for name in parts[part]
-        }
+        named = {f"{part}/{name}": tensor for part in parts for name, tensor in parts[part].items()}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in named.items()}
         numbers = json.dumps({"identity": self._identity(), "place": asdict(self.place)})
         write_tensors(folder / STATE, tensors, {"numbers": numbers})
 

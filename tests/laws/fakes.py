@@ -9,15 +9,29 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paceline.cli.verify_distribution import guess
 from paceline.core.errors import GrammarError
-from paceline.core.noise import Purpose
-from paceline.core.sampling import choose, noise_of, probabilities, processed
+from paceline.core.noise import Noise, Purpose
+from paceline.core.sampling import choose, noise_of, probabilities, processed, warped
 from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 from paceline.drafters.base import Drafter, chain, empty
 from tests.laws.harness import DEVICE, VOCAB, model
 from tests.passes import ancestors
+
+
+def guess(
+    request: Request, path: Sequence[int], logits: torch.Tensor, noise: Noise | None = None
+) -> tuple[int, torch.Tensor | None]:
+    """A drafter's token after `request.tokens + path`, from its raw logits under the request's settings.
+    Greedy and seeded requests guess the target's choice with the same noise; unseeded ones sample from q
+    [vocab] float64, which comes with the token."""
+    noise = noise or noise_of(request)
+    logits = processed(request, path, logits)
+    position = request.num_tokens + len(path)
+    if request.params.is_greedy or request.is_seeded:
+        return choose(request, logits, position, noise), None
+    warm = warped(request.params, logits)
+    return noise.draw(warm.cpu().numpy(), position, Purpose.DRAFT), warm.softmax(0)
 
 
 class Fake(Drafter):

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import paceline.core.accept as accept_module
-from paceline.cli.verify_distribution import guess
 from paceline.core.accept import accept
 from paceline.core.noise import Noise, Purpose
 from paceline.core.params import SamplingParams
@@ -22,6 +21,7 @@ from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 from paceline.drafters.base import chain
 from tests.laws.chances import enumerate_law
+from tests.laws.fakes import guess
 from tests.laws.grammar import NoEqualRests, allowed_after
 from tests.laws.reference import distribution
 from tests.passes import ancestors

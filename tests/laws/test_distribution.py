@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cli.verify_distribution import chi_square_p_value, guess
+from paceline.cli.verify_distribution import chi_square_p_value
 from paceline.core.accept import accept
 from paceline.core.noise import Noise, Purpose
 from paceline.core.params import SamplingParams
@@ -19,6 +19,7 @@ from paceline.core.tree import Tree
 from paceline.core.types import Draft, Request
 from paceline.drafters.reading import Reading
 from paceline.drafters.staged import Staged
+from tests.laws.fakes import guess
 from tests.laws.harness import model, prompts, request_of, run
 from tests.laws.reference import distribution
 from tests.laws.test_engine_laws import make

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.cli.verify_equality import NEAR_TIE
+from paceline.cli.verify import NEAR_TIE
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.params import SamplingParams
 from paceline.drafters.registry import DRAFTERS

@@ -22,7 +22,7 @@ from paceline.train.data import WriteConfig, Writer, write_texts
 from paceline.train.lessons import Target, answer_counts, draft_vocabulary, prepare
 from paceline.train.recipes import Recipe, recipe_for
 from paceline.train.session import read_head, save_head, train
-from paceline.train.talk import Style, conversations, questions_in
+from paceline.train.talk import Style, conversations, questions_in, varied
 from paceline.train.texts import (
     Texts,
     Written,
@@ -35,7 +35,6 @@ from paceline.train.texts import (
     split,
 )
 from paceline.train.trainer import TrainConfig, Trainer
-from paceline.train.variations import varied
 from tests.make_models import VOCAB, tiny_hf
 from tests.train.small import CPU, VARIANTS, head_of, piece, small, some_batch
 

@@ -6,27 +6,13 @@ on the way into the model.
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from transformers.generation.streamers import BaseStreamer
 
 DRAFTED = 3
-
-
-class Clock(BaseStreamer):
-    """Notes when tokens come; the first call is the prompt."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter() - self.started)
-
-    def end(self) -> None:
-        pass
 
 
 def load(options: dict[str, Any]) -> dict[str, Any]:
@@ -47,15 +33,16 @@ def load(options: dict[str, Any]) -> dict[str, Any]:
     def answer(prompt: dict[str, Any]) -> dict[str, Any]:
         """One request. Times are in seconds from its start."""
         widths.clear()
-        ids, clock = torch.tensor([prompt["ids"]]), Clock()
+        ids, times, started = torch.tensor([prompt["ids"]]), list[float](), time.perf_counter()
+        # a streamer that notes when tokens come; the first call is the prompt
+        clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter() - started), end=lambda: None)
         limits = {"attention_mask": torch.ones_like(ids), "max_new_tokens": prompt["num_tokens"]}
         with torch.inference_mode():
             output = model.generate(ids, **limits, use_cache=True, streamer=clock, **extra)
-        total = time.perf_counter() - clock.started
+        total = time.perf_counter() - started
         new = output[0, len(prompt["ids"]) :].tolist()
-        times = {"first_s": clock.times[1], "total_s": total}
         drafted = sum(widths) - len(prompt["ids"]) - (len(widths) - 1)
         counts = {"num_steps": len(widths), "num_drafted": drafted, "num_accepted": len(new) - len(widths)}
-        return {"ids": new, "num_tokens": len(new), **times, **counts}
+        return {"ids": new, "num_tokens": len(new), "first_s": times[1], "total_s": total, **counts}
 
     return {"answer": answer}
