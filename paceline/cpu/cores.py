@@ -24,7 +24,7 @@ def _siblings(cpu: int) -> Path:
 
 
 def _quota() -> float:
-    """The processor time control groups allow, in cores: the least of the process's group and those above it."""
+    """Processor time that control groups allow, in cores: the least of the process's own and those above."""
     least = float(os.cpu_count() or 1)
     for line in _read(OWN_GROUPS).splitlines():  # "0::/group", or in version 1 "4:cpu,cpuacct:/group"
         kinds, _, group = line.partition(":")[2].partition(":")

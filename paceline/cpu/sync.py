@@ -3,8 +3,8 @@
 A pass goes on with the threads that have come when its patience ends, since the runtime may give fewer than
 asked for (OMP_DYNAMIC, OMP_THREAD_LIMIT) or one may be late. Invariant: no barrier is passed before all that
 take part have come, and all that take part are running when the first step begins, so no pass waits for ever.
-Waiting is spinning at first, since steps take microseconds, and then sleeping: where others use the cores too,
-a thread that spins keeps its core from the one it waits for.
+Waiting is spinning at first, since steps take microseconds, and then sleeping: where others use the cores,
+too, a thread that spins keeps its core from the one it waits for.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ PATIENCE, SHORT, LOCK = (GATE + LINE + 8 * i for i in range(3))
 # how many threads sleep, how many turns one spins before, and how long it sleeps at most (a timespec).
 ASLEEP, TURNS, NAP = (GATE + 2 * LINE + 8 * i for i in range(3))
 SIZE = GATE + 3 * LINE
-# Turns before a thread sleeps: fewer after each sleep, more after each wait without, so that a quiet machine's
-# threads never sleep and those of a busy one soon leave their core to the thread they wait for.
+# Turns before a thread sleeps: fewer after each sleep, more after each wait without, so that threads never
+# sleep on a quiet machine, and on a busy one soon leave their core to the thread they wait for.
 SPINS, LEAST_SPINS = 10_000, 1_250
 NAP_NANOSECONDS = 1_000_000
 # Linux's system call that sleeps while an integer is what it was; elsewhere the core is offered instead.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # among the threads of one process
 MOST_PATIENCE, LEAST_PATIENCE = 10_000_000, 50_000  # nanoseconds: the least where threads did not come before
-# More threads than cores would wait for each other's turns; siblings of a core are used where they are asked for.
+# More threads than cores would wait for each other's turns; siblings of a core are used if asked for.
 CORES = usable_cores("NUMBA_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in os.environ)
 NOTICED = 5  # regions in a row that were short of threads before it is said
 
@@ -102,7 +102,7 @@ def sleep_while(sync, at, value):  # type: ignore[no-untyped-def]
 
 @piece
 def wake(sync, at):  # type: ignore[no-untyped-def]
-    """After the integer at this address has changed. A thread that sleeps was counted before it looked at it."""
+    """After the integer at this address has changed. A thread that sleeps was counted before it looked."""
     if look(sync + ASLEEP) > 0:
         futex(at, FUTEX_WAKE, 2**31 - 1, 0)
 

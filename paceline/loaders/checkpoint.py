@@ -1,7 +1,8 @@
 """Opens a model: a file or folder with its weights, a description alone, or random weights of its shape.
 
-Invariant: opening reads and checks headers only; `tensor` then reads one weight at a time or some of its rows,
-so memory stays bounded by what is asked for. A description reads or fetches at most a config.json or a GGUF header.
+Invariant: opening reads and checks headers only; `tensor` then reads one weight or some of its rows, so
+memory stays bounded by what is asked for. A description reads or fetches at most a config.json or a GGUF
+header.
 """
 
 from __future__ import annotations
