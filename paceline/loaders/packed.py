@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -54,12 +55,14 @@ def load_packed(source: Checkpoint, bits: int) -> Tensors:
 
 
 def cache_path(source: Checkpoint, bits: int) -> Path:
-    """Its name has sizes and dates of the files: a fingerprint only samples them."""
+    """Its name has that of the model and a hash of its files' sizes and dates: a fingerprint only samples
+    them."""
     model, name = source.path, next(name for name, number in BITS.items() if number == bits)
     files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     version = hashlib.sha256(repr((LAYOUT, stamps)).encode()).hexdigest()[:12]
-    return cache_dir() / "packed" / f"{source.fingerprint[:32]}-{name}-{version}.safetensors"
+    stem = re.sub(r"[^\w.-]+", "_", model.stem if model.is_file() else model.name)[:80]
+    return cache_dir() / "packed" / f"{stem}-{source.fingerprint[:12]}-{name}-{version}.safetensors"
 
 
 def _linears(config: ModelConfig, bits: int) -> Iterator[tuple[str, list[str], int]]:
