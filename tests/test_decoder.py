@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.cpu.backend import CpuBackend
 from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders.checkpoint import open_checkpoint
+from paceline.loaders.fields import ALL
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.layer import Layer, Sizes, rms_norm
@@ -40,8 +41,8 @@ class Loaded:
         self.config: ModelConfig = opened.config
         self.weights = {name: opened.tensor(name).clone() for name in self.config.weight_names()}
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self.weights[name]
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
+        return self.weights[name][rows]
 
 
 @cache

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from paceline.cpu.decoder import CpuDecoder
 from paceline.loaders import packed
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
-from paceline.loaders.fields import NUM_SAMPLES, SAMPLE_BYTES
+from paceline.loaders.fields import ALL, NUM_SAMPLES, SAMPLE_BYTES
 from paceline.loaders.packed import (
     ALIGNMENT,
     Tensors,
@@ -85,7 +85,7 @@ class Untouchable:
     def __init__(self, opened: Checkpoint) -> None:
         self.config, self.fingerprint, self.path = opened.config, opened.fingerprint, opened.path
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         raise AssertionError(f"{name} was read from the model")
 
 

@@ -23,6 +23,7 @@ from paceline.engine.commit import Emission
 from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
+from paceline.loaders.fields import ALL
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.runtime.backend import Decoder, backend_for, resolve
 from paceline.runtime.executor import KvMemory, LocalExecutor
@@ -58,12 +59,12 @@ class RandomCheckpoint:
     def __init__(self, config: ModelConfig = CONFIG, seed: int = 0) -> None:
         self.config, self.seed = config, seed
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         shape = self.config.weight_names()[name]
         generator = torch.Generator().manual_seed(hash((self.seed, len(name), *name.encode())) % 2**31)
         if len(shape) == 1:
             return 1 + 0.1 * torch.randn(shape, generator=generator)
-        return torch.randn(shape, generator=generator) * (1.0 if "embed" in name else 0.2)
+        return (torch.randn(shape, generator=generator) * (1.0 if "embed" in name else 0.2))[rows]
 
 
 DEVICE = resolve(os.environ.get("PACELINE_LAWS_DEVICE", "cpu"))
