@@ -309,9 +309,9 @@ class Engine:
         else:
             record.seconds = since_last
         self.policy.observe(record)
-        for index, verdict in record.verdicts.items():
-            for number, draft in record.answers.get(index, ()):
-                self._suspicion.judge(self.policy.drafters[number], draft, verdict)
+        for index in record.answers.keys() & record.verdicts.keys():
+            for number, draft in record.answers[index]:
+                self._suspicion.judge(self.policy.drafters[number], draft, record.verdicts[index])
         if self._learners and (not record.is_plain or record.hidden):
             seen = record.seen()
             for drafter in self._learners:

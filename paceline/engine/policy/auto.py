@@ -60,7 +60,7 @@ class AutoPolicy(Policy):
         self._known = [Known(*(guesses | dict(known or {}))[drafter.name]) for drafter in self.drafters]
         # by request: one a drafter
         self._factors: dict[str, list[Factor]] = defaultdict(lambda: [Factor() for _ in self.drafters])
-        self._switches: dict[int, Switch] = {}  # by requests that speak
+        self._switches: dict[int, Switch] = defaultdict(Switch)  # by requests that speak
         self._load, self._most_requests = Load.of((), costs, most_nodes), most_requests
         self._weighed: dict[int, list[Answer]] = {}  # of this step, by scheduled request
         # What a drafted step took longer than expected, in plain passes, by whether the host drafted; then
@@ -76,7 +76,7 @@ class AutoPolicy(Policy):
         if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
             return Plan()  # no plain step: heads read what a prompt's pass shows, also while drafting is off
         most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
-        off, cap = self._switches.setdefault(load.speaking, Switch()).plain_steps, 0
+        off, cap = self._switches[load.speaking].plain_steps, 0
         if not off:
             cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
         if not cap:  # it is off, or not even a perfect draft could pay
@@ -175,19 +175,20 @@ class AutoPolicy(Policy):
 
     def observe(self, record: StepRecord) -> None:
         load = self._load
-        for index, verdict in record.verdicts.items():
-            request, drafts = record.scheduled[index].request, record.answers.get(index, ())
-            for answer in self._weigh(index, request, drafts):
+        for index in record.answers.keys() & record.verdicts.keys():
+            request, verdict = record.scheduled[index].request, record.verdicts[index]
+            for answer in self._weigh(index, request, record.answers[index]):
                 answer.learn(record.drafts[index], verdict)
         self._weighed = {}
-        drafted = load.with_nodes(sum(draft.num_drafted for draft in record.drafts if draft is not None))
+        nodes = 0 if record.is_plain else sum(d.num_drafted for d in record.drafts if d is not None)
+        drafted = load.with_nodes(nodes)
         expected = self.costs.pass_seconds(*drafted) if load.speaking else 0.0
         expected += self._note_drafting(record, expected)
         if not load.is_decoding or not record.verdicts:
             return
         if record.pass_seconds is not None:
             self.costs.observe(record.pass_seconds, *drafted)
-        switch = self._switches.setdefault(load.speaking, Switch())
+        switch = self._switches[load.speaking]
         seconds = None if record.seconds is None else record.seconds / expected
         if record.is_plain:
             switch.note_plain(seconds)
