@@ -68,6 +68,7 @@ def report_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
     pictures = tmp_path / "plots"
     options = (
@@ -100,6 +101,7 @@ def test_report_and_pictures(tiny_folder: Path, prompts: str, tmp_path: Path) ->
         assert (pictures / name).read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_requests_in_flight_together(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
     options = (
         "--model",

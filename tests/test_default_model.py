@@ -89,7 +89,9 @@ def test_plain_decoding_is_at_least_as_fast_as_transformers(default_model: LLM) 
     assert rates["int8"] > rates["float32"] > rates["transformers"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["ngram", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "ngram")]
+)
 def test_drafters_report_their_real_tau_and_change_nothing(default_model: LLM, method: str) -> None:
     chats = [
         [{"role": "user", "content": p.turns[0]}] for p in load() if p.category in ("chat", "summarization")

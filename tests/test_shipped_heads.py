@@ -41,7 +41,9 @@ def test_sizes_of_the_package() -> None:
     assert sum(sizes.values()) <= 48e6
 
 
-@pytest.mark.parametrize("kind", TAU)
+@pytest.mark.parametrize(
+    "kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in TAU if kind != "eagle")]
+)
 def test_a_shipped_head_drafts_well_and_changes_nothing(kind: str, plain: list[str]) -> None:
     head = open_head(str(HEADS / kind), open_checkpoint("default", progress=False), (kind,))
     assert head.config.first_accepted > 0.4
@@ -52,7 +54,7 @@ def test_a_shipped_head_drafts_well_and_changes_nothing(kind: str, plain: list[s
     assert tau >= TAU[kind]
 
 
-@pytest.mark.parametrize("taps", [[27, 15, 2], [5, 10, 20]])
+@pytest.mark.parametrize("taps", [[27, 15, 2], pytest.param([5, 10, 20], marks=pytest.mark.slow)])
 def test_wrong_layers_are_warned_of(tmp_path: Path, taps: list[int]) -> None:
     """Nothing else tells of them: the text stays what it is, only slower."""
     wrong = tmp_path / "eagle"

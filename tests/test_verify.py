@@ -76,6 +76,7 @@ def plain_texts(examination: Examination, llm: LLM, temperature: float) -> list[
     return [list(result.token_ids) for result in results]
 
 
+@pytest.mark.slow
 def test_every_drafter_passes(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distribution, "NUM_SAMPLES", 400)
     status, text, report = run_verify(tiny, tmp_path)

@@ -114,6 +114,7 @@ def test_two_that_end_apart_and_usual_steps_between(
     assert [one.given.num_rounds for one in launched[:2]] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_request_stopped_within_a_burst_is_gone_and_a_shape_is_recorded_once(
     head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_kills_under_load(wide_folder: Path, tmp_path: Path) -> None:
     assert report["outcomes"]["engine_lost"] >= 1
 
 
+@pytest.mark.slow
 def test_sigterm_under_load(wide_folder: Path, tmp_path: Path) -> None:
     options = ("--clients", "12", "--model", str(wide_folder), "--server-options", "--drain-timeout 300")
     assert soak(tmp_path / "r.json", "sigterm", *options)["status"] == 0

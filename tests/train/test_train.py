@@ -325,6 +325,7 @@ def test_bad_recipes_and_texts_are_named() -> None:
         split(from_written([Written([1], [2, 3], 0.8)], VOCAB), 4)
 
 
+@pytest.mark.slow
 def test_heads_that_learn_together_are_those_that_learn_alone(
     checkpoint: Checkpoint, texts: Texts, tmp_path: Path
 ) -> None:
