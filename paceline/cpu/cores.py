@@ -5,6 +5,7 @@ Invariant: at least one, and no more than the threads the machine runs at once.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def usable_cores(count_siblings: bool) -> int:
     gain little from the second. A share of a core counts as a core."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {str(cpu) if count_siblings else _read(_siblings(cpu)) or str(cpu) for cpu in allowed}
-    return max(1, min(len(cores), -int(-_quota() // 1)))
+    return max(1, min(len(cores), math.ceil(_quota())))
 
 
 def _siblings(cpu: int) -> Path:
