@@ -1,7 +1,7 @@
 """The sums of attention's splits, added in order: by a kernel, or by the last program that computes one.
 
 Invariant: the order of splits is fixed and so is every operation on them, so the bits are the same whichever
-program adds them, and however many splits beyond a row's context there are, which add zeros.
+program adds them, and however many splits there might be beyond a row's own.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def _add_chunk(chunk: tl.tuple, level: tensor, total: tensor, result: tensor, CH
 @triton.jit
 def _add(
     partials: Partials, out: tensor, flat: tensor, is_there: tensor, num_splits: tensor, first: tensor,
-    end: tensor, COUNT: constexpr, DIM: constexpr, PADDED: constexpr, CHUNK: constexpr, IS_ONE: constexpr,
+    end: tensor, COUNT: constexpr, DIM: constexpr, PADDED: constexpr, CHUNK: constexpr,
 ) -> None:  # fmt: skip
     """out [COUNT, D]: splits `first` to `end` of the rows and heads `flat` [COUNT], in one chunk or more. A
     row sees itself, so only one that is not there has no peak."""
     at, d = flat.to(tl.int64) * num_splits, tl.arange(0, PADDED)
     total, result = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT, PADDED), tl.float32)
-    if IS_ONE:
+    if end - first <= CHUNK:
         parts = _load_chunk(partials, at, is_there, first, end, DIM, PADDED, CHUNK)
         peaks = parts[0]
         highest = peaks[0]
@@ -88,24 +88,24 @@ def _add(
     tl.store(out + flat[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit(do_not_specialize=["num_sums", "num_splits"])
+@triton.jit(do_not_specialize=["num_splits"])
 def add_splits(
-    peaks: tensor, totals: tensor, sums: tensor, out: tensor, num_sums: tensor, num_splits: tensor,
-    DIM: constexpr, PADDED: constexpr, AT_ONCE: constexpr, CHUNK: constexpr, IS_ONE: constexpr,
+    peaks: tensor, totals: tensor, sums: tensor, ends: tensor, out: tensor, num_splits: tensor,
+    DIM: constexpr, PADDED: constexpr, CHUNK: constexpr,
 ) -> None:  # fmt: skip
-    """AT_ONCE rows and heads."""
+    """One row and head: its first splits, of which `ends` says how many."""
     let_next_start()
     wait_for_previous()
-    flat, partials = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE), Partials(peaks, totals, sums)
-    is_there = flat < num_sums
-    _add(partials, out, flat, is_there, num_splits, 0, num_splits, AT_ONCE, DIM, PADDED, CHUNK, IS_ONE)
+    index, partials = tl.program_id(0), Partials(peaks, totals, sums)
+    end, flat = tl.load(ends + index), index + tl.arange(0, 1)
+    _add(partials, out, flat, flat >= 0, num_splits, 0, end, 1, DIM, PADDED, CHUNK)
 
 
 @triton.jit
 def add_if_last(
     counter: tensor, partials: Partials, out: tensor, first_flat: tensor, num_rows: tensor,
     num_splits: tensor, first: tensor, end: tensor, HEADS: constexpr, GROUP: constexpr, COUNT: constexpr,
-    DIM: constexpr, PADDED: constexpr, CHUNK: constexpr, IS_ONE: constexpr,
+    DIM: constexpr, PADDED: constexpr, CHUNK: constexpr,
 ) -> None:  # fmt: skip
     """The last of the programs that have the splits `first` to `end` of a tile adds them, COUNT rows and
     heads at a time; `first_flat` is its first row and head, `num_rows` are its rows. The barrier puts the
@@ -117,5 +117,5 @@ def add_if_last(
         for part in tl.range(0, tl.cdiv(num_rows * GROUP, COUNT)):
             m = part * COUNT + tl.arange(0, COUNT)
             is_there, flat = m < num_rows * GROUP, first_flat + m // GROUP * HEADS + m % GROUP  # [COUNT]
-            _add(partials, out, flat, is_there, num_splits, first, end, COUNT, DIM, PADDED, CHUNK, IS_ONE)
+            _add(partials, out, flat, is_there, num_splits, first, end, COUNT, DIM, PADDED, CHUNK)
         tl.store(counter, 0)

@@ -1,8 +1,9 @@
 """The Triton kernel of cuda/attention.py: the sums of one split. Splits are added by cuda/add_splits.py.
 
-A program with one tile loads all it needs of it before it uses any, and cached keys before it waits for the
-kernel that computes queries; a longer split is a pipelined loop. Invariant: tiles of places are folded in one
-after another, so either way gives the same bits.
+How many splits there are is the launch's; where they begin follows from a request's own context, on the
+device, so a recording is good for any context. A program with one tile loads all it needs of it before it
+uses any, and cached keys before it waits for the kernel that computes queries; a longer split is a pipelined
+loop. Invariant: tiles of places are folded in one after another, so either way gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Paged(NamedTuple):
 
     key_cache: tensor
     value_cache: tensor  # (a tuple of Triton has `values` of its own)
-    table: tensor  # its blocks
+    table: tensor  # its blocks,
+    table_stride: tensor  # this far from each other
     fresh_slots: tensor  # of its rows in this pass
     fresh_positions: tensor
     prefix: tensor  # cached places
@@ -92,7 +94,8 @@ def _load_tile(
     HAS_SCALES: tl.constexpr = paged.key_cache.dtype.element_ty == tl.int8
     WIDTH: tl.constexpr = paged.DIM + SCALE_BYTES if HAS_SCALES else paged.DIM
     place, d = first + tl.arange(0, PLACES), tl.arange(0, paged.PADDED)
-    block = tl.load(paged.table + place // BLOCK_SIZE, mask=place < paged.prefix, other=0)
+    block_at = paged.table + place // BLOCK_SIZE * paged.table_stride
+    block = tl.load(block_at, mask=place < paged.prefix, other=0)
     slot = block * BLOCK_SIZE + place % BLOCK_SIZE
     if IS_MASKED:
         slot = _or_fresh(slot, paged.fresh_slots, place, paged)
@@ -132,39 +135,59 @@ def _add_tile(
 
 
 @triton.jit
+def _add_one_tile(
+    of_query: tensor, is_query: tensor, lowest: tensor, scale: tensor, state: tl.tuple, paged: Paged,
+    sight: TileSight, IS_EARLY: constexpr,
+) -> tensor:  # fmt: skip
+    """All is loaded before any is used, last queries, which may still be computed."""
+    key, value, line, is_seen = _load_tile(lowest, paged, sight, of_query.dtype.element_ty, True)
+    if IS_EARLY:
+        wait_for_previous()
+    query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
+    # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
+    is_place = lowest + tl.arange(0, PLACES) < paged.highest
+    query = tl.where(is_query, query, 0.0)
+    key, value = tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
+    return _add_tile(query, (key, value, line, is_seen), is_place, paged, state, scale, True)
+
+
+@triton.jit
+def _add_tiles(
+    of_query: tensor, is_query: tensor, lowest: tensor, scale: tensor, state: tl.tuple, paged: Paged,
+    sight: TileSight, NUM_LOOPS: constexpr,
+) -> tensor:  # fmt: skip
+    """First the tiles that every row sees in full, then those that need a mask: fewer instructions."""
+    peak, total, acc = state
+    highest, n = paged.highest, tl.arange(0, PLACES)
+    query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
+    if paged.WINDOW or NUM_LOOPS < 2:
+        masked = lowest
+    else:
+        masked = tl.maximum(lowest, tl.minimum(highest, paged.prefix) // PLACES * PLACES)
+    for IS_MASKED in tl.static_range(0 if NUM_LOOPS == 2 else 1, 2):
+        from_place = masked if IS_MASKED else lowest
+        num_tiles = tl.cdiv((highest if IS_MASKED else masked) - from_place, PLACES)
+        for index in tl.range(0, num_tiles):
+            first = from_place + index * PLACES
+            tile = _load_tile(first, paged, sight, query.dtype, IS_MASKED)
+            state = (peak, total, acc)
+            peak, total, acc = _add_tile(query, tile, first + n < highest, paged, state, scale, IS_MASKED)
+    return peak, total, acc
+
+
+@triton.jit
 def _fold_tiles(
     of_query: tensor, is_query: tensor, lowest: tensor, scale: tensor, state: tl.tuple, paged: Paged,
-    sight: TileSight, IS_SHORT: constexpr, IS_EARLY: constexpr, NUM_LOOPS: constexpr,
+    sight: TileSight, HAS_SHORT: constexpr, IS_EARLY: constexpr, NUM_LOOPS: constexpr,
 ) -> tensor:  # fmt: skip
     """Add all tiles from the place `lowest` on to a running softmax."""
     peak, total, acc = state
-    highest, n = paged.highest, tl.arange(0, PLACES)
-    if IS_SHORT:  # one tile: all is loaded before any is used, last queries, which may still be computed
-        key, value, line, is_seen = _load_tile(lowest, paged, sight, of_query.dtype.element_ty, True)
+    if HAS_SHORT and paged.highest - lowest <= PLACES:
+        peak, total, acc = _add_one_tile(of_query, is_query, lowest, scale, state, paged, sight, IS_EARLY)
+    else:
         if IS_EARLY:
             wait_for_previous()
-        query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
-        # A mask again changes nothing, but no load's numbers are asked for before all loads are under way.
-        is_place = lowest + n < highest
-        query = tl.where(is_query, query, 0.0)
-        key, value = tl.where(is_place[:, None], key, 0.0), tl.where(is_place[:, None], value, 0.0)
-        tile = (key, value, line, is_seen)
-        peak, total, acc = _add_tile(query, tile, is_place, paged, state, scale, True)
-    else:  # first the tiles that every row sees in full, then those that need a mask: fewer instructions
-        query = tl.load(of_query, mask=is_query, other=0.0)  # [M, D]
-        if paged.WINDOW or NUM_LOOPS < 2:
-            masked = lowest
-        else:
-            masked = tl.maximum(lowest, tl.minimum(highest, paged.prefix) // PLACES * PLACES)
-        for IS_MASKED in tl.static_range(0 if NUM_LOOPS == 2 else 1, 2):
-            from_place = masked if IS_MASKED else lowest
-            num_tiles = tl.cdiv((highest if IS_MASKED else masked) - from_place, PLACES)
-            for index in tl.range(0, num_tiles):
-                first = from_place + index * PLACES
-                tile = _load_tile(first, paged, sight, query.dtype, IS_MASKED)
-                is_place = first + n < highest
-                state = (peak, total, acc)
-                peak, total, acc = _add_tile(query, tile, is_place, paged, state, scale, IS_MASKED)
+        peak, total, acc = _add_tiles(of_query, is_query, lowest, scale, state, paged, sight, NUM_LOOPS)
     return peak, total, acc
 
 
@@ -174,20 +197,19 @@ def _split_of(place: tensor, near_size: tensor, far_size: tensor) -> tensor:
     return tl.where(beyond < 0, place // near_size, NEAR + beyond // far_size)
 
 
-@triton.jit(
-    do_not_specialize=["num_requests", "table_width", "num_words", "num_splits", "near_size", "far_size"]
-)
+@triton.jit(do_not_specialize=["num_requests", "table_stride", "num_words", "num_splits"])
 def attend_split(
     q: tensor, keys: tensor, values: tensor, out: tensor, peaks: tensor, totals: tensor, sums: tensor,
-    starts: tensor, prefix_lens: tensor, slots: tensor, positions: tensor, tables: tensor, masks: tensor,
-    counters: tensor, scale: tensor, num_requests: tensor, table_width: tensor, num_words: tensor,
-    num_splits: tensor, near_size: tensor, far_size: tensor, KV_HEADS: constexpr, GROUP: constexpr,
-    DIM: constexpr, PADDED: constexpr, REQUESTS: constexpr, BLOCK_M: constexpr, WINDOW: constexpr,
-    IS_WHOLE: constexpr, NUM_LOOPS: constexpr, IS_SHORT: constexpr, IS_EARLY: constexpr, COUNT: constexpr,
-    CHUNK: constexpr, IS_ONE_CHUNK: constexpr, IS_LATE: constexpr,
+    ends: tensor, starts: tensor, prefix_lens: tensor, slots: tensor, positions: tensor, tables: tensor,
+    masks: tensor, counters: tensor, scale: tensor, num_requests: tensor, table_stride: tensor,
+    num_words: tensor, num_splits: tensor, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
+    PADDED: constexpr, REQUESTS: constexpr, BLOCK_M: constexpr, WINDOW: constexpr, NEAR_SIZE: constexpr,
+    FAR_SIZE: constexpr, IS_WHOLE: constexpr, NUM_LOOPS: constexpr, HAS_SHORT: constexpr,
+    IS_EARLY: constexpr, COUNT: constexpr, CHUNK: constexpr, IS_LATE: constexpr,
 ) -> None:  # fmt: skip
     """One tile of rows, one KV head, one split. `scale` has log2(e) in it: exponentials are powers of two.
-    `counters`, if any: one a tile and KV head, by which the last program knows that it adds the splits."""
+    `counters`, if any: one a tile and KV head, by which the last program knows that it adds the splits;
+    without them `ends` says, of each row and head, how many splits there are to add."""
     if not IS_LATE:
         let_next_start()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -213,29 +235,42 @@ def attend_split(
     flat = row * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP  # [M]: row and head
     at_split = flat.to(tl.int64) * num_splits + split
     # Ancestors come before their descendants, so no place after the tile's last row is seen.
-    lowest = tl.minimum(split, NEAR) * near_size + tl.maximum(split - NEAR, 0) * far_size
     top = prefix + tl.minimum(first_row + ROWS, end) - start
-    highest = tl.minimum(lowest + tl.where(split < NEAR, near_size, far_size), top)
     position, bottom = row, 0
     if WINDOW:
         position = tl.load(positions + row, mask=is_row, other=1 << 30)
         bottom = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PLACES * PLACES
+    if NEAR_SIZE:  # splits of fixed sizes
+        first_split = _split_of(bottom, NEAR_SIZE, FAR_SIZE)
+        last_split = _split_of(top - 1, NEAR_SIZE, FAR_SIZE)
+        lowest = tl.minimum(split, NEAR) * NEAR_SIZE + tl.maximum(split - NEAR, 0) * FAR_SIZE
+        highest = tl.minimum(lowest + tl.where(split < NEAR, NEAR_SIZE, FAR_SIZE), top)
         lowest = tl.maximum(lowest, bottom)
+    else:  # the same share of the prefix's tiles for each; the last has the rows of this pass, too
+        num_tiles = tl.maximum(prefix - bottom, 0) // PLACES + 1
+        share = tl.cdiv(num_tiles, num_splits)
+        first_split, last_split = 0, (num_tiles - 1) // share
+        lowest = bottom + split * share * PLACES
+        highest = tl.where(split == last_split, top, lowest + share * PLACES)
+        highest = tl.where(split > last_split, lowest, highest)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if IS_EARLY and (lowest >= highest or highest > prefix):
         # for keys of this pass; those of passes before are there, and come while queries are still computed
         wait_for_previous()
     if lowest >= highest:
-        if counters is None:
-            tl.store(peaks + at_split, peak, mask=is_row)
+        if not IS_WHOLE and counters is None:
+            tl.store(peaks + at_split, peak, mask=is_row & (split < last_split))
         return
     is_query, of_query = is_row[:, None] & (d < DIM)[None, :], q + flat[:, None] * DIM + d[None, :]
     state = (peak, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, PADDED), tl.float32))
-    table, fresh, places = tables + request * table_width, slots + start, positions + start
+    table, fresh, places = tables + request, slots + start, positions + start
     peak, total, acc = _fold_tiles(
         of_query, is_query, lowest, scale, state,
-        Paged(keys, values, table, fresh, places, prefix, highest, kv_head, KV_HEADS, DIM, PADDED, WINDOW),
-        TileSight(masks, num_words, row, is_row, position), IS_SHORT, IS_EARLY, NUM_LOOPS,
+        Paged(
+            keys, values, table, table_stride, fresh, places, prefix, highest, kv_head, KV_HEADS, DIM, PADDED,
+            WINDOW,
+        ),
+        TileSight(masks, num_words, row, is_row, position), HAS_SHORT, IS_EARLY, NUM_LOOPS,
     )  # fmt: skip
     if IS_LATE:
         let_next_start()
@@ -246,11 +281,12 @@ def attend_split(
         tl.store(peaks + at_split, peak, mask=is_row)
         tl.store(totals + at_split, total, mask=is_row)
         tl.store(sums + at_split[:, None] * DIM + d[None, :], acc, mask=is_query)
-        if counters is not None:  # programs without places have returned, and are not waited for
+        if counters is None:
+            tl.store(ends + flat, last_split + 1, mask=is_row & (split == last_split))
+        else:  # programs without places have returned, and are not waited for
             counter, heads = counters + tile * KV_HEADS + kv_head, KV_HEADS * GROUP
             first_flat = first_row * heads + kv_head * GROUP
-            first, last = _split_of(bottom, near_size, far_size), _split_of(top - 1, near_size, far_size)
             add_if_last(
                 counter, Partials(peaks, totals, sums), out, first_flat, tl.minimum(ROWS, end - first_row),
-                num_splits, first, last + 1, heads, GROUP, COUNT, DIM, PADDED, CHUNK, IS_ONE_CHUNK,
+                num_splits, first_split, last_split + 1, heads, GROUP, COUNT, DIM, PADDED, CHUNK,
             )  # fmt: skip

@@ -1,7 +1,8 @@
 """A batch in the memory of a GPU: one buffer, filled by one copy, padded to the sizes of a bucket.
 
 A CUDA graph reads from fixed addresses and launches fixed grids, so a batch is padded to a bucket of (rows,
-requests, rows of one request, context) and every bucket has its own buffer. Invariant: padding rows write
+requests, rows of one request) and every bucket has its own buffer, with room for tables of the longest
+context: of those, what is used is copied. Invariant: padding rows write
 only to the trash slot, which no request owns, and see one of themselves; they are all of one more request
 than the bucket says, the last.
 """
@@ -22,9 +23,9 @@ from paceline.heads.rows import Sampler
 
 WORD = 64  # bits of a word of the masks
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MAX_ROWS = (1, 8, 64, 256)  # few, since every bucket is recorded and compiled for
+MAX_ROWS = (1, 16, 256)  # few, since every bucket is recorded and compiled for
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXTS = tuple(512 * 2**i for i in range(12))
+BEYOND = 256  # positions after a model's last: a draft may be longer than what is left of the context
 
 
 class Bucket(NamedTuple):
@@ -33,16 +34,11 @@ class Bucket(NamedTuple):
     rows: int
     requests: int
     max_rows: int  # of one request
-    context: int  # cached tokens of one request, at most
+    num_blocks: int  # of one request
 
     @property
     def num_words(self) -> int:
         return -(-self.max_rows // WORD)
-
-    @property
-    def num_blocks(self) -> int:
-        """Of one request."""
-        return self.context // BLOCK_SIZE + -(-self.max_rows // BLOCK_SIZE) + 1
 
 
 class DeviceBatch(NamedTuple):
@@ -53,7 +49,7 @@ class DeviceBatch(NamedTuple):
     slots: Tensor  # [T]
     starts: Tensor  # [R + 1]
     prefix_lens: Tensor  # [R]
-    block_tables: Tensor  # [R, B]
+    block_tables: Tensor  # [B, R or more]
     # [T, W] int64: bit j of word w: row starts[r] + 64 w + j is an ancestor in this pass, or the row itself
     masks: Tensor
 
@@ -67,20 +63,20 @@ def next_size(sizes: tuple[int, ...], size: int) -> int:
     return next((each for each in sizes if each >= size), size)
 
 
-def context_for(length: int) -> int:
-    """The bucket of this many cached tokens."""
-    return next_size(CONTEXTS, length)
+def blocks_for(max_context: int) -> int:
+    """Of a table with room for any request."""
+    return -(-(max_context + BEYOND) // BLOCK_SIZE)
 
 
-def bucket_for(columns: Columns) -> Bucket:
+def bucket_for(columns: Columns, num_blocks: int) -> Bucket:
     longest = max(b - a for a, b in pairwise(columns.starts))
-    return bucket_of(len(columns.slots), len(columns.prefix_lens), longest, max(columns.prefix_lens))
+    return bucket_of(len(columns.slots), len(columns.prefix_lens), longest, num_blocks)
 
 
-def bucket_of(num_rows: int, num_requests: int, longest: int, length: int) -> Bucket:
-    """longest: rows of one request; length: cached tokens of one."""
+def bucket_of(num_rows: int, num_requests: int, longest: int, num_blocks: int) -> Bucket:
+    """longest: rows of one request."""
     rows, requests = next_size(ROWS, num_rows), next_size(REQUESTS, num_requests)
-    return Bucket(rows, requests, next_size(MAX_ROWS, longest), context_for(length))
+    return Bucket(rows, requests, next_size(MAX_ROWS, longest), num_blocks)
 
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
@@ -97,7 +93,7 @@ def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.
 class Column(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.int32
-    padding: int | None = 0  # None: what is not given is never read
+    padding: int | None = 0  # None: what is not given is never read, nor copied; of one column, the last
 
 
 class Buffer:
@@ -107,10 +103,11 @@ class Buffer:
     def __init__(self, columns: dict[str, Column], device: torch.device, values: dict[str, Any]) -> None:
         """values: of a batch that writes nowhere, since a capture launches before there is another."""
         self._columns, ends, total = columns, {}, 0
-        for name, (shape, dtype, _) in columns.items():
+        for name, (shape, dtype, _) in sorted(columns.items(), key=lambda each: each[1].padding is None):
             size = math.prod(shape) * dtype.itemsize
             ends[name] = slice(total, total + size)
             total += -(-size // 16) * 16  # aligned: kernels are compiled for aligned addresses and for others
+        self._ends = ends
 
         def cut(memory: Tensor) -> dict[str, Tensor]:
             return {n: memory[ends[n]].view(each.dtype).view(each.shape) for n, each in columns.items()}
@@ -124,14 +121,16 @@ class Buffer:
     def fill(self, values: Mapping[str, Any]) -> None:
         """Numbers of each column, from its start in every dimension; what is missing is padding."""
         self._hosts.reverse()
-        memory, host = self._hosts[0]
+        (memory, host), end = self._hosts[0], len(self._device)
         for name, column in self._columns.items():
-            if column.padding is not None:
+            given = np.asarray(values.get(name, ()))
+            if column.padding is None:
+                end = self._ends[name].start + host[name][: len(given)].nbytes
+            else:
                 host[name][...] = column.padding
             if name in values:
-                given = np.asarray(values[name])
                 host[name][tuple(slice(size) for size in given.shape)] = given
-        self._device.copy_(memory, non_blocking=True)
+        self._device[:end].copy_(memory[:end], non_blocking=True)
 
 
 def by_field(*columns: Any) -> dict[str, Any]:
@@ -142,17 +141,17 @@ def by_field(*columns: Any) -> dict[str, Any]:
 def batch_columns(bucket: Bucket, trash_slot: int) -> dict[str, Column]:
     """The last request is one more than there are, and has all padding rows."""
     each, requests = Column((bucket.rows,)), bucket.requests + 1
-    tables = Column((requests, bucket.num_blocks), padding=None)
+    tables = Column((bucket.num_blocks, requests), padding=None)
     masks = Column((bucket.rows, bucket.num_words), torch.int64)
     slots, starts = each._replace(padding=trash_slot), Column((requests + 1,))
     return by_field(each, each, slots, starts, Column((requests,)), tables, masks)
 
 
 def tables_of(columns: Columns, bucket: Bucket) -> np.ndarray:
-    """[requests, blocks of the longest]."""
+    """[blocks of the longest, requests]."""
     requests = len(columns.prefix_lens)
     tables = np.array(columns.block_tables, np.int32).reshape(requests, -1 if requests else 0)
-    return tables[:, : bucket.num_blocks]
+    return tables.T[: bucket.num_blocks]
 
 
 def choice_columns(count: int) -> dict[str, Column]:

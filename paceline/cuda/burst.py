@@ -24,11 +24,11 @@ from triton.language import constexpr, tensor
 
 from paceline.core.tree import Tree
 from paceline.core.types import Batch, Draft, Round
-from paceline.cuda.batch import Bucket, Buffer, DeviceBatch, batch_values, bucket_for, bucket_of, context_for
+from paceline.cuda.batch import Bucket, Buffer, DeviceBatch, batch_values, bucket_for, bucket_of
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder, PassSpec
 from paceline.cuda.graphs import Arriving, Graphs, Recording
-from paceline.cuda.recorded_head import HeadShape, head_bucket
+from paceline.cuda.recorded_head import HeadShape
 from paceline.cuda.rows import BLOCK_SIZE
 from paceline.heads.rows import BurstInput
 from paceline.models.attention import LayerCache
@@ -39,10 +39,11 @@ HEAD_COLUMNS = ("places", "wanted", "written", "next_positions", "next_slots")
 
 
 @triton.jit
-def _slot_of(table: tensor, at: tensor, inside: tensor, width: constexpr) -> tensor:
+def _slot_of(table: tensor, at: tensor, inside: tensor, length: constexpr, stride: constexpr) -> tensor:
     """Beyond the table, where a round that never comes would lie: any."""
     block = at // BLOCK_SIZE
-    return tl.load(table + block, mask=inside & (block < width), other=0) * BLOCK_SIZE + at % BLOCK_SIZE
+    found = tl.load(table + block * stride, mask=inside & (block < length), other=0)
+    return found * BLOCK_SIZE + at % BLOCK_SIZE
 
 
 @triton.jit
@@ -50,9 +51,11 @@ def _advance(
     target: DeviceBatch, picked_ptr: tensor, places_ptr: tensor, head: DeviceBatch, head_places_ptr: tensor,
     wanted_ptr: tensor, written_ptr: tensor, next_positions_ptr: tensor, next_slots_ptr: tensor,
     results_ptr: tensor, number_ptr: tensor, rounds_ptr: tensor, STEPS: constexpr, ROWS: constexpr,
-    TABLE: constexpr, HEAD_TABLE: constexpr, RESULTS: constexpr, NEXT: constexpr,
+    BLOCKS: constexpr, TABLE: constexpr, HEAD_BLOCKS: constexpr, HEAD_TABLE: constexpr, RESULTS: constexpr,
+    NEXT: constexpr,
 ) -> None:  # fmt: skip
-    """A program a request. TABLE, HEAD_TABLE, RESULTS, NEXT: widths of rows in memory; ROWS: > STEPS."""
+    """A program a request. BLOCKS, HEAD_BLOCKS: of a table; TABLE, HEAD_TABLE, RESULTS, NEXT: widths of rows
+    in memory; ROWS: > STEPS."""
     request = tl.program_id(0)
     if tl.load(target.starts + request + 1) == tl.load(target.starts + request):
         return
@@ -81,12 +84,12 @@ def _advance(
     tl.store(target.prefix_lens + request, prefix)
     tl.store(target.positions + first + i, at, mask=is_row)
     tl.store(places_ptr + first + i, (at + 1).to(tl.int64), mask=is_row)
-    slot = _slot_of(target.block_tables + request * TABLE, at, is_row, TABLE)
+    slot = _slot_of(target.block_tables + request, at, is_row, BLOCKS, TABLE)
     tl.store(target.slots + first + i, slot, mask=is_row)
     tl.store(target.input_ids + first, tl.sum(tl.where(i == accepted, token, 0), 0))
 
     at = head_prefix + i
-    slot = _slot_of(head.block_tables + request * HEAD_TABLE, at, is_row, HEAD_TABLE)
+    slot = _slot_of(head.block_tables + request, at, is_row, HEAD_BLOCKS, HEAD_TABLE)
     tl.store(head.prefix_lens + request, head_prefix)
     tl.store(head.input_ids + first + i, token, mask=is_row)
     tl.store(head.positions + first + i, at, mask=is_row)
@@ -96,7 +99,7 @@ def _advance(
     tl.store(head_places_ptr + request, head_place)
     at = head_prefix + accepted + 1 + i
     tl.store(next_positions_ptr + i * NEXT + request, at, mask=i < STEPS - 1)
-    slot = _slot_of(head.block_tables + request * HEAD_TABLE, at, i < STEPS - 1, HEAD_TABLE)
+    slot = _slot_of(head.block_tables + request, at, i < STEPS - 1, HEAD_BLOCKS, HEAD_TABLE)
     tl.store(next_slots_ptr + i * NEXT + request, slot, mask=i < STEPS - 1)
 
 
@@ -114,7 +117,7 @@ def advance(
     rows = num_requests * (steps + 1)
     assert min(len(target["slots"]), len(head["slots"])) >= rows, "rows of all"
     assert rounds.shape[1:] == (num_requests, 3 * steps + 1), "a line a request"
-    widths = (each.block_tables.shape[1] for each in batches)
+    widths = [size for each in batches for size in each.block_tables.shape]
     _advance[(num_requests,)](
         batches[0], picked, target["places"], batches[1], *columns, results, number, rounds,
         steps, triton.next_power_of_2(steps + 1), *widths, results.shape[2], head["next_slots"].shape[1],
@@ -195,10 +198,8 @@ class CudaBurstBackend:
         ends = [feed.start + len(feed.tokens) for feed in feeds]
         for feed, end in zip(feeds, ends, strict=True):  # before anything is recorded: more memory makes
             feed.place.reserve(end + count * rows)  # recordings useless
-        length = max(*columns.prefix_lens, *ends) + count * rows
-        (replay, _, _), room = self._recorded(len(feeds), rows - 1, context_for(length))
-        usual = bucket_for(columns)._replace(context=room.bucket.context)
-        assert room.bucket == usual, "the bucket of a usual step"
+        (replay, _, _), room = self._recorded(len(feeds), rows - 1)
+        assert room.bucket == bucket_for(columns, room.bucket.num_blocks), "the bucket of a usual step"
         room.head.fill(self._head.values(room.shape, feeds, given.samplers, rows))
         room.target.fill(batch_values(room.bucket, columns, batch.picks))
         room.number.zero_()
@@ -210,21 +211,18 @@ class CudaBurstBackend:
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
         """Record what a request alone will need."""
-        for bucket in self._head.warm_buckets():
-            self._recorded(1, steps, bucket.context)
+        self._recorded(1, steps)
 
-    def _recorded(self, requests: int, steps: int, context: int) -> tuple[Recording, _Room]:
-        """context: of the last round that is possible, for head and target alike, since each pair of them is
-        recorded for."""
-        key = (requests, steps, context, self._head.generation, id(self._kv))
-        return self._graphs.get(key, partial(self._prepare, requests, steps, context))
+    def _recorded(self, requests: int, steps: int) -> tuple[Recording, _Room]:
+        key = (requests, steps, self._head.generation, id(self._kv))
+        return self._graphs.get(key, partial(self._prepare, requests, steps))
 
-    def _prepare(self, requests: int, steps: int, context: int) -> tuple[Callable[[], None], _Room]:
+    def _prepare(self, requests: int, steps: int) -> tuple[Callable[[], None], _Room]:
         decoder, device, layers, rows = self._decoder, self.device, self._layers, requests * (steps + 1)
-        bucket = head_bucket(rows, requests, context)
+        bucket = self._head.bucket(rows, requests, steps + 1)
         shape = HeadShape(bucket, steps, wanted=bucket.requests)
         draft, head = self._head.prepare(shape)
-        bucket = bucket_of(rows, requests, steps + 1, context)
+        bucket = bucket_of(rows, requests, steps + 1, decoder.num_blocks)
         spec = PassSpec(bucket, decoder.config.num_layers, layers, has_picks=True)
         check, target = decoder.prepare(spec, self._kv)
         sizes = (len(layers), bucket.rows, decoder.config.hidden_size)

@@ -20,11 +20,11 @@ from paceline.core.batch import build
 from paceline.core.types import Cached, Columns, Segment
 from paceline.cuda import batch, rows
 from paceline.cuda.attention import Attending
-from paceline.cuda.batch import REQUESTS, Bucket, Buffer, Column, DeviceBatch, context_for, next_size
+from paceline.cuda.batch import REQUESTS, Bucket, Buffer, Column, DeviceBatch, next_size
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import join
 from paceline.cuda.pick import guess
-from paceline.cuda.recorded_head import ALIGNED, HeadShape, RecordedHead, head_bucket, sampler_values
+from paceline.cuda.recorded_head import ALIGNED, HeadShape, RecordedHead, sampler_values
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Sampler
@@ -69,7 +69,7 @@ class CudaChainHead(RecordedHead):
             part = slice(first, first + CHUNK)
             some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
             count = len(some.tokens)
-            bucket = Bucket(count, 1, count, context_for(some.start))
+            bucket = Bucket(count, 1, count, self.decoder.num_blocks)
             # Nothing waits for it, and a recording's inputs are one buffer.
             values = self._feed_rows([some]).values(bucket)
             self._launch(HeadShape(bucket, 0, is_guessed=False), values, may_record=False)
@@ -120,16 +120,16 @@ class CudaChainHead(RecordedHead):
         ends = [feed.start + len(feed.tokens) for feed in feeds]
         for feed, end in zip(feeds, ends, strict=True):
             feed.place.reserve(end + steps)
-        bucket = head_bucket(sum(len(feed.tokens) for feed in feeds), len(feeds), max(ends) + steps)
+        counts = [len(feed.tokens) for feed in feeds]
+        bucket = self.bucket(sum(counts), len(feeds), max(counts))
         shape = HeadShape(bucket, steps, wanted=bucket.requests)
         return self._guesses(self._launch(shape, self.values(shape, feeds, samplers)), len(feeds))
 
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
         """Record what a request alone will need for chains of up to `steps` tokens; of none, for outputs."""
-        for bucket in self.warm_buckets():
-            for count in range(min(steps, 1), steps + 1):
-                self._record(HeadShape(bucket, count, count > 0))
+        for count in range(min(steps, 1), steps + 1):
+            self._record(HeadShape(self.bucket(1, 1, 1), count, count > 0))
 
     def _feed_rows(self, feeds: Sequence[Feed], count: int = 0) -> ChainRows:
         """The logits of each text's last row are wanted. count: as many rows each, at least: those after a
@@ -147,7 +147,8 @@ class CudaChainHead(RecordedHead):
     def _run_rows(self, found: ChainRows, is_true: bool = True) -> tuple[Tensor, Tensor]:
         """Logits [n, words] and outputs [n, hidden] where the passes leave them."""
         columns, count = found.columns, len(found.columns.rows)
-        bucket = head_bucket(len(columns.slots), len(columns.prefix_lens), max(columns.prefix_lens))
+        longest = max(b - a for a, b in pairwise(columns.starts))
+        bucket = self.bucket(len(columns.slots), len(columns.prefix_lens), longest)
         shape = HeadShape(bucket, 0, False, next_size(REQUESTS, count), is_true)
         logits, outputs = self._launch(shape, found.values(bucket))
         return logits[:count], outputs[:count]
@@ -182,7 +183,7 @@ class CudaChainHead(RecordedHead):
 
     def _run(self, shape: HeadShape, at: Mapping[str, Tensor]) -> Any:
         """-> results of a chain, or logits [wanted, words] and outputs [wanted, hidden]."""
-        how = Attending(self._scale, shape.bucket.context, shape.bucket.rows)
+        how = Attending(self._scale, shape.bucket.max_rows)
         features = None  # [parts, T, hidden]: of the target and fused, or of this head
         if self.taps:
             found = self._gathered(at["addresses"], self._feature_norm if shape.is_true else None)
@@ -198,7 +199,7 @@ class CudaChainHead(RecordedHead):
         for step in range(steps):
             if step:
                 positions, slots = at["next_positions"][step - 1, :count], at["next_slots"][step - 1, :count]
-                tables, tokens = at["block_tables"][:-1], results[0, step - 1, :count]
+                tables, tokens = at["block_tables"], results[0, step - 1, :count]
                 step_batch = DeviceBatch(tokens, positions, slots, at["each"], positions, tables, at["alone"])
                 features = self._output(x, normed)[None] if self.taps else None
                 x, normed = self._pass(step_batch, features, slots, how._replace(max_rows=1))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from paceline.core.types import Batch, Output
+from paceline.cuda import batch as batches
 from paceline.cuda import rows
 from paceline.cuda.attention import Attending
 from paceline.cuda.batch import Bucket, Buffer, DeviceBatch, batch_values, bucket_for, target_buffer
@@ -46,6 +47,7 @@ class CudaDecoder:
         self.config, self.weights, self.device, self.is_exact = config, weights, weights.norm.device, is_exact
         self.capture = capture  # of all that is recorded on this device: recordings share its memory
         self._graphs = Graphs(capture)
+        self.num_blocks = batches.blocks_for(config.max_context)  # of one request, at most
         self._picks = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=self.device)  # of the last pass,
         self.latest: Sequence[int] | None = None  # and the same on their way to the host
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)  # of attention
@@ -83,8 +85,10 @@ class CudaDecoder:
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         columns, wished = batch.columns, tuple(dict.fromkeys(hidden_layers))
         count, num_rows = len(columns.rows), len(columns.slots)
-        spec = PassSpec(bucket_for(columns), depth, wished, batch.picks is not None)
-        key, is_recorded = (spec, id(kv)), spec.bucket.rows <= MAX_GRAPH_ROWS and count == num_rows
+        is_recorded = num_rows <= MAX_GRAPH_ROWS and count == num_rows
+        num_blocks = self.num_blocks if is_recorded else len(columns.block_tables) // len(columns.prefix_lens)
+        spec = PassSpec(bucket_for(columns, num_blocks), depth, wished, batch.picks is not None)
+        key = spec, id(kv)
         make = partial(self.prepare, spec, kv, None if is_recorded else columns.rows)
         is_first = is_recorded and key not in self._graphs
         if is_first:  # recording a pass runs it, too
@@ -118,7 +122,7 @@ class CudaDecoder:
         norms = [*(layer.attention_norm for layer in layers), weights.norm]
         x = rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, self._picks)
         hidden = torch.empty((len(wished), *x.shape), dtype=x.dtype, device=x.device) if wished else None
-        how = Attending(self.config.scale, bucket.context, bucket.max_rows)
+        how = Attending(self.config.scale, bucket.max_rows)
         how = how._replace(is_exact=self.is_exact, counters=self._counters)
         normed, added, after = torch.empty_like(x), None, None
         for i, norm in enumerate(norms):

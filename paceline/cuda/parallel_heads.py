@@ -24,7 +24,7 @@ from paceline.cuda.attention import Attending
 from paceline.cuda.batch import Bucket, Buffer, Column, DeviceBatch, choice_columns, tables_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.pick import guess
-from paceline.cuda.recorded_head import ALIGNED, HeadShape, RecordedHead, head_bucket, sampler_values
+from paceline.cuda.recorded_head import ALIGNED, HeadShape, RecordedHead, sampler_values
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import TRUNK, DflashConfig, MedusaConfig
 from paceline.heads.rows import Feed, Guesses, Row, Sampler
@@ -32,7 +32,7 @@ from paceline.loaders.head_files import Head
 
 
 class CudaBlockHead(RecordedHead):
-    """The rows of its buckets are features of texts; the context counts the block of a text, too."""
+    """The rows of its buckets are features of texts."""
 
     def __init__(self, head: Head, decoder: CudaDecoder, num_blocks: int) -> None:
         config, reader = head.config, head_reader(head, decoder.weights)
@@ -74,16 +74,15 @@ class CudaBlockHead(RecordedHead):
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
         """Record what a request alone will need for drafts of up to `steps` tokens."""
-        for bucket in self.warm_buckets():
-            for count in range(1, steps + 1):
-                self._record(HeadShape(bucket, count))
+        for count in range(1, steps + 1):
+            self._record(HeadShape(self.bucket(1, 1, 1), count))
 
     def _run_feeds(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Tensor:
         feeds, size = self._tails(feeds), self.config.block_size
         ends = [feed.start + len(feed.rows) for feed in feeds]
         for feed, end in zip(feeds, ends, strict=True):
             feed.place.reserve(end + size)
-        bucket = head_bucket(sum(len(feed.rows) for feed in feeds), len(feeds), max(ends) + size)
+        bucket = self.bucket(sum(len(feed.rows) for feed in feeds), len(feeds), 1)
         values = self._values(bucket, feeds) | sampler_values(samplers)
         return self._launch(HeadShape(bucket, steps, bool(samplers)), values)
 
@@ -115,7 +114,7 @@ class CudaBlockHead(RecordedHead):
             "addresses": Column((num_texts, len(self.taps)), torch.int64, self.nowhere),
             "masks": Column((num_rows, 1), torch.int64), "positions": Column(both),
             "slots": Column(both, padding=self._cache.trash_slot), "tokens": Column((num_rows,)),
-            "prefixes": each, "tables": Column((requests, shape.bucket.num_blocks), padding=None),
+            "prefixes": each, "tables": Column((shape.bucket.num_blocks, requests), padding=None),
             "words": each, **choice_columns(requests),
         }  # fmt: skip
         buffer = Buffer(columns, self.device, self._values(shape.bucket, ()))
@@ -151,7 +150,7 @@ class CudaBlockHead(RecordedHead):
         normed, added = torch.empty_like(x), None
         where = at["positions"][count:], at["slots"][count:], at["starts"], at["prefixes"]
         batch = DeviceBatch(at["tokens"], *where, at["tables"], at["masks"])
-        how = Attending(self._scale, bucket.context, self.config.block_size, is_prefix_old=False)
+        how = Attending(self._scale, self.config.block_size, is_prefix_old=False)
         self._fused(at["addresses"], both[:count])
         for i, layer in enumerate(self._layers):
             rows.add_norm(x, added, None, layer.attention_norm, eps, both[count:])
@@ -193,10 +192,10 @@ class CudaMedusaHead(RecordedHead):
     @torch.inference_mode()
     def warm_up(self, steps: int) -> None:
         """Record what a request alone will need; all heads are computed, however many tokens are wanted."""
-        self._record(HeadShape(head_bucket(1, 1, 0), self.config.num_heads_ahead))
+        self._record(HeadShape(self.bucket(1, 1, 1), self.config.num_heads_ahead))
 
     def _run_rows(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Tensor:
-        shape = HeadShape(head_bucket(1, len(rows), 0), self.config.num_heads_ahead, bool(samplers))
+        shape = HeadShape(self.bucket(1, len(rows), 1), self.config.num_heads_ahead, bool(samplers))
         addresses = np.array(self._addresses(rows))[:, None]
         return self._launch(shape, {"addresses": addresses, **sampler_values(samplers)})
 

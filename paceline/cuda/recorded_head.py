@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from paceline.core.types import BLOCK_SIZE
-from paceline.cuda.batch import REQUESTS, Bucket, Buffer, choice_values, context_for, next_size
+from paceline.cuda.batch import BEYOND, REQUESTS, Bucket, Buffer, choice_values, next_size
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import gather
 from paceline.cuda.graphs import Graphs
@@ -30,9 +30,7 @@ from paceline.loaders.head_files import Head
 ALIGNED = 4  # numbers of 32 bits
 ROWS = (8, 32, 128, 256)  # of texts in a pass; beyond, kernel by kernel
 TAIL = 32  # rows of one text, at most; what is more is read before
-WARM = 2048  # contexts up to this are recorded before the first draft
 MOST_BYTES = 2**28  # of keys and values, to begin with
-BEYOND = 256  # positions after the target's last: a draft may be longer than what is left of the context
 
 
 class PagedPlace:
@@ -108,12 +106,6 @@ class HeadShape(NamedTuple):
     is_true: bool = True  # a chain's features are the target's, else outputs of this head
 
 
-def head_bucket(num_rows: int, num_requests: int, length: int) -> Bucket:
-    """length: rows of one text that are cached. Any number of the rows may be of one text."""
-    rows = next_size(ROWS, num_rows)
-    return Bucket(rows, next_size(REQUESTS, num_requests), rows, context_for(length))
-
-
 def sampler_values(samplers: Sequence[Sampler]) -> dict[str, Any]:
     return choice_values(samplers, [sampler.position for sampler in samplers])
 
@@ -147,10 +139,11 @@ class RecordedHead:
         """A recording is good for one of them."""
         return self._cache.generation if self._layers else 0
 
-    def warm_buckets(self) -> list[Bucket]:
-        """What one request may soon need."""
-        most = self.decoder.config.max_context
-        return sorted({head_bucket(1, 1, length) for length in (1, WARM // 2, WARM) if length <= most})
+    def bucket(self, num_rows: int, num_requests: int, longest: int) -> Bucket:
+        """longest: rows of one text."""
+        rows = next_size(ROWS, num_rows)
+        max_rows = rows if longest > ROWS[0] else ROWS[0]
+        return Bucket(rows, next_size(REQUESTS, num_requests), max_rows, self.decoder.num_blocks)
 
     def can_guess(self, temperature: float) -> bool:
         return True

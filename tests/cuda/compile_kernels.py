@@ -19,12 +19,12 @@ BF16, FP32, FP64, I8, I16, I32, I64 = "*bf16", "*fp32", "*fp64", "*i8", "*i16", 
 TYPES = (BF16, FP32, FP64, I8, I16, I32, I64, "fp32", "i32")  # any other argument is a constant
 JOIN = ("fp32", "fp32", 576, 2)
 BATCH = DeviceBatch(I32, I32, I32, I32, I32, I32, I64)
-ADVANCE = [BATCH, I64, I64, BATCH, I64, I64, *[I32] * 6, 5, 8, 65, 64, 4, 4]
+ADVANCE = [BATCH, I64, I64, BATCH, I64, I64, *[I32] * 6, 5, 8, 65, 2, 65, 2, 4, 4]
 
 
 def attending(cache: str, counters: str | None, *how: int) -> list[Any]:
-    pointers = (BF16, cache, cache, BF16, FP32, FP32, FP32, I32, I32, I32, I32, I32, I64, counters)
-    return [*pointers, "fp32", *["i32"] * 6, 8, 4, 128, 128, 16, 16, *how]
+    pointers = (BF16, cache, cache, BF16, FP32, FP32, FP32, *[I32] * 6, I64, counters)
+    return [*pointers, "fp32", *["i32"] * 4, 8, 4, 128, 128, 16, 16, *how]
 
 
 def multiplying(packed: str, bits: int, activation: str | None) -> list[Any]:
@@ -44,9 +44,9 @@ CASES: list[tuple[Any, list[Any]]] = [
     (pick._guess_blocks, [BF16, None, None, FP64, I64, I64, FP32, FP32, I32, "i32", "i32", 8192, 1024]),
     (pick._guess_rows, [FP32, FP32, I32, I32, I32, FP32, I32, 8, 8]),
     (pick._guess_rows, [FP32, FP32, I32, None, I32, FP32, I32, 8, 8]),
-    (attend_split.attend_split, attending(BF16, I32, 0, False, 1, True, True, 4, 4, True, True)),
-    (attend_split.attend_split, attending(I8, None, 512, False, 2, False, False, 0, 0, False, False)),
-    (add_splits.add_splits, [FP32, FP32, FP32, BF16, "i32", "i32", 96, 128, 4, 16, False]),
+    (attend_split.attend_split, attending(BF16, I32, 0, 0, 0, False, 1, True, True, 4, 16, True)),
+    (attend_split.attend_split, attending(I8, None, 512, 128, 1024, False, 2, False, False, 0, 0, False)),
+    (add_splits.add_splits, [FP32, FP32, FP32, I32, BF16, "i32", 96, 128, 16]),
     (multiply.multiply, multiplying(BF16, 16, "silu")),
     (multiply.multiply, multiplying(I16, 4, None)),
 ]

@@ -58,7 +58,7 @@ def _short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     what is in them.
     """
     if not torch.cuda.is_available():
-        from paceline.cuda import batch, recorded_head
+        from paceline.cuda import attention, recorded_head
 
-        monkeypatch.setattr(batch, "CONTEXTS", tuple(32 * 2**i for i in range(8)))
+        monkeypatch.setattr(attention, "MOST_SPLITS", 4)
         monkeypatch.setattr(recorded_head, "ROWS", (2, 6, 12, 24, 48))

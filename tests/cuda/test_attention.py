@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.types import ColumnsOf
 from paceline.cuda import attention
-from paceline.cuda.attention import TILINGS, Attending, Tiling, attend, launch_for
+from paceline.cuda.attention import Attending, Tiling, attend, launch_for
 from paceline.cuda.batch import DeviceBatch, ancestor_words
 from paceline.models.attention import Masking, TorchAttention
 
@@ -44,19 +44,18 @@ class Case(NamedTuple):
     batch: DeviceBatch
     parents: torch.Tensor
     shape: Shape
-    max_context: int
     max_rows: int
     is_exact: bool = False
     counters: torch.Tensor | None = None
 
     @property
     def launch(self) -> Tiling:
-        return launch_for(self.q, self.keys, self.how)
+        return launch_for(self.q, self.keys, self.batch, self.how)
 
     @property
     def how(self) -> Attending:
         return Attending(
-            self.shape.dim**-0.5, self.max_context, self.max_rows, self.shape.window, is_exact=self.is_exact,
+            self.shape.dim**-0.5, self.max_rows, self.shape.window, is_exact=self.is_exact,
             counters=self.counters,
         )  # fmt: skip
 
@@ -70,6 +69,7 @@ class Case(NamedTuple):
         columns = [column.cpu().long() for column in self.batch]
         names = dict(zip(DeviceBatch._fields, columns, strict=True))
         names.pop("masks")
+        names["block_tables"] = names["block_tables"].T
         masking = Masking(self.shape.dim**-0.5, self.shape.window)
         names["parents"] = self.parents
         names["request_of"] = torch.arange(len(names["prefix_lens"])).repeat_interleave(
@@ -160,13 +160,13 @@ def make(
         starts=torch.tensor(starts, dtype=torch.int32, device=device),
         block_tables=torch.tensor(
             [(table + [0] * width)[:width] for table in tables], dtype=torch.int32, device=device
-        ),
+        ).T.contiguous(),
         masks=torch.from_numpy(ancestor_words(columns["parents"], starts, -(-longest // 64)).copy()).to(
             device
         ),
     )
     q, above = torch.cat(queries).to(device), torch.tensor(columns["parents"])
-    return Case(q, keys.to(device), values.to(device), batch, above, shape, context, longest)
+    return Case(q, keys.to(device), values.to(device), batch, above, shape, longest)
 
 
 def check(case: Case) -> None:
@@ -199,15 +199,22 @@ def test_groups_and_widths(heads: int, kv_heads: int, dim: int, device: torch.de
 
 
 @pytest.mark.parametrize("window", [None, 40, 300])
-def test_long_context_in_splits(window: int | None, device: torch.device) -> None:
+@pytest.mark.parametrize("most", [4, 16])
+def test_long_context_in_splits(
+    window: int | None, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More or fewer splits than the context has tiles."""
+    monkeypatch.setattr(attention, "MOST_SPLITS", most)
     case = make([Asked(700, random_tree(6, 1)), Asked(3, (-1,))], Shape(window=window), device, padding=1)
-    assert case.launch.num_splits > 4
+    assert case.launch.num_splits == most
     check(case)
 
 
-def test_more_splits_than_are_added_at_a_time(device: torch.device) -> None:
-    case = make([Asked(700, (-1,))], Shape(2, 1, 16), device, max_context=8192)
-    assert case.launch.num_splits > 2 * case.launch.together
+def test_more_splits_than_are_added_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MOST_SPLITS", 16)
+    monkeypatch.setattr(attention, "ALONE", attention.FEW_ROWS._replace(together=4))
+    case = make([Asked(700, (-1,))], Shape(2, 1, 16), device)
+    assert case.launch.num_splits == 16 > 2 * case.launch.together
     check(case)
 
 
@@ -266,14 +273,12 @@ def test_bits_of_a_row_in_any_bucket_of_contexts(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_loops", [1, 2])
-@pytest.mark.parametrize(("near", "far"), [(64, 64), (64, 192), (128, 256)])
+@pytest.mark.parametrize(("near", "far"), [(0, 0), (64, 64), (64, 192), (128, 256)])
 def test_every_tiling_has_the_same_sums(
     near: int, far: int, num_loops: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "TILINGS", ((1000, None, Tiling(near, far, 32, 4, 3, num_loops, 8, 4)),))
-    case = make([Asked(1200, random_tree(4, 1)), Asked(3, (-1,))], Shape(6, 2), device, padding=2)
-    assert case.q.shape[0] * case.q.shape[1] % case.launch.at_once, "the last program has fewer to add"
-    check(case)
+    monkeypatch.setattr(attention, "ALONE", Tiling(32, 4, 3, 768, num_loops, 8, near, far))
+    check(make([Asked(1200, random_tree(4, 1)), Asked(3, (-1,))], Shape(6, 2), device, padding=2))
 
 
 @pytest.mark.parametrize("rows", [3, 6])
@@ -288,18 +293,21 @@ def test_a_tile_at_once_has_the_bits_of_a_loop(
         device,
         padding=1,
     )
-    assert case.launch.is_short
+    monkeypatch.setattr(attention, "MOST_SPLITS", 8)
+    assert case.launch.has_short
     check(case)
     at_once = case.attend()
     monkeypatch.setattr(attention, "SHORT_BYTES", 0)
-    assert not case.launch.is_short
+    assert not case.launch.has_short
     assert torch.equal(case.attend(), at_once)
 
 
+@pytest.mark.parametrize("sizes", [(0, 0), (64, 128)])
 @pytest.mark.parametrize(("window", "together", "by_last"), [(None, 4, 2), (100, 32, 16)])
 def test_the_last_program_adds_splits_with_the_same_bits(
-    window: int | None, together: int, by_last: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    window: int | None, together: int, by_last: int, sizes: tuple[int, int], device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Of requests with near and far splits, with one, and with rows for several tiles; splits in several
     chunks and in one.
     """
@@ -311,25 +319,20 @@ def test_the_last_program_adds_splits_with_the_same_bits(
     )
     counters, tiling = (
         torch.zeros(len(case.q) + 4, dtype=torch.int32, device=device),
-        Tiling(64, 128, 16, 4, 3, 1, together, 4),
+        Tiling(16, 4, 3, 768, 1, together, *sizes),
     )
-    monkeypatch.setattr(attention, "TILINGS", ((1000, None, tiling),))
+    monkeypatch.setattr(attention, "MOST_SPLITS", 16)
+    monkeypatch.setattr(attention, "FEW_ROWS", tiling)
     apart = case.attend()
-    monkeypatch.setattr(attention, "TILINGS", ((1000, None, tiling._replace(by_last=by_last)),))
+    monkeypatch.setattr(attention, "FEW_ROWS", tiling._replace(by_last=by_last))
     monkeypatch.setattr(attention, "add_splits", None)  # nobody else adds them
     assert torch.equal(case._replace(counters=counters).attend(), apart)
     assert not counters.any(), "ready for the next launch"
 
 
-def test_tilings_are_whole_tiles_in_order_of_rows() -> None:
-    assert [rows for rows, _, _ in TILINGS] == sorted(rows for rows, _, _ in TILINGS)
-    assert all(
-        size > 0 and size % attention.PLACES.value == 0
-        for *_, tiling in TILINGS
-        for size in (tiling.near_size, tiling.far_size)
-    )
-    everywhere = {rows for rows, most, _ in TILINGS if most is None}
-    assert max(everywhere) == max(rows for rows, _, _ in TILINGS), "a tiling for every context"
+def test_fixed_splits_are_whole_tiles() -> None:
+    assert attention.EXACT.near_size % attention.PLACES.value == 0
+    assert attention.EXACT.far_size % attention.PLACES.value == 0
 
 
 @pytest.mark.parametrize("dim", [32, 48])

@@ -16,7 +16,6 @@ import torch
 
 from paceline.core.params import SamplingParams
 from paceline.core.types import FinishReason, Request
-from paceline.cuda import recorded_head
 from paceline.cuda.backend import CudaBackend
 from paceline.cuda.burst import CudaBurstBackend, advance
 from paceline.engine.commit import Emission
@@ -119,7 +118,6 @@ def test_a_request_stopped_within_a_burst_is_gone_and_a_shape_is_recorded_once(
     head: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaBurstBackend, "most_rounds", 2)
-    monkeypatch.setattr(recorded_head, "WARM", 2)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     first, ours, theirs = (request_of(prompt, params) for prompt in (STEADY, CHANGING, CHANGING))
     engine = engine_on(device, head, 3)
@@ -149,7 +147,7 @@ def test_what_is_between_two_rounds(device: torch.device) -> None:
     def batch(ids: list[int], prefix_lens: list[int], tables: list[list[int]]) -> dict[str, torch.Tensor]:
         return {
             "input_ids": column(ids), "positions": column([0] * 9), "slots": column([0] * 9),
-            "starts": column([0, 3, 6, 6]), "prefix_lens": column(prefix_lens), "block_tables": column(tables),
+            "starts": column([0, 3, 6, 6]), "prefix_lens": column(prefix_lens), "block_tables": column(tables).T.contiguous(),
             "masks": column([[0]] * 9, torch.int64),
         }  # fmt: skip
 

@@ -17,7 +17,6 @@ from paceline.core.noise import Noise, Purpose
 from paceline.core.types import Cached, Columns, Output, Pick, Segment
 from paceline.cuda import attention
 from paceline.cuda import decoder as decoder_module
-from paceline.cuda.attention import Tiling
 from paceline.cuda.batch import (
     Bucket,
     DeviceBatch,
@@ -202,7 +201,7 @@ def test_padding_widens_nobodys_rows(num_requests: int, device: torch.device) ->
         pair.keep(i, len(tokens))
     drafted = [(i, words(2 if i == 1 else 1, 2 * i), None, 2 if i == 1 else 1) for i in range(num_requests)]
     agree(*pair.forward(*drafted))
-    assert bucket_of(33, 32, 2, 100)[:3] == (64, 32, 8)
+    assert bucket_of(33, 32, 2, 100) == (64, 32, 16, 100)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -234,9 +233,8 @@ def test_attention_that_adds_splits_has_the_same_bits(
     """Rows of two tiles and two splits, and what they leave in the cache."""
     found = []
     for by_last in (0, 4):
-        monkeypatch.setattr(
-            attention, "TILINGS", ((16, None, Tiling(64, 64, 16, 4, 2, 1, 16, 1, by_last, by_last > 0)),)
-        )
+        tiling = attention.FEW_ROWS._replace(by_last=by_last, is_late=by_last > 0)
+        monkeypatch.setattr(attention, "FEW_ROWS", tiling)
         pair = Pair("llama", device)
         pair.forward((0, words(59), None, 1))
         pair.keep(0, 59)
@@ -283,8 +281,8 @@ def columns_of(*segments: Segment) -> Columns:
 
 def test_padding_rows_see_themselves_and_write_nowhere() -> None:
     columns = columns_of(Segment(words(7), Cached(), TREE, 7), Segment(words(3), Cached(), None, 3))
-    bucket = bucket_for(columns)
-    assert bucket._replace(context=0) == Bucket(16, 2, 8, 0)
+    bucket = bucket_for(columns, 3)
+    assert bucket == Bucket(16, 2, 16, 3)
     buffer = target_buffer(bucket, 999, torch.device("cpu"))
     buffer.fill(batch_values(bucket, columns, None))
     batch = DeviceBatch.of(buffer.on_device)

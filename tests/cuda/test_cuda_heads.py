@@ -189,10 +189,9 @@ def test_a_chain_is_one_recording_replayed() -> None:
     assert capture.num_recordings == 1
 
 
-def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_recorded_before_is_what_drafts_need() -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
-    monkeypatch.setattr(recorded_head, "WARM", 2)
     config, capture = CHAINS["eagle"], CountingCapture()
     head, rows = CudaChainHead(head_of(config), target_on(CPU, capture), 16), shown(CPU)
     head.warm_up(2)
