@@ -5,14 +5,11 @@ spoilt or do not.
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Batch, Output
 from paceline.engine.policy.cost import CostTable
 from paceline.engine.profile import DrafterProfile, Profile, load_profile, profile_of, save_profile
 from paceline.runtime.timing import measure
@@ -50,32 +47,6 @@ def test_measuring_leaves_nothing_behind_and_never_falls_with_rows() -> None:
     assert target.kv.num_used == 0
     assert {1, 2, 4, 8} <= set(timings.seconds)
     assert list(timings.seconds.values()) == sorted(timings.seconds.values())
-
-
-class Recording:
-    """The first pass over so many rows takes long, and says so."""
-
-    def __init__(self, decoder: Any) -> None:
-        self._decoder, self._known = decoder, set[int]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
-
-    def forward(self, batch: Batch, *arguments: Any, **options: Any) -> Output:
-        rows, output = len(batch.columns.slots), self._decoder.forward(batch, *arguments, **options)
-        if rows in self._known:
-            return output
-        self._known.add(rows)
-        time.sleep(0.2)
-        return output._replace(is_first=True)
-
-
-def test_what_is_recorded_once_is_no_cost_of_a_pass() -> None:
-    target = executor()
-    target.decoder = Recording(target.decoder)
-    timings = measure(target, 1.0)
-    assert {1, 2, 4, 8} <= set(timings.seconds)
-    assert max(timings.seconds.values()) < 0.2
 
 
 def test_a_small_cache_is_measured_as_far_as_it_goes() -> None:

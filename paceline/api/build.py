@@ -14,7 +14,7 @@ from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
 from paceline.core.options import nearest, require
 from paceline.core.params import SamplingParams
-from paceline.core.types import BLOCK_SIZE, Request
+from paceline.core.types import BLOCK_SIZE, PassSizes, Request
 from paceline.drafters import registry
 from paceline.drafters.base import Drafter, DrafterConfig, DrafterContext
 from paceline.engine.engine import Engine
@@ -103,13 +103,14 @@ def build(options: EngineOptions) -> Built:
         executor = LocalExecutor(backend, decoder, KvMemory(other.config, num_blocks, place, its_format))
         with waiting("compiling the kernels for this machine (once, a minute)", options.progress):
             executor.warm_up()
+            executor.record(PassSizes(config.max_num_seqs, num_draft))
         return other, words, executor
 
     executor = load(checkpoint)[2]
     context = DrafterContext(executor, checkpoint, tokenizer, load)
-    drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
-    policy = None if asked.is_pinned else _policy(drafters, num_draft, context, dtype)
     with waiting("compiling the kernels for this machine (once, a minute)", options.progress):
+        drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
+        policy = None if asked.is_pinned else _policy(drafters, num_draft, context, dtype)
         engine = Engine(executor, drafters[0] if drafters else None, config, policy)
     return Built(engine, checkpoint, tokenizer, context)
 
@@ -126,8 +127,9 @@ def _policy(drafters: list[Drafter], num_draft: int, context: DrafterContext, dt
     executor = context.executor
     profile = profile_of(executor, profile_path(context.checkpoint.fingerprint, dtype, executor))
     has_trees = executor.decoder.checks_trees
-    limits = {"most_nodes": num_draft, "most_requests": executor.backend.most_drafted}
-    return AutoPolicy(single, profile.costs, **limits, has_trees=has_trees, known=profile.drafters)
+    backend, known = executor.backend, profile.drafters
+    limits: dict[str, Any] = {"most_requests": backend.most_drafted, "most_matched": backend.most_matched}
+    return AutoPolicy(single, profile.costs, most_nodes=num_draft, has_trees=has_trees, known=known, **limits)
 
 
 def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free: int) -> int:

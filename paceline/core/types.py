@@ -264,13 +264,19 @@ class Batch:
         return parts._replace(block_tables=parts.block_tables.view(self.num_requests, -1))
 
 
+class PassSizes(NamedTuple):
+    """The largest passes that an engine will ask for, beside prompts."""
+
+    requests: int  # of a batch
+    nodes: int  # of a draft
+
+
 class Output(NamedTuple):
     # [L, vocab]; float32, on a GPU of the pass's dtype; the next pass may overwrite them: copy what you keep
     logits: torch.Tensor
     hidden: Mapping[int, torch.Tensor]  # layer -> [T, hidden]: the residual stream after that many layers
     picked: Sequence[int] | None = None  # [L]: chosen on the device, -1 where the logits are not finite
     top: torch.Tensor | None = None  # [L, k] int64: the most likely tokens, if asked for, best first
-    is_first: bool = False  # of its shape: something was recorded for it, and the time it took says nothing
 
 
 class Needs(NamedTuple):

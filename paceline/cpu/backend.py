@@ -23,7 +23,8 @@ from paceline.models.quantize import bits_of
 
 class CpuBackend:
     device, default_dtype, is_async = torch.device("cpu"), "int8", False
-    num_recordings, most_drafted = 0, 1 << 30
+    num_recordings = 0
+    most_drafted = most_matched = 1 << 30
 
     def __init__(self, use_cache: bool = True) -> None:
         """use_cache: keep packed weights on disk."""
@@ -46,6 +47,9 @@ class CpuBackend:
         # what drafts of the default model run, while the decoder's own pass is compiled here
         compile_beside("votes.draft", "chain_head.draft_chains", "burst_kernel.run_burst")
         return CpuDecoder.load(source, dtype, context, self._use_cache)
+
+    def record(self, *_: Any) -> None:
+        """There is nothing to record."""
 
     def chain_head(self, given: HeadInput) -> ChainHead:
         assert isinstance(given.head.config, LayeredConfig)

@@ -159,11 +159,12 @@ class BlockHead(LayeredHead):
         row = Row(0, dict.fromkeys(self.layers, torch.zeros(1, config.hidden_size)), 0)
         self.guess([Feed(self.place(), 0, [0], [row])], [GREEDY], 1)
 
-    def read(self, feed: Feed) -> None:
-        """Take features into a sequence; nothing is guessed."""
-        for first in range(0, len(feed.rows), CHUNK):
-            part = feed._replace(start=feed.start + first, rows=feed.rows[first : first + CHUNK])
-            self._run([part], [GREEDY], 0, 0)
+    def read(self, *feeds: Feed) -> None:
+        """Take features into sequences; nothing is guessed."""
+        for feed in feeds:
+            for first in range(0, len(feed.rows), CHUNK):
+                part = feed._replace(start=feed.start + first, rows=feed.rows[first : first + CHUNK])
+                self._run([part], [GREEDY], 0, 0)
 
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses:
         return self._run(feeds, samplers, steps, steps).guesses

@@ -95,6 +95,9 @@ class CpuBurstBackend:
     def can_run(self, temperature: float) -> bool:
         return temperature == 0
 
+    def longest(self, num_requests: int) -> int:
+        return LONGEST
+
     def launch(self, batch: Batch, given: BurstInput) -> CpuBurst:
         """batch: the rows of the longest draft, of which only the root is known. The feed: what the head has
         not read, few rows."""

@@ -97,12 +97,13 @@ class ChainHead(LayeredHead):
         row = Row(0, dict.fromkeys(self.layers, torch.zeros(1, config.hidden_size)), 0)
         self.guess([Feed(self.place(), 0, [0], [row])], [GREEDY], 1, 0.0)
 
-    def read(self, feed: Feed) -> None:
-        """Take rows into a sequence; nothing is guessed."""
-        for first in range(0, len(feed.tokens), CHUNK):
-            part = slice(first, first + CHUNK)
-            some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
-            self.open([some], [], 0).run()
+    def read(self, *feeds: Feed) -> None:
+        """Take rows into sequences; nothing is guessed."""
+        for feed in feeds:
+            for first in range(0, len(feed.tokens), CHUNK):
+                part = slice(first, first + CHUNK)
+                some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
+                self.open([some], [], 0).run()
 
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
         """Chains after the last row of each feed, until no chance reaches `least`."""

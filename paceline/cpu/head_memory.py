@@ -159,6 +159,8 @@ class LayeredHead:
 
     _call: HeadCall
 
+    most_read = 4  # one by one, which takes time
+
     def __init__(
         self, config: LayeredConfig, tensors: Tensors, target: CpuDecoder, norm: torch.Tensor | None = None
     ) -> None:

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.cuda.burst import MOST_REQUESTS, CudaBurstBackend
+from paceline.cuda.burst import CudaBurstBackend
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.graphs import Capture
 from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
+from paceline.cuda.recorded_head import MOST_DRAFTED
 from paceline.cuda.weights import dtype_of
 from paceline.loaders.head_files import HeadInput
 from paceline.models.attention import FLOATS, KvFormat
@@ -21,7 +22,8 @@ Recorded = TypeVar("Recorded", CudaChainHead, CudaBlockHead, CudaMedusaHead, Cud
 
 class CudaBackend:
     default_dtype = "bfloat16"
-    most_drafted = MOST_REQUESTS  # beyond a burst's requests the host drafts, and the device waits for it
+    most_drafted = MOST_DRAFTED  # of more, nothing is recorded
+    most_matched = 4  # of more, the device would wait for the host
 
     def __init__(self, device: torch.device, exact: bool = False, capture: Capture | None = None) -> None:
         """exact: a row has the same bits in every pass. capture: for all recordings, which share memory."""
@@ -53,14 +55,18 @@ class CudaBackend:
     def load(self, source: Any, dtype: str, context: int | None = None) -> CudaDecoder:
         return CudaDecoder.load(source, dtype, self.device, context, self._exact, self._capture)
 
+    def record(self, decoder: CudaDecoder, *given: Any) -> None:
+        if self.is_async:
+            decoder.record(*given)
+
     def chain_head(self, given: HeadInput) -> CudaChainHead:
-        return self._warm(CudaChainHead(given.head, given.decoder, given.num_blocks), given.steps)
+        return self._recorded(CudaChainHead(given.head, given.decoder, given.num_blocks), given.steps)
 
     def block_head(self, given: HeadInput) -> CudaBlockHead:
-        return self._warm(CudaBlockHead(given.head, given.decoder, given.num_blocks), given.steps)
+        return self._recorded(CudaBlockHead(given.head, given.decoder, given.num_blocks), given.steps)
 
     def side_heads(self, given: HeadInput) -> CudaMedusaHead:
-        return self._warm(CudaMedusaHead(given.head, given.decoder), given.steps)
+        return self._recorded(CudaMedusaHead(given.head, given.decoder), given.steps)
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits.topk(k).indices
@@ -69,10 +75,10 @@ class CudaBackend:
         """Without a head there is none: plain passes follow each other as they are."""
         if head is None or not head.taps:
             return None
-        return self._warm(CudaBurstBackend(head, decoder, kv), length)
+        return self._recorded(CudaBurstBackend(head, decoder, kv, length), length)
 
-    def _warm(self, made: Recorded, steps: int) -> Recorded:
-        """What a GPU compiles and records on first use, no request should wait for."""
+    def _recorded(self, made: Recorded, steps: int) -> Recorded:
+        """What a GPU compiles and records, no request should wait for."""
         if self.is_async:
-            made.warm_up(steps)
+            made.record(steps)
         return made

@@ -2,9 +2,8 @@
 
 A CUDA graph reads from fixed addresses and launches fixed grids, so a batch is padded to a bucket of (rows,
 requests, rows of one request) and every bucket has its own buffer, with room for tables of the longest
-context: of those, what is used is copied. Invariant: padding rows write
-only to the trash slot, which no request owns, and see one of themselves; they are all of one more request
-than the bucket says, the last.
+context: of those, what is used is copied. Invariant: padding rows write only to the trash slot, which no
+request owns, and see one of themselves; they are all of one more request than the bucket says, the last.
 """
 
 from __future__ import annotations
@@ -74,8 +73,10 @@ def bucket_for(columns: Columns, num_blocks: int) -> Bucket:
 
 
 def bucket_of(num_rows: int, num_requests: int, longest: int, num_blocks: int) -> Bucket:
-    """longest: rows of one request."""
-    rows, requests = next_size(ROWS, num_rows), next_size(REQUESTS, num_requests)
+    """longest: rows of one request. One request, or room for as many as there are rows: so that there are
+    few buckets, and all of them can be recorded beforehand."""
+    rows = next_size(ROWS, num_rows)
+    requests = rows if 1 < num_requests <= rows <= ROWS[-1] else num_requests
     return Bucket(rows, requests, next_size(MAX_ROWS, longest), num_blocks)
 
 
@@ -139,12 +140,13 @@ def by_field(*columns: Any) -> dict[str, Any]:
 
 
 def batch_columns(bucket: Bucket, trash_slot: int) -> dict[str, Column]:
-    """The last request is one more than there are, and has all padding rows."""
+    """The last request is one more than there are, and has all padding rows. limits: for cuda/burst.py."""
     each, requests = Column((bucket.rows,)), bucket.requests + 1
     tables = Column((bucket.num_blocks, requests), padding=None)
     masks = Column((bucket.rows, bucket.num_words), torch.int64)
-    slots, starts = each._replace(padding=trash_slot), Column((requests + 1,))
-    return by_field(each, each, slots, starts, Column((requests,)), tables, masks)
+    slots, prefixes = each._replace(padding=trash_slot), Column((requests,))
+    columns = by_field(each, each, slots, Column((requests + 1,)), prefixes, tables, masks)
+    return columns | {"limits": Column((requests,))}
 
 
 def tables_of(columns: Columns, bucket: Bucket) -> np.ndarray:

@@ -24,13 +24,21 @@ from paceline.cuda.batch import REQUESTS, Bucket, Buffer, Column, DeviceBatch, n
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import join
 from paceline.cuda.pick import guess
-from paceline.cuda.recorded_head import ALIGNED, HeadShape, RecordedHead, sampler_values
+from paceline.cuda.recorded_head import (
+    ALIGNED,
+    LONGEST,
+    MOST_DRAFTED,
+    HeadShape,
+    RecordedHead,
+    sampler_values,
+)
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import DraftConfig, Eagle1Config, EagleConfig, LayeredConfig
 from paceline.heads.rows import Feed, Guesses, HeadOutput, Node, Sampler
 from paceline.loaders.head_files import Head
 
 CHUNK = 256  # rows of a text read in one pass
+MOST_WIDTH = 16  # nodes of a tree's level that are recorded for
 
 
 class ChainRows(NamedTuple):
@@ -38,11 +46,10 @@ class ChainRows(NamedTuple):
 
     columns: Columns  # slots: where keys and values are read
     written: list[int]  # where they are written: not so for rows of passes before
-    addresses: list[int]  # of features, as many for each row
+    addresses: np.ndarray  # [T, features] int64
 
     def values(self, bucket: Bucket) -> dict[str, Any]:
-        addresses = np.array(self.addresses, np.int64).reshape(len(self.written), -1)
-        others = {"written": self.written, "wanted": self.columns.rows, "addresses": addresses}
+        others = {"written": self.written, "wanted": self.columns.rows, "addresses": self.addresses}
         return batch.batch_values(bucket, self.columns, None) | others
 
 
@@ -64,15 +71,20 @@ class CudaChainHead(RecordedHead):
         self._ones = torch.ones(config.hidden_size, device=self.device)
 
     @torch.inference_mode()
-    def read(self, feed: Feed) -> None:
-        for first in range(0, len(feed.tokens), CHUNK):
-            part = slice(first, first + CHUNK)
-            some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
-            count = len(some.tokens)
-            bucket = Bucket(count, 1, count, self.decoder.num_blocks)
-            # Nothing waits for it, and a recording's inputs are one buffer.
-            values = self._feed_rows([some]).values(bucket)
-            self._launch(HeadShape(bucket, 0, is_guessed=False), values, may_record=False)
+    def read(self, *feeds: Feed) -> None:
+        """Of one layer, keys and values are all that is left of a row that is not the last."""
+        if len(self._layers) == 1 and self.taps:
+            at = self._read_columns(feeds)
+            _, x = self._enter(at["tokens"], self._features(at["addresses"], True))
+            self._layers[0].queries(x, (at["positions"], at["slots"]), self._cache.layer(0))
+            return
+        for feed in feeds:
+            for first in range(0, len(feed.tokens), CHUNK):
+                part = slice(first, first + CHUNK)
+                some = Feed(feed.place, feed.start + first, feed.tokens[part], feed.rows[part])
+                count = len(some.tokens)
+                bucket = Bucket(count, 1, count, self.decoder.num_blocks)
+                self._launch(HeadShape(bucket, 0, is_guessed=False), self._feed_rows([some]).values(bucket))
 
     @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
@@ -104,42 +116,49 @@ class CudaChainHead(RecordedHead):
         columns = build(segments).columns
         firsts, count = dict(zip(groups, columns.starts, strict=False)), len(columns.slots)
         wanted = [firsts[id(node.place)] + node.at - node.seen for node in nodes]
-        written, addresses = [self._cache.trash_slot] * count, [self.nowhere] * (count * bool(self.taps))
+        written = [self._cache.trash_slot] * count
+        addresses = np.full((count, min(len(self.taps), 1)), self.nowhere)
         for node, row in zip(nodes, wanted, strict=True):
             written[row] = columns.slots[row]
             if self.taps:
-                addresses[row] = node.source.data_ptr()
+                addresses[row, 0] = node.source.data_ptr()
         found = ChainRows(columns._replace(rows=wanted), written, addresses)
         logits, outputs = self._run_rows(found, is_true=False)
         return HeadOutput(logits, list(outputs.clone()))
 
     @torch.inference_mode()
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int, least: float) -> Guesses:
-        """Chains after the last row of each feed; short ones are as quick, so `least` stops nothing."""
-        feeds = self._tails(feeds)
+        """Chains after the last row of each feed; `least` stops nothing: shorter ones are not recorded."""
+        feeds, steps = self._tails(feeds), max(steps, self._steps)
         ends = [feed.start + len(feed.tokens) for feed in feeds]
         for feed, end in zip(feeds, ends, strict=True):
             feed.place.reserve(end + steps)
-        counts = [len(feed.tokens) for feed in feeds]
-        bucket = self.bucket(sum(counts), len(feeds), max(counts))
+        bucket = self.bucket(len(feeds))
         shape = HeadShape(bucket, steps, wanted=bucket.requests)
         return self._guesses(self._launch(shape, self.values(shape, feeds, samplers)), len(feeds))
 
     @torch.inference_mode()
-    def warm_up(self, steps: int) -> None:
-        """Record what a request alone will need for chains of up to `steps` tokens; of none, for outputs."""
-        for count in range(min(steps, 1), steps + 1):
-            self._record(HeadShape(self.bucket(1, 1, 1), count, count > 0))
+    def record(self, steps: int) -> None:
+        """What chains of `steps` tokens need, however many requests; without steps, levels of one tree."""
+        self._steps = steps
+        for requests in (size for size in REQUESTS if size <= MOST_DRAFTED):
+            self._record(HeadShape(self.bucket(requests), steps, steps > 0, requests))
+        self._record(HeadShape(self.bucket(1), 0, False))
+        for wanted in (size for size in REQUESTS if size <= (1 if steps else MOST_WIDTH)):
+            for longest in LONGEST[: 1 if steps else len(LONGEST)]:
+                self._record(HeadShape(self.bucket(1, longest), 0, False, wanted, is_true=False))
 
     def _feed_rows(self, feeds: Sequence[Feed], count: int = 0) -> ChainRows:
         """The logits of each text's last row are wanted. count: as many rows each, at least: those after a
         text's last have features that lie `nowhere`, and are overwritten before they are seen."""
-        segments, addresses = [], []
-        for feed in feeds:
-            extra = max(count - len(feed.tokens), 0)
-            feed.place.reserve(feed.start + len(feed.tokens) + extra)
-            segments.append(Segment([*feed.tokens, *[0] * extra], Cached(feed.place.blocks, feed.start)))
-            addresses += [*self._addresses(feed.rows), *[self.nowhere] * (extra * len(self.taps))]
+        segments, counts = [], [max(count, len(feed.tokens)) for feed in feeds]
+        addresses, first = np.full((sum(counts), len(self.taps)), self.nowhere), 0
+        for feed, each in zip(feeds, counts, strict=True):
+            feed.place.reserve(feed.start + each)
+            tokens = [*feed.tokens, *[0] * (each - len(feed.tokens))]
+            segments.append(Segment(tokens, Cached(feed.place.blocks, feed.start)))
+            addresses[first : first + len(feed.rows)] = self._addresses(feed.rows)
+            first += each
         columns = build(segments).columns
         wanted = [row + len(feed.tokens) - 1 for row, feed in zip(columns.starts, feeds, strict=False)]
         return ChainRows(columns._replace(rows=wanted), columns.slots, addresses)
@@ -148,7 +167,7 @@ class CudaChainHead(RecordedHead):
         """Logits [n, words] and outputs [n, hidden] where the passes leave them."""
         columns, count = found.columns, len(found.columns.rows)
         longest = max(b - a for a, b in pairwise(columns.starts))
-        bucket = self.bucket(len(columns.slots), len(columns.prefix_lens), longest)
+        bucket = self.bucket(len(columns.prefix_lens), longest)
         shape = HeadShape(bucket, 0, False, next_size(REQUESTS, count), is_true)
         logits, outputs = self._launch(shape, found.values(bucket))
         return logits[:count], outputs[:count]
@@ -184,11 +203,9 @@ class CudaChainHead(RecordedHead):
     def _run(self, shape: HeadShape, at: Mapping[str, Tensor]) -> Any:
         """-> results of a chain, or logits [wanted, words] and outputs [wanted, hidden]."""
         how = Attending(self._scale, shape.bucket.max_rows)
-        features = None  # [parts, T, hidden]: of the target and fused, or of this head
+        features = None
         if self.taps:
-            found = self._gathered(at["addresses"], self._feature_norm if shape.is_true else None)
-            fuse = self._fuse if shape.is_true and isinstance(self.config, EagleConfig) else None
-            features = found[None] if fuse is None else fuse.parts(found)
+            features = self._features(at["addresses"], shape.is_true)
         x, normed = self._pass(DeviceBatch.of(at), features, at["written"], how)
         x, normed = x[at["wanted"]], normed[at["wanted"]]
         logits = self._output_layer(normed)
@@ -206,6 +223,12 @@ class CudaChainHead(RecordedHead):
                 logits = self._output_layer(normed)
             guess(logits, at, self._ids, step, results[:, step, :count])
         return results
+
+    def _features(self, addresses: Tensor, is_true: bool) -> Tensor:
+        """[parts, T, hidden]: of the target and fused, or of this head."""
+        found = self._gathered(addresses, self._feature_norm if is_true else None)
+        fuse = self._fuse if is_true and isinstance(self.config, EagleConfig) else None
+        return found[None] if fuse is None else fuse.parts(found)
 
     def _output(self, x: Tensor, normed: Tensor) -> Tensor:
         """What the next step reads."""

@@ -1,9 +1,9 @@
 """The decoder on a GPU: fused kernels, and one CUDA graph a bucket for the whole pass.
 
 Small passes whose every row wants logits (plain decoding and checking drafts) are padded to a bucket and
-replayed; prompts run kernel by kernel. Invariant: what a row computes depends on the bucket and on its own
-context alone, so a request gets the same bits whatever shares its pass; in exact mode on its own context
-alone, and the text is bitwise the same with drafts and without.
+replayed where that was recorded; prompts run kernel by kernel. Invariant: what a row computes depends on the
+bucket and on its own context alone, so a request gets the same bits whatever shares its pass; in exact mode
+on its own context alone, and the text is bitwise the same with drafts and without.
 """
 
 from __future__ import annotations
@@ -11,15 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from paceline.core.types import Batch, Output
+from paceline.core.types import Batch, Output, PassSizes
 from paceline.cuda import batch as batches
 from paceline.cuda import rows
 from paceline.cuda.attention import Attending
-from paceline.cuda.batch import Bucket, Buffer, DeviceBatch, batch_values, bucket_for, target_buffer
+from paceline.cuda.batch import (
+    MAX_ROWS,
+    ROWS,
+    Bucket,
+    Buffer,
+    DeviceBatch,
+    batch_values,
+    bucket_for,
+    next_size,
+    target_buffer,
+)
 from paceline.cuda.graphs import Arriving, Capture, Graphs
 from paceline.cuda.pick import pick
 from paceline.cuda.weights import Weights, load_weights
@@ -29,6 +40,8 @@ from paceline.models.config import ModelConfig
 # Tiles and KV heads of a launch of attention whose splits are added by its last program, at most.
 COUNTERS = 8192
 MAX_GRAPH_ROWS = 256  # beyond, a pass is bound by arithmetic and launches hide behind it
+# Rows and requests of prompts' passes: one of each kind for which kernels differ.
+PROMPTS = ((16, 2), (32, 1), (64, 1), (128, 1), (256, 1), (256, 2), (256, 17), (272, 1), (272, 17))
 
 
 class PassSpec(NamedTuple):
@@ -37,7 +50,6 @@ class PassSpec(NamedTuple):
     bucket: Bucket
     depth: int
     hidden_layers: tuple[int, ...]
-    has_picks: bool
 
 
 class CudaDecoder:
@@ -85,23 +97,42 @@ class CudaDecoder:
         assert all(0 <= n <= depth <= self.config.num_layers for n in (0, *hidden_layers)), "no such layer"
         columns, wished = batch.columns, tuple(dict.fromkeys(hidden_layers))
         count, num_rows = len(columns.rows), len(columns.slots)
-        is_recorded = num_rows <= MAX_GRAPH_ROWS and count == num_rows
-        num_blocks = self.num_blocks if is_recorded else len(columns.block_tables) // len(columns.prefix_lens)
-        spec = PassSpec(bucket_for(columns, num_blocks), depth, wished, batch.picks is not None)
-        key = spec, id(kv)
-        make = partial(self.prepare, spec, kv, None if is_recorded else columns.rows)
-        is_first = is_recorded and key not in self._graphs
-        if is_first:  # recording a pass runs it, too
-            picks = self._picks.clone()
-            self._graphs.get(key, make)
-            self._picks.copy_(picks)
+        spec = PassSpec(bucket_for(columns, self.num_blocks), depth, wished)
+        wanted = None
+        if count < num_rows or (spec, id(kv)) not in self._graphs:  # no longer tables than these rows need
+            num_blocks, wanted = len(columns.block_tables) // len(columns.prefix_lens), columns.rows
+            spec = spec._replace(bucket=spec.bucket._replace(num_blocks=num_blocks))
         values = batch_values(spec.bucket, columns, batch.picks)
-        logits, picked, hidden = self._graphs.launch(key, make, values, is_recorded)
+        make = partial(self.prepare, spec, kv, wanted)
+        logits, picked, hidden = self._graphs.launch((spec, id(kv)), make, values)
         kept = hidden[:, :num_rows].clone() if hidden is not None else ()
-        chosen = None if picked is None else Arriving(picked[:count])
-        if chosen is not None and count <= MAX_GRAPH_ROWS:  # of more, the next pass could not read them
-            self.latest = chosen
-        return Output(logits[:count], dict(zip(wished, kept, strict=True)), chosen, is_first=is_first)
+        chosen = None if picked is None or batch.picks is None else Arriving(picked[:count])
+        self.latest = chosen if count <= MAX_GRAPH_ROWS else None  # of more, the next pass cannot read them
+        return Output(logits[:count], dict(zip(wished, kept, strict=True)), chosen)
+
+    @torch.inference_mode()
+    def record(
+        self, kv: Sequence[LayerCache], sizes: PassSizes, hidden_layers: Sequence[int] = (),
+        num_layers: int | None = None,
+    ) -> None:  # fmt: skip
+        """All that passes of these sizes replay, with hidden states and without: plain decoding, drafts of
+        one request, drafts of several."""
+        depth, layers = num_layers or self.config.num_layers, tuple(dict.fromkeys(hidden_layers))
+        several = [size for size in ROWS if size <= next_size(ROWS, min(sizes.requests, MAX_GRAPH_ROWS))]
+        shapes = [(size, size, 1) for size in several]
+        if sizes.nodes:
+            longest = next_size(ROWS, min(sizes.nodes + 1, MAX_GRAPH_ROWS))
+            shapes += [(size, 1, next_size(MAX_ROWS, size)) for size in ROWS[1:] if size <= longest]
+            for fewer, most in pairwise(MAX_ROWS) if sizes.requests > 1 else ():
+                shapes += [(size, size, most) for size in ROWS[2:] if size > fewer]
+        for wished in dict.fromkeys(((), layers)):
+            for shape in shapes:
+                spec = PassSpec(Bucket(*shape, self.num_blocks), depth, wished)
+                self._graphs.record((spec, id(kv)), partial(self.prepare, spec, kv))
+        for count, requests in PROMPTS:  # kernels are compiled
+            bucket = Bucket(count, min(requests, sizes.requests), next_size(MAX_ROWS, count), self.num_blocks)
+            run, _ = self.prepare(PassSpec(bucket, depth, layers), kv, [0])
+            run()
 
     def prepare(
         self, spec: PassSpec, kv: Sequence[LayerCache], wanted: Sequence[int] | None = None
@@ -117,7 +148,7 @@ class CudaDecoder:
         wanted: torch.Tensor | None,
     ) -> Any:  # fmt: skip
         """-> logits [L, vocab], the picked tokens or None, hidden states [layers, T, hidden] or None."""
-        weights, eps, (bucket, depth, wished, _) = self.weights, self.config.rms_eps, spec
+        weights, eps, (bucket, depth, wished) = self.weights, self.config.rms_eps, spec
         batch, layers = DeviceBatch.of(at), weights.layers[:depth]
         norms = [*(layer.attention_norm for layer in layers), weights.norm]
         x = rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, self._picks)
@@ -135,8 +166,6 @@ class CudaDecoder:
         if wanted is not None and not len(wanted):  # part of a prompt
             return normed.new_empty((0, self.config.vocab_size)), None, hidden
         logits = weights.head(normed if wanted is None else normed[wanted])
-        if not spec.has_picks:
-            return logits, None, hidden
         # the next pass may read the tokens where they are written
         out = self._picks[: len(logits)] if len(logits) <= MAX_GRAPH_ROWS else None
         return logits, pick(logits, at, out), hidden

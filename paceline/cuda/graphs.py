@@ -1,14 +1,14 @@
-"""CUDA graphs of whole passes, one for each bucket, captured when first needed and replayed ever after.
+"""CUDA graphs of whole passes, one for each bucket, captured while a model is loaded and replayed ever after.
 
-A launch costs the host a few microseconds and a pass has hundreds; a graph is one launch. Invariant: a
-recording's outputs lie at fixed addresses and are overwritten by the next replay of any recording, since all
-share one pool of memory: what is to be kept is copied before.
+A launch costs the host a few microseconds and a pass has hundreds; a graph is one launch. Invariant: nothing
+is recorded on the way: what was not recorded before runs kernel by kernel. A recording's outputs lie at fixed
+addresses and are overwritten by the next replay of any recording, since all share one pool of memory: what is
+to be kept is copied before.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton
-
-LIMIT = 128  # recordings kept; the one not used for longest goes first
 
 Run = Callable[[], Any]  # launches kernels, returns the tensors they write
 Make = Callable[[], tuple[Run, Any]]  # gives what to record, and the Buffer that it reads
@@ -43,7 +41,7 @@ class Capture:
 
     @property
     def num_recordings(self) -> int:
-        """Graphs, and kernels loaded: each takes as long as many replays."""
+        """Graphs, and kernels loaded: each takes as long as many replays: no request should wait."""
         return self._num_recorded + len(_KERNEL_LOADS)
 
     def __call__(self, run: Run) -> Recording:
@@ -98,19 +96,19 @@ class Arriving(Sequence[Any]):
 
 
 class Graphs:
-    """Recordings by key, at most `limit` of them."""
+    """Recordings by key."""
 
-    def __init__(self, capture: Callable[[Run], Recording], limit: int = LIMIT) -> None:
-        self._capture, self._limit = capture, limit
-        self._recordings: OrderedDict[Hashable, tuple[Recording, Any]] = OrderedDict()
+    def __init__(self, capture: Callable[[Run], Recording]) -> None:
+        self._capture = capture
+        self._recordings: dict[Hashable, tuple[Recording, Any]] = {}
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recordings
 
-    def launch(self, key: Hashable, make: Make, values: Mapping[str, Any], is_recorded: bool) -> Any:
+    def launch(self, key: Hashable, make: Make, values: Mapping[str, Any]) -> Any:
         """The outputs of what `make` gives, with these inputs: recorded by the key, or kernel by kernel."""
-        if is_recorded:
-            (replay, outputs, _), buffer = self.get(key, make)
+        if key in self._recordings:
+            (replay, outputs, _), buffer = self._recordings[key]
             buffer.fill(values)
             replay()
             return outputs
@@ -118,12 +116,9 @@ class Graphs:
         buffer.fill(values)
         return run()
 
-    def get(self, key: Hashable, make: Make) -> tuple[Recording, Any]:
+    def record(self, key: Hashable, make: Make) -> tuple[Recording, Any]:
         """The recording of a key and its inputs, which `make` gives along with what to record."""
         if key not in self._recordings:
-            while len(self._recordings) >= self._limit:
-                self._recordings.popitem(last=False)
             run, beside = make()
             self._recordings[key] = (self._capture(run), beside)
-        self._recordings.move_to_end(key)
         return self._recordings[key]

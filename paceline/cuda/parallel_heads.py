@@ -21,10 +21,10 @@ from paceline.core.batch import build
 from paceline.core.types import Cached, Segment
 from paceline.cuda import rows
 from paceline.cuda.attention import Attending
-from paceline.cuda.batch import Bucket, Buffer, Column, DeviceBatch, choice_columns, tables_of
+from paceline.cuda.batch import REQUESTS, Bucket, Buffer, Column, DeviceBatch, choice_columns, tables_of
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.pick import guess
-from paceline.cuda.recorded_head import ALIGNED, HeadShape, RecordedHead, sampler_values
+from paceline.cuda.recorded_head import ALIGNED, MOST_DRAFTED, HeadShape, RecordedHead, sampler_values
 from paceline.cuda.weights import head_reader
 from paceline.heads.config import TRUNK, DflashConfig, MedusaConfig
 from paceline.heads.rows import Feed, Guesses, Row, Sampler
@@ -48,16 +48,10 @@ class CudaBlockHead(RecordedHead):
         self._words[ids] = np.arange(len(ids), dtype=np.int32)
 
     @torch.inference_mode()
-    def read(self, feed: Feed) -> None:
+    def read(self, *feeds: Feed) -> None:
         """Features, fused and normed, as keys and values of every layer."""
-        count, end = len(feed.rows), feed.start + len(feed.rows)
-        feed.place.reserve(end)
-        addresses = np.array(self._addresses(feed.rows)).reshape(count, -1)
-        values = {"positions": range(feed.start, end), "slots": feed.place.slots(feed.start, end)}
-        columns = {"addresses": Column(addresses.shape, torch.int64)}
-        columns |= {"positions": Column((count,)), "slots": Column((count,))}
-        at = Buffer(columns, self.device, values | {"addresses": addresses}).on_device
-        context = self._empty(count, self.config.hidden_size)
+        at = self._read_columns(feeds)
+        context = self._empty(len(at["slots"]), self.config.hidden_size)
         self._fused(at["addresses"], context)
         for i, layer in enumerate(self._layers):
             layer.queries(context, (at["positions"], at["slots"]), self._cache.layer(i))
@@ -68,21 +62,22 @@ class CudaBlockHead(RecordedHead):
 
     @torch.inference_mode()
     def guess(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Guesses:
-        """Tokens from left to right; the device is waited for once."""
-        return self._guesses(self._run_feeds(feeds, samplers, steps), len(feeds))
+        """Tokens from left to right; the device is waited for once. Shorter drafts are not recorded."""
+        return self._guesses(self._run_feeds(feeds, samplers, max(steps, self._steps)), len(feeds))
 
     @torch.inference_mode()
-    def warm_up(self, steps: int) -> None:
-        """Record what a request alone will need for drafts of up to `steps` tokens."""
-        for count in range(1, steps + 1):
-            self._record(HeadShape(self.bucket(1, 1, 1), count))
+    def record(self, steps: int) -> None:
+        """What drafts of `steps` tokens need, however many requests."""
+        self._steps = steps
+        for requests in (size for size in REQUESTS if size <= MOST_DRAFTED and steps):
+            self._record(HeadShape(self.bucket(requests), steps))
 
     def _run_feeds(self, feeds: Sequence[Feed], samplers: Sequence[Sampler], steps: int) -> Tensor:
         feeds, size = self._tails(feeds), self.config.block_size
         ends = [feed.start + len(feed.rows) for feed in feeds]
         for feed, end in zip(feeds, ends, strict=True):
             feed.place.reserve(end + size)
-        bucket = self.bucket(sum(len(feed.rows) for feed in feeds), len(feeds), 1)
+        bucket = self.bucket(len(feeds))
         values = self._values(bucket, feeds) | sampler_values(samplers)
         return self._launch(HeadShape(bucket, steps, bool(samplers)), values)
 
@@ -95,9 +90,9 @@ class CudaBlockHead(RecordedHead):
         blocks = build([Segment([root, *masked], end) for root, end in zip(roots, ends, strict=True)]).columns
         extra = bucket.rows - len(texts.slots)
         absent = [1 << i for i in range(size)] * (bucket.requests - len(feeds))
-        addresses = [at for feed in feeds for at in self._addresses(feed.rows)]
+        rows = [row for feed in feeds for row in feed.rows]
         return {
-            "addresses": np.array(addresses, np.int64).reshape(-1, len(self.taps)),
+            "addresses": self._addresses(rows),
             "positions": [*texts.positions, *[0] * extra, *blocks.positions],
             "slots": [*texts.slots, *[self._cache.trash_slot] * extra, *blocks.slots],
             "tokens": blocks.input_ids,
@@ -190,14 +185,14 @@ class CudaMedusaHead(RecordedHead):
         return self._run_rows(rows, ())[:, : len(rows)]
 
     @torch.inference_mode()
-    def warm_up(self, steps: int) -> None:
-        """Record what a request alone will need; all heads are computed, however many tokens are wanted."""
-        self._record(HeadShape(self.bucket(1, 1, 1), self.config.num_heads_ahead))
+    def record(self, steps: int) -> None:
+        """All heads are computed, however many tokens are wanted."""
+        for requests in (size for size in REQUESTS if size <= MOST_DRAFTED):
+            self._record(HeadShape(self.bucket(requests), self.config.num_heads_ahead))
 
     def _run_rows(self, rows: Sequence[Row], samplers: Sequence[Sampler]) -> Tensor:
-        shape = HeadShape(self.bucket(1, len(rows), 1), self.config.num_heads_ahead, bool(samplers))
-        addresses = np.array(self._addresses(rows))[:, None]
-        return self._launch(shape, {"addresses": addresses, **sampler_values(samplers)})
+        shape = HeadShape(self.bucket(len(rows)), self.config.num_heads_ahead, bool(samplers))
+        return self._launch(shape, {"addresses": self._addresses(rows), **sampler_values(samplers)})
 
     def prepare(self, shape: HeadShape) -> tuple[Callable[[], Any], Buffer]:
         addresses = Column((shape.bucket.requests, 1), torch.int64, self.nowhere)

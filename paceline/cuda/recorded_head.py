@@ -17,20 +17,21 @@ import numpy as np
 import torch
 
 from paceline.core.types import BLOCK_SIZE
-from paceline.cuda.batch import BEYOND, REQUESTS, Bucket, Buffer, choice_values, next_size
+from paceline.cuda.batch import BEYOND, REQUESTS, Bucket, Buffer, Column, choice_values, next_size
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.features import gather
 from paceline.cuda.graphs import Graphs
 from paceline.cuda.pick import guess
 from paceline.cuda.weights import Layer, head_reader
 from paceline.heads.config import LayeredConfig
-from paceline.heads.rows import Feed, Guesses, Row, Sampler
+from paceline.heads.rows import Feed, Guesses, Row, Sampler, Span
 from paceline.loaders.head_files import Head
 
 ALIGNED = 4  # numbers of 32 bits
-ROWS = (8, 32, 128, 256)  # of texts in a pass; beyond, kernel by kernel
-TAIL = 32  # rows of one text, at most; what is more is read before
-MOST_BYTES = 2**28  # of keys and values, to begin with
+LONGEST = (8, 32, 128)  # rows of one text: what is compiled for
+TAIL = 8  # rows of one text in a draft, at most; what is more is read before
+MOST_DRAFTED = 64  # requests of a batch for which drafts are recorded, a power of two
+MOST_BYTES = 2**30  # of keys and values, to begin with
 
 
 class PagedPlace:
@@ -48,6 +49,9 @@ class PagedPlace:
 
     def slots(self, start: int, end: int) -> list[int]:
         return [self.blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(start, end)]
+
+    def slots_at(self, positions: np.ndarray) -> np.ndarray:
+        return np.array(self.blocks)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def __del__(self) -> None:
         self._cache.free += self.blocks
@@ -113,6 +117,8 @@ def sampler_values(samplers: Sequence[Sampler]) -> dict[str, Any]:
 class RecordedHead:
     """`prepare` of the subclass makes the passes of a shape and the buffer that they read."""
 
+    most_read = MOST_DRAFTED
+
     def __init__(
         self, head: Head, decoder: CudaDecoder, num_blocks: int = 0, prefixes: Sequence[str] = ()
     ) -> None:
@@ -124,6 +130,7 @@ class RecordedHead:
         self._zeros, self.taps = self._empty(config.hidden_size).zero_(), config.hidden_layers
         self.nowhere = self._zeros.data_ptr()  # address of features for rows that have none
         self._layers: list[Layer] = []
+        self._steps = 0  # of drafts that are recorded
         if prefixes:
             assert isinstance(config, LayeredConfig)
             reader, length = head_reader(head, decoder.weights), decoder.config.max_context + BEYOND
@@ -139,11 +146,15 @@ class RecordedHead:
         """A recording is good for one of them."""
         return self._cache.generation if self._layers else 0
 
-    def bucket(self, num_rows: int, num_requests: int, longest: int) -> Bucket:
-        """longest: rows of one text."""
-        rows = next_size(ROWS, num_rows)
-        max_rows = rows if longest > ROWS[0] else ROWS[0]
-        return Bucket(rows, next_size(REQUESTS, num_requests), max_rows, self.decoder.num_blocks)
+    @property
+    def trash_slot(self) -> int:
+        return self._cache.trash_slot
+
+    def bucket(self, num_requests: int, longest: int = TAIL) -> Bucket:
+        """longest: rows of one text. As many for each request: what is recorded for a draft depends on the
+        number of requests alone."""
+        requests, most = next_size(REQUESTS, num_requests), next_size(LONGEST, longest)
+        return Bucket(requests * most, requests, most, self.decoder.num_blocks)
 
     def can_guess(self, temperature: float) -> bool:
         return True
@@ -152,9 +163,25 @@ class RecordedHead:
         """What launches the passes of a shape, and what they read."""
         raise NotImplementedError
 
-    def read(self, feed: Feed) -> None:
-        """Keys and values of a text."""
+    def read(self, *feeds: Feed) -> None:
+        """Keys and values of texts."""
         raise NotImplementedError
+
+    def _read_columns(self, feeds: Sequence[Feed]) -> Mapping[str, torch.Tensor]:
+        """On the device, of all rows of the feeds: tokens, positions, slots, addresses [T, taps]."""
+        counts = [len(feed.rows) for feed in feeds]
+        for feed, count in zip(feeds, counts, strict=True):
+            feed.place.reserve(feed.start + count)
+        positions = [np.arange(feed.start, feed.start + n) for feed, n in zip(feeds, counts, strict=True)]
+        slots = [feed.place.slots_at(each) for feed, each in zip(feeds, positions, strict=True)]
+        values = {
+            "tokens": [token for feed, n in zip(feeds, counts, strict=True) for token in feed.tokens[:n]],
+            "positions": np.concatenate(positions), "slots": np.concatenate(slots),
+            "addresses": np.concatenate([self._addresses(feed.rows) for feed in feeds]),
+        }  # fmt: skip
+        columns = {name: Column((sum(counts),)) for name in ("tokens", "positions", "slots")}
+        columns["addresses"] = Column((sum(counts), len(self.taps)), torch.int64)
+        return Buffer(columns, self.device, values).on_device
 
     def _tails(self, feeds: Sequence[Feed]) -> list[Feed]:
         """The feeds without what is too long for a recording, which is read now: all but the last row."""
@@ -167,19 +194,23 @@ class RecordedHead:
             tails.append(f)
         return tails
 
-    def _addresses(self, rows: Sequence[Row]) -> list[int]:
-        """Where the hidden states of each row lie."""
-        shown = [(row.hidden[layer], row.at) for row in rows for layer in self.taps]
-        return [hidden.data_ptr() + at * hidden.stride(0) * hidden.element_size() for hidden, at in shown]
+    def _addresses(self, rows: Sequence[Row]) -> np.ndarray:
+        """[rows, taps] int64: where the hidden states of each row lie."""
+        spans = [rows] if isinstance(rows, Span) else [Span(row, 1) for row in rows]
+        found = [np.empty((0, len(self.taps)), np.int64)]
+        for span in spans:
+            shown = [span.first.hidden[layer] for layer in self.taps]
+            starts = np.array([hidden.data_ptr() for hidden in shown], np.int64)
+            steps = np.array([hidden.stride(0) * hidden.element_size() for hidden in shown], np.int64)
+            found.append(starts + (span.first.at + np.arange(len(span)))[:, None] * steps)
+        return np.concatenate(found)
 
     def _record(self, shape: HeadShape) -> None:
-        self._graphs.get((shape, self.generation), partial(self.prepare, shape))
+        self._graphs.record((shape, self.generation), partial(self.prepare, shape))
 
-    def _launch(self, shape: HeadShape, values: Mapping[str, Any], may_record: bool = True) -> Any:
-        """The outputs of the passes; small ones are recorded, and the next call overwrites them."""
-        is_small = shape.bucket.rows in ROWS and {shape.bucket.requests, shape.wanted} <= {*REQUESTS}
-        key, make = (shape, self.generation), partial(self.prepare, shape)
-        return self._graphs.launch(key, make, values, may_record and is_small)
+    def _launch(self, shape: HeadShape, values: Mapping[str, Any]) -> Any:
+        """The outputs of the passes, which the next call may overwrite."""
+        return self._graphs.launch((shape, self.generation), partial(self.prepare, shape), values)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

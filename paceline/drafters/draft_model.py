@@ -13,13 +13,14 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import require
-from paceline.core.types import Cached, Draft, Request, Segment
+from paceline.core.types import Cached, Draft, PassSizes, Request, Segment
 from paceline.drafters.base import Drafter, DrafterContext, empty, fit_vocabulary, num_same, within
 from paceline.drafters.grow import Edge, Growth, TreeConfig, grow
 from paceline.drafters.reading import Reading
 from paceline.runtime.executor import LocalExecutor
 
 CHUNK = 512  # prompt tokens the draft model reads in one pass
+MOST_RECORDED = 16  # requests at once for which the first layers' passes are recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,7 @@ class EarlyExit(ModelDrafter):
         self.executor, total = context.executor, context.executor.config.num_layers
         self.num_layers = config.num_layers or max(1, 2 * total // 3)
         require(self.num_layers < total, "num_layers", self.num_layers, f"the target has {total}; use fewer")
+        self.executor.record(PassSizes(MOST_RECORDED, config.num_speculative_tokens), depth=self.num_layers)
         self.vocab_size = context.vocab_size or self.executor.config.vocab_size
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Reading]:

@@ -87,8 +87,9 @@ class Eagle(HeadDrafter):
         return logits_after
 
     def burst_length(self, requests: Sequence[Request], most: int) -> int:
-        """Drafts that are not weighed on the device have their full length."""
-        backend, length = self.burst_backend, self.longest_chain
+        """Drafts that are not weighed on the device have the length that is recorded."""
+        backend = self.burst_backend
+        length = 0 if backend is None else min(self.longest_chain, backend.longest(len(requests)))
         if backend is None or (most < length and not backend.is_weighing):
             return 0
         return min(most, length) if all(self._text(request) for request in requests) else 0

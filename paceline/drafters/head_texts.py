@@ -17,12 +17,10 @@ from typing import Any
 
 from paceline.core.types import Request, Seen
 from paceline.drafters.base import num_same
-from paceline.heads.rows import Feed, ReadingBackend, Row
+from paceline.heads.rows import Feed, ReadingBackend, Row, Span
 
 MOST_WAITING = 2048  # rows kept for a head that is not asked; older ones are forgotten
 KEPT = 4  # finished texts whose rows others may start with
-# requests: of so few, prompts are read as the target reads them; of more, when their drafts are asked for
-EAGER = 4
 
 
 @dataclass(slots=True)
@@ -38,12 +36,16 @@ class Text:
     is_whole: bool = True  # read from the first token on, nothing missing
 
     def show(self, seen: Seen) -> None:
-        """Rows of the text: the known tokens and the accepted path, after the commit."""
+        """Rows of the text: the known tokens and the accepted path, after the commit. Without hidden states
+        they are read already, by a round that is under way."""
         known, verdict = seen.num_known, seen.verdict
         rows: Sequence[int] = range(known)
         if verdict is not None and len(verdict.path) > 1:
             rows = [*rows, *(known - 1 + node for node in verdict.path[1:])]
         end = seen.request.cache.num_cached
+        if not seen.hidden:
+            self.count, self.next = self.count + len(rows), end
+            return
         for position, index in enumerate(rows, start=end - len(rows)):
             if position >= self.next:
                 self.waiting.append(Row(position, seen.hidden, index))
@@ -80,12 +82,34 @@ class HeadTexts:
         return self.live[request.id]
 
     def observe(self, seen: Sequence[Seen], is_eager: bool) -> None:
-        """is_eager: long prompts of a few requests are read now."""
+        """is_eager: long prompts are read now, all together, unless there are too many."""
+        is_eager, feeds = is_eager and len(seen) <= self._head.most_read, []
         for one in seen:
-            self.of(one.request).show(one)
-        for one in seen if is_eager and len(seen) <= EAGER else ():
-            if one.num_known > self._chunk:
-                self._begin(self.of(one.request), self._chunk)
+            text = self.of(one.request)
+            if is_eager and one.num_known > self._chunk and not text.waiting:
+                feeds += self._prompt(text, one)
+            else:
+                text.show(one)
+                if is_eager and one.num_known > self._chunk:
+                    self._begin(text, self._chunk)
+        if feeds:
+            self._head.read(*feeds)
+
+    def _prompt(self, text: Text, seen: Seen) -> list[Feed]:
+        """What a part of a prompt has to read now: all rows that are new but the last, which waits."""
+        end = text.request.cache.num_cached
+        first = max(text.next, end - seen.num_known)
+        rows = Span(Row(first, seen.hidden, first - end + seen.num_known), end - first)
+        if not rows:
+            return []
+        text.next = end
+        text.waiting.append(rows[len(rows) - 1])
+        if not text.has_begun:
+            self._open(text, first)
+        text.is_whole = text.is_whole and first == text.count
+        feed = Feed(text.place, text.count, text.request.tokens[first + 1 : end], rows[:-1])
+        text.count += len(feed.rows)
+        return [feed] if feed.rows else []
 
     def feeds(self, texts: Sequence[Text]) -> list[Feed]:
         """What the head has not read of each text; it counts as read."""
@@ -101,15 +125,15 @@ class HeadTexts:
     def _begin(self, text: Text, most: int) -> None:
         """See to it that it has a place, and that at most `most` rows wait."""
         if not text.has_begun:
-            text.has_begun, text.place = True, self._head.place()
-            if text.waiting[0].position:
-                self._share(text)
+            self._open(text, text.waiting[0].position)
         if len(text.waiting) > most:
             self._head.read(text.take(len(text.waiting) - 1))  # a draft begins with the last row
 
-    def _share(self, text: Text) -> None:
-        """Begin with the rows of another text, as far as they are missing here."""
-        missing, ahead = text.waiting[0].position, self._lookahead
+    def _open(self, text: Text, missing: int) -> None:
+        """Begin, with the rows of another text as far as the first ones are missing here."""
+        text.has_begun, text.place, ahead = True, self._head.place(), self._lookahead
+        if not missing:
+            return
         best, most = None, 0
         for other in (*self.live.values(), *self._finished):
             if other is text or not other.has_begun or not other.is_whole:

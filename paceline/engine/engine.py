@@ -15,7 +15,7 @@ from paceline.core.batch import segment_of
 from paceline.core.errors import RequestError
 from paceline.core.options import EngineConfig
 from paceline.core.sampling import pick_of
-from paceline.core.types import Answers, FinishReason, Needs, Request, Segment
+from paceline.core.types import Answers, FinishReason, Needs, PassSizes, Request, Segment
 from paceline.core.watch import Watch
 from paceline.drafters.base import Drafter
 from paceline.engine.commit import Commits, Emission
@@ -31,7 +31,8 @@ BURST_SECONDS = 0.12  # of a burst that is over before anything is heard of it; 
 MOST_LENGTH = 32  # tokens of a draft without a head in such a burst,
 MATCH_LENGTH = 8  # where a policy chooses: longer ones do not pay there
 STOP_ROUNDS = 2  # rounds of such a burst for a request with stop strings, which only the host looks for
-LOOK_EVERY = 4  # rounds of a burst between two looks at whether other drafts would be worth more
+LOOK_EVERY = 4  # rounds of a burst between two looks at whether other drafts would be worth more,
+MOST_LOOKED = 4  # for so few requests: of more, the host has no time for it, and some always have a match
 
 
 class Engine:
@@ -63,7 +64,7 @@ class Engine:
         self._has_better = False  # than the last burst's head: a drafter that the host asked
         self._pending: PendingPasses | PendingBurst | None = None
         self._committed: float | None = None  # when the last step was, if nothing was waited for since
-        self._num_recorded = 0  # of the backend's recordings, then
+        executor.record(PassSizes(config.max_num_seqs, config.num_speculative_tokens), self._hidden_layers)
 
     @property
     def has_work(self) -> bool:
@@ -176,8 +177,7 @@ class Engine:
         self, number: int, asks: Asks, scheduled: Scheduled, answers: Answers, least: float
     ) -> float | None:
         """Add a drafter's drafts to the answers; seconds, None if they say nothing about the next time."""
-        drafter, before = self.policy.drafters[number], self.executor.backend.num_recordings
-        started = perf_counter()
+        drafter, started = self.policy.drafters[number], perf_counter()
         drafter.least = max(least, drafter.floor)
         drafts = drafter.propose([scheduled[i].request for i, _ in asks], [count for _, count in asks])
         taken = perf_counter() - started
@@ -186,8 +186,7 @@ class Engine:
             if draft.num_drafted:
                 answers.setdefault(index, []).append((number, draft))
         backend = drafter.burst_backend  # which drafts at another speed, if the device does it by itself
-        is_telling = backend is None or backend.is_weighing
-        return taken if is_telling and self.executor.backend.num_recordings == before else None
+        return taken if backend is None or backend.is_weighing else None
 
     def _launch_burst(self, scheduled: Scheduled, plan: Plan) -> PendingBurst | None:
         """Where the device can draft, weigh and check all that is planned for several rounds: plain decoding,
@@ -237,20 +236,22 @@ class Engine:
         backend, length, requests = parts.backend, parts.length, [one.request for one in scheduled]
         if backend is None or not self._can_burst(backend, scheduled):
             return None
-        # as many rounds as there is room for, each of which emits at least one token that is wanted
-        room = min((self.config.max_model_len - r.cache.num_cached) // (length + 1) for r in requests)
-        wanted = min(r.params.max_tokens - r.num_output for r in requests)
-        count = min(room, wanted, plan.plain_steps or backend.most_rounds, backend.most_rounds)
+        # Each round emits a token at least; a request that has ended stays in it until the others have.
+        lefts = [self.scheduler.num_left(request) for request in requests]
+        count = min(max(lefts), plan.plain_steps or backend.most_rounds, backend.most_rounds)
         if backend.is_weighing:  # such a burst is over before anything is heard of it
+            count = min(count, (self.config.max_model_len - requests[0].cache.num_cached) // (length + 1))
             count = min(count, max(int(BURST_SECONDS / self._round_seconds.value), 1))
             count = min(count, STOP_ROUNDS) if requests[0].params.stop else count
-        if count < 1 or not self.scheduler.reserve_burst(scheduled, count * (length + 1)):
+        rooms = [min(count * (length + 1), left + length) for left in lefts]
+        if count < 1 or not self.scheduler.reserve_burst(scheduled, rooms):
             return None
         segments = [
             Segment([r.tokens[-1], *[0] * length], r.cache, num_logits=length + 1, pick=r.pick)
             for r in requests
         ]
-        burst = self.executor.burst(backend, segments, self._burst_input(requests, parts, count, plan.least))
+        given = self._burst_input(requests, parts, count, plan.least)._replace(rooms=rooms)
+        burst = self.executor.burst(backend, segments, given)
         return PendingBurst(burst, scheduled, self.policy.drafters, parts, self._goes_on)
 
     def _can_burst(self, backend: BurstBackend, scheduled: Scheduled) -> bool:
@@ -268,7 +269,7 @@ class Engine:
         feeds, samplers = ([], []) if head is None else drafters[head].burst_feeds(requests, length)
         stops, wanted = tuple(first.stop_ids), self.scheduler.num_left(first)
         names = tuple("" if n is None else drafters[n].name for n in (matcher, head))
-        given = BurstInput(count, feeds, samplers, stops=stops, wanted=wanted, names=names)
+        given = BurstInput(count, (), feeds, samplers, stops=stops, wanted=wanted, names=names)
         if backend is None or not backend.is_weighing:
             return given
         weights = self.policy.weights(head, matcher, first, length)
@@ -281,7 +282,8 @@ class Engine:
         no other drafter has something worth more. Those are asked while the device is busy."""
         if self.scheduler.waiting:
             return False
-        if pending.parts.head is None or pending.num_landed % LOOK_EVERY:
+        is_looking = pending.num_landed % LOOK_EVERY == 0 and len(pending.scheduled) <= MOST_LOOKED
+        if pending.parts.head is None or not is_looking:
             return True
         answers: Answers = {}
         asks = [(index, pending.parts.length) for index in range(len(pending.scheduled))]
@@ -289,7 +291,7 @@ class Engine:
             if number != pending.parts.head and drafter.is_free:
                 self._ask(number, asks, pending.scheduled, answers, 0.0)
         wanted = self.policy.replan(pending.parts.head, asks, pending.scheduled, answers, True)
-        self._has_better = len(wanted) < len(asks)
+        self._has_better = 2 * len(wanted) < len(asks)
         return not self._has_better
 
     def _land(self, record: StepRecord) -> list[Emission]:
@@ -297,11 +299,8 @@ class Engine:
         way it was made."""
         started = perf_counter()
         emissions = self._commits.land(record)
-        # not known if there was no commit before, or if something was recorded since, which happens once and
-        # takes longer than a hundred steps
-        before, num_before = self._committed, self._num_recorded
-        committed, self._num_recorded = perf_counter(), self.executor.backend.num_recordings
-        since_last = None if before is None or num_before != self._num_recorded else committed - before
+        before, committed = self._committed, perf_counter()
+        since_last = None if before is None else committed - before  # None: there was no commit before
         self._committed = committed
         if record.seconds is not None:  # the device has measured its part
             record.seconds += committed - started

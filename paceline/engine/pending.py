@@ -27,6 +27,7 @@ from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import Drafting, Scheduled, StepRecord, judge, longest
 
 AHEAD = 2  # passes under way at a time, so that a device never waits for the host
+GOING = 0.75  # of a burst's requests: with fewer left in it, another begins
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +93,7 @@ class PendingPasses:
             one.scheduled, drafts, judged, self.answers, self.drafting, one.output.hidden, one.output.top
         )
         record.has_more, record.is_plain = has_more, self.plain_steps > 0
-        if is_first and not has_more and not one.output.is_first:
+        if is_first and not has_more:
             record.pass_seconds = landed - one.sent
         self.answers, self.drafting = {}, {}
         return record
@@ -132,13 +133,15 @@ class PendingBurst:
         return is_wanted and self.num_landed < len(self.burst)
 
     def extend(self) -> None:
-        """Send another round if every request will probably have more to say after those under way: half of
+        """Send another round if most requests will probably have more to say after those under way: half of
         each draft is taken to be right."""
-        num_ahead, requests = len(self.burst) - self.num_landed, [one.request for one in self.scheduled]
-        if num_ahead >= AHEAD or not self.burst.num_left or any(request.is_finished for request in requests):
+        num_ahead = len(self.burst) - self.num_landed
+        if num_ahead >= AHEAD or not self.burst.num_left:
             return
-        left = min(request.params.max_tokens - request.num_output for request in requests)
-        if left > num_ahead * (self.parts.length + 1) / 2 and self.goes_on(self):
+        expected = num_ahead * (self.parts.length + 1) / 2
+        going = [one.request for one in self.scheduled if not one.request.is_finished]
+        wanting = sum(request.params.max_tokens - request.num_output > expected for request in going)
+        if wanting >= GOING * len(self.scheduled) and self.goes_on(self):
             self.burst.more()
 
     def next(self, watch: Watch | None) -> StepRecord:

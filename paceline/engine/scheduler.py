@@ -66,11 +66,11 @@ class Scheduler:
                 one.num_lookahead_tokens = 0
             self._budget -= one.num_lookahead_tokens
 
-    def reserve_burst(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> bool:
-        """Slots for `num_tokens` tokens of each, its root among them. False if blocks run out: what was
-        reserved until then goes back with the next commit, as reserved drafts do."""
-        caches = (one.request.cache for one in scheduled)
-        return all(self.kv.reserve(cache, cache.num_cached + num_tokens) for cache in caches)
+    def reserve_burst(self, scheduled: Sequence[ScheduledRequest], rooms: Sequence[int]) -> bool:
+        """Slots for so many tokens of each, its root among them. False if blocks run out: what was reserved
+        until then goes back with the next commit, as reserved drafts do."""
+        caches = [(one.request.cache, room) for one, room in zip(scheduled, rooms, strict=True)]
+        return all(self.kv.reserve(cache, cache.num_cached + room) for cache, room in caches)
 
     def follow(self, scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, ScheduledRequest]]:
         """Of plain requests whose pass is still under way: those whose next token is wanted whatever this one

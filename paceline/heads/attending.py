@@ -55,6 +55,8 @@ class _Rows(NamedTuple):
 class AttendingHead(TorchHead):
     """What heads that attend share: places for keys and values, and the target's embeddings."""
 
+    most_read = 4
+
     def __init__(
         self, config: LayeredConfig, tensors: Tensors, decoder: Any, device: torch.device, ahead: int = 0
     ) -> None:
@@ -94,8 +96,8 @@ class TorchChainHead(AttendingHead):
         super().__init__(config, tensors, decoder, device)
         self._feature_norm = None if norm is None else norm.to(device)
 
-    def read(self, feed: Feed) -> None:
-        self.outputs([feed])
+    def read(self, *feeds: Feed) -> None:
+        self.outputs(feeds)
 
     @torch.inference_mode()
     def begin(self, feeds: Sequence[Feed]) -> HeadOutput:
@@ -160,18 +162,18 @@ class TorchBlockHead(AttendingHead):
         self._words[ids] = torch.arange(len(ids), device=device)
 
     @torch.inference_mode()
-    def read(self, feed: Feed) -> None:
+    def read(self, *feeds: Feed) -> None:
         """Features, fused and normed, as keys and values of every layer."""
-        end = feed.start + len(feed.rows)
-        feed.place.reserve(end + self.config.block_size)
-        angles = self._tables.at(torch.arange(feed.start, end, device=self.device))
-        for i, (k, v) in enumerate(self.module.keys_values(self._features(feed.rows), angles)):
-            feed.place.kept[0, i, feed.start : end], feed.place.kept[1, i, feed.start : end] = k, v
+        for feed in feeds:
+            end = feed.start + len(feed.rows)
+            feed.place.reserve(end + self.config.block_size)
+            angles = self._tables.at(torch.arange(feed.start, end, device=self.device))
+            for i, (k, v) in enumerate(self.module.keys_values(self._features(feed.rows), angles)):
+                feed.place.kept[0, i, feed.start : end], feed.place.kept[1, i, feed.start : end] = k, v
 
     @torch.inference_mode()
     def logits(self, feeds: Sequence[Feed], steps: int) -> Tensor:
-        for feed in feeds:
-            self.read(feed)
+        self.read(*feeds)
         hidden = torch.stack([self._block(feed) for feed in feeds], 1)  # [size, requests, hidden]
         first = 0 if self.config.sample_from_anchor else 1
         found: Tensor = self.module.lm_head(hidden[first : first + steps])

@@ -21,6 +21,22 @@ class Row(NamedTuple):
     at: int  # which row of them
 
 
+class Span(Sequence[Row]):
+    """Rows of a pass that follow each other, as a prompt's do; each is made where it is asked for."""
+
+    def __init__(self, first: Row, count: int) -> None:
+        self.first, self._count = first, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        inside, (position, hidden, at) = range(self._count)[index], self.first
+        if isinstance(inside, range):
+            return Span(Row(position + inside.start, hidden, at + inside.start), len(inside))
+        return Row(position + inside, hidden, at + inside)
+
+
 class Feed(NamedTuple):
     """Rows of one sequence, one after the other, with true features."""
 
@@ -65,9 +81,11 @@ class Guesses(NamedTuple):
 class ReadingBackend(Protocol):
     """A head that reads pairs of a hidden state and the token after it."""
 
+    most_read: int  # requests: prompts of so few are read as the target reads them, of more when drafted for
+
     def place(self) -> Any: ...  # an empty sequence
     def fork(self, place: Any, length: int) -> Any: ...  # another with the same first rows
-    def read(self, feed: Feed) -> None: ...
+    def read(self, *feeds: Feed) -> None: ...
     def can_guess(self, temperature: float) -> bool: ...
 
 
@@ -127,6 +145,7 @@ class BurstInput(NamedTuple):
     """What a burst must know beside the rows of its first pass."""
 
     num_rounds: int  # at most
+    rooms: Sequence[int] = ()  # slots that each request has, its root's among them
     feeds: Sequence[Feed] = ()  # what the head has not read; none: no head drafts
     samplers: Sequence[Sampler] = ()
     weights: BurstWeights | None = None  # for devices that weigh drafts; others check all of them
@@ -142,6 +161,9 @@ class BurstBackend(Protocol):
 
     most_rounds: int  # in a row
     most_requests: int
+
+    def longest(self, num_requests: int) -> int: ...  # tokens of a draft, at most
+
     is_weighing: bool  # whether drafts are cut to what pays, and a matcher may draft beside the head
 
     def can_run(self, temperature: float) -> bool: ...

@@ -77,9 +77,9 @@ def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
     lengths = [registry.parse(each)[1].num_speculative_tokens for each in options]
     drafters, most = [drafter_of(llm, each) for each in options], min(sum(lengths), config.max_model_len - 1)
     costs = CostTable(**costs.to_json())  # without what was learned since
-    most_requests, has_trees = executor.backend.most_drafted, executor.decoder.checks_trees
-    limits: dict[str, Any] = {"most_nodes": most, "most_requests": most_requests, "has_trees": has_trees}
-    policy = AutoPolicy(drafters, costs, **limits)
+    backend, has_trees = executor.backend, executor.decoder.checks_trees
+    limits: dict[str, Any] = {"most_requests": backend.most_drafted, "most_matched": backend.most_matched}
+    policy = AutoPolicy(drafters, costs, most_nodes=most, has_trees=has_trees, **limits)
     return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
 
 

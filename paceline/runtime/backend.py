@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Batch, Output
+from paceline.core.types import Batch, Output, PassSizes
 from paceline.heads.attending import TorchBlockHead, TorchChainHead
 from paceline.heads.config import DflashConfig, LayeredConfig, MedusaConfig
 from paceline.heads.rows import BlockBackend, BurstBackend, ChainHead, SideBackend
@@ -58,12 +58,19 @@ class Backend(Protocol):
     @property
     def default_dtype(self) -> str: ...  # of the weights, where none is asked for
     @property
-    def most_drafted(self) -> int: ...  # requests of a batch beyond which drafting costs more than it brings
+    def most_drafted(self) -> int: ...  # requests of a batch beyond which drafting costs more than it brings,
+    @property
+    def most_matched(self) -> int: ...  # and drafts that are made on the host do
     @property
     def num_recordings(self) -> int: ...  # of graphs so far: a step that recorded took longer than usual
     def check_dtype(self, dtype: str) -> None: ...  # a ConfigError for weights that it cannot run
     def kv_format(self, dtype: str, asked: str) -> KvFormat: ...
     def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder: ...
+    # Before the first request: passes of a decoder over this cache, of these sizes, which keep the hidden
+    # states of these layers and stop after so many (None: all).
+    def record(
+        self, decoder: Any, kv: Any, sizes: PassSizes, layers: Sequence[int], depth: int | None
+    ) -> None: ...
     def chain_head(self, given: HeadInput) -> ChainHead: ...
     def block_head(self, given: HeadInput) -> BlockBackend: ...
     def side_heads(self, given: HeadInput) -> SideBackend: ...
@@ -78,7 +85,8 @@ class Backend(Protocol):
 class TorchBackend:
     """The reference: every pass and head in plain torch on any device. Slow and readable: for tests."""
 
-    default_dtype, is_async, num_recordings, most_drafted = "float32", False, 0, 1 << 30
+    default_dtype, is_async, num_recordings = "float32", False, 0
+    most_drafted = most_matched = 1 << 30
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,6 +101,9 @@ class TorchBackend:
 
     def load(self, source: Any, dtype: str, context: int | None = None) -> TorchDecoder:
         return TorchDecoder.load(source, dtype=dtype, device=str(self.device), context=context)
+
+    def record(self, *_: Any) -> None:
+        """There is nothing to record."""
 
     def chain_head(self, given: HeadInput) -> ChainHead:
         head, norm = given.head, given.norm

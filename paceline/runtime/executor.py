@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.batch import build
 from paceline.core.errors import ConfigError
-from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, Segment
+from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, PassSizes, Segment
 from paceline.heads.rows import BurstBackend, BurstInput
 from paceline.models.attention import FLOATS, KvFormat, bytes_per_token, row_widths
 from paceline.models.config import ModelConfig
@@ -116,3 +116,7 @@ class LocalExecutor:
         if self.kv.reserve(cached, 1):
             self.forward([Segment([0], cached, num_logits=1)], top_tokens=top_tokens)
             self.kv.free(cached)
+
+    def record(self, sizes: PassSizes, layers: Sequence[int] = (), depth: int | None = None) -> None:
+        """Where a device replays passes: all that will be asked for, before a request waits."""
+        self.backend.record(self.decoder, self.memory.layers, sizes, layers, depth)

@@ -61,4 +61,4 @@ def _short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         from paceline.cuda import attention, recorded_head
 
         monkeypatch.setattr(attention, "MOST_SPLITS", 4)
-        monkeypatch.setattr(recorded_head, "ROWS", (2, 6, 12, 24, 48))
+        monkeypatch.setattr(recorded_head, "LONGEST", (2, 4, 6, 12, 24))

@@ -123,7 +123,7 @@ def test_a_request_stopped_within_a_burst_is_gone_and_a_shape_is_recorded_once(
     engine = engine_on(device, head, 3)
     backend = engine.policy.drafters[0].burst_backend
     assert isinstance(backend, CudaBurstBackend)
-    backend.warm_up(3)
+    backend._recorded(1)
     engine.add(first)
     engine.step()
     assert isinstance(engine._pending, PendingBurst)
@@ -136,9 +136,7 @@ def test_a_request_stopped_within_a_burst_is_gone_and_a_shape_is_recorded_once(
 
 
 def test_what_is_between_two_rounds(device: torch.device) -> None:
-    """Two requests of three, the last of them broken; one of its tables ends where a round to come would
-    lie.
-    """
+    """Two requests of three, the last of them broken; slots for it end where a round to come would lie."""
     steps, rows = 2, 3
 
     def column(numbers: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -164,7 +162,8 @@ def test_what_is_between_two_rounds(device: torch.device) -> None:
     }  # fmt: skip
     number = column([0, 0, 0])
     rounds = torch.full((2, rows, 3 * steps + 1), -9, dtype=torch.int32, device=device)
-    advance(target, picked, head, results, number, rounds)
+    target["limits"], head["limits"] = column([100, 34, 0]), column([16, 33, 0])
+    advance(target, picked, head, (999, 888), results, number, rounds)
     assert number.tolist() == [1, 1, 0]
     assert rounds[0, 0].tolist()[:2] + rounds[0, 0].tolist()[4:] == [9, 7, 9, 5, 6]
     assert rounds[0, :2, 2:4].contiguous().view(torch.float32).tolist() == [[0.5, 1.0], [0.25, 0.5]]
@@ -172,7 +171,7 @@ def test_what_is_between_two_rounds(device: torch.device) -> None:
     assert target["prefix_lens"].tolist() == [16, 32, 0]  # one accepted, none accepted
     assert target["positions"].tolist() == [16, 17, 18, 32, 33, 34, 0, 0, 0]
     assert target["places"].tolist() == [17, 18, 19, 33, 34, 35, 0, 0, 0]
-    assert target["slots"].tolist() == [128, 129, 130, 48, 49, 50, 0, 0, 0]
+    assert target["slots"].tolist() == [128, 129, 130, 48, 49, 999, 0, 0, 0]  # the last is not reserved
     assert target["input_ids"].tolist() == [5, 9, 7, 0, 3, 3, 0, 0, 0]  # what is not a token is not written
     assert head["input_ids"].tolist() == [9, 5, 6, 0, 4, 4, 0, 0, 0]
     assert head["prefix_lens"].tolist() == [12, 33, 0]
@@ -181,4 +180,4 @@ def test_what_is_between_two_rounds(device: torch.device) -> None:
     assert head["positions"].tolist() == [12, 13, 14, 33, 34, 35, 0, 0, 0]
     assert head["written"].tolist()[:3] == head["slots"].tolist()[:3] == [76, 77, 78]
     assert head["next_positions"].tolist() == [[14, 34, 0, 0]]
-    assert head["next_slots"].tolist()[0][0] == 78
+    assert head["next_slots"].tolist()[0][:2] == [78, 888]

@@ -14,7 +14,7 @@ import torch
 from paceline.core.batch import build
 from paceline.core.errors import ConfigError
 from paceline.core.noise import Noise, Purpose
-from paceline.core.types import Cached, Columns, Output, Pick, Segment
+from paceline.core.types import Cached, Columns, Output, PassSizes, Pick, Segment
 from paceline.cuda import attention
 from paceline.cuda import decoder as decoder_module
 from paceline.cuda.batch import (
@@ -27,7 +27,6 @@ from paceline.cuda.batch import (
     target_buffer,
 )
 from paceline.cuda.decoder import CudaDecoder
-from paceline.cuda.graphs import Graphs, Recording
 from paceline.loaders.checkpoint import DummyCheckpoint
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
@@ -243,7 +242,7 @@ def test_attention_that_adds_splits_has_the_same_bits(
     assert torch.equal(*found)
 
 
-def test_a_bucket_is_recorded_once() -> None:
+def test_all_is_recorded_before_and_nothing_after() -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
     config, capture = config_of("llama"), CountingCapture()
@@ -251,25 +250,17 @@ def test_a_bucket_is_recorded_once() -> None:
     executor = executor_of(decoder, 8)
     cache = Cached()
     executor.kv.reserve(cache, 64)
-    for count in (3, 4, 3, 4):  # one bucket
-        executor.forward([Segment(words(count), cache, None, count)])
-    assert capture.num_recordings == 1
-    executor.forward([Segment(words(9), cache, None, 1)])  # a prompt is not recorded
-    assert capture.num_recordings == 1
-
-
-def test_the_recording_unused_for_longest_goes() -> None:
-    made: list[str] = []
-
-    def make(name: str) -> Any:
-        made.append(name)
-        return (lambda: None), name
-
-    graphs = Graphs(lambda run: Recording(lambda: None, run(), run), limit=2)
-    for name in ("a", "b", "a", "c", "a", "b"):
-        assert graphs.get(name, lambda name=name: make(name))[1] == name
-    assert made == ["a", "b", "c", "b"]
-    assert len(graphs._recordings) == 2
+    decoder.record(
+        executor.memory.layers, PassSizes(1, 4)
+    )  # one row, and drafts of one request: 2, 4, 8 rows
+    assert capture.num_recordings == 4
+    found = []
+    for count in (3, 4, 3, 4, 9):  # the last is recorded for no bucket
+        found.append(executor.forward([Segment(words(count), cache, None, count)]).logits[:3].clone())
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+    executor.forward([Segment(words(9), cache, None, 1)])  # nor is a prompt
+    assert capture.num_recordings == 4
 
 
 def columns_of(*segments: Segment) -> Columns:

@@ -19,7 +19,7 @@ import torch
 from paceline.core.options import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.types import Draft, Request
-from paceline.cuda import recorded_head
+from paceline.cuda import chain_head, recorded_head
 from paceline.cuda.chain_head import CudaChainHead
 from paceline.cuda.decoder import CudaDecoder
 from paceline.cuda.parallel_heads import CudaBlockHead, CudaMedusaHead
@@ -176,29 +176,20 @@ def test_blocks_of_places_that_are_gone_are_used_again(device: torch.device) -> 
     assert len({slot for place in kept for slot in place.slots(0, 40)}) == 120
 
 
-def test_a_chain_is_one_recording_replayed() -> None:
+def test_what_is_recorded_before_is_what_drafts_need(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
+    monkeypatch.setattr(chain_head, "MOST_DRAFTED", 2)
     config, capture = CHAINS["eagle"], CountingCapture()
     head, rows = CudaChainHead(head_of(config), target_on(CPU, capture), 16), shown(CPU)
-    place = head.place()
-    for first, end in ((0, 3), (3, 7), (7, 11)):
-        head.guess(
-            [Feed(place, first, TOKENS[first:end], rows[first:end])], [Sampler(0.0, 0, end + 1)], 2, 0.0
-        )
-    assert capture.num_recordings == 1
-
-
-def test_what_is_recorded_before_is_what_drafts_need() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("counts captures, which a GPU's capture does not")
-    config, capture = CHAINS["eagle"], CountingCapture()
-    head, rows = CudaChainHead(head_of(config), target_on(CPU, capture), 16), shown(CPU)
-    head.warm_up(2)
-    assert capture.num_recordings == 2
-    for steps in (1, 2):
-        head.guess([Feed(head.place(), 0, TOKENS[:2], rows[:2])], [Sampler(0.0, 0, 3)], steps, 0.0)
-    assert capture.num_recordings == 2
+    head.record(2)
+    assert capture.num_recordings == 4  # chains of one and of two requests, a first level and another
+    for count in (1, 2):  # as many requests
+        for steps in (1, 2):
+            feeds = [Feed(head.place(), 0, TOKENS[:2], rows[:2]) for _ in range(count)]
+            guesses = head.guess(feeds, [Sampler(0.0, 0, 3)] * count, steps, 0.0)
+            assert len(guesses.tokens) == 2
+    assert len(head._graphs._recordings) == capture.num_recordings == 4
 
 
 def test_a_prompt_is_read_before_and_not_recorded(

@@ -4,7 +4,6 @@ last one said: nothing else may change.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
 from paceline.engine.policy.base import FixedPolicy
-from paceline.runtime.record import StepRecord
-from tests.laws.fakes import AlwaysRight
 from tests.laws.harness import engine_with, prompts, request_of, run
 from tests.laws.test_engine_laws import DRAFTER_NAMES, expected, make
 
@@ -35,7 +32,6 @@ class Asynchronous:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self.num_recordings = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -79,35 +75,6 @@ def test_the_next_pass_is_launched_before_the_caller_sees_the_last() -> None:
         said += sum(len(emission.tokens) for emission in engine.step())
         assert len(launched) == min(said + 1, 6), "one pass is on its way while there is more to say"
     assert launched == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_draft_for_which_something_was_recorded_is_not_timed() -> None:
-    """Every other draft: a recording takes hundreds of times as long, once, and would be believed."""
-    engine = ahead(engine_with(AlwaysRight(), is_auto=True))
-    backend, drafter = engine.executor.backend, engine.policy.drafters[0]
-    assert isinstance(backend, Asynchronous)
-    propose, observe, calls = drafter.propose, engine.policy.observe, itertools.count()
-    drafting: list[bool] = []  # was timed
-    whole: list[bool] = []  # likewise, the step
-
-    def recording(*arguments: Any) -> Any:
-        backend.num_recordings += next(calls) % 2
-        return propose(*arguments)
-
-    def listening(record: StepRecord) -> None:
-        if record.answers:
-            drafting.append(bool(record.drafting))
-            whole.append(record.seconds is not None)
-        observe(record)
-
-    drafter.propose, engine.policy.observe = recording, listening  # type: ignore[method-assign]
-    request = request_of(
-        prompts(1, seed=23)[0], SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
-    )
-    run(engine, [request])
-    assert request.output == expected(request)
-    assert len(drafting) > 1
-    assert drafting == whole == [i % 2 == 0 for i in range(len(drafting))]
 
 
 def check_stopped(engine: Engine, requests: Sequence[Request], when: int) -> None:

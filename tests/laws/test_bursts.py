@@ -81,6 +81,7 @@ class FakeBursts:
             replace(r, tokens=list(r.tokens), cache=Cached(list(r.cache.blocks), r.cache.num_cached))
             for r in requests
         ]
+        self.limits = [g.cache.num_cached + room for g, room in zip(ghosts, given.rooms, strict=True)]
         burst = FakeBurst(self, ghosts, given.num_rounds)
         burst.more()
         self.launched.append(burst)
@@ -88,6 +89,8 @@ class FakeBursts:
 
     def next_round(self, ghosts: Sequence[Request]) -> Round:
         assert self.executor is not None
+        for ghost, limit in zip(ghosts, self.limits, strict=True):  # it has ended, and nothing is kept of it
+            ghost.cache.num_cached = min(ghost.cache.num_cached, limit - LENGTH - 1)
         found = [self.inner.draft(ghost, LENGTH).tree.tokens[1:] for ghost in ghosts]
         chains = [[*tokens, *[5] * (LENGTH - len(tokens))] for tokens in found]
         segments = [

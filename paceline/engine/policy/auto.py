@@ -17,7 +17,7 @@ from paceline.drafters.base import Drafter
 from paceline.engine.policy.base import Asks, Plan, Policy, Step
 from paceline.engine.policy.calibration import Answer, Calibration, Factor, joined
 from paceline.engine.policy.cost import CostTable, Load
-from paceline.engine.policy.switch import Switch
+from paceline.engine.policy.switch import FIRST_OFF, Switch
 from paceline.engine.stats import Median
 from paceline.heads.rows import BurstWeights
 from paceline.runtime.record import StepRecord
@@ -27,6 +27,7 @@ MOST_PROMPT_ROWS = 1024  # beside more, a pass is bound by arithmetic and nothin
 STOP_GAIN = 1.6  # a head drafts on from a token that is worth this many times its row and its drafting
 RESTART = 3.0  # plain passes that a draft by the host between two bursts costs, until that is measured
 WHILE_OFF = 64  # plain steps before the next plan where no draft can pay
+MOST_LEARNED = 8  # answers of a step, in turn: all of many requests' would take the host longer than a pass
 PROBE_SHARE = 0.005  # of all time that may go to asking a model from which nothing is expected
 
 
@@ -37,22 +38,23 @@ class Known:
         self.calibration, self.idle = Calibration(acceptance), 0  # idle: steps since it was asked
         self._costs = {1: CostTable({1: max(seconds, 1e-9), 5: max(3 * seconds, 1e-9)})}
 
-    def seconds(self, speaking: int) -> CostTable:
+    def seconds(self, size: int) -> CostTable:
         """Until it is measured, what it takes at the nearest batch size: all are drafted for together."""
-        if speaking not in self._costs:
-            near = self._costs[min(self._costs, key=lambda other: abs(other - speaking))]
-            self._costs[speaking] = CostTable({n: near.pass_seconds(n) for n in (1, 5)})
-        return self._costs[speaking]
+        if size not in self._costs:
+            near = self._costs[min(self._costs, key=lambda other: abs(other - size))]
+            self._costs[size] = CostTable({n: near.pass_seconds(n) for n in (1, 5)})
+        return self._costs[size]
 
 
 class AutoPolicy(Policy):
     def __init__(
         self, drafters: Sequence[Drafter], costs: CostTable, *, most_nodes: int = 64,
-        most_requests: int = 1 << 30, has_trees: bool = True,
+        most_requests: int = 1 << 30, most_matched: int = 1 << 30, has_trees: bool = True,
         known: Mapping[str, tuple[float, Sequence[float]]] | None = None,
     ) -> None:  # fmt: skip
-        """most_nodes: of a draft. most_requests: of a batch for which anything is drafted. has_trees: whether
-        more than chains may be checked. known: by drafter, seconds of one node and acceptance by depth."""
+        """most_nodes: of a draft. most_requests: of a batch for which anything is drafted; most_matched: by
+        a drafter that is free, and runs on the host. has_trees: whether more than chains may be checked.
+        known: by drafter, seconds of one node and acceptance by depth."""
         # One that runs a model comes last, and is not asked where the others' drafts are worth more.
         self.drafters = tuple(sorted(drafters, key=lambda drafter: not drafter.is_free))
         self.costs, self.most_nodes, self.has_trees = costs, most_nodes, has_trees
@@ -60,12 +62,14 @@ class AutoPolicy(Policy):
         self._known = [Known(*(guesses | dict(known or {}))[drafter.name]) for drafter in self.drafters]
         # by request: one a drafter
         self._factors: dict[str, list[Factor]] = defaultdict(lambda: [Factor() for _ in self.drafters])
-        self._switches: dict[int, Switch] = defaultdict(Switch)  # by requests that speak
-        self._load, self._most_requests = Load.of((), costs, most_nodes), most_requests
+        self._switches: dict[int, Switch] = defaultdict(Switch)  # by batch size
+        self._load = Load.of((), costs, most_nodes)
+        self._most_requests, self._most_matched = most_requests, most_matched
         self._weighed: dict[int, list[Answer]] = {}  # of this step, by scheduled request
         # What a drafted step took longer than expected, in plain passes, by whether the host drafted; then
         # with what the burst that follows takes to begin.
         self._excess, self._between = {True: Median(RESTART), False: Median(0.0)}, 0.0
+        self._turn = 0  # of the requests from whose answers is learned
         self._spent = 0.0  # seconds of drafting in the last step: what it will take in this one, about
 
     def plan(self, scheduled: Step) -> Plan:
@@ -76,24 +80,31 @@ class AutoPolicy(Policy):
         if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
             return Plan()  # no plain step: heads read what a prompt's pass shows, also while drafting is off
         most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
-        off, cap = self._switches[load.speaking].plain_steps, 0
+        off, cap = self._switches[load.size].plain_steps, 0
         if not off:
             cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
         if not cap:  # it is off, or not even a perfect draft could pay
             return Plan(plain_steps=(off or WHILE_OFF) if load.is_decoding else 0)
         limits = [(i, one.request, min(one.draft_limit, cap)) for i, one in enumerate(scheduled)]
         asks = [self._asks(n, [limit for limit in limits if limit[2] > 0]) for n in range(len(self.drafters))]
+        if not any(asks) and load.is_decoding:
+            return Plan(plain_steps=FIRST_OFF)
         return Plan(asks, 0, self._least(load))
 
     def _asks(self, number: int, limits: Sequence[tuple[int, Request, int]]) -> Asks:
         drafter, known = self.drafters[number], self._known[number]
         asks: Asks = []
+        if drafter.is_free and len(limits) > self._most_matched:
+            return asks
         limits = [limit for limit in limits if limit[1].params.speculative_method in (None, drafter.name)]
         for index, request, limit in limits:
             count = limit if drafter.is_free else self._expected(number, request, limit)[0]
             if count:
                 asks.append((index, limit if drafter.can_stop else count))
-        probe = known.seconds(self._load.speaking).pass_seconds(1) / (PROBE_SHARE * self._load.seconds)
+        backend = drafter.burst_backend
+        if backend is not None and not backend.is_weighing and len(limits) > 1:  # for all together, or none
+            asks = [(index, limit) for index, _, limit in limits] if 2 * len(asks) >= len(limits) else []
+        probe = known.seconds(self._load.size).pass_seconds(1) / (PROBE_SHARE * self._load.seconds)
         if not asks and limits and known.idle >= probe:  # the text may be another by now
             return [(limits[0][0], 1)]
         return asks
@@ -102,7 +113,7 @@ class AutoPolicy(Policy):
         """`_best` of a draft by a model, before it is made."""
         known = self._known[number]
         survival = known.calibration.survival(self._factors[request.id][number].value, limit)
-        return self._best(survival, known.seconds(self._load.speaking).base(limit))
+        return self._best(survival, known.seconds(self._load.size).base(limit))
 
     def _best(self, scores: Sequence[float], drafting: Sequence[float] = ()) -> tuple[int, float, float]:
         """How many nodes pay, best first, the tokens that they should gain, and the seconds that they add."""
@@ -113,7 +124,7 @@ class AutoPolicy(Policy):
     def _least(self, load: Load) -> float:
         """The probability from which it pays to draft another token after one, and to check both."""
         models = [known for d, known in zip(self.drafters, self._known, strict=True) if not d.is_free]
-        two = [load.added(2, known.seconds(load.speaking).base(2)) for known in models] or [load.added(2)]
+        two = [load.added(2, known.seconds(load.size).base(2)) for known in models] or [load.added(2)]
         return min(STOP_GAIN * min(added[2] - added[1] for added in two) / load.token_seconds, SURE)
 
     def replan(self, number: int, asks: Asks, scheduled: Step, answers: Answers, is_burst: bool) -> Asks:
@@ -175,7 +186,9 @@ class AutoPolicy(Policy):
 
     def observe(self, record: StepRecord) -> None:
         load = self._load
-        for index in record.answers.keys() & record.verdicts.keys():
+        self._turn += 1
+        found = [index for index in record.answers if index in record.verdicts]
+        for index in found[self._turn % (1 + len(found) // MOST_LEARNED) :: 1 + len(found) // MOST_LEARNED]:
             request, verdict = record.scheduled[index].request, record.verdicts[index]
             for answer in self._weigh(index, request, record.answers[index]):
                 answer.learn(record.drafts[index], verdict)
@@ -188,7 +201,7 @@ class AutoPolicy(Policy):
             return
         if record.pass_seconds is not None:
             self.costs.observe(record.pass_seconds, *drafted)
-        switch = self._switches[load.speaking]
+        switch = self._switches[load.size]
         seconds = None if record.seconds is None else record.seconds / expected
         if record.is_plain:
             switch.note_plain(seconds)
@@ -211,12 +224,12 @@ class AutoPolicy(Policy):
         for number, known in enumerate(self._known):
             known.idle = 0 if number in record.drafting else known.idle + 1
         for number, (length, seconds) in record.drafting.items():
-            cost = self._known[number].seconds(self._load.speaking)
+            cost = self._known[number].seconds(self._load.size)
             total += cost.pass_seconds(length) if length else 0.0
             if seconds is None and record.seconds is not None:
                 seconds = record.seconds - expected
             if seconds is not None:
-                cost.observe(max(seconds, 0.0), max(length, 1))
+                cost.observe(max(seconds, 1e-9), max(length, 1))
                 self._spent += max(seconds, 0.0)
         return total
 

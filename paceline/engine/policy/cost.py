@@ -102,6 +102,11 @@ class Load(NamedTuple):
         return self.rows == self.speaking
 
     @property
+    def size(self) -> int:
+        """Of the batch, as a power of two: batches of nearly the same size have costs in common."""
+        return 1 << max(self.speaking - 1, 0).bit_length()
+
+    @property
     def token_seconds(self) -> float:
         """What a token takes without drafts."""
         return self.seconds / self.speaking

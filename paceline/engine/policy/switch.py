@@ -2,8 +2,9 @@
 
 Every drafted step saves or loses time against plain steps for as many tokens. Savings fill a bounded credit,
 losses draw on it; when it is empty, drafting is off, twice as long after each failure in a row. Invariant:
-what counts is the whole step as the clock saw it, drafting and the host's work included, but no pause of the
-process. A median would not do for drafted steps: one drafter's may take three times as long as another's.
+what counts is the whole step as the clock saw it, drafting and the host's work included, but no single pause
+of the process. A median would not do for drafted steps: one drafter's may take three times as long as
+another's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from paceline.engine.stats import OUTLIER, Median
 
 CREDIT, MOST_CREDIT = 1.0, 8.0  # plain steps that may be lost: at first, and at most
 FIRST_OFF, MOST_OFF = 16, 256  # plain steps until the next trial
-MOST_COST = 3.0  # plain steps that a drafted one counts for, at most
 NUM_PLAIN = 8  # plain steps before the first trial: of fewer the median would be that of the first, slow ones
 
 
@@ -21,6 +21,7 @@ class Switch:
         self._plain = Median(1.0)  # measured seconds of a plain step over what was expected of its pass
         self.plain_steps = NUM_PLAIN  # to come before anything is drafted
         self._credit, self._backoff, self._is_first = CREDIT, FIRST_OFF, True
+        self._was_pause = False
 
     def note_plain(self, seconds: float | None) -> None:
         """seconds: of a step, over what was expected; None if they are not known."""
@@ -33,10 +34,11 @@ class Switch:
         """expected: of the step, in plain passes; tokens: a request has emitted, on average."""
         if self._is_first:  # to begin takes longer, once: what is expected counts
             self._is_first, seconds = False, min(seconds, self._plain.value)
-        is_pause = seconds > OUTLIER * self._plain.value
+        is_pause = seconds > OUTLIER * self._plain.value and not self._was_pause
+        self._was_pause = is_pause
         if is_pause or self.plain_steps:  # the rest of a burst that has failed already
             return
-        saved = tokens - min(expected * seconds / self._plain.value, MOST_COST)
+        saved = tokens - expected * seconds / self._plain.value
         self._credit = min(self._credit + saved, MOST_CREDIT)
         if self._credit < 0:
             self._credit, self.plain_steps = CREDIT / 2, self._backoff
