@@ -102,8 +102,10 @@ class Eagle(HeadDrafter):
     def end_round(self, requests: Sequence[Request], num_read: int | None) -> None:
         for request in requests:
             text = self.texts.live.get(request.id)
-            if text is not None and text.has_begun:
-                text.take(len(text.waiting) if num_read is None else num_read)
+            if text is not None and text.has_begun and num_read is None:
+                text.skip(request.cache.num_cached)
+            elif text is not None and text.has_begun:
+                text.take(num_read or 0)
 
 
 class MlpSpeculator(Eagle):

@@ -36,20 +36,23 @@ class Text:
     is_whole: bool = True  # read from the first token on, nothing missing
 
     def show(self, seen: Seen) -> None:
-        """Rows of the text: the known tokens and the accepted path, after the commit. Without hidden states
-        they are read already, by a round that is under way."""
+        """Rows of the text: the known tokens and the accepted path, after the commit."""
         known, verdict = seen.num_known, seen.verdict
         rows: Sequence[int] = range(known)
         if verdict is not None and len(verdict.path) > 1:
             rows = [*rows, *(known - 1 + node for node in verdict.path[1:])]
         end = seen.request.cache.num_cached
-        if not seen.hidden:
-            self.count, self.next = self.count + len(rows), end
-            return
         for position, index in enumerate(rows, start=end - len(rows)):
             if position >= self.next:
                 self.waiting.append(Row(position, seen.hidden, index))
         self.next = max(self.next, end)
+
+    def skip(self, end: int) -> None:
+        """All rows that wait, and those after them up to this position, were read on the device."""
+        self.count += len(self.waiting) + end - self.next
+        self.is_whole = self.is_whole and self.count == end
+        self.next = end
+        self.waiting.clear()
 
     def take(self, count: int) -> Feed:
         """Rows to be read now; they count as read from here on."""

@@ -5,7 +5,7 @@ Invariant: nothing else changes a request but the scheduler, which gives and tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,31 +58,39 @@ class Commits:
 
     def _commit(self, request: Request, draft: Draft, verdict: Verdict, has_more: bool) -> Emission:
         """The text grows by what was accepted and the target's own token, up to the first that ends it."""
-        root, stats = len(request.tokens) - 1, self.stats[request.id]
-        reason, emitted = None, 0
+        root, stats, text = len(request.tokens) - 1, self.stats[request.id], request.text_stop
+        reason, emitted, can_end = None, 0, self._can_end(request, verdict.tokens)
         for token in verdict.tokens:
             request.tokens.append(token)
             emitted += 1
-            reason = self._ending(request, token)
+            if text is not None and text.push(token):
+                reason = FinishReason.STOP
+            elif can_end:
+                reason = self._ending(request, token)
             if reason is not None:
                 break
         request.num_rounds += 1
+        accepted = verdict.path[1 : 1 + emitted]
+        if len(draft.tree.tokens) == 1:
+            stats.record_plain()
+        else:
+            stats.record(draft, accepted, emitted)
+            self.totals.record(draft, accepted, emitted)
         if reason is not None:
             self.finish(request, reason)
         else:
             self.kv.commit(request.cache, root, verdict.path, request.tokens, has_more)
-        if len(draft.tree.tokens) == 1:
-            stats.record_plain()
-            return Emission(request, verdict.tokens, 0, (), verdict.logprobs)
-        accepted = verdict.path[1 : 1 + emitted]
-        stats.record(draft, accepted, emitted)
-        self.totals.record(draft, accepted, emitted)
-        sources = tuple(map(draft.source_of, accepted))
+        sources = tuple(map(draft.source_of, accepted)) if accepted else ()
         return Emission(request, verdict.tokens[:emitted], len(accepted), sources, verdict.logprobs[:emitted])
 
+    def _can_end(self, request: Request, tokens: Sequence[int]) -> bool:
+        """Whether one of these tokens may be the last but for a stop string."""
+        limit = min(request.num_prompt + request.params.max_tokens, self.max_model_len)
+        is_near = len(request.tokens) + len(tokens) >= limit
+        return is_near or request.constraint is not None or not request.stop_ids.isdisjoint(tokens)
+
     def _ending(self, request: Request, token: int) -> FinishReason | None:
-        has_text_stop = request.text_stop is not None and request.text_stop.push(token)
-        if has_text_stop or token in request.stop_ids:
+        if token in request.stop_ids:
             return FinishReason.STOP
         num_tokens = len(request.tokens)
         if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= self.max_model_len:

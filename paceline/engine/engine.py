@@ -32,7 +32,7 @@ MOST_LENGTH = 32  # tokens of a draft without a head in such a burst,
 MATCH_LENGTH = 8  # where a policy chooses: longer ones do not pay there
 STOP_ROUNDS = 2  # rounds of such a burst for a request with stop strings, which only the host looks for
 LOOK_EVERY = 4  # rounds of a burst between two looks at whether other drafts would be worth more,
-MOST_LOOKED = 4  # for so few requests: of more, the host has no time for it, and some always have a match
+MOST_LOOKED = 1  # for so few requests: of more, the host has no time for it, and some always have a match
 
 
 class Engine:
@@ -47,10 +47,10 @@ class Engine:
         self.executor, self.drafter, self.config = executor, drafter, config
         self.policy = policy or FixedPolicy(drafter, config.num_speculative_tokens)
         self.scheduler = Scheduler(config, executor.kv)
-        self.totals = SpecStats()
+        self._totals = SpecStats()
         self.stats: dict[str, SpecStats] = {}  # by request
         self.watch: Watch | None = None  # is shown every draft being judged
-        self._commits = Commits(executor.kv, config.max_model_len, self.totals, self.stats, self._finish)
+        self._commits = Commits(executor.kv, config.max_model_len, self._totals, self.stats, self._finish)
         self._suspicion = Suspicion()
         drafters = self.policy.drafters
         self._learners = [drafter for drafter in drafters if drafter.needs.verdicts]
@@ -65,6 +65,11 @@ class Engine:
         self._pending: PendingPasses | PendingBurst | None = None
         self._committed: float | None = None  # when the last step was, if nothing was waited for since
         executor.record(PassSizes(config.max_num_seqs, config.num_speculative_tokens), self._hidden_layers)
+
+    @property
+    def totals(self) -> SpecStats:
+        """Of all requests."""
+        return self._totals.settle()
 
     @property
     def has_work(self) -> bool:
@@ -311,17 +316,19 @@ class Engine:
         for index in record.answers.keys() & record.verdicts.keys():
             for number, draft in record.answers[index]:
                 self._suspicion.judge(self.policy.drafters[number], draft, record.verdicts[index])
-        if self._learners and (not record.is_plain or record.hidden):
-            seen = record.seen()
-            for drafter in self._learners:
-                width = drafter.needs.top_tokens
-                if drafter.needs.hidden_layers and not record.has_features:
-                    continue  # a burst without a head: it reads on without these rows
-                tops = [one.top[:, :width] if one.top is not None and width else None for one in seen]
-                drafter.observe([one._replace(top=top) for one, top in zip(seen, tops, strict=True)])
+        # One that reads hidden states reads on without the rows of a pass that has kept none.
+        learners = [
+            d for d in self._learners if record.hidden or not (d.needs.hidden_layers or record.is_plain)
+        ]
+        seen = record.seen() if learners else []
+        for drafter in learners:
+            width = drafter.needs.top_tokens
+            tops = [one.top[:, :width] if one.top is not None and width else None for one in seen]
+            drafter.observe([one._replace(top=top) for one, top in zip(seen, tops, strict=True)])
         return emissions
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.stats[request.id].settle()
         self.scheduler.finish(request, reason)
         self._release(request)
 

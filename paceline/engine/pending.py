@@ -165,7 +165,6 @@ class PendingBurst:
             seconds = said.head_seconds if said.seconds is not None else None
             record.drafting = {head: (longest(answers, head), seconds)}
         record.hidden, record.is_plain = self.burst.hidden(number), head is None and matcher is None
-        record.has_features = head is not None
         record.has_more = self.num_landed < len(self.burst)
         if said.seconds is not None:
             record.seconds = said.seconds + perf_counter() - started

@@ -46,6 +46,14 @@ class DraftCounts:
             for depth in set(depths):
                 counts[depth - 1] += 1
 
+    def add_chains(self, count: int, num_accepted: int, steps: int) -> None:
+        """The same of chains that are alike."""
+        self.num_drafted += steps * count
+        self.num_accepted += steps * num_accepted
+        for counts, length in ((self.drafted_at, count), (self.accepted_at, num_accepted)):
+            counts.extend([0] * (count - len(counts)))
+            counts[:length] = [number + steps for number in counts[:length]]
+
     def counts_json(self) -> dict[str, object]:
         names = ("num_drafted", "num_accepted", "acceptance_per_position")
         return {name: getattr(self, name) for name in names}
@@ -58,6 +66,8 @@ class SpecStats(DraftCounts):
     num_own: int = 0  # emitted tokens that are the target's own: a bonus or a replacement
     by_source: dict[str, DraftCounts] = field(default_factory=dict)  # of the nodes that each drafter proposed
     lengths: dict[int, int] = field(default_factory=dict)  # nodes checked in a step -> steps
+    # chains that `settle` has not counted yet: source, nodes, accepted ones, emitted tokens -> steps
+    chains: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
 
     @property
     def tau(self) -> float:
@@ -82,7 +92,12 @@ class SpecStats(DraftCounts):
         self.lengths[0] = self.lengths.get(0, 0) + num_rounds
 
     def record(self, draft: Draft, path: Sequence[int], num_tokens: int) -> None:
-        """path: the nodes of the draft that were emitted; the rest of the tokens are the target's own."""
+        """path: the nodes of the draft that were emitted; the rest of the tokens are the target's own. A
+        chain of one drafter counts with the next call of `settle`."""
+        if draft.sources is None and draft.tree.is_chain:
+            key = (draft.source, draft.num_drafted, len(path), num_tokens)
+            self.chains[key] = self.chains.get(key, 0) + 1
+            return
         self.num_steps += 1
         self.num_tokens += num_tokens
         self.num_own += num_tokens - len(path)
@@ -90,15 +105,24 @@ class SpecStats(DraftCounts):
         depths = draft.tree.depths()
         drafted, accepted = depths[1:], [depths[node] for node in path]
         self.add(drafted, accepted)
-        if draft.sources is None:
-            self._counts(draft.source).add(drafted, accepted)
-            return
         nodes = defaultdict[str, list[int]](list)
-        for node, source in enumerate(draft.sources[1:], start=1):
-            nodes[source].append(node)
+        for node in range(1, len(depths)):
+            nodes[draft.source_of(node)].append(node)
         for source, own in nodes.items():
             taken = [depths[node] for node in path if node in own]
             self._counts(source).add([depths[node] for node in own], taken)
+
+    def settle(self) -> SpecStats:
+        """Count the chains that were recorded since; before anything is read. Returns itself."""
+        for (source, count, num_accepted, num_tokens), steps in self.chains.items():
+            self.num_steps += steps
+            self.num_tokens += steps * num_tokens
+            self.num_own += steps * (num_tokens - num_accepted)
+            self.lengths[count] = self.lengths.get(count, 0) + steps
+            for counts in (self, self._counts(source)):
+                counts.add_chains(count, num_accepted, steps)
+        self.chains.clear()
+        return self
 
     def _counts(self, source: str) -> DraftCounts:
         return self.by_source.setdefault(source, DraftCounts())

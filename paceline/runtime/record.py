@@ -42,7 +42,6 @@ class StepRecord:
     drafting: Drafting = field(default_factory=dict)
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> [rows, hidden]
     top: torch.Tensor | None = None  # [L, k]: the most likely tokens at each node
-    has_features: bool = True  # false: a burst without a head, which keeps no hidden states
     has_more: bool = False  # a pass that goes on from this one is under way, and writes to reserved slots
     is_plain: bool = False  # nothing was asked for, by choice: plain decoding's own time
     pass_seconds: float | None = None  # of the pass alone; None where it cannot be told

@@ -65,6 +65,10 @@ class AutoPolicy(Policy):
         self._switches: dict[int, Switch] = defaultdict(Switch)  # by batch size
         self._load = Load.of((), costs, most_nodes)
         self._most_requests, self._most_matched = most_requests, most_matched
+        backends = [
+            drafter.burst_backend for drafter in self.drafters
+        ]  # of several requests, without the host
+        self._has_bursts = any(each is not None and each.most_requests > 1 for each in backends)
         self._weighed: dict[int, list[Answer]] = {}  # of this step, by scheduled request
         # What a drafted step took longer than expected, in plain passes, by whether the host drafted; then
         # with what the burst that follows takes to begin.
@@ -94,7 +98,7 @@ class AutoPolicy(Policy):
     def _asks(self, number: int, limits: Sequence[tuple[int, Request, int]]) -> Asks:
         drafter, known = self.drafters[number], self._known[number]
         asks: Asks = []
-        if drafter.is_free and len(limits) > self._most_matched:
+        if drafter.is_free and len(limits) > (1 if self._has_bursts else self._most_matched):
             return asks
         limits = [limit for limit in limits if limit[1].params.speculative_method in (None, drafter.name)]
         for index, request, limit in limits:
