@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from operator import lt
+
+
+@cache
+def _chain(count: int) -> tuple[int, ...]:
+    """The parents of a chain's nodes."""
+    return tuple(range(-1, count - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +42,11 @@ class Tree:
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int] = ()) -> Tree:
-        return cls.known((root, *tokens), tuple(range(-1, len(tokens))))
+        return cls.known((root, *tokens), _chain(len(tokens) + 1))
 
     @property
     def is_chain(self) -> bool:
-        return all(p == i - 1 for i, p in enumerate(self.parents))
+        return self.parents == _chain(len(self.parents))
 
     def depths(self) -> list[int]:
         depths = [0] * len(self.tokens)

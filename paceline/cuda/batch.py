@@ -82,6 +82,11 @@ def bucket_of(num_rows: int, num_requests: int, longest: int, num_blocks: int) -
 
 def ancestor_words(parents: list[int], starts: list[int], num_words: int) -> np.ndarray:
     """[T, W] int64 masks, each row its parent's and its own bit. Bits of padding may wrap around."""
+    rows = np.arange(len(parents))
+    firsts = np.repeat(starts[:-1], np.diff(starts))
+    if np.array_equal(parents, np.where(rows == firsts, -1, rows - 1)):  # chains, as prompts are
+        bits = np.clip((rows - firsts)[:, None] + 1 - WORD * np.arange(num_words), 0, WORD)
+        return _ONES[bits]
     masks = [0] * len(parents)
     for first, end in pairwise(starts):
         for row in range(first, end):
@@ -98,8 +103,9 @@ class Column(NamedTuple):
 
 
 class Buffer:
-    """Named columns in one piece of memory, on the device and twice here: one may be written while the copy
-    of the other is on its way; the copy before has arrived, since reading its results waited."""
+    """Named columns in one piece of memory, on the device and here. Of a recording, which is filled again and
+    again, twice here and pinned: one may be written while the copy of the other is on its way; the copy
+    before has arrived, since reading its results waited."""
 
     def __init__(self, columns: dict[str, Column], device: torch.device, values: dict[str, Any]) -> None:
         """values: of a batch that writes nowhere, since a capture launches before there is another."""
@@ -110,14 +116,23 @@ class Buffer:
             total += -(-size // 16) * 16  # aligned: kernels are compiled for aligned addresses and for others
         self._ends = ends
 
-        def cut(memory: Tensor) -> dict[str, Tensor]:
-            return {n: memory[ends[n]].view(each.dtype).view(each.shape) for n, each in columns.items()}
-
-        hosts = [torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
-        self._hosts = [(host, {name: each.numpy() for name, each in cut(host).items()}) for host in hosts]
         self._device = torch.zeros(total, dtype=torch.uint8, device=device)
-        self.on_device = cut(self._device)
+        self.on_device = self._cut(self._device)
+        self._hosts = [self._host(is_pinned=False)]
         self.fill(values)
+
+    def _cut(self, memory: Tensor) -> dict[str, Tensor]:
+        columns, ends = self._columns, self._ends
+        return {n: memory[ends[n]].view(each.dtype).view(each.shape) for n, each in columns.items()}
+
+    def _host(self, is_pinned: bool) -> tuple[Tensor, dict[str, np.ndarray]]:
+        memory = torch.zeros(len(self._device), dtype=torch.uint8, pin_memory=is_pinned)
+        return memory, {name: each.numpy() for name, each in self._cut(memory).items()}
+
+    def pin(self) -> None:
+        """It will be filled again and again."""
+        if self._device.device.type == "cuda":
+            self._hosts = [self._host(is_pinned=True) for _ in range(2)]
 
     def fill(self, values: Mapping[str, Any]) -> None:
         """Numbers of each column, from its start in every dimension; what is missing is padding."""
@@ -167,6 +182,8 @@ def choice_values(choices: Sequence[Pick | Sampler], places: Sequence[int]) -> d
     return {"temperatures": [each.temperature for each in choices], "seeds": seeds, "places": places}
 
 
+# [WORD + 1] int64: so many bits from the lowest on
+_ONES = np.array([(1 << count) - 1 for count in range(WORD + 1)], np.uint64).view(np.int64)
 _FIRST = np.ones((REQUESTS[-1], 1), np.int64)
 _OWN = _FIRST << (np.arange(len(_FIRST)) % WORD)[:, None]  # masks of one request's rows without ancestors
 NOTHING = Columns([], [], [], [], [], [0], [], [], [])
@@ -184,12 +201,14 @@ def batch_values(bucket: Bucket, columns: Columns, picks: Sequence[Pick] | None)
     starts = [*columns.starts, *[rows] * (bucket.requests - requests), bucket.rows]
     ids, positions, prefixes = columns.input_ids, columns.positions, columns.prefix_lens
     values = by_field(ids, positions, columns.slots, starts, prefixes, tables_of(columns, bucket), masks)
+    values["wanted"] = columns.rows
     if picks is not None:
         values |= choice_values(picks, [positions[row] + 1 for row in columns.rows])
     return values
 
 
-def target_buffer(bucket: Bucket, trash_slot: int, device: torch.device) -> Buffer:
-    """Of the target's pass, without requests."""
-    columns = batch_columns(bucket, trash_slot) | choice_columns(bucket.rows)
+def target_buffer(bucket: Bucket, num_wanted: int, trash_slot: int, device: torch.device) -> Buffer:
+    """Of the target's pass, without requests. num_wanted: rows whose logits are."""
+    columns = batch_columns(bucket, trash_slot) | choice_columns(num_wanted)
+    columns["wanted"] = Column((num_wanted,), torch.int64)
     return Buffer(columns, device, batch_values(bucket, NOTHING, None))

@@ -244,11 +244,15 @@ class CudaBurstBackend:
         sizes = (len(layers), bucket.rows, decoder.config.hidden_size)
         hidden = torch.zeros(sizes, dtype=decoder.weights.dtype, device=device)
         said = (self.most_rounds, requests, 3 * steps + 1)
-        rounds, number = (torch.zeros(each, dtype=torch.int32, device=device) for each in (said, requests))
+        rounds, number = (torch.zeros(size, dtype=torch.int32, device=device) for size in (said, requests))
+        for each in (head, target):
+            each.pin()
         room = _Room(shape, head, bucket, target, hidden, number, rounds)
         # [rows of the head, taps] int64: where the hidden states of the round before lie
-        each = [[hidden[layers.index(tap), row].data_ptr() for tap in self._head.taps] for row in range(rows)]
-        addresses = torch.tensor(each, dtype=torch.int64, device=device)
+        lines = [
+            [hidden[layers.index(tap), row].data_ptr() for tap in self._head.taps] for row in range(rows)
+        ]
+        addresses = torch.tensor(lines, dtype=torch.int64, device=device)
         return partial(self._run, room, draft, check, addresses), room
 
     def _run(

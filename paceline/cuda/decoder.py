@@ -8,6 +8,7 @@ on its own context alone, and the text is bitwise the same with drafts and witho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from paceline.cuda.batch import (
     target_buffer,
 )
 from paceline.cuda.graphs import Arriving, Capture, Graphs
+from paceline.cuda.linear import Matrix
 from paceline.cuda.pick import pick
 from paceline.cuda.weights import Weights, load_weights
 from paceline.models.attention import LayerCache
@@ -40,6 +42,9 @@ from paceline.models.config import ModelConfig
 # Tiles and KV heads of a launch of attention whose splits are added by its last program, at most.
 COUNTERS = 8192
 MAX_GRAPH_ROWS = 256  # beyond, a pass is bound by arithmetic and launches hide behind it
+# Rows of one prompt's pass that is replayed: as long as launches would take longer than arithmetic, so few
+# that times the weights they are no more than this.
+PROMPT_ROWS, ROWS_TIMES_WEIGHTS = (64, 128, 256, 512, 1024), 6 * 10**11
 # Rows and requests of prompts' passes: one of each kind for which kernels differ.
 PROMPTS = ((16, 2), (32, 1), (64, 1), (128, 1), (256, 1), (256, 2), (256, 17), (272, 1), (272, 17))
 
@@ -49,7 +54,8 @@ class PassSpec(NamedTuple):
 
     bucket: Bucket
     depth: int
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...] = ()
+    num_wanted: int | None = None  # rows whose logits are; None: all
 
 
 class CudaDecoder:
@@ -84,8 +90,16 @@ class CudaDecoder:
     @property
     def num_bytes(self) -> int:
         """Of the matrices, which a pass reads in full."""
-        matrices = [m for each in self.weights.layers for m in (each.qkv, each.out, each.gate_up, each.down)]
-        return sum(matrix.num_bytes for matrix in (*matrices, self.weights.head))
+        return sum(matrix.num_bytes for matrix in self._matrices)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(math.prod(matrix.weight.shape) for matrix in self._matrices)
+
+    @property
+    def _matrices(self) -> list[Matrix]:
+        layers, head = self.weights.layers, self.weights.head
+        return [m for each in layers for m in (each.qkv, each.out, each.gate_up, each.down)] + [head]
 
     @torch.inference_mode()
     def forward(
@@ -98,13 +112,14 @@ class CudaDecoder:
         columns, wished = batch.columns, tuple(dict.fromkeys(hidden_layers))
         count, num_rows = len(columns.rows), len(columns.slots)
         spec = PassSpec(bucket_for(columns, self.num_blocks), depth, wished)
-        wanted = None
-        if count < num_rows or (spec, id(kv)) not in self._graphs:  # no longer tables than these rows need
-            num_blocks, wanted = len(columns.block_tables) // len(columns.prefix_lens), columns.rows
-            spec = spec._replace(bucket=spec.bucket._replace(num_blocks=num_blocks))
+        if count < num_rows:
+            rows, requests = next_size(PROMPT_ROWS, num_rows), len(columns.prefix_lens)
+            spec = PassSpec(Bucket(rows, requests, rows, self.num_blocks), depth, wished, count)
+        if (spec, id(kv)) not in self._graphs:  # no more rows and no longer tables than it needs
+            num_blocks = len(columns.block_tables) // len(columns.prefix_lens)
+            spec = PassSpec(bucket_for(columns, num_blocks), depth, wished, count)
         values = batch_values(spec.bucket, columns, batch.picks)
-        make = partial(self.prepare, spec, kv, wanted)
-        logits, picked, hidden = self._graphs.launch((spec, id(kv)), make, values)
+        logits, picked, hidden = self._graphs.launch((spec, id(kv)), partial(self.prepare, spec, kv), values)
         kept = hidden[:, :num_rows].clone() if hidden is not None else ()
         chosen = None if picked is None or batch.picks is None else Arriving(picked[:count])
         self.latest = chosen if count <= MAX_GRAPH_ROWS else None  # of more, the next pass cannot read them
@@ -117,38 +132,35 @@ class CudaDecoder:
     ) -> None:  # fmt: skip
         """All that passes of these sizes replay, with hidden states and without: plain decoding, drafts of
         one request, drafts of several."""
-        depth, layers = num_layers or self.config.num_layers, tuple(dict.fromkeys(hidden_layers))
+        depth = num_layers or self.config.num_layers
         several = [size for size in ROWS if size <= next_size(ROWS, min(sizes.requests, MAX_GRAPH_ROWS))]
         shapes = [(size, size, 1) for size in several]
         if sizes.nodes:
-            longest = next_size(ROWS, min(sizes.nodes + 1, MAX_GRAPH_ROWS))
-            shapes += [(size, 1, next_size(MAX_ROWS, size)) for size in ROWS[1:] if size <= longest]
+            shapes += [(size, 1, next_size(MAX_ROWS, size)) for size in ROWS[1:]]
             for fewer, most in pairwise(MAX_ROWS) if sizes.requests > 1 else ():
                 shapes += [(size, size, most) for size in ROWS[2:] if size > fewer]
-        for wished in dict.fromkeys(((), layers)):
-            for shape in shapes:
-                spec = PassSpec(Bucket(*shape, self.num_blocks), depth, wished)
-                self._graphs.record((spec, id(kv)), partial(self.prepare, spec, kv))
+        specs = [PassSpec(Bucket(*shape, self.num_blocks), depth) for shape in shapes]
+        most = max(ROWS_TIMES_WEIGHTS // self.num_weights, PROMPT_ROWS[0])
+        prompts = [Bucket(size, 1, size, self.num_blocks) for size in PROMPT_ROWS if size <= most]
+        specs += [PassSpec(bucket, depth, num_wanted=1) for bucket in prompts]
+        taps = dict.fromkeys(((), tuple(dict.fromkeys(hidden_layers))))
+        for spec in [spec._replace(hidden_layers=each) for each in taps for spec in specs]:
+            self._graphs.record((spec, id(kv)), partial(self.prepare, spec, kv))
         for count, requests in PROMPTS:  # kernels are compiled
             bucket = Bucket(count, min(requests, sizes.requests), next_size(MAX_ROWS, count), self.num_blocks)
-            run, _ = self.prepare(PassSpec(bucket, depth, layers), kv, [0])
+            run, _ = self.prepare(PassSpec(bucket, depth, num_wanted=1), kv)
             run()
 
-    def prepare(
-        self, spec: PassSpec, kv: Sequence[LayerCache], wanted: Sequence[int] | None = None
-    ) -> tuple[Callable[[], Any], Buffer]:
-        """A pass and what it reads; wanted: rows whose logits are, if not all. The pass keeps its cache:
-        another at the same address would be taken for it."""
-        buffer = target_buffer(spec.bucket, kv[0][0].shape[0] - 1, self.device)
-        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        return partial(self._run, buffer.on_device, spec, kv, rows), buffer
+    def prepare(self, spec: PassSpec, kv: Sequence[LayerCache]) -> tuple[Callable[[], Any], Buffer]:
+        """A pass and what it reads. The pass keeps its cache: another at the same address would be taken for
+        it."""
+        count = spec.bucket.rows if spec.num_wanted is None else spec.num_wanted
+        buffer = target_buffer(spec.bucket, count, kv[0][0].shape[0] - 1, self.device)
+        return partial(self._run, buffer.on_device, spec, kv), buffer
 
-    def _run(
-        self, at: Mapping[str, torch.Tensor], spec: PassSpec, kv: Sequence[LayerCache],
-        wanted: torch.Tensor | None,
-    ) -> Any:  # fmt: skip
+    def _run(self, at: Mapping[str, torch.Tensor], spec: PassSpec, kv: Sequence[LayerCache]) -> Any:
         """-> logits [L, vocab], the picked tokens or None, hidden states [layers, T, hidden] or None."""
-        weights, eps, (bucket, depth, wished) = self.weights, self.config.rms_eps, spec
+        weights, eps, (bucket, depth, wished, num_wanted) = self.weights, self.config.rms_eps, spec
         batch, layers = DeviceBatch.of(at), weights.layers[:depth]
         norms = [*(layer.attention_norm for layer in layers), weights.norm]
         x = rows.embed(batch.input_ids, weights.embedding, self.config.embed_scale, self._picks)
@@ -163,9 +175,9 @@ class CudaDecoder:
             if i < depth:
                 q = layers[i].queries(normed, (batch.positions, batch.slots), kv[i])
                 added, after = layers[i].run(x, q, batch, kv[i], how, normed), layers[i].after_mlp
-        if wanted is not None and not len(wanted):  # part of a prompt
+        if num_wanted == 0:  # part of a prompt
             return normed.new_empty((0, self.config.vocab_size)), None, hidden
-        logits = weights.head(normed if wanted is None else normed[wanted])
+        logits = weights.head(normed if num_wanted is None else normed[at["wanted"]])
         # the next pass may read the tokens where they are written
         out = self._picks[: len(logits)] if len(logits) <= MAX_GRAPH_ROWS else None
         return logits, pick(logits, at, out), hidden

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import triton
 
+from paceline.cuda.batch import Buffer
+
 Run = Callable[[], Any]  # launches kernels, returns the tensors they write
 Make = Callable[[], tuple[Run, Any]]  # gives what to record, and the Buffer that it reads
 
@@ -121,4 +123,6 @@ class Graphs:
         if key not in self._recordings:
             run, beside = make()
             self._recordings[key] = (self._capture(run), beside)
+            if isinstance(beside, Buffer):
+                beside.pin()
         return self._recordings[key]

@@ -166,6 +166,7 @@ class PendingBurst:
             record.drafting = {head: (longest(answers, head), seconds)}
         record.hidden, record.is_plain = self.burst.hidden(number), head is None and matcher is None
         record.has_more = self.num_landed < len(self.burst)
+        record.is_start = number == 0 and said.seconds is None
         if said.seconds is not None:
             record.seconds = said.seconds + perf_counter() - started
         return record

@@ -95,7 +95,7 @@ class SpecStats(DraftCounts):
         """path: the nodes of the draft that were emitted; the rest of the tokens are the target's own. A
         chain of one drafter counts with the next call of `settle`."""
         if draft.sources is None and draft.tree.is_chain:
-            key = (draft.source, draft.num_drafted, len(path), num_tokens)
+            key = (draft.source, len(draft.tree.tokens) - 1, len(path), num_tokens)
             self.chains[key] = self.chains.get(key, 0) + 1
             return
         self.num_steps += 1

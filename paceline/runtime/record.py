@@ -43,6 +43,7 @@ class StepRecord:
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> [rows, hidden]
     top: torch.Tensor | None = None  # [L, k]: the most likely tokens at each node
     has_more: bool = False  # a pass that goes on from this one is under way, and writes to reserved slots
+    is_start: bool = False  # the first of a burst that goes on: getting it ready took longer than a round
     is_plain: bool = False  # nothing was asked for, by choice: plain decoding's own time
     pass_seconds: float | None = None  # of the pass alone; None where it cannot be told
     seconds: float | None = None  # from the commit before to this one; None where that is not known

@@ -212,7 +212,8 @@ class AutoPolicy(Policy):
         elif record.seconds is not None and seconds is not None:
             self._note_excess((record.seconds - expected) / load.seconds, record.pass_seconds is not None)
             emitted = sum(len(verdict.tokens) for verdict in record.verdicts.values())
-            switch.note_drafted(seconds, expected / load.seconds, emitted / load.speaking)
+            each = emitted / load.speaking
+            switch.note_drafted(seconds, expected / load.seconds, each, record.is_start)
 
     def _note_excess(self, excess: float, is_host: bool) -> None:
         before, self._between = self._between, excess if is_host else 0.0

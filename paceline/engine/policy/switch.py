@@ -30,9 +30,10 @@ class Switch:
         self.plain_steps -= self.plain_steps > 0
         self._is_first = True
 
-    def note_drafted(self, seconds: float, expected: float, tokens: float) -> None:
-        """expected: of the step, in plain passes; tokens: a request has emitted, on average."""
-        if self._is_first:  # to begin takes longer, once: what is expected counts
+    def note_drafted(self, seconds: float, expected: float, tokens: float, is_start: bool = False) -> None:
+        """expected: of the step, in plain passes; tokens: a request has emitted, on average; is_start: of a
+        burst."""
+        if self._is_first or is_start:  # to begin takes longer, once: what is expected counts
             self._is_first, seconds = False, min(seconds, self._plain.value)
         is_pause = seconds > OUTLIER * self._plain.value and not self._was_pause
         self._was_pause = is_pause
