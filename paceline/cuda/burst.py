@@ -249,9 +249,8 @@ class CudaBurstBackend:
             each.pin()
         room = _Room(shape, head, bucket, target, hidden, number, rounds)
         # [rows of the head, taps] int64: where the hidden states of the round before lie
-        lines = [
-            [hidden[layers.index(tap), row].data_ptr() for tap in self._head.taps] for row in range(rows)
-        ]
+        taps = [hidden[layers.index(tap)] for tap in self._head.taps]
+        lines = [[tap[row].data_ptr() for tap in taps] for row in range(rows)]
         addresses = torch.tensor(lines, dtype=torch.int64, device=device)
         return partial(self._run, room, draft, check, addresses), room
 

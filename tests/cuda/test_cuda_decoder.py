@@ -242,24 +242,24 @@ def test_attention_that_adds_splits_has_the_same_bits(
     assert torch.equal(*found)
 
 
-def test_all_is_recorded_before_and_nothing_after() -> None:
+def test_all_is_recorded_before_and_nothing_after(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("counts captures, which a GPU's capture does not")
+    for name, sizes in (("ROWS", (1, 2, 4)), ("PROMPT_ROWS", (6,)), ("PROMPTS", ())):
+        monkeypatch.setattr(decoder_module, name, sizes)
     config, capture = config_of("llama"), CountingCapture()
     decoder = CudaDecoder.load(DummyCheckpoint(config), dtype="float32", device="cpu", capture=capture)
     executor = executor_of(decoder, 8)
     cache = Cached()
     executor.kv.reserve(cache, 64)
-    decoder.record(
-        executor.memory.layers, PassSizes(1, 4)
-    )  # one row, and drafts of one request: 2, 4, 8 rows
-    assert capture.num_recordings == 4
+    decoder.record(executor.memory.layers, PassSizes(1, 4))  # one row; drafts of one request; a prompt
+    assert capture.num_recordings == 1 + 2 + 1
     found = []
-    for count in (3, 4, 3, 4, 9):  # the last is recorded for no bucket
-        found.append(executor.forward([Segment(words(count), cache, None, count)]).logits[:3].clone())
+    for count in (3, 4, 3, 4, 9):  # for the last there is no recording
+        found.append(executor.forward([Segment(words(count), cache, None, count)]).logits[2].clone())
+    found.append(executor.forward([Segment(words(3), cache, None, 1)]).logits[0])  # a prompt
     for each in found[1:]:
         torch.testing.assert_close(each, found[0])
-    executor.forward([Segment(words(9), cache, None, 1)])  # nor is a prompt
     assert capture.num_recordings == 4
 
 
