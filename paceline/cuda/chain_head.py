@@ -151,16 +151,17 @@ class CudaChainHead(RecordedHead):
     def _feed_rows(self, feeds: Sequence[Feed], count: int = 0) -> ChainRows:
         """The logits of each text's last row are wanted. count: as many rows each, at least: those after a
         text's last have features that lie `nowhere`, and are overwritten before they are seen."""
-        segments, counts = [], [max(count, len(feed.tokens)) for feed in feeds]
-        addresses, first = np.full((sum(counts), len(self.taps)), self.nowhere), 0
-        for feed, each in zip(feeds, counts, strict=True):
-            feed.place.reserve(feed.start + each)
-            tokens = [*feed.tokens, *[0] * (each - len(feed.tokens))]
-            segments.append(Segment(tokens, Cached(feed.place.blocks, feed.start)))
-            addresses[first : first + len(feed.rows)] = self._addresses(feed.rows)
-            first += each
+        segments = []
+        for feed in feeds:
+            extra = max(count - len(feed.tokens), 0)
+            feed.place.reserve(feed.start + len(feed.tokens) + extra)
+            segments.append(Segment([*feed.tokens, *[0] * extra], Cached(feed.place.blocks, feed.start)))
         columns = build(segments).columns
-        wanted = [row + len(feed.tokens) - 1 for row, feed in zip(columns.starts, feeds, strict=False)]
+        addresses = np.full((len(columns.slots), len(self.taps)), self.nowhere)
+        starts = list(zip(columns.starts, feeds, strict=False))
+        shown = [first + i for first, feed in starts for i in range(len(feed.rows))]
+        addresses[shown] = self._addresses([row for feed in feeds for row in feed.rows])
+        wanted = [first + len(feed.tokens) - 1 for first, feed in starts]
         return ChainRows(columns._replace(rows=wanted), columns.slots, addresses)
 
     def _run_rows(self, found: ChainRows, is_true: bool = True) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,14 +197,19 @@ class RecordedHead:
 
     def _addresses(self, rows: Sequence[Row]) -> np.ndarray:
         """[rows, taps] int64: where the hidden states of each row lie."""
-        spans = [rows] if isinstance(rows, Span) else [Span(row, 1) for row in rows]
+        if isinstance(rows, Span):
+            return self._lines(rows.first.hidden, rows.first.at + np.arange(len(rows)))
         found = [np.empty((0, len(self.taps)), np.int64)]
-        for span in spans:
-            shown = [span.first.hidden[layer] for layer in self.taps]
-            starts = np.array([hidden.data_ptr() for hidden in shown], np.int64)
-            steps = np.array([hidden.stride(0) * hidden.element_size() for hidden in shown], np.int64)
-            found.append(starts + (span.first.at + np.arange(len(span)))[:, None] * steps)
+        for _, shown in groupby(rows, key=lambda row: id(row.hidden)):  # most are of one pass
+            same = list(shown)
+            found.append(self._lines(same[0].hidden, np.array([row.at for row in same])))
         return np.concatenate(found)
+
+    def _lines(self, shown: Mapping[int, torch.Tensor], at: np.ndarray) -> np.ndarray:
+        tensors = [shown[layer] for layer in self.taps]
+        starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+        steps = np.array([tensor.stride(0) * tensor.element_size() for tensor in tensors], np.int64)
+        return starts + at[:, None] * steps
 
     def _record(self, shape: HeadShape) -> None:
         self._graphs.record((shape, self.generation), partial(self.prepare, shape))

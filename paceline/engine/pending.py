@@ -27,7 +27,7 @@ from paceline.runtime.executor import LocalExecutor
 from paceline.runtime.record import Drafting, Scheduled, StepRecord, judge, longest
 
 AHEAD = 2  # passes under way at a time, so that a device never waits for the host
-GOING = 0.75  # of a burst's requests: with fewer left in it, another begins
+GOING = 0.5  # of a burst's requests: with fewer left in it, another begins
 
 
 @lru_cache(maxsize=4096)

@@ -101,13 +101,16 @@ class AutoPolicy(Policy):
         if drafter.is_free and len(limits) > (1 if self._has_bursts else self._most_matched):
             return asks
         limits = [limit for limit in limits if limit[1].params.speculative_method in (None, drafter.name)]
-        for index, request, limit in limits:
+        backend, some = drafter.burst_backend, limits
+        is_together = backend is not None and not backend.is_weighing and len(limits) > 1
+        if is_together:  # a few stand for all
+            some = limits[:: 1 + len(limits) // MOST_LEARNED]
+        for index, request, limit in some:
             count = limit if drafter.is_free else self._expected(number, request, limit)[0]
             if count:
                 asks.append((index, limit if drafter.can_stop else count))
-        backend = drafter.burst_backend
-        if backend is not None and not backend.is_weighing and len(limits) > 1:  # for all together, or none
-            asks = [(index, limit) for index, _, limit in limits] if 2 * len(asks) >= len(limits) else []
+        if is_together:
+            asks = [(index, limit) for index, _, limit in limits] if 2 * len(asks) >= len(some) else []
         probe = known.seconds(self._load.size).pass_seconds(1) / (PROBE_SHARE * self._load.seconds)
         if not asks and limits and known.idle >= probe:  # the text may be another by now
             return [(limits[0][0], 1)]
@@ -212,7 +215,7 @@ class AutoPolicy(Policy):
         elif record.seconds is not None and seconds is not None:
             self._note_excess((record.seconds - expected) / load.seconds, record.pass_seconds is not None)
             emitted = sum(len(verdict.tokens) for verdict in record.verdicts.values())
-            each = emitted / load.speaking
+            each = emitted / len(record.verdicts)  # of those that go on
             switch.note_drafted(seconds, expected / load.seconds, each, record.is_start)
 
     def _note_excess(self, excess: float, is_host: bool) -> None:
