@@ -154,8 +154,7 @@ def our_worker(folder: Path, log: Path) -> Worker:
         "load",
         options={
             "model": str(folder),
-            "dtype": "float32",
-            "speculative_config": None,
+            "more": {"dtype": "float32", "speculative_config": None},
             "in_flight": 1,
             "method": "plain",
             "threads": 1,
@@ -197,7 +196,7 @@ def test_a_hanging_worker_is_an_error(tiny_folder: Path, tmp_path: Path) -> None
 
 def test_a_failing_worker_says_why(tmp_path: Path) -> None:
     worker = Worker("paceline", sys.executable, MODULES[OURS], tmp_path / "log", 1)
-    options = {"model": "nowhere", "dtype": "float32", "speculative_config": None, "in_flight": 1}
+    options = {"model": "nowhere", "more": {"dtype": "float32"}, "in_flight": 1}
     try:
         with pytest.raises(WorkerError, match="no model 'nowhere'"):
             worker.ask("load", options=options)

@@ -5,6 +5,7 @@ from their results.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,59 @@ def test_batch_counts_waves_in_which_all_decode(tiny_folder: Path, prompts: str,
     assert (tmp_path / "concurrency_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
+def cold_options(folder: Path, prompts: str) -> tuple[str, ...]:
+    chosen = ("--model", str(folder), "--dtype", "float32", "--prompts", prompts, "--waves", "2", "--cold")
+    return (*chosen, "--concurrency", "2,12", "--max-new-tokens", "8")
+
+
+def test_a_cold_batch_counts_everything(tiny_folder: Path, prompts: str, tmp_path: Path) -> None:
+    rows = ("--rows", "auto-free,suffix/2")
+    report, out = report_of("batch", tmp_path, *cold_options(tiny_folder, prompts), *rows)
+    assert "nothing left out" in out
+    names = ("plain", "auto-free", "suffix/2")
+    assert [(row["requests"], row["row"]) for row in report["cold"]] == [
+        (n, r) for n in (2, 12) for r in names
+    ]
+    for row in report["cold"]:
+        assert (row["different"], row["recordings"]) == (0, 0)
+        assert row["worst_s"] >= row["median_s"] > 0
+        assert min(row["load_s"], row["ratio"], row["steady_tokens_per_s"]) > 0
+        assert row["row"] != "plain" or row["ratio"] == 1
+    text = rewritten("<!-- table:batch -->\n<!-- end -->", tmp_path)
+    assert "| requests | row | load | tok/s | ratio | steady |" in text
+
+
+FAKE_VLLM = """
+from types import SimpleNamespace as SamplingParams
+
+class LLM:
+    def __init__(self, model, **options):
+        assert options["dtype"] == "float32" and options["max_num_seqs"] == 12
+
+    def generate(self, prompts, params, use_tqdm):
+        text = SamplingParams(token_ids=[0] * params.max_tokens)
+        return [SamplingParams(outputs=[text]) for _ in prompts]
+"""
+
+
+def test_a_peer_meets_the_same_cold_waves(
+    tiny_folder: Path, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.setenv("PACELINE_PEERS", str(tmp_path / "none"))
+    options = (*cold_options(tiny_folder, prompts), "--rows", "plain", "--peers", "vllm")
+    done = CliRunner().invoke(app, ["bench", "batch", *options])
+    assert done.exit_code == 2
+    assert "the peer vllm is not installed" in done.stderr
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    report, out = report_of("batch", tmp_path, *options)
+    theirs = [row for row in report["cold"] if row["row"] == "vllm"]
+    assert [row["requests"] for row in theirs] == [2, 12]
+    assert all((row["different"], row["recordings"]) == (0, None) and row["ratio"] > 0 for row in theirs)
+    assert "vllm eagle is left out: no eagle head is shipped" in out
+
+
 def test_step_is_beside_its_floor(tiny_folder: Path, tmp_path: Path) -> None:
     options = (
         "--model",
@@ -131,6 +185,8 @@ def test_a_server_stands_load(tmp_path: Path) -> None:
         (("decode", "--rows", "plain/3"), "write a drafter and its length"),
         (("decode", "--rows", "suffix/x"), "write a drafter and its length"),
         (("batch", "--concurrency", "1,x"), "--concurrency is '1,x'"),
+        (("batch", "--peers", "vllm"), "measured with --cold"),
+        (("batch", "--cold", "--peers", "vlm"), "did you mean 'vllm'"),
         (("step", "--rows", "0"), "--rows is '0'"),
         (("soak", "lod"), "did you mean 'load'"),
         (("serve", "--peers", "Q9"), "llama.cpp"),

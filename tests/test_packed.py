@@ -35,6 +35,14 @@ from tests.passes import Rows, batch_of, new_kv, shuffled_blocks
 BITS = {"int8": 8, "int4": 4}
 
 
+def test_models_of_random_weights_have_files_of_their_own() -> None:
+    shapes = [open_checkpoint(name, load_format="dummy") for name in ("llama-8b", "smollm2-135m")]
+    first, second = (cache_path(shape, 8) for shape in shapes)
+    assert first.name.startswith("dummy-llama-8b-")
+    assert first.name != second.name
+    assert shapes[0].fingerprint[:12] != shapes[1].fingerprint[:12]
+
+
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"

@@ -7,6 +7,7 @@ header.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,9 @@ class DummyCheckpoint:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        self.fingerprint = f"dummy {self.config}"
+        """What is kept on disk of a model is found by its path's name and its fingerprint's beginning."""
+        self.path = Path(f"dummy-{self.name}")
+        self.fingerprint = hashlib.sha256(f"dummy {self.config}".encode()).hexdigest()
 
     def tensor(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """float32, as large as trained weights are: rows of unit length, norms of one."""

@@ -12,15 +12,15 @@ from itertools import chain
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.drafters.registry import parse
 from paceline.loaders.checkpoint import Checkpoint, open_checkpoint
 from paceline.measure import rows as planning
+from paceline.measure.engines import speculation_of
 from paceline.measure.models import gguf_file, hf_folder, main_type
 from paceline.measure.options import Compare
 from paceline.measure.processes import Worker, WorkerError, peer_worker
 from paceline.measure.prompts import chosen
 from paceline.measure.results import OVERALL, Table, Tell, table_of
-from paceline.measure.rows import AUTO, FILE_AS_IS, OURS, PLAIN, RAW, Answer, Row, Task, Unit
+from paceline.measure.rows import FILE_AS_IS, OURS, PLAIN, RAW, Answer, Row, Task, Unit
 
 LEAST_TOKENS = 8  # of an answer
 # Peers get a context that just holds the longest request, rounded up; drafts need a little more.
@@ -87,17 +87,14 @@ class Run:
             return {"rows": planning.report_rows(list(workers), samples, peaks), "notes": notes}
 
     def _model_options(self, row: Row, checkpoint: Checkpoint, tell: Tell) -> dict[str, Any]:
-        """What a worker loads. A drafter by its name always drafts its usual length; only "auto" chooses."""
+        """What a worker loads."""
         if row.peer == "llama.cpp":
             return {"model": str(gguf_file(checkpoint, row.variant.removesuffix(RAW), tell))}
         if row.peer != OURS:
             return {"model": str(hf_folder(checkpoint, tell))}
-        config: dict[str, Any] | str | None = None if row.method == PLAIN else AUTO
-        if row.method not in (PLAIN, AUTO):
-            model = {"model": self.asked.draft_model} if row.method == "draft_model" else {}
-            most = parse({"method": row.method, **model})[1].num_speculative_tokens
-            config = {"method": row.method, **model, "num_speculative_tokens": most}
-        return {"model": self.asked.model, "dtype": row.variant, "speculative_config": config}
+        model = {"model": self.asked.draft_model} if row.method == "draft_model" else {}
+        given = {"speculative_config": speculation_of(row.method, **model), "dtype": row.variant}
+        return {"model": self.asked.model, "more": given}
 
     def _run(self, row: Row, worker: Worker, unit: Unit) -> tuple[float, list[Answer]]:
         prompts = [{"ids": list(task.ids), "num_tokens": task.num_tokens} for task in unit]

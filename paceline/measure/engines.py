@@ -1,7 +1,7 @@
 """Several engines over one loaded model: rows of `bench decode`, `bench batch` and `tune`, timed in turns.
 The one place where measuring makes engines and policies. Invariant: all of them share the model's executor
 and take turns, so a comparison is of drafting alone; each has drafters of its own. `load` is what a worker
-process of `paceline bench` calls (workers/serve.py).
+process of `paceline bench` and of `bench batch --cold` calls (workers/serve.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.engine import Engine
 from paceline.engine.policy.auto import AutoPolicy
 from paceline.engine.policy.cost import CostTable
+from paceline.loaders.tokenizer import Tokenizer
 from paceline.measure.options import Loaded
 from paceline.measure.rows import AUTO, PLAIN, names_of
 
 # of SpecStats
 COUNTS = ("num_tokens", "num_steps", "num_drafted", "num_accepted", "drafted_at", "accepted_at")
 FREE = "auto-free"  # auto without a learned head
+NAMED: dict[str, Any] = {PLAIN: None, AUTO: AUTO, FREE: {"method": AUTO, "head": False}}
 
 
 def rows_of(text: str) -> list[str]:
@@ -47,15 +49,24 @@ def load_model(asked: Loaded, **more: Any) -> LLM:
 
 
 def engine_of(llm: LLM, row: str) -> Engine:
-    """A new engine for a row. A drafter without a length drafts its usual one."""
+    """A new engine for a row."""
     if row == PLAIN:
         return engine_with(llm, None, 0)
     if row in (AUTO, FREE):
         costs: CostTable = llm.engine.policy.costs  # type: ignore[attr-defined]
         return auto_engine(llm, costs, has_head=row == AUTO)
+    options: Any = speculation_of(row)
+    return engine_with(llm, drafter_of(llm, options), options["num_speculative_tokens"])
+
+
+def speculation_of(row: str, **more: Any) -> dict[str, Any] | str | None:
+    """The speculative_config of a row. A drafter by its name always drafts its usual length."""
     method, _, length = row.partition("/")
-    options = {"method": method, **({"num_speculative_tokens": int(length)} if length else {})}
-    return engine_with(llm, drafter_of(llm, options), registry.parse(options)[1].num_speculative_tokens)
+    if row in NAMED:
+        return NAMED[row]
+    options = {"method": method, **more}
+    most = int(length) if length else registry.parse(options)[1].num_speculative_tokens
+    return {**options, "num_speculative_tokens": most}
 
 
 def drafter_of(llm: LLM, options: dict[str, Any]) -> Drafter:
@@ -83,11 +94,10 @@ def auto_engine(llm: LLM, costs: CostTable, has_head: bool = True) -> Engine:
     return Engine(executor, drafters[0], replace(config, num_speculative_tokens=most), policy)
 
 
-def ids_of(llm: LLM, text: str) -> list[int]:
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """As the model's chat template puts it, or the text itself where it has none."""
-    if llm.checkpoint.tokenizer_source().chat_template is None:
-        return llm.tokenizer.encode(text)
-    return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+    is_chat = tokenizer.has_chat_template
+    return tokenizer.encode_chat([{"role": "user", "content": text}]) if is_chat else tokenizer.encode(text)
 
 
 def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | None = None) -> dict[str, Any]:
@@ -106,10 +116,9 @@ def answer(llm: LLM, ids: list[int], params: SamplingParams, engine: Engine | No
 
 def load(options: dict[str, Any]) -> dict[str, Any]:
     """Paceline as a worker, timed like every peer; it also reads the prompts for all (`encode`)."""
-    chosen = {"dtype": options["dtype"], "speculative_config": options["speculative_config"]}
     # no prefix caching: every repeat reads its prompt anew
     limits = {"max_num_seqs": options["in_flight"], "enable_prefix_caching": False, "progress": False}
-    llm = LLM(options["model"], **chosen, **limits)
+    llm = LLM(options["model"], **options["more"], **limits)
     answered: set[tuple[int, ...]] = set()  # prompts whose answers a drafter may remember
 
     def begin(prompts: list[dict[str, Any]]) -> None:
@@ -126,12 +135,22 @@ def load(options: dict[str, Any]) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=prompt["num_tokens"], ignore_eos=True)
         return answer(llm, prompt["ids"], params)
 
+    def wave(prompts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Requests as a user gives them, all at once: seconds until the last has ended."""
+        begin(prompts)
+        params = SamplingParams(temperature=0, max_tokens=prompts[0]["num_tokens"], ignore_eos=True)
+        backend, is_exact = llm.engine.executor.backend, llm.engine.executor.decoder.is_exact
+        before, started = backend.num_recordings, time.perf_counter()
+        results = llm.generate([prompt["ids"] for prompt in prompts], params)
+        found = {"wall_s": time.perf_counter() - started, "recordings": backend.num_recordings - before}
+        return {**found, "is_exact": is_exact, "ids": [result.token_ids for result in results]}
+
     def encode(texts: dict[str, str], max_tokens: int, min_tokens: int) -> dict[str, Any]:
         """Each prompt as the model's chat template puts it, and how long its plain greedy answer is."""
         found, plain = {}, SamplingParams(temperature=0, max_tokens=max_tokens, num_speculative_tokens=0)
         for name, text in texts.items():
             try:
-                ids = ids_of(llm, text)
+                ids = ids_of(llm.tokenizer, text)
                 (result,) = llm.generate([ids], plain)
             except RequestError as error:
                 raise RequestError(f"prompt {name}: {error}") from None
@@ -141,4 +160,4 @@ def load(options: dict[str, Any]) -> dict[str, Any]:
             found[name] = {"ids": ids, "num_tokens": length}
         return {"prompts": found}
 
-    return {"answer": one, "begin": begin, "encode": encode}
+    return {"answer": one, "begin": begin, "encode": encode, "wave": wave}

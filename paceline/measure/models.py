@@ -10,13 +10,16 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.drafters.registry import shipped_folder
 from paceline.loaders import hub
 from paceline.loaders.checkpoint import Checkpoint
 from paceline.loaders.gguf_header import read_header
+from paceline.loaders.heads import export_head, open_head
 from paceline.measure.results import Tell
 from paceline.measure.rows import FILE_AS_IS
 
@@ -100,6 +103,13 @@ def hf_folder(checkpoint: Checkpoint, tell: Tell) -> Path:
     if checkpoint.path.is_dir():
         return checkpoint.path
     return _made(checkpoint, "hf", tell, lambda part: write_folder(checkpoint, part))
+
+
+def vllm_head(checkpoint: Checkpoint, kind: str, tell: Tell) -> Path:
+    """The shipped head of this kind as vLLM reads it; an error where none is shipped for the model."""
+    head = open_head(shipped_folder(kind, checkpoint), checkpoint, (kind,))
+    write = partial(export_head, head, checkpoint, "vllm", verifier=checkpoint.name)
+    return _made(checkpoint, f"vllm-{kind}", tell, write)
 
 
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:

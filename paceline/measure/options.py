@@ -75,8 +75,7 @@ class Decode(Loaded):
     """Decode prompt by prompt, row by row, on one loaded model, and compare every text with plain decoding's.
 
     Timed from a request's first token to its last. Engines keep what they learn from prompt to prompt, as in
-    use. On a GPU a prompt for which a CUDA graph was recorded counts for no row, and texts are compared with
-    --exact alone. A text that differs is exit status 1.
+    use. On a GPU texts are compared with --exact alone. A text that differs is exit status 1.
 
     Example: paceline bench decode --rows plain,auto,eagle/5 --every 3 --json docs/results/decode_cpu.json"""
 
@@ -93,16 +92,20 @@ class Batch(Loaded):
     """Tokens a second by the number of requests at once, as ratios to plain decoding in the same run.
 
     A wave is that many requests with prompts of their own, timed while all of them decode. Rows take turns
-    with the same waves; a wave in which a CUDA graph was recorded or a kernel compiled counts for no row.
-    Where the model is exact, a text that is not plain decoding's is exit status 1.
+    with the same waves. Where the model is exact, a text that is not plain decoding's is exit status 1.
 
-    Example: paceline bench batch --concurrency 1,8,64 --max-num-batched-tokens 8192 --plot docs/images"""
+    With --cold every row is a fresh process, one after the other, and nothing is left out: loading is timed,
+    and whole waves, prompts included, from the very first on. --peers vllm: plain, and with our EAGLE head.
+
+    Example: paceline bench batch --cold --rows plain,auto --concurrency 1,4,16 --waves 12 --peers vllm"""
 
     prompts: Path | None = option(None, MAIN, PROMPTS_HELP)
     concurrency: str = option("1,2,4,8,16,32", MAIN, "Requests at once, separated by commas.")
     rows: str = option("plain,auto-free,auto,suffix/4", MAIN, ROWS_HELP)
     max_new_tokens: int = option(64, MAIN, "Tokens of each answer.", min=2)
     waves: int = option(4, MAIN, "Waves that count at each number of requests; small ones take more.", min=1)
+    cold: bool = option(False, MAIN, "A fresh process for each row; everything from loading on counts.")
+    peers: str = option("none", MAIN, "With --cold: vllm, where it is installed, or none.")
     max_num_batched_tokens: int = option(512, MAIN, "In one pass; with many, a wave begins together.", min=1)
     plot: Path | None = option(None, MAIN, "Also draw the curve into this folder.")
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -131,8 +132,8 @@ def is_installed(peer: str) -> bool:
 
 def peer_python(peer: str) -> str:
     """The interpreter of a row's engine; an error that says how to install a peer that is missing."""
-    if peer == OURS:
-        return sys.executable
+    if peer == OURS or (not is_installed(peer) and find_spec(FOLDERS[peer]) is not None):
+        return sys.executable  # this very Python has it
     if not is_installed(peer):
         remedy = "run `make peers`, or set PACELINE_PEERS to where it is"
         raise ConfigError(f"the peer {peer} is not installed in {_folder(peer)}; {remedy}")

@@ -135,7 +135,7 @@ class Run:
         with engines.load_model(self.asked, speculative_config=None, max_num_seqs=1) as self.llm:
             tell("timing passes", 0)
             self.costs = CostTable(*time_passes(self.llm.engine.executor, PASS_SECONDS))
-            self._measure([engines.ids_of(self.llm, prompt.text) for prompt in self.prompts], tell)
+            self._measure([engines.ids_of(self.llm.tokenizer, prompt.text) for prompt in self.prompts], tell)
             if (plain := self._seconds(PLAIN)) is None:
                 remedy = f"give prompts that leave room for {LEAST_TOKENS} tokens"
                 raise RequestError(f"no answer was long enough to be timed; {remedy}")
