@@ -459,6 +459,7 @@ def test_sums_by_source_and_depth() -> None:
     stats.record(tree, (2, 3), 3)
     stats.record(Draft(Tree.chain(1, (2, 3)), "a"), (1,), 2)
     stats.record_plain()
+    stats.settle()
     counts = (stats.num_steps, stats.num_tokens, stats.num_drafted, stats.num_accepted, stats.num_own)
     assert counts == (3, 6, 5, 3, 3)
     by_source = {name: (each.num_drafted, each.num_accepted) for name, each in stats.by_source.items()}

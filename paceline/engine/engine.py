@@ -65,11 +65,17 @@ class Engine:
         self._pending: PendingPasses | PendingBurst | None = None
         self._committed: float | None = None  # when the last step was, if nothing was waited for since
         executor.record(PassSizes(config.max_num_seqs, config.num_speculative_tokens), self._hidden_layers)
+        self._num_recorded = executor.backend.num_recordings
 
     @property
     def totals(self) -> SpecStats:
         """Of all requests."""
         return self._totals.settle()
+
+    @property
+    def num_recordings(self) -> int:
+        """Graphs recorded and kernels loaded since it was made, while requests may have waited."""
+        return self.executor.backend.num_recordings - self._num_recorded
 
     @property
     def has_work(self) -> bool:

@@ -39,6 +39,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "generation_tokens": ("Tokens of all answers.", ()),
     "request_success": ("Answers that ended, by why.", ("finished_reason",)),
     "num_preemptions": ("Requests that gave their blocks back to be computed again.", ()),
+    "num_recordings": ("CUDA graphs recorded and kernels loaded since the start: requests waited.", ()),
     "prefix_cache_queries": ("Tokens looked up in the prefix cache.", ()),
     "prefix_cache_hits": ("Of them, those found.", ()),
     "spec_decode_num_drafts": ("Steps of a request that checked a draft.", ()),

@@ -181,3 +181,14 @@ def test_what_is_between_two_rounds(device: torch.device) -> None:
     assert head["written"].tolist()[:3] == head["slots"].tolist()[:3] == [76, 77, 78]
     assert head["next_positions"].tolist() == [[14, 34, 0, 0]]
     assert head["next_slots"].tolist()[0][:2] == [78, 888]
+
+
+def test_nothing_is_recorded_while_requests_wait(head: str, device: torch.device) -> None:
+    """Of one request and of several, plain, drafted and drawn, with options that need the host."""
+    if device.type != "cuda":
+        pytest.skip("an interpreted kernel is neither recorded nor loaded")
+    engine = engine_on(device, head, 3)
+    for kinds in ([GREEDY], [GREEDY, DRAWN, {"temperature": 0.7, "top_k": 5}], [DRAWN] * 5):
+        params = [SamplingParams(**how, max_tokens=12, ignore_eos=True) for how in kinds]
+        run(engine, [request_of(CHANGING, each) for each in params])
+    assert engine.num_recordings == 0

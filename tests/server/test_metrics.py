@@ -98,7 +98,7 @@ def test_counts_of_choices_add_up() -> None:
     one.record(Draft(Tree.chain(0, [1, 2, 3]), "ngram"), [1, 2], 3)
     two.record(Draft(Tree.chain(0, [1])), [], 1)
     two.record(Draft(Tree.chain(0, [1, 2]), "suffix"), [1, 2], 3)
-    sent = [json.loads(json.dumps(asdict(stats))) for stats in (one, two)]
+    sent = [json.loads(json.dumps(asdict(stats.settle()))) for stats in (one, two)]
     total = added(sent)
     assert total.num_tokens == 7
     assert total.accepted_at == [2, 2, 0]
