@@ -19,7 +19,8 @@ BF16, FP32, FP64, I8, I16, I32, I64 = "*bf16", "*fp32", "*fp64", "*i8", "*i16", 
 TYPES = (BF16, FP32, FP64, I8, I16, I32, I64, "fp32", "i32")  # any other argument is a constant
 JOIN = ("fp32", "fp32", 576, 2)
 BATCH = DeviceBatch(I32, I32, I32, I32, I32, I32, I64)
-ADVANCE = [BATCH, I64, I64, BATCH, I64, I64, *[I32] * 6, 5, 8, 65, 2, 65, 2, 4, 4]
+OF_HEAD = [I64, I64, *[I32] * 4, "i32"]
+ADVANCE = [BATCH, I64, I64, I32, "i32", BATCH, *OF_HEAD, *[I32] * 3, 5, 8, 2, 2, 4, 4]
 
 
 def attending(cache: str, counters: str | None, *how: int) -> list[Any]:

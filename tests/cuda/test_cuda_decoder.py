@@ -187,7 +187,7 @@ def test_picks_of_more_rows_than_a_graph_has_are_not_the_next_passs_to_read(
     many, theirs = pair.forward((0, words(5), None, 5), pick=GREEDY)
     assert many.picked is not None
     assert list(many.picked) == theirs.logits.argmax(-1).tolist()
-    assert decoder.latest is few.picked
+    assert decoder.latest is None
 
 
 @pytest.mark.parametrize("num_requests", [3, 5])
@@ -200,7 +200,8 @@ def test_padding_widens_nobodys_rows(num_requests: int, device: torch.device) ->
         pair.keep(i, len(tokens))
     drafted = [(i, words(2 if i == 1 else 1, 2 * i), None, 2 if i == 1 else 1) for i in range(num_requests)]
     agree(*pair.forward(*drafted))
-    assert bucket_of(33, 32, 2, 100) == (64, 32, 16, 100)
+    assert bucket_of(33, 32, 2, 100) == (64, 64, 16, 100)
+    assert bucket_of(33, 1, 33, 100) == (64, 1, 256, 100)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -273,12 +274,12 @@ def columns_of(*segments: Segment) -> Columns:
 def test_padding_rows_see_themselves_and_write_nowhere() -> None:
     columns = columns_of(Segment(words(7), Cached(), TREE, 7), Segment(words(3), Cached(), None, 3))
     bucket = bucket_for(columns, 3)
-    assert bucket == Bucket(16, 2, 16, 3)
-    buffer = target_buffer(bucket, 999, torch.device("cpu"))
+    assert bucket == Bucket(16, 16, 16, 3)
+    buffer = target_buffer(bucket, 16, 999, torch.device("cpu"))
     buffer.fill(batch_values(bucket, columns, None))
     batch = DeviceBatch.of(buffer.on_device)
     assert batch.slots[10:].tolist() == [999] * 6
-    assert batch.starts.tolist() == [0, 7, 10, 16]
+    assert batch.starts.tolist() == [0, 7, *[10] * 15, 16]
     assert batch.positions[10:].tolist() == [0] * 6
     assert batch.masks[:, 0].tolist() == [1, 3, 5, 11, 19, 37, 75, 1, 3, 7, 1, 2, 4, 8, 16, 32]
 
