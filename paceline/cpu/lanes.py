@@ -20,6 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from paceline.cpu.compile import UNSIGNED_FIRST
+
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
@@ -109,11 +111,11 @@ class Emitter:
         return vectors[0]
 
     def dot(self, variant: str, total: Any, first: Any, second: Any) -> Any:
-        """total[i] + first[4i : 4i+4] * second[4i : 4i+4], of signed bytes; "vnni": unsigned first ones."""
+        """total[i] + first[4i : 4i+4] * second[4i : 4i+4], of signed bytes; UNSIGNED_FIRST: as it says."""
         if variant == "sdot":
             return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, first, second])
         lanes, wide = total.type.count, ints(first.type.count)
-        if variant == "vnni":
+        if variant in UNSIGNED_FIRST:
             return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", total.type, [total, first, second])
         products = self.builder.mul(self.builder.sext(first, wide), self.builder.sext(second, wide))
         for lane in range(4):
@@ -141,6 +143,12 @@ class Emitter:
         if sum_at is not None:
             sums = [builder.load(total)]
             self.store(self.call(f"llvm.vector.reduce.add.v{LANES}i32", INT32, sums), sum_at)
+
+    def halves(self, address: Any, width: int) -> Any:
+        """Half-precision numbers, not negative, as floats 2**-112 times as large: their bits fit."""
+        raw = self.load(address, ir.VectorType(ir.IntType(16), width))
+        wide = self.builder.shl(self.builder.zext(raw, ints(width)), ints(width)([13] * width))
+        return self.builder.bitcast(wide, floats(width))
 
     def prefetch(self, address: Any) -> None:
         flags = [INT32(flag) for flag in (0, 3, 1)]  # read, into the nearest cache, data

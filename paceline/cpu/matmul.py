@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from paceline.cpu.compile import VARIANT, piece, piece_named
+from paceline.cpu import amx
+from paceline.cpu.compile import UNSIGNED_FIRST, VARIANT, piece, piece_named
 from paceline.cpu.lanes import FLOAT, INT32, LANES, Emitter, bytes_, floats, instruction, ints
-from paceline.models.quantize import DOT_ROWS, GROUP
+from paceline.models.quantize import BLOCK, DOT_ROWS, GROUP
 
 ROWS = DOT_ROWS  # outputs of a tile
-BLOCK = {8: ROWS * GROUP[8] + 2 * ROWS, 4: ROWS * GROUP[4] // 2 + 4 * ROWS}  # bytes
 USUAL_TOKENS = 4  # of a tile: what keeps every sum in one of 32 registers
 MAX_TOKENS = 6  # of the only or last tile: spilling some sums costs less than another turn over the weights
 AHEAD = 512  # prefetch distance in bytes: measured, more or less is slower
-WIDTH = 8 if VARIANT == "vnni" else 4  # outputs of a register
+IS_UNSIGNED = VARIANT in UNSIGNED_FIRST
+WIDTH = 8 if IS_UNSIGNED else 4  # outputs of a register
 # A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8:
 # token scales make up for both.
 SCALE_SHIFT = 112 - 8
@@ -58,13 +59,13 @@ def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
             return [builder.lshr(each, kind([4] * step)) for each in raw]
         return [builder.and_(each, kind([15] * step)) for each in raw]
     # x86 multiplies unsigned by signed bytes: 128 is added here and taken off the sums before they start
-    return [builder.xor(each, kind([0x80] * step)) for each in raw] if VARIANT == "vnni" else raw
+    return [builder.xor(each, kind([0x80] * step)) for each in raw] if IS_UNSIGNED else raw
 
 
 def _group_dots(emit: Emitter, bits: int, block: Any, rows: list[Any], sums_at: Any) -> list[list[Any]]:
     """The integer sums of one group: [token][part]. rows: where the group begins in each token's x."""
     starts, fours = [ints(WIDTH)([0] * WIDTH) for _ in rows], []
-    if VARIANT == "vnni" and bits == 8:
+    if IS_UNSIGNED and bits == 8:
         totals = [emit.load(emit.offset(sums_at, 4 * t), INT32) for t in range(len(rows))]
         starts = [emit.broadcast(emit.builder.mul(total, INT32(-128)), WIDTH) for total in totals]
     dots = [[start] * (ROWS // WIDTH) for start in starts]
@@ -81,12 +82,8 @@ def _group_dots(emit: Emitter, bits: int, block: Any, rows: list[Any], sums_at: 
 
 
 def _halves(emit: Emitter, address: Any) -> list[Any]:
-    """ROWS half-precision numbers, not negative, as floats 2**-112 times as large: their bits fit."""
-    short = ir.VectorType(ir.IntType(16), WIDTH)
-    raw = [emit.load(emit.offset(address, 2 * at), short) for at in range(0, ROWS, WIDTH)]
-    shift = ints(WIDTH)([13] * WIDTH)
-    wide = [emit.builder.shl(emit.builder.zext(each, ints(WIDTH)), shift) for each in raw]
-    return [emit.builder.bitcast(each, floats(WIDTH)) for each in wide]
+    """ROWS scales or minima, a register each."""
+    return [emit.halves(emit.offset(address, 2 * at), WIDTH) for at in range(0, ROWS, WIDTH)]
 
 
 @instruction(types.float32)
@@ -187,11 +184,11 @@ def product_32(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
                 row += height
 
 
-def _integer_product(bits: int) -> Any:
+def _dot_product(bits: int) -> Any:
     """The same with integers."""
     group, block_bytes = GROUP[bits], BLOCK[bits]
 
-    @piece_named(f"product_{bits}")
+    @piece_named(f"dot_product_{bits}")
     def product(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
         stride, tiles, groups = m.n * 4, m.n // ROWS, m.k // group
         step = max(USUAL_TOKENS, X_BLOCK_BYTES // m.k // USUAL_TOKENS * USUAL_TOKENS)
@@ -205,6 +202,23 @@ def _integer_product(bits: int) -> Any:
                     out = y + row * stride + t * ROWS * 4
                     dot_tile(bits, height, tile, own, scale, sums, bias, m.k, rows * 4, groups, out, stride)
                     row += height
+
+    return product
+
+
+def _integer_product(bits: int) -> Any:
+    """The same, with many rows by the instructions for them where there are any."""
+    of_few = _dot_product(bits)
+    if VARIANT != "amx":
+        return of_few
+    of_many, fewest = amx.tile_product(bits), amx.FEWEST
+
+    @piece_named(f"product_{bits}")
+    def product(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
+        if rows < fewest or m.n == ROWS:  # tiles come in pairs
+            of_few(part, threads, m, x, y, rows)
+        else:
+            of_many(part, threads, m, x, y, rows)
 
     return product
 

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from paceline.cpu.compile import VARIANT, piece
+from paceline.cpu.compile import UNSIGNED_FIRST, VARIANT, piece
 from paceline.cpu.lanes import FLOAT, INT32, INT64, LANES, MAGIC, Emitter, bytes_, floats, instruction, ints
 from paceline.cpu.tiles import PLACE, SUMS, addresses, each_span, exponents, power_of_two
 
@@ -157,8 +157,8 @@ def add_turned(emit: Emitter, num_queries: int, *operands: Any) -> None:
                 values = emit.load(emit.offset(first, 64 * four + 16 * c), bytes_(16))
                 for (q, part), of_query in zip(both, sums, strict=True):
                     same = builder.bitcast(emit.splat(rows[q], 2 * four + part, 4), bytes_(16))
-                    # "vnni" has unsigned bytes first; "sdot" multiplies by a lane that comes second
-                    factors = (same, values) if VARIANT == "vnni" else (values, same)
+                    # weights have no sign; "sdot" multiplies by a lane that comes second
+                    factors = (same, values) if VARIANT in UNSIGNED_FIRST else (values, same)
                     builder.store(emit.dot(VARIANT, builder.load(of_query[c]), *factors), of_query[c])
     for at, of_query in zip(targets, sums, strict=True):
         for c, total in enumerate(of_query):
