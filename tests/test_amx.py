@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from llvmlite import binding
 
+from paceline.core.errors import ConfigError
 from paceline.cpu import amx, compile, matmul
 from paceline.models.quantize import BLOCK, GROUP, Quantized, pack_quantized
 from tests.test_variants import CASES, Compiled, Tile, dots_of, function_source
@@ -71,6 +73,7 @@ ARGUMENTS = {
 }  # fmt: skip
 KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "t": ctypes.c_uint8, "i": ctypes.c_int64}
 KEPT: list[Any] = []
+INPUTS = namedtuple("INPUTS", "values scales sums")
 
 
 def emulated(source: str) -> str:
@@ -85,7 +88,9 @@ def emulated(source: str) -> str:
         binding.add_symbol(other, address)
         source = re.sub(rf'@"?llvm\.x86\.{name}"?', f'@"{other}"', source)
     # what is there for the order alone, in terms of a register that other processors do not have
-    return re.sub(r'call (<16 x float>) asm sideeffect "", "[^"]*" *\(<16 x float> ([^)]*)\)', r"freeze \1 \2", source)
+    return re.sub(
+        r'call (<16 x float>) asm sideeffect "", "[^"]*" *\(<16 x float> ([^)]*)\)', r"freeze \1 \2", source
+    )
 
 
 def pair_source(bits: int) -> str:
@@ -151,6 +156,63 @@ def test_a_pair_of_tiles_has_the_bits_of_dot_products(
             assert y[first : first + height].tobytes() == expected[first : first + height].tobytes()
             assert np.isnan(y[:first]).all()
             assert np.isnan(y[first + height :]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 40, 95])
+@pytest.mark.parametrize("tiles", [2, 3, 9, 24])
+def test_threads_share_out_all_tokens_and_outputs(
+    rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who computes what: every output of every token, and nothing that is not there."""
+    k, found = 128, list[tuple[int, ...]]()
+    size, heights = k // GROUP[8] * BLOCK[8], list[int]()
+    monkeypatch.setattr(amx, "X_BYTES", 48 * k)  # tokens in several parts
+    monkeypatch.setattr(amx, "configure", lambda bits, height: heights.append(height))
+    monkeypatch.setattr(amx, "release", lambda: None)
+    monkeypatch.setattr(amx, "tile_pair", lambda bits, *at: found.append(at))
+    few = list[int]()
+    product = amx.tile_product(8, lambda *given: few.append(given[-1])).py_func
+    for threads in (1, 2, 3, 16):
+        found.clear()
+        for part in range(threads):
+            product(part, threads, matmul.Matrix(0, 10**6, k, 8 * tiles), INPUTS(0, 10**7, 10**8), 0, rows)
+        if rows < amx.FEWEST:
+            assert (few[-threads:], found) == ([rows] * threads, [])
+            continue
+        seen = np.zeros((rows, tiles), int)
+        for at, own_size, x, scales, sums, bias, _, _, _, out, stride, height in found:
+            tile, row = at // size, x // k
+            assert (own_size, at % size, x % k) == (size, 0, 0)
+            assert (scales - 10**7, sums - 10**8, bias - 10**6) == (4 * row, 4 * row, 32 * tile)
+            assert out == row * stride + 32 * tile
+            assert tile + 2 <= tiles
+            assert row + height <= rows
+            seen[row : row + height, tile : tile + 2] += 1
+        assert seen.all()
+        assert seen.sum() <= 2 * seen.size + 4 * threads * amx.TOKENS
+        assert max(heights) <= amx.TOKENS
+
+
+@pytest.mark.parametrize(
+    ("features", "is_granted", "expected"),
+    [
+        ({"avx2"}, True, []),
+        ({"avx2", "avxvnni"}, True, ["vnni"]),
+        ({"avx512vl", "avx512vnni"}, True, ["vnni"]),
+        ({"avx512vl", "avx512vnni", "amx-tile", "amx-int8"}, True, ["amx", "vnni"]),
+        ({"avx512vl", "avx512vnni", "amx-tile", "amx-int8"}, False, ["vnni"]),
+    ],
+)
+def test_processors_of_every_age_have_their_variants(
+    features: set[str], is_granted: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile, "FEATURES", dict.fromkeys(features, True))
+    has_tiles = {"amx-tile", "amx-int8"} <= features
+    monkeypatch.setattr(compile, "may_use_tiles", lambda: has_tiles and is_granted)
+    monkeypatch.setattr(compile.platform, "machine", lambda: "x86_64")
+    assert compile.available() == [*expected, "plain"]
+    with pytest.raises(ConfigError, match=f"this processor can use {' or '.join([*expected, 'plain'])}"):
+        compile.choose("sdot")
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -7,63 +7,36 @@ integers, and go into the same chain of float sums as elsewhere, so this changes
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from paceline.cpu.compile import piece_named
 from paceline.cpu.lanes import FLOAT, INT32, INT64, LANES, Emitter, bytes_, floats, instruction, ints
-from paceline.models.quantize import BLOCK, DOT_ROWS, GROUP
+from paceline.models.quantize import BLOCK, GROUP
+from paceline.models.quantize import DOT_ROWS as ROWS
 
-ROWS = DOT_ROWS
 TOKENS = 16  # of a tile, at most
 FEWEST = 7  # tokens that are worth it: dot products take as many as six at a time
 X_BYTES = 512 * 1024  # of x worked on at a time: the second-level cache has room for it
 AHEAD = 2048  # prefetch distance in bytes
-SUMS, WEIGHTS = (0, 1), (3, 4)  # tile registers of a pair of tiles of weights
-INTEGERS = 2  # the tokens' one
+SUMS, WEIGHTS, INTEGERS = (0, 1), (3, 4), 2  # tile registers: of two tiles of weights, and of the tokens
 ROW = 4 * 2 * ROWS  # bytes of a token's sums in memory
-# Scratch: two groups' sums and factors, which are read while the next group is multiplied; and for int4 two
-# groups' weights, unpacked while the one before is multiplied. A processor cannot read at once what it has just
-# stored in other pieces.
+# Scratch: two groups' sums and factors, which are read while the next group is multiplied, and for int4 two
+# groups' weights, unpacked while the one before is: what was just stored in other pieces is slow to read.
 SUMS_BYTES, FACTORS_BYTES, UNPACKED_BYTES = TOKENS * ROW, 2 * 4 * TOKENS, 2 * ROWS * GROUP[4]
 FACTORS, UNPACKED = 2 * SUMS_BYTES, 2 * (SUMS_BYTES + FACTORS_BYTES)
-SCRATCH = UNPACKED + 2 * UNPACKED_BYTES
 BYTE = ir.IntType(8)
-
-
-class Strip(NamedTuple):
-    """What is multiplied. Addresses, strides in bytes and numbers, as LLVM's values."""
-
-    weights: Any  # of the first of two tiles
-    tile_bytes: Any
-    x: Any
-    scales: Any
-    sums: Any
-    bias: Any
-    x_stride: Any
-    group_stride: Any  # of scales and sums
-    groups: Any
-    y: Any
-    y_stride: Any
-    height: Any  # tokens
-    scratch: Any
-
-
-def _tile(number: int) -> Any:
-    return ir.Constant(BYTE, number)
+# What is multiplied: addresses, strides in bytes and numbers, as LLVM's values. weights: of two tiles, the
+# second tile_bytes on; group_stride: of scales and sums; height: tokens.
+Strip = namedtuple(
+    "Strip", "weights tile_bytes x scales sums bias x_stride group_stride groups y y_stride height scratch"
+)
 
 
 def _move(emit: Emitter, name: str, tile: int, at: Any, stride: Any) -> None:
-    emit.call(f"llvm.x86.{name}", ir.VoidType(), [_tile(tile), emit.pointer(at, BYTE), stride])
-
-
-def _scratch(emit: Emitter, size: int) -> Any:
-    """The address of memory that lives as long as the call of the function that asks."""
-    room = cgutils.alloca_once(emit.builder, ir.ArrayType(BYTE, size))
-    room.align = 64
-    return emit.builder.ptrtoint(room, INT64)
+    emit.call(f"llvm.x86.{name}", ir.VoidType(), [BYTE(tile), emit.pointer(at, BYTE), stride])
 
 
 def _turn(emit: Emitter, s: Strip, start: int, size: int, group: Any) -> Any:
@@ -77,12 +50,12 @@ def _block(emit: Emitter, bits: int, s: Strip, group: Any, tile: int) -> Any:
 
 def write_configuration(emit: Emitter, bits: int, height: Any) -> None:
     """How large each tile register is: rows, and bytes of a row."""
-    at, tokens = _scratch(emit, 64), emit.builder.trunc(height, BYTE)
+    at, tokens = emit.memory(64), emit.builder.trunc(height, BYTE)
     widths = dict.fromkeys((*SUMS, *WEIGHTS), 4 * ROWS) | {INTEGERS: GROUP[bits]}
-    heights = dict.fromkeys((*SUMS, INTEGERS), tokens) | dict.fromkeys(WEIGHTS, _tile(GROUP[bits] // 4))
+    heights = dict.fromkeys((*SUMS, INTEGERS), tokens) | dict.fromkeys(WEIGHTS, BYTE(GROUP[bits] // 4))
     emit.store(bytes_(64)([1] + [0] * 63), at)  # the first byte says that there are tiles of 16 rows
     for tile, width in widths.items():
-        emit.store(ir.Constant(ir.IntType(16), width), emit.offset(at, 16 + 2 * tile))
+        emit.store(ir.IntType(16)(width), emit.offset(at, 16 + 2 * tile))
         emit.store(heights[tile], emit.offset(at, 48 + tile))
     emit.call("llvm.x86.ldtilecfg", ir.VoidType(), [emit.pointer(at, BYTE)])
 
@@ -114,30 +87,26 @@ def _multiply(emit: Emitter, bits: int, s: Strip, group: Any) -> None:
         if bits == 4:
             at = emit.offset(_turn(emit, s, UNPACKED, UNPACKED_BYTES, group), ROWS * GROUP[4] * tile)
         _move(emit, "tileloadd64", weights, at, emit.const(4 * ROWS))
-        emit.call("llvm.x86.tilezero", ir.VoidType(), [_tile(sums)])
-        factors = [_tile(number) for number in (sums, INTEGERS, weights)]
-        emit.call("llvm.x86.tdpbssd", ir.VoidType(), factors)
+        emit.call("llvm.x86.tilezero", ir.VoidType(), [BYTE(sums)])
+        emit.call("llvm.x86.tdpbssd", ir.VoidType(), [BYTE(each) for each in (sums, INTEGERS, weights)])
         _move(emit, "tilestored64", sums, emit.offset(out, 4 * ROWS * tile), emit.const(ROW))
 
 
-def _there(emit: Emitter, s: Strip, start: Any, group: Any, kind: str) -> Any:
-    """A group's scales or sums of the tokens that are there; of the others zeros."""
-    wide = {"f32": floats, "i32": ints}[kind](LANES)
-    height = emit.broadcast(emit.builder.trunc(s.height, INT32), LANES)
-    is_there = emit.builder.icmp_signed("<", ints(LANES)(list(range(LANES))), height)
-    at = emit.pointer(emit.offset(start, emit.times(group, s.group_stride)), wide)
-    operands = [at, INT32(4), is_there, ir.Constant(wide, None)]
-    return emit.call(f"llvm.masked.load.v{LANES}{kind}.p0", wide, operands)
-
-
 def _factors(emit: Emitter, bits: int, s: Strip, group: Any) -> None:
-    """What a group's sums are multiplied by for each token, into the scratch: a number that is read from there
-    for all outputs is part of the instruction that multiplies by it."""
+    """What a group's sums are multiplied by for each token, 0 where there is none, into the scratch."""
     builder, out = emit.builder, _turn(emit, s, FACTORS, FACTORS_BYTES, group)
-    scales = _there(emit, s, s.scales, group, "f32")
+    height = emit.broadcast(builder.trunc(s.height, INT32), LANES)
+    is_there = builder.icmp_signed("<", ints(LANES)(list(range(LANES))), height)
+
+    def read(start: Any, name: str, kind: ir.Type) -> Any:
+        at = emit.pointer(emit.offset(start, emit.times(group, s.group_stride)), kind)
+        operands = [at, INT32(4), is_there, ir.Constant(kind, None)]
+        return emit.call(f"llvm.masked.load.v{LANES}{name}.p0", kind, operands)
+
+    scales = read(s.scales, "f32", floats(LANES))
     emit.store(scales, out)
     if bits == 4:  # what minima are multiplied by: minus the scaled sum of integers
-        whole = builder.sitofp(_there(emit, s, s.sums, group, "i32"), floats(LANES))
+        whole = builder.sitofp(read(s.sums, "i32", ints(LANES)), floats(LANES))
         emit.store(builder.fneg(builder.fmul(whole, scales)), emit.offset(out, 4 * TOKENS))
 
 
@@ -147,46 +116,35 @@ def _both(emit: Emitter, bits: int, s: Strip, group: Any, back: int) -> Any:
     return emit.shuffle(range(LANES), *(emit.halves(end, ROWS) for end in ends))
 
 
-def _finish(emit: Emitter, total: Any) -> None:
-    """No code, but what comes after is read after it: the compiler would read all tokens' sums first, and run
-    out of registers."""
-    kind = ir.FunctionType(floats(LANES), [floats(LANES)])
-    emit.builder.store(emit.builder.asm(kind, "", "=v,0,~{memory}", [emit.builder.load(total)], True), total)
-
-
 def _add(emit: Emitter, bits: int, s: Strip, totals: list[Any], group: Any) -> None:
     """A group's sums, times the scales, to the totals: as matmul.py does it."""
-    builder, found = emit.builder, _turn(emit, s, 0, SUMS_BYTES, group)
-    factors = _turn(emit, s, FACTORS, FACTORS_BYTES, group)
+    builder, kind = emit.builder, ir.FunctionType(floats(LANES), [floats(LANES)])
+    found, factors = _turn(emit, s, 0, SUMS_BYTES, group), _turn(emit, s, FACTORS, FACTORS_BYTES, group)
     scales = _both(emit, bits, s, group, (2 if bits == 8 else 4) * ROWS)
     minima = _both(emit, bits, s, group, 2 * ROWS) if bits == 4 else None
     for token, total in enumerate(totals):
-        here = emit.offset(factors, 4 * token)
         whole = builder.sitofp(emit.load(emit.offset(found, ROW * token), ints(LANES)), floats(LANES))
-        emit.accumulate(total, whole, builder.fmul(scales, emit.broadcast(emit.load(here, FLOAT), LANES)))
+        factor, offset = (emit.offset(factors, 4 * at) for at in (token, TOKENS + token))
+        emit.accumulate(total, whole, builder.fmul(scales, emit.broadcast(emit.load(factor, FLOAT), LANES)))
         if bits == 4:
-            offset = emit.load(emit.offset(here, 4 * TOKENS), FLOAT)
-            emit.accumulate(total, minima, emit.broadcast(offset, LANES))
-        _finish(emit, total)
+            emit.accumulate(total, minima, emit.broadcast(emit.load(offset, FLOAT), LANES))
+        # No code, but what follows is read after it: else all tokens' sums are, and do not fit the registers.
+        builder.store(builder.asm(kind, "", "=v,0,~{memory}", [builder.load(total)], True), total)
 
 
 def write_pair(emit: Emitter, bits: int, *operands: Any) -> None:
     """16 outputs, of two tiles of weights side by side, of the tokens of a Strip. A group is multiplied while
     the sums of the one before are added."""
-    s, builder = Strip(*operands, scratch=_scratch(emit, SCRATCH)), emit.builder
+    s, builder = Strip._make((*operands, emit.memory(UNPACKED + 2 * UNPACKED_BYTES))), emit.builder
     start, last = emit.load(s.bias, floats(LANES)), emit.offset(s.groups, -1)
     totals = [emit.variable(start) for _ in range(TOKENS)]
-
-    def up_to_last(group: Any) -> Any:
-        return builder.select(builder.icmp_signed("<", group, last), group, last)
-
     if bits == 4:
         _unpack(emit, s, emit.const(0))
-        _unpack(emit, s, up_to_last(emit.const(1)))
+        _unpack(emit, s, emit.call("llvm.smin.i64", INT64, [emit.const(1), last]))
     _multiply(emit, bits, s, emit.const(0))
     with emit.loop(last) as group:
         if bits == 4:  # behind the last group the last one once more
-            _unpack(emit, s, up_to_last(emit.offset(group, 2)))
+            _unpack(emit, s, emit.call("llvm.smin.i64", INT64, [emit.offset(group, 2), last]))
         _multiply(emit, bits, s, emit.offset(group, 1))
         _add(emit, bits, s, totals, group)
     _add(emit, bits, s, totals, last)
@@ -201,33 +159,32 @@ configure, release = instruction(constants=1)(write_configuration), instruction(
 tile_pair = instruction(constants=1, operands=len(Strip._fields) - 1)(write_pair)
 
 
-def tile_product(bits: int) -> Any:
-    """One thread's share of a product with at least two tiles, as matmul.product_32 has it."""
+def tile_product(bits: int, of_few: Any) -> Any:
+    """One thread's share, as matmul.product_32 has it; of_few: for few rows, and a tile that has no other."""
     group, block_bytes = GROUP[bits], BLOCK[bits]
 
     @piece_named(f"tile_product_{bits}")
     def product(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
-        tiles, groups, stride = m.n // ROWS, m.k // group, m.n * 4
+        if rows < FEWEST or m.n == ROWS:
+            of_few(part, threads, m, x, y, rows)
+            return
+        tiles, groups, stride, size = m.n // ROWS, m.k // group, m.n * 4, m.k // group * block_bytes
         step = max(TOKENS, X_BYTES // m.k // TOKENS * TOKENS)
         for first in range(0, rows, step):
             last = min(first + step, rows)
             strips, height = (last - first + TOKENS - 1) // TOKENS, min(TOKENS, last - first)
             configure(bits, height)
-            # A few tokens' weights are shared out tile by tile, since reading them takes the time; else a
-            # pair of tiles and a strip of tokens is what a thread does of it. What is left over at an end is
-            # computed together with what was computed already, which gives the same bits once more.
+            # With few tokens reading the weights takes the time: they are shared out tile by tile. What is
+            # left over at an end goes with what was computed already: the same bits once more.
             count = tiles if strips == 1 else (tiles + 1) // 2 * strips
             begin, end = count * part // threads, count * (part + 1) // threads
             for item in range(begin, end, 2 if strips == 1 else 1):
                 tile = min(item, end - 2) if strips == 1 else min(item // strips * 2, tiles - 2)
                 tile, row = max(tile, 0), min(first + item % strips * TOKENS, last - height)
-                weights, out = m.weight + tile * groups * block_bytes, y + row * stride + tile * ROWS * 4
-                own, scales, sums = x.values + row * m.k, x.scales + row * 4, x.sums + row * 4
-                bias, size, apart = m.bias + tile * ROWS * 4, groups * block_bytes, rows * 4
-                # fmt: off
-                tile_pair(bits, weights, size, own, scales, sums, bias, m.k, apart, groups, out, stride,
-                          height)
-                # fmt: on
+                at, out = m.weight + tile * size, y + row * stride + tile * ROWS * 4
+                own, scale, sums = x.values + row * m.k, x.scales + row * 4, x.sums + row * 4
+                bias = m.bias + tile * ROWS * 4
+                tile_pair(bits, at, size, own, scale, sums, bias, m.k, rows * 4, groups, out, stride, height)
             release()
 
     return product

@@ -28,20 +28,18 @@ from numba.extending import intrinsic
 
 from paceline.core.errors import ConfigError
 
-# Which instructions multiply small integers: of aarch64 (dot product), of x86 (tiles of many rows, and dot
-# products), or of any processor. Every variant computes the same integers, so it changes the time and not a
-# bit of the result.
+# Which instructions multiply small integers: of aarch64 (dot product), of x86 (tiles, dot product), or of any
+# processor. Every variant computes the same integers, so it changes the time and not a bit of the result.
 VARIANTS = ("sdot", "amx", "vnni", "plain")
 UNSIGNED_FIRST = ("amx", "vnni")  # whose dot products multiply unsigned by signed bytes
 FEATURES = dict(binding.get_host_cpu_features())
-# Linux's system call, x86's request for the state of an extension, and the number of the tiles' data
-ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18
 
 
 def may_use_tiles() -> bool:
-    """AMX's registers are so large that a process must ask for them, once before its threads use them."""
+    """AMX's registers are so large that a process asks Linux for them (arch_prctl, ARCH_REQ_XCOMP_PERM of the
+    tiles' data), once before its threads use them."""
     has_tiles = sys.platform == "linux" and FEATURES.get("amx-tile") and FEATURES.get("amx-int8")
-    return bool(has_tiles) and ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILES) == 0
+    return bool(has_tiles) and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 def available() -> list[str]:

@@ -68,6 +68,12 @@ class Emitter:
         self.builder.store(value, slot)
         return slot
 
+    def memory(self, size: int) -> Any:
+        """The address of bytes that live as long as the call of the function that asks."""
+        room = cgutils.alloca_once(self.builder, ir.ArrayType(ir.IntType(8), size))
+        room.align = 64
+        return self.builder.ptrtoint(room, INT64)
+
     def math(self, name: str, *operands: Any) -> Any:
         """A function of LLVM's on floats or vectors of them."""
         kind = operands[0].type
@@ -150,8 +156,8 @@ class Emitter:
         wide = self.builder.shl(self.builder.zext(raw, ints(width)), ints(width)([13] * width))
         return self.builder.bitcast(wide, floats(width))
 
-    def prefetch(self, address: Any) -> None:
-        flags = [INT32(flag) for flag in (0, 3, 1)]  # read, into the nearest cache, data
+    def prefetch(self, address: Any, nearness: int = 3) -> None:
+        flags = [INT32(flag) for flag in (0, nearness, 1)]  # read, 3: into the nearest cache, data
         self.call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(address, ir.IntType(8)), *flags])
 
     def constant(self, value: float, width: int) -> Any:

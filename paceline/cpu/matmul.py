@@ -36,7 +36,8 @@ TURN_BYTES = 4 * LANES * UNROLL
 FLOAT_AHEAD = 1024  # prefetch distance in bytes
 # rows of x worked on at a time: they stay in the second-level cache while the weights stream by
 X_BLOCK_BYTES = 128 * 1024
-GROUP_8, BLOCK_8 = GROUP[8], BLOCK[8]
+SIZES = {bits: BLOCK[bits] * 32 // (ROWS * GROUP[bits]) for bits in (8, 4)} | {32: 128}  # bytes of 32 weights
+GROUP_8, BLOCK_8, SIZE_8 = GROUP[8], BLOCK[8], SIZES[8]
 Row = Callable[[int], Any]
 
 
@@ -81,11 +82,6 @@ def _group_dots(emit: Emitter, bits: int, block: Any, rows: list[Any], sums_at: 
     return dots
 
 
-def _halves(emit: Emitter, address: Any) -> list[Any]:
-    """ROWS scales or minima, a register each."""
-    return [emit.halves(emit.offset(address, 2 * at), WIDTH) for at in range(0, ROWS, WIDTH)]
-
-
 @instruction(types.float32)
 def stored_scale(emit: Emitter, at: Any) -> Any:
     """The half-precision scale at this address, for `embed`; numba itself has no half precision."""
@@ -104,9 +100,9 @@ def _tile(emit: Emitter, bits: int, tokens: int, *operands: Any) -> None:
         here, block = emit.times(group, GROUP[bits]), emit.offset(weights, emit.times(group, BLOCK[bits]))
         rows = [emit.offset(x, here, emit.times(x_stride, t)) for t in range(tokens)]
         dots = _group_dots(emit, bits, block, rows, emit.offset(sums_at, emit.times(group, group_stride)))
-        end = emit.offset(block, BLOCK[bits])
-        scales = _halves(emit, emit.offset(end, -2 * ROWS if bits == 8 else -4 * ROWS))
-        minima = _halves(emit, emit.offset(end, -2 * ROWS)) if bits == 4 else []
+        ends = [emit.offset(block, BLOCK[bits] + 2 * WIDTH * p) for p in parts]
+        scales = [emit.halves(emit.offset(end, -2 * ROWS if bits == 8 else -4 * ROWS), WIDTH) for end in ends]
+        minima = [emit.halves(emit.offset(end, -2 * ROWS), WIDTH) for end in ends if bits == 4]
         first, fours, offsets = emit.times(group, group_stride), [], []
         for t in range(0, tokens, 4):
             width = min(4, tokens - t)
@@ -184,11 +180,11 @@ def product_32(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
                 row += height
 
 
-def _dot_product(bits: int) -> Any:
+def _integer_product(bits: int) -> Any:
     """The same with integers."""
     group, block_bytes = GROUP[bits], BLOCK[bits]
 
-    @piece_named(f"dot_product_{bits}")
+    @piece_named(f"product_{bits}")
     def product(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
         stride, tiles, groups = m.n * 4, m.n // ROWS, m.k // group
         step = max(USUAL_TOKENS, X_BLOCK_BYTES // m.k // USUAL_TOKENS * USUAL_TOKENS)
@@ -203,24 +199,7 @@ def _dot_product(bits: int) -> Any:
                     dot_tile(bits, height, tile, own, scale, sums, bias, m.k, rows * 4, groups, out, stride)
                     row += height
 
-    return product
-
-
-def _integer_product(bits: int) -> Any:
-    """The same, with many rows by the instructions for them where there are any."""
-    of_few = _dot_product(bits)
-    if VARIANT != "amx":
-        return of_few
-    of_many, fewest = amx.tile_product(bits), amx.FEWEST
-
-    @piece_named(f"product_{bits}")
-    def product(part, threads, m, x, y, rows):  # type: ignore[no-untyped-def]
-        if rows < fewest or m.n == ROWS:  # tiles come in pairs
-            of_few(part, threads, m, x, y, rows)
-        else:
-            of_many(part, threads, m, x, y, rows)
-
-    return product
+    return amx.tile_product(bits, product) if VARIANT == "amx" else product
 
 
 product_8, product_4 = _integer_product(8), _integer_product(4)

@@ -48,8 +48,7 @@ def _stored(values: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
     """weight [N, K] -> integers and one scale a group."""
-    num_rows, width = weight.shape
-    group = GROUP[bits]
+    (num_rows, width), group = weight.shape, GROUP[bits]
     extra = padded(width, group) - width
     if extra:  # the last value again: it does not widen its group, and is multiplied with zeros
         weight = torch.cat([weight, weight[:, -1:].expand(num_rows, extra)], 1)
