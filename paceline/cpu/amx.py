@@ -181,9 +181,9 @@ def tile_product(bits: int, of_few: Any) -> Any:
             for item in range(begin, end, 2 if strips == 1 else 1):
                 tile = min(item, end - 2) if strips == 1 else min(item // strips * 2, tiles - 2)
                 tile, row = max(tile, 0), min(first + item % strips * TOKENS, last - height)
-                at, out = m.weight + tile * size, y + row * stride + tile * ROWS * 4
+                column, at = tile * ROWS * 4, m.weight + tile * size
                 own, scale, sums = x.values + row * m.k, x.scales + row * 4, x.sums + row * 4
-                bias = m.bias + tile * ROWS * 4
+                bias, out = m.bias + column, y + row * stride + column
                 tile_pair(bits, at, size, own, scale, sums, bias, m.k, rows * 4, groups, out, stride, height)
             release()
 

@@ -172,8 +172,7 @@ def range_of(share, count):  # type: ignore[no-untyped-def]
 
 @instruction()
 def ask_for(emit: Emitter, at: Any) -> None:
-    """A line of memory, into the second-level cache."""
-    emit.prefetch(at, 2)
+    emit.prefetch(at, 2)  # into the second-level cache
 
 
 @piece

@@ -13,17 +13,16 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from paceline.cpu.compile import FEATURES, VARIANT, piece
+from paceline.cpu.compile import FEATURES, UNSIGNED_FIRST, VARIANT, piece
 from paceline.cpu.lanes import FLOAT, INT32, INT64, LANES, MAGIC, Emitter, bytes_, floats, instruction, ints
-from paceline.cpu.tiles import IS_UNSIGNED, PLACE, addresses, each_span, exponents, power_of_two
+from paceline.cpu.tiles import PLACE, addresses, each_span, exponents, power_of_two
 
 # positions whose values are added before the next columns' turn; lists of offsets go on in memory for as many
 CHUNK = 128
 TURN = 8  # positions whose values are turned together, and whose weights are 16 bytes
 TURNED = (CHUNK + TURN) * LANES  # bytes of a chunk's values, sixteen columns, wherever it begins
-WIDTH = 4 if not IS_UNSIGNED else 16 if FEATURES.get("avx512vnni") else 8  # columns of a register
-# queries of a tile: their sums, high and low, are 24 of 32 registers, or with wider ones 12 of 32 or of 16
-ADDED = 6 if WIDTH == LANES else 3
+WIDTH = (16 if FEATURES.get("avx512vnni") else 8) if VARIANT in UNSIGNED_FIRST else 4  # columns of a register
+ADDED = 6 if WIDTH == LANES else 3  # queries of a tile: their sums, high and low, stay in registers
 LARGEST = 16383.0  # a weight
 # 2 ** x for x from -1/2 to 1/2 within 1e-7, which hardly ever changes what is rounded to 14 bits
 POWER = (0.001326472, 0.009671514, 0.05550734, 0.24022242, 0.693147, 1.0)
@@ -138,8 +137,7 @@ def turn(values, places, first, last, out, asked):  # type: ignore[no-untyped-de
     return (end - begin) // TURN
 
 
-@instruction(most=ADDED, operands=6)
-def add_turned(emit: Emitter, num_queries: int, *operands: Any) -> None:
+def _add(emit: Emitter, num_queries: int, *operands: Any) -> None:
     """Sums of sixteen columns over TURN * turns positions, added to integers in memory: out[q] has those by
     high bytes, and half a stride on those by low ones. operands: weights, their stride, turned values, turns,
     out, its stride."""
@@ -160,11 +158,14 @@ def add_turned(emit: Emitter, num_queries: int, *operands: Any) -> None:
                 for (q, part), of_query in zip(both, sums, strict=True):
                     same = builder.bitcast(emit.splat(rows[q], 2 * four + part, WIDTH), bytes_(4 * WIDTH))
                     # weights have no sign; "sdot" multiplies by a lane that comes second
-                    factors = (same, values) if IS_UNSIGNED else (values, same)
+                    factors = (values, same) if WIDTH == 4 else (same, values)
                     builder.store(emit.dot(VARIANT, builder.load(of_query[c]), *factors), of_query[c])
     for at, of_query in zip(targets, sums, strict=True):
         for c, total in zip(parts, of_query, strict=True):
             emit.store(builder.load(total), emit.offset(at, c))
+
+
+add_turned = instruction(most=ADDED, operands=6)(_add)
 
 
 @instruction()
