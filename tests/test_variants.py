@@ -21,13 +21,13 @@ import torch
 from llvmlite import binding, ir
 
 from paceline.core.errors import ConfigError
-from paceline.cpu import compile, matmul, tiles
+from paceline.cpu import compile, matmul, tiles, value_tiles
 from paceline.cpu.lanes import INT64, Emitter
 from paceline.cpu.tiles import AHEAD, PLACE, SCORED, SPAN
 from paceline.models.quantize import GROUP, Quantized, pack_quantized
 from tests.odd_models import DTYPES, digest
 
-VNNI = {8: "llvm.x86.avx512.vpdpbusd.256", 4: "llvm.x86.avx512.vpdpbusd.128"}  # by the sums of a register
+VNNI = {sums: f"llvm.x86.avx512.vpdpbusd.{32 * sums}" for sums in (16, 8, 4)}  # by the sums of a register
 
 
 def emulation(sums: int) -> str:
@@ -242,6 +242,25 @@ def test_scores_of_every_variant_are_those_of_the_plain_one(
                 found.append(out.tobytes())
         assert len(set(found)) == 1
         assert any(found[0])
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_sums_of_values_of_every_variant_are_right(
+    variant: str, is_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variant in compile.available() and variant in compile.UNSIGNED_FIRST and is_wide:
+        is_wide = bool(compile.FEATURES.get("avx512vnni"))  # only what this processor can run
+    monkeypatch.setattr(compile, "FEATURES", {"avx512vnni": is_wide})
+    kind, turns, queries = variant_of(value_tiles, variant, monkeypatch), 5, 3
+    tile = Compiled(function_source(6, lambda emit, *at: kind._add(emit, queries, *at)), 6)
+    rng = np.random.default_rng(turns)
+    weights = rng.integers(0, 128, (queries, turns, 2, 2, 4)).astype(np.int8)  # high and low bytes of fours
+    values = rng.integers(-127, 128, (turns, 2, 16, 4)).astype(np.int8)
+    out = rng.integers(-99, 99, (queries, 2, 16)).astype(np.int32)
+    expected = out + np.einsum("qtfhp,tfcp->qhc", weights.astype(np.int32), values.astype(np.int32))
+    tile.run(weights.ctypes.data, weights[0].size, values.ctypes.data, turns, out.ctypes.data, 4 * 32)
+    assert (out == expected).all()
 
 
 @pytest.mark.parametrize("extensions", ["+avx2,+fma,+avxvnni", "+avx2,+fma,+avx512vl,+avx512vnni"])

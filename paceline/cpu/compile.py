@@ -7,6 +7,7 @@ changed. Numba looks at the function's file alone, but kernels are built from pi
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -27,21 +28,33 @@ from numba.extending import intrinsic
 
 from paceline.core.errors import ConfigError
 
-# Which instructions multiply small integers: of aarch64 (dot product), of x86, or of any processor. Every
-# variant computes the same integers, so it changes the time and not a bit of the result.
-VARIANTS = ("sdot", "vnni", "plain")
+# Which instructions multiply small integers: of aarch64 (dot product), of x86 (tiles, dot product), or of any
+# processor. Every variant computes the same integers, so it changes the time and not a bit of the result.
+VARIANTS = ("sdot", "amx", "vnni", "plain")
+UNSIGNED_FIRST = ("amx", "vnni")  # whose dot products multiply unsigned by signed bytes
+FEATURES = dict(binding.get_host_cpu_features())
+
+
+def may_use_tiles() -> bool:
+    """AMX's registers are so large that a process asks Linux for them (arch_prctl, ARCH_REQ_XCOMP_PERM of the
+    tiles' data), once before its threads use them."""
+    has_tiles = sys.platform == "linux" and FEATURES.get("amx-tile") and FEATURES.get("amx-int8")
+    return bool(has_tiles) and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 def available() -> list[str]:
     """Variants that this processor has, best first."""
-    has, found = dict(binding.get_host_cpu_features()), []
+    has, found = FEATURES, []
     if platform.machine() in ("aarch64", "arm64"):
         # LLVM lists few features of ARM processors; it knows the others by the processor's name
         is_known, listed = binding.get_host_cpu_name() != "generic", Path("/proc/cpuinfo")
         flags = listed.read_text().split() if is_known and listed.exists() else []
         if sys.platform == "darwin" or "asimddp" in flags:
             found.append("sdot")
-    if has.get("avxvnni") or (has.get("avx512vnni") and has.get("avx512vl")):
+    has_wide_dots = has.get("avx512vnni") and has.get("avx512vl")
+    if has_wide_dots and may_use_tiles():
+        found.append("amx")
+    if has_wide_dots or has.get("avxvnni"):
         found.append("vnni")
     return [*found, "plain"]
 

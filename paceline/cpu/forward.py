@@ -15,11 +15,12 @@ from numba import carray
 from paceline.cpu.attend import attend, expand_tables, place, trace_paths
 from paceline.cpu.compile import kernel, piece, piece_named, struct
 from paceline.cpu.lanes import int_pointer
-from paceline.cpu.layer import Model, Work, layer_of, leave_layer, multiply, put_norm, put_norms
-from paceline.cpu.matmul import product_4, product_8, product_32
+from paceline.cpu.layer import Model, Work, ask, layer_of, leave_layer, multiply, put_norm, put_norms
+from paceline.cpu.matmul import SIZES, product_4, product_8, product_32
 from paceline.cpu.rows import copy, embed_8, embed_32, put_4, put_8, put_32
 from paceline.cpu.sync import barrier, in_region
 from paceline.cpu.top import choose, first_largest
+from paceline.models.quantize import head_bits
 
 
 class Pass(NamedTuple):
@@ -71,6 +72,7 @@ def _pick(share, b, m, w, logits):  # type: ignore[no-untyped-def]
 
 def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any, embed: Any) -> Any:
     """What each thread does: of kernels that differ in the kind of weights."""
+    size, head_size = SIZES[bits], SIZES[head_bits(bits)]
 
     @piece_named(f"run_{bits}")
     def run(share, given):  # type: ignore[no-untyped-def]
@@ -85,13 +87,16 @@ def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any
         for i in range(b.depth):
             layer, keys, values = layer_of(m.layers, i), caches[i, 0], caches[i, 1]
             _tap(share, b, m, w, i)
+            ask(share, layer.qkv, size)
             put_norms(put, share, b.rows, m, w, layer.input_norm)
             multiply(product, share, layer.qkv, w, w.wide, b.rows)
+            ask(share, layer.out, size)
             place(share, b, m, layer, w, keys, values)
             barrier(share)
             attend(share, b, m, layer, w, keys, values)
-            leave_layer(product, put, share, b.rows, m, layer, w)
+            leave_layer(product, put, size, share, b.rows, m, layer, w)
         _tap(share, b, m, w, b.depth)
+        ask(share, m.head, head_size)
         barrier(share)
         for i in range(share.part, b.num_outputs, share.threads):
             put_norm(head_put, w.h + outputs[i] * m.hidden * 4, m.norm, m, w, i, b.num_outputs)

@@ -20,6 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from paceline.cpu.compile import UNSIGNED_FIRST
+
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
@@ -66,6 +68,12 @@ class Emitter:
         self.builder.store(value, slot)
         return slot
 
+    def memory(self, size: int) -> Any:
+        """The address of bytes that live as long as the call of the function that asks."""
+        room = cgutils.alloca_once(self.builder, ir.ArrayType(ir.IntType(8), size))
+        room.align = 64
+        return self.builder.ptrtoint(room, INT64)
+
     def math(self, name: str, *operands: Any) -> Any:
         """A function of LLVM's on floats or vectors of them."""
         kind = operands[0].type
@@ -109,11 +117,11 @@ class Emitter:
         return vectors[0]
 
     def dot(self, variant: str, total: Any, first: Any, second: Any) -> Any:
-        """total[i] + first[4i : 4i+4] * second[4i : 4i+4], of signed bytes; "vnni": unsigned first ones."""
+        """total[i] + first[4i : 4i+4] * second[4i : 4i+4], of signed bytes; UNSIGNED_FIRST: as it says."""
         if variant == "sdot":
             return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, first, second])
         lanes, wide = total.type.count, ints(first.type.count)
-        if variant == "vnni":
+        if variant in UNSIGNED_FIRST:
             return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", total.type, [total, first, second])
         products = self.builder.mul(self.builder.sext(first, wide), self.builder.sext(second, wide))
         for lane in range(4):
@@ -142,8 +150,14 @@ class Emitter:
             sums = [builder.load(total)]
             self.store(self.call(f"llvm.vector.reduce.add.v{LANES}i32", INT32, sums), sum_at)
 
-    def prefetch(self, address: Any) -> None:
-        flags = [INT32(flag) for flag in (0, 3, 1)]  # read, into the nearest cache, data
+    def halves(self, address: Any, width: int) -> Any:
+        """Half-precision numbers, not negative, as floats 2**-112 times as large: their bits fit."""
+        raw = self.load(address, ir.VectorType(ir.IntType(16), width))
+        wide = self.builder.shl(self.builder.zext(raw, ints(width)), ints(width)([13] * width))
+        return self.builder.bitcast(wide, floats(width))
+
+    def prefetch(self, address: Any, nearness: int = 3) -> None:
+        flags = [INT32(flag) for flag in (0, nearness, 1)]  # read, 3: into the nearest cache, data
         self.call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(address, ir.IntType(8)), *flags])
 
     def constant(self, value: float, width: int) -> Any:

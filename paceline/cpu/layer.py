@@ -15,7 +15,8 @@ from paceline.cpu.compile import piece, size_of, struct, unrolled
 from paceline.cpu.lanes import float_pointer, fma
 from paceline.cpu.matmul import Matrix
 from paceline.cpu.rows import add, copy, fill, gate, normalize
-from paceline.cpu.sync import barrier, range_of
+from paceline.cpu.sync import barrier, range_of, wanted_by
+from paceline.models.quantize import DOT_ROWS
 
 COLUMNS = 64  # columns a thread takes at a time: a multiple of every group
 
@@ -147,6 +148,14 @@ def multiply(product, share, matrix, w, y, rows):  # type: ignore[no-untyped-def
 
 
 @piece
+def ask(share, matrix, size):  # type: ignore[no-untyped-def]
+    """While it waits, a thread asks for its share of the next product's weights; size: matmul.SIZES."""
+    (first, last), wanted = range_of(share, matrix.n // DOT_ROWS), wanted_by(share)
+    tile_bytes = matrix.k * DOT_ROWS * size // 32
+    wanted[0], wanted[1] = matrix.weight + first * tile_bytes, matrix.weight + last * tile_bytes
+
+
+@piece
 def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def]
     """h += narrow, or its norm where there is a weight."""
     for row in range(share.part, rows, share.threads):
@@ -157,8 +166,9 @@ def _add_block(share, rows, m, w, after, stride):  # type: ignore[no-untyped-def
 
 
 @unrolled
-def leave_layer(product, put, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
-    """From `ready`, which is what attention found, to the residual stream after the layer."""
+def leave_layer(product, put, size, share, rows, m, layer, w):  # type: ignore[no-untyped-def]
+    """From `ready`, which is what attention found, to the residual stream after the layer. size: SIZES of
+    the product."""
     width = m.num_heads * m.dim
     blocks = (width + COLUMNS - 1) // COLUMNS
     barrier(share)
@@ -168,9 +178,11 @@ def leave_layer(product, put, share, rows, m, layer, w):  # type: ignore[no-unty
         fill(ready, max(first, width), first + COLUMNS)
         put(ready, width, first, first + COLUMNS, w, row, rows)
     multiply(product, share, layer.out, w, w.narrow, rows)
+    ask(share, layer.gate_up, size)
     _add_block(share, rows, m, w, layer.after_attention, layer.out.n)
     put_norms(put, share, rows, m, w, layer.mlp_norm)
     multiply(product, share, layer.gate_up, w, w.wide, rows)
+    ask(share, layer.down, size)
     # a thread takes the columns that it has just computed (the order of the rows: loaders/packed.py)
     begin, end = range_of(share, (m.inner + COLUMNS - 1) // COLUMNS)
     for row in range(rows):

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from paceline.cpu.compile import VARIANT, piece, piece_named
+from paceline.cpu import amx
+from paceline.cpu.compile import UNSIGNED_FIRST, VARIANT, piece, piece_named
 from paceline.cpu.lanes import FLOAT, INT32, LANES, Emitter, bytes_, floats, instruction, ints
-from paceline.models.quantize import DOT_ROWS, GROUP
+from paceline.models.quantize import BLOCK, DOT_ROWS, GROUP
 
 ROWS = DOT_ROWS  # outputs of a tile
-BLOCK = {8: ROWS * GROUP[8] + 2 * ROWS, 4: ROWS * GROUP[4] // 2 + 4 * ROWS}  # bytes
 USUAL_TOKENS = 4  # of a tile: what keeps every sum in one of 32 registers
 MAX_TOKENS = 6  # of the only or last tile: spilling some sums costs less than another turn over the weights
 AHEAD = 512  # prefetch distance in bytes: measured, more or less is slower
-WIDTH = 8 if VARIANT == "vnni" else 4  # outputs of a register
+IS_UNSIGNED = VARIANT in UNSIGNED_FIRST
+WIDTH = 8 if IS_UNSIGNED else 4  # outputs of a register
 # A half-precision scale's bits, shifted into a float, are worth 2**-112 of it, and it is stored times 2**8:
 # token scales make up for both.
 SCALE_SHIFT = 112 - 8
@@ -35,7 +36,8 @@ TURN_BYTES = 4 * LANES * UNROLL
 FLOAT_AHEAD = 1024  # prefetch distance in bytes
 # rows of x worked on at a time: they stay in the second-level cache while the weights stream by
 X_BLOCK_BYTES = 128 * 1024
-GROUP_8, BLOCK_8 = GROUP[8], BLOCK[8]
+SIZES = {bits: BLOCK[bits] * 32 // (ROWS * GROUP[bits]) for bits in (8, 4)} | {32: 128}  # bytes of 32 weights
+GROUP_8, BLOCK_8, SIZE_8 = GROUP[8], BLOCK[8], SIZES[8]
 Row = Callable[[int], Any]
 
 
@@ -58,13 +60,13 @@ def _weights(emit: Emitter, bits: int, block: Any, quad: int) -> list[Any]:
             return [builder.lshr(each, kind([4] * step)) for each in raw]
         return [builder.and_(each, kind([15] * step)) for each in raw]
     # x86 multiplies unsigned by signed bytes: 128 is added here and taken off the sums before they start
-    return [builder.xor(each, kind([0x80] * step)) for each in raw] if VARIANT == "vnni" else raw
+    return [builder.xor(each, kind([0x80] * step)) for each in raw] if IS_UNSIGNED else raw
 
 
 def _group_dots(emit: Emitter, bits: int, block: Any, rows: list[Any], sums_at: Any) -> list[list[Any]]:
     """The integer sums of one group: [token][part]. rows: where the group begins in each token's x."""
     starts, fours = [ints(WIDTH)([0] * WIDTH) for _ in rows], []
-    if VARIANT == "vnni" and bits == 8:
+    if IS_UNSIGNED and bits == 8:
         totals = [emit.load(emit.offset(sums_at, 4 * t), INT32) for t in range(len(rows))]
         starts = [emit.broadcast(emit.builder.mul(total, INT32(-128)), WIDTH) for total in totals]
     dots = [[start] * (ROWS // WIDTH) for start in starts]
@@ -78,15 +80,6 @@ def _group_dots(emit: Emitter, bits: int, block: Any, rows: list[Any], sums_at: 
             same = emit.builder.bitcast(emit.splat(four, quad % 4, WIDTH), bytes_(4 * WIDTH))
             dots[t] = [emit.dot(VARIANT, *pair, same) for pair in zip(dots[t], weights, strict=True)]
     return dots
-
-
-def _halves(emit: Emitter, address: Any) -> list[Any]:
-    """ROWS half-precision numbers, not negative, as floats 2**-112 times as large: their bits fit."""
-    short = ir.VectorType(ir.IntType(16), WIDTH)
-    raw = [emit.load(emit.offset(address, 2 * at), short) for at in range(0, ROWS, WIDTH)]
-    shift = ints(WIDTH)([13] * WIDTH)
-    wide = [emit.builder.shl(emit.builder.zext(each, ints(WIDTH)), shift) for each in raw]
-    return [emit.builder.bitcast(each, floats(WIDTH)) for each in wide]
 
 
 @instruction(types.float32)
@@ -107,9 +100,9 @@ def _tile(emit: Emitter, bits: int, tokens: int, *operands: Any) -> None:
         here, block = emit.times(group, GROUP[bits]), emit.offset(weights, emit.times(group, BLOCK[bits]))
         rows = [emit.offset(x, here, emit.times(x_stride, t)) for t in range(tokens)]
         dots = _group_dots(emit, bits, block, rows, emit.offset(sums_at, emit.times(group, group_stride)))
-        end = emit.offset(block, BLOCK[bits])
-        scales = _halves(emit, emit.offset(end, -2 * ROWS if bits == 8 else -4 * ROWS))
-        minima = _halves(emit, emit.offset(end, -2 * ROWS)) if bits == 4 else []
+        ends = [emit.offset(block, BLOCK[bits] + 2 * WIDTH * p) for p in parts]
+        scales = [emit.halves(emit.offset(end, -2 * ROWS if bits == 8 else -4 * ROWS), WIDTH) for end in ends]
+        minima = [emit.halves(emit.offset(end, -2 * ROWS), WIDTH) for end in ends if bits == 4]
         first, fours, offsets = emit.times(group, group_stride), [], []
         for t in range(0, tokens, 4):
             width = min(4, tokens - t)
@@ -206,7 +199,7 @@ def _integer_product(bits: int) -> Any:
                     dot_tile(bits, height, tile, own, scale, sums, bias, m.k, rows * 4, groups, out, stride)
                     row += height
 
-    return product
+    return amx.tile_product(bits, product) if VARIANT == "amx" else product
 
 
 product_8, product_4 = _integer_product(8), _integer_product(4)

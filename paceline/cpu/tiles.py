@@ -13,7 +13,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paceline.cpu.compile import VARIANT
+from paceline.cpu.compile import FEATURES, UNSIGNED_FIRST, VARIANT
 from paceline.cpu.lanes import FLOAT, INT32, INT64, LANES, MAGIC, Emitter, bytes_, floats, instruction, ints
 
 WIDTH = 4  # lanes of a dot product
@@ -21,7 +21,8 @@ SPAN = 4  # positions of a tile, at most WIDTH
 # positions between what is read and what is asked for; lists of offsets must go on in memory for as many
 AHEAD = 16
 PLACE = 16  # bytes of a pair of offsets
-HAS_32_REGISTERS = platform.machine() in ("aarch64", "arm64")
+IS_UNSIGNED = VARIANT in UNSIGNED_FIRST
+HAS_32_REGISTERS = platform.machine() in ("aarch64", "arm64") or FEATURES.get("avx512vl", False)
 # queries of a tile: with SPAN positions each, the sums stay in registers (5: 9 % slower, 6: 31 %)
 SCORED = 4 if HAS_32_REGISTERS else 3
 MIXED = 5 if HAS_32_REGISTERS else 3  # the same, with 16 columns each (3: 5 % slower, 6: 27 %)
@@ -178,7 +179,7 @@ def _half_dots(emit: Emitter, queries: list[Any], rows: list[Any], half: tuple[A
         each = [emit.load(emit.offset(query, at), bytes_(16)) for query in queries]
         for p, row in enumerate(rows):
             key = emit.load(emit.offset(row, at), bytes_(16))
-            if VARIANT == "vnni":  # unsigned: 128 is added, its share taken off the sums
+            if IS_UNSIGNED:  # 128 is added, its share taken off the sums
                 key = builder.xor(key, bytes_(16)([0x80] * 16))
             for q, query in enumerate(each):
                 builder.store(emit.dot(VARIANT, builder.load(sums[q][p]), key, query), sums[q][p])
@@ -186,7 +187,7 @@ def _half_dots(emit: Emitter, queries: list[Any], rows: list[Any], half: tuple[A
     for query, of_query in zip(queries, sums, strict=True):
         lanes = [builder.load(total) for total in of_query] * (SPAN // len(rows))
         whole = emit.totals(lanes, builder.add)
-        if VARIANT == "vnni":
+        if IS_UNSIGNED:
             excess = builder.mul(emit.load(emit.offset(query, sum_at), INT32), INT32(128))
             whole = builder.sub(whole, emit.broadcast(excess, 4))
         found.append(builder.sitofp(whole, floats(4)))

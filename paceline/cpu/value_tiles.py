@@ -12,17 +12,17 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-from paceline.cpu.compile import VARIANT, piece
+from paceline.cpu.compile import FEATURES, UNSIGNED_FIRST, VARIANT, piece
 from paceline.cpu.lanes import FLOAT, INT32, INT64, LANES, MAGIC, Emitter, bytes_, floats, instruction, ints
-from paceline.cpu.tiles import PLACE, SUMS, addresses, each_span, exponents, power_of_two
+from paceline.cpu.tiles import PLACE, addresses, each_span, exponents, power_of_two
 
 # positions whose values are added before the next columns' turn; lists of offsets go on in memory for as many
 CHUNK = 128
 TURN = 8  # positions whose values are turned together, and whose weights are 16 bytes
 TURNED = (CHUNK + TURN) * LANES  # bytes of a chunk's values, sixteen columns, wherever it begins
-ADDED = 3  # queries of a tile: their sums, high and low, are 24 of 32 registers
+WIDTH = (16 if FEATURES.get("avx512vnni") else 8) if VARIANT in UNSIGNED_FIRST else 4  # columns of a register
+ADDED = 6 if WIDTH == LANES else 3  # queries of a tile: their sums, high and low, stay in registers
 LARGEST = 16383.0  # a weight
 # 2 ** x for x from -1/2 to 1/2 within 1e-7, which hardly ever changes what is rounded to 14 bits
 POWER = (0.001326472, 0.009671514, 0.05550734, 0.24022242, 0.693147, 1.0)
@@ -137,8 +137,7 @@ def turn(values, places, first, last, out, asked):  # type: ignore[no-untyped-de
     return (end - begin) // TURN
 
 
-@instruction(most=ADDED, operands=6)
-def add_turned(emit: Emitter, num_queries: int, *operands: Any) -> None:
+def _add(emit: Emitter, num_queries: int, *operands: Any) -> None:
     """Sums of sixteen columns over TURN * turns positions, added to integers in memory: out[q] has those by
     high bytes, and half a stride on those by low ones. operands: weights, their stride, turned values, turns,
     out, its stride."""
@@ -147,22 +146,26 @@ def add_turned(emit: Emitter, num_queries: int, *operands: Any) -> None:
     half = builder.sdiv(stride, emit.const(2))
     both = [(q, part) for q in wanted for part in (0, 1)]
     targets = [emit.offset(out, emit.times(stride, q), emit.times(half, part)) for q, part in both]
-    sums = [[emit.variable(emit.load(emit.offset(at, 16 * c), SUMS)) for c in range(4)] for at in targets]
+    kind, parts = ints(WIDTH), range(0, 4 * LANES, 4 * WIDTH)
+    sums = [[emit.variable(emit.load(emit.offset(at, c), kind)) for c in parts] for at in targets]
     with emit.loop(turns) as turn:
         here = emit.offset(weights, emit.times(turn, 16))
-        rows = [emit.load(emit.offset(here, emit.times(weight_stride, q)), SUMS) for q in wanted]
+        rows = [emit.load(emit.offset(here, emit.times(weight_stride, q)), ints(4)) for q in wanted]
         first = emit.offset(turned, emit.times(turn, 128))
         for four in (0, 1):
-            for c in range(4):
-                values = emit.load(emit.offset(first, 64 * four + 16 * c), bytes_(16))
+            for c, at in enumerate(parts):
+                values = emit.load(emit.offset(first, 64 * four + at), bytes_(4 * WIDTH))
                 for (q, part), of_query in zip(both, sums, strict=True):
-                    same = builder.bitcast(emit.splat(rows[q], 2 * four + part, 4), bytes_(16))
-                    # "vnni" has unsigned bytes first; "sdot" multiplies by a lane that comes second
-                    factors = (same, values) if VARIANT == "vnni" else (values, same)
+                    same = builder.bitcast(emit.splat(rows[q], 2 * four + part, WIDTH), bytes_(4 * WIDTH))
+                    # weights have no sign; "sdot" multiplies by a lane that comes second
+                    factors = (values, same) if WIDTH == 4 else (same, values)
                     builder.store(emit.dot(VARIANT, builder.load(of_query[c]), *factors), of_query[c])
     for at, of_query in zip(targets, sums, strict=True):
-        for c, total in enumerate(of_query):
-            emit.store(builder.load(total), emit.offset(at, 16 * c))
+        for c, total in zip(parts, of_query, strict=True):
+            emit.store(builder.load(total), emit.offset(at, c))
+
+
+add_turned = instruction(most=ADDED, operands=6)(_add)
 
 
 @instruction()
@@ -176,6 +179,4 @@ def combine(emit: Emitter, at: Any, half: Any, factor: Any, out: Any) -> None:
 
 @instruction(types.int64)
 def turned_memory(emit: Emitter) -> Any:
-    """The address of TURNED bytes that live as long as the call of the function that asks."""
-    room = cgutils.alloca_once(emit.builder, ir.ArrayType(ir.IntType(8), TURNED))
-    return emit.builder.ptrtoint(room, INT64)
+    return emit.memory(TURNED)

@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError, ModelFileError
 BITS = {"float32": 32, "int8": 8, "int4": 4}
 GROUP = {8: 64, 4: 32}
 FLOAT_ROWS, DOT_ROWS = 16, 8  # output rows of a tile
+BLOCK = {8: DOT_ROWS * GROUP[8] + 2 * DOT_ROWS, 4: DOT_ROWS * GROUP[4] // 2 + 4 * DOT_ROWS}  # bytes
 STORED = 2.0**8  # what scales and minima are stored times: keeps small ones out of the subnormal numbers
 
 
@@ -47,8 +48,7 @@ def _stored(values: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
     """weight [N, K] -> integers and one scale a group."""
-    num_rows, width = weight.shape
-    group = GROUP[bits]
+    (num_rows, width), group = weight.shape, GROUP[bits]
     extra = padded(width, group) - width
     if extra:  # the last value again: it does not widen its group, and is multiplied with zeros
         weight = torch.cat([weight, weight[:, -1:].expand(num_rows, extra)], 1)
