@@ -86,6 +86,11 @@ class Work(NamedTuple):
     mixed: int = 0  # [KV heads, rows, query heads of one, 2, dim]
     totals: int = 0  # [KV heads, rows, query heads of one]
     largest: int = 0  # [num_outputs, threads] int64: where each thread found the largest in its part of a row
+    # Of draw.py, for each of a few rows. [threads, 2]: a float64 score and a token, or how many are near;
+    # [vocab] int32: tokens near the best; [PIECES] float64: sums of probabilities.
+    found: int = 0
+    near: int = 0
+    masses: int = 0
 
 
 LAYER_BYTES = 8 * size_of(LayerRow)

@@ -84,7 +84,8 @@ class Engine:
         self.check_fits(request)
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
-        request.pick = pick_of(request, rooted(request.tokens[-1]))
+        pick = pick_of(request, rooted(request.tokens[-1]))
+        request.pick = pick if pick is not None and self.executor.can_pick(pick) else None
         self.stats[request.id] = SpecStats()
         self.scheduler.add(request)
 
@@ -256,9 +257,7 @@ class Engine:
     def _can_burst(self, backend: BurstBackend, scheduled: Scheduled) -> bool:
         if self.watch is not None or len(scheduled) > backend.most_requests:
             return False
-        picks = [one.request.pick for one in scheduled if one.num_new == 1 and one.is_caught_up]
-        can_pick = all(pick is not None and backend.can_run(pick.temperature) for pick in picks)
-        return len(picks) == len(scheduled) and can_pick
+        return all(one.request.pick and one.num_new == 1 and one.is_caught_up for one in scheduled)
 
     def _burst_input(
         self, requests: Sequence[Request], parts: BurstParts, count: int, least: float

@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.batch import build
 from paceline.core.errors import ConfigError
-from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, Segment
+from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, Pick, Segment
 from paceline.heads.rows import BurstBackend, BurstInput
 from paceline.models.attention import FLOATS, KvFormat, bytes_per_token, row_widths
 from paceline.models.config import ModelConfig
@@ -89,6 +89,11 @@ class LocalExecutor:
     @property
     def device(self) -> torch.device:
         return self.memory.device
+
+    def can_pick(self, pick: Pick) -> bool:
+        """Whether its passes choose tokens in this way; decoders that say nothing of cuts leave them to the
+        host."""
+        return not pick.is_cut or getattr(self.decoder, "picks_cuts", False)
 
     def forward(
         self, segments: Sequence[Segment], *, num_layers: int | None = None,
