@@ -16,7 +16,6 @@ def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
         return Segment(known, cache, None, 0)
     if len(draft.tree.tokens) == 1:
         return Segment(known, cache, None, 1, request.pick)
-    # what was sampled from q is judged by the host, unless the text depends on the seed alone
     root, pick = one.num_new - 1, None if draft.q and request.is_sampled else request.pick
     parents = [*range(-1, root - 1), *(root + parent for parent in draft.tree.parents)]
     return Segment([*known, *draft.tree.tokens[1:]], cache, parents, len(draft.tree.tokens), pick)

@@ -124,7 +124,7 @@ def pick_of(request: Request, draft: Draft) -> Pick | None:
         return None
     if params.is_greedy:
         return Pick(0.0, 0)
-    return Pick(params.temperature, request.seed, params.top_k, params.top_p, params.min_p)
+    return Pick(params.temperature, request.seed, max(params.top_k, 0), params.top_p, params.min_p)
 
 
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:

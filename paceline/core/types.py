@@ -186,18 +186,14 @@ class Verdict(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """Where raw logits are enough, a token is argmax(logits / temperature + gumbel(seed, position)), among
-    those that the cuts leave. As in SamplingParams."""
+    """Where raw logits are enough, a token is argmax(logits / temperature + gumbel(seed, position)) of those
+    that the cuts leave."""
 
     temperature: float  # 0: greedy
     seed: int
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-
-    @property
-    def is_cut(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Segment(NamedTuple):

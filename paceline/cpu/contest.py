@@ -17,35 +17,27 @@ from llvmlite import ir
 from numba import carray, types
 
 from paceline.core import noise
+from paceline.core.types import Pick
 from paceline.cpu.compile import piece
 from paceline.cpu.lanes import INT32, INT64, LOG2_E, Emitter, float_pointer, floats, instruction, ints
 from paceline.cpu.top import BLOCK, HALF, MASK, gumbel, has_larger
 
 ROUNDS, COUNTERS = 10, BLOCK // 4  # of Philox; that a block of tokens has
 MOST_BITS = 33.1  # no token that is further behind can win: 1 - u is at least 2 ** -33
-# of 2 ** 32 as a float: its exponent as it is kept, and a bit more than float32 is wrong by; a bit of an
-# exponent
+# the exponent of 2 ** 32 as a float keeps it, and more than float32 is wrong by; one of an exponent
 EXPONENT, UNIT = 127.0 + 32.0 + 0.001, 2.0**23
 
 
-class Choice(NamedTuple):
-    """How the token after a row is chosen: as `Pick` says, in memory."""
-
-    temperature: float
-    seed: int
-    top_k: int
-    top_p: float
-    min_p: float
-
-
 class Row(NamedTuple):
-    """A row of logits whose largest is finite."""
+    """A row of logits, and how the token after it is drawn."""
 
     at: int
     size: int
-    best: int  # where that is; -1: it is not
-    position: int  # of the token that follows
-    one: Choice
+    best: int  # where the largest is; -1: it is not finite
+    position: int  # of the token
+    one: Pick
+    base: float  # the largest, divided by the temperature
+    floor: float  # what min-p leaves is at least this, divided likewise
 
 
 def _philox(emit: Emitter, counter: Any, position: Any, keys: Sequence[Any]) -> list[Any]:
@@ -96,11 +88,6 @@ def survivors(emit: Emitter, *operands: Any) -> Any:
 
 
 @piece
-def base_of(r):  # type: ignore[no-untyped-def]
-    return carray(float_pointer(r.at), r.size)[r.best] / r.one.temperature
-
-
-@piece
 def is_ahead(score, token, lead, other):  # type: ignore[no-untyped-def]
     """Of equal scores the lower id wins."""
     return score > lead or (score == lead and token < other)
@@ -110,7 +97,7 @@ def is_ahead(score, token, lead, other):  # type: ignore[no-untyped-def]
 def contest(r, begin, end):  # type: ignore[no-untyped-def]
     """(score, token) of what is ahead among the tokens [begin, end) and the one with the largest logit."""
     row, seed, t = carray(float_pointer(r.at), r.size), np.uint64(r.one.seed), r.one.temperature
-    top, base, scale, token = row[r.best], base_of(r), LOG2_E / t * UNIT, r.best
+    top, base, scale, token = row[r.best], r.base, LOG2_E / t * UNIT, r.best
     low, high, slack = np.int64(seed & MASK), np.int64(seed >> HALF), abs(np.float64(top)) * 1e-6
     lead, position = base + gumbel(seed, r.position, r.best), r.position
     for start in range(begin, end, BLOCK):

@@ -202,8 +202,7 @@ class CpuDecoder:
         if all(pick.temperature == 0 for pick in picks):
             return 0, choices
         for temperature, seed, top_k, top_p, min_p in picks:
-            most = top_k if 0 < top_k < vocab else 0
-            choices.frombytes(CHOICE.pack(temperature, seed % 2**64, most, top_p, min_p))
+            choices.frombytes(CHOICE.pack(temperature, seed % 2**64, top_k * (top_k < vocab), top_p, min_p))
         return self.draw, choices
 
     def _check(self, batch: Batch, kv: Caches) -> None:

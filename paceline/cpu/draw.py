@@ -17,34 +17,27 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
+from paceline.core.types import Pick
+from paceline.cpu import lanes
 from paceline.cpu.compile import kernel, piece, size_of, struct
-from paceline.cpu.contest import Choice, Row, base_of, contest, is_ahead
+from paceline.cpu.contest import Row, contest, is_ahead
 from paceline.cpu.forward import model_at, pass_at, work_at
-from paceline.cpu.lanes import (
-    INT64,
-    LOG2_E,
-    Emitter,
-    double_pointer,
-    float_pointer,
-    floats,
-    instruction,
-    int_pointer,
-    word_pointer,
-)
+from paceline.cpu.lanes import INT64, LOG2_E, Emitter, double_pointer, float_pointer, floats, int_pointer
 from paceline.cpu.sync import Share, barrier
 from paceline.cpu.top import BLOCK, choose, gumbel, has_larger
 
-NEAR = 9.0  # nats below the best: what is gathered at first
-ALL = -1.7e308  # the same, of everything but what cannot come at all
+NEAR = 9.0  # nats below the best: what is gathered at first; of real text, top-p 0.95 needs more in 3 of 100
+WIDER, MOST_NEAR = 1.5, 40.0  # times that, where it was not enough, until everything is gathered
+ALL = -1.7e308  # a logit that is below all but what cannot come at all
 BATCH = 8  # rows that are drawn at a time: there is memory for so many
 PIECES = 64  # of a row, whose probabilities are summed one by one
 DOUBLE, WIDTH = ir.DoubleType(), 8  # lanes of those sums
 MAGIC = 1.5 * 2**52  # as lanes.py has it, of doubles
 SERIES = [math.log(2) ** n / math.factorial(n) for n in range(13)]  # of 2 ** x, x from -1/2 to 1/2: 2e-16
-CHOICE, CHOICE_BYTES, choice_at = Struct("dQqdd"), 8 * size_of(Choice), struct(Choice)
+CHOICE, CHOICE_BYTES, choice_at = Struct("dQqdd"), 8 * size_of(Pick), struct(Pick)
 
 
-@instruction(types.float64, real=types.float64)
+@lanes.instruction(types.float64, real=types.float64)
 def sum_powers(emit: Emitter, at: Any, turns: Any, top: Any, scale: Any) -> Any:
     """The sum of 2 ** ((x - top) * scale) over 8 * turns floats, none above the top, as exact as doubles."""
     builder, kind, whole = emit.builder, ir.VectorType(DOUBLE, WIDTH), ir.VectorType(INT64, WIDTH)
@@ -114,11 +107,11 @@ def take(ids, row, most, share, shift, t):  # type: ignore[no-untyped-def]
 
 
 @piece
-def cut(ids, row, one, base, total, is_all):  # type: ignore[no-untyped-def]
-    """Where those of the gathered tokens begin that are kept; -1 if more must be gathered first. base: the
-    largest logit / temperature; total: of the exponentials beside it, if neither min-p nor top-k says which
-    count; is_all: all that min-p has left are here."""
-    first, count, t = 0, len(ids), one.temperature
+def cut(ids, row, r, total, is_all):  # type: ignore[no-untyped-def]
+    """Where those of the gathered tokens begin that are kept; -1 if more must be gathered first. total: of
+    the exponentials beside the largest, if neither min-p nor top-k says which count; is_all: all that min-p
+    has left are here."""
+    one, first, count, t, base = r.one, 0, len(ids), r.one.temperature, r.base
     if one.top_k > 0:
         first, _ = take(ids, row, one.top_k, np.inf, base, t)
         is_all = is_all or count >= one.top_k
@@ -140,28 +133,15 @@ def bound(size, number):  # type: ignore[no-untyped-def]
 
 
 @piece
-def mass(at, begin, end, top, t):  # type: ignore[no-untyped-def]
-    """The sum of exp((x - top) / t) over the floats [begin, end)."""
-    row, whole = carray(float_pointer(at), end), (end - begin) // WIDTH
-    total = sum_powers(at + 4 * begin, whole, np.float64(top), LOG2_E / t)
-    for i in range(begin + whole * WIDTH, end):
-        total += math.exp((row[i] - np.float64(top)) / t)
-    return total
-
-
-@piece
-def floor_of(one, base):  # type: ignore[no-untyped-def]
-    """What min-p leaves is at least this, once divided by the temperature."""
-    return base + math.log(one.min_p) if one.min_p > 0.0 else ALL
-
-
-@piece
 def row_of(b, m, w, logits, row, threads):  # type: ignore[no-untyped-def]
     """What is drawn after the row-th of those whose logits are wanted."""
     at, outputs = logits + row * m.head.n * 4, carray(int_pointer(b.outputs), b.num_outputs)
     best = choose(at, carray(int_pointer(w.largest), (b.num_outputs, threads))[row])
     position = carray(int_pointer(b.positions), b.rows)[outputs[row]] + 1
-    return Row(at, m.vocab, best, position, choice_at(b.choices + row * CHOICE_BYTES))
+    one = choice_at(b.choices + row * CHOICE_BYTES)
+    base = carray(float_pointer(at), m.vocab)[max(best, 0)] / one.temperature
+    floor = base + math.log(one.min_p) if one.min_p > 0.0 else ALL
+    return Row(at, m.vocab, best, position, one, base, floor)
 
 
 @piece
@@ -169,20 +149,20 @@ def look(w, r, i, part, threads):  # type: ignore[no-untyped-def]
     """A thread's part of a row, number i of its batch: the token ahead, or where the distribution is cut the
     tokens near the best and the sums of the probabilities."""
     one, numbers = r.one, carray(int_pointer(w.found), (BATCH, threads, 2))
-    scores, base = carray(double_pointer(w.found), (BATCH, threads, 2)), base_of(r)
+    scores = carray(double_pointer(w.found), (BATCH, threads, 2))
     first, last = PIECES * part // threads, PIECES * (part + 1) // threads
     begin, end = bound(r.size, first), bound(r.size, last)
     if one.top_k == 0 and one.top_p >= 1.0 and one.min_p == 0.0:
         scores[i, part, 0], numbers[i, part, 1] = contest(r, begin, end)
         return
-    ids, floor = carray(word_pointer(w.near), (BATCH, r.size))[i, begin:], floor_of(one, base)
-    numbers[i, part, 1] = gather(r.at, begin, end, max(floor, base - NEAR), one.temperature, ids)
+    ids, floor = carray(lanes.word_pointer(w.near), (BATCH, r.size))[i, begin:], max(r.floor, r.base - NEAR)
+    numbers[i, part, 1] = gather(r.at, begin, end, floor, one.temperature, ids)
     if one.top_p < 1.0 and one.top_k == 0 and one.min_p == 0.0:
-        top = carray(float_pointer(r.at), r.size)[r.best]
-        masses = carray(double_pointer(w.masses), (BATCH, PIECES))
+        top, scale = carray(float_pointer(r.at), r.size)[r.best], LOG2_E / one.temperature
         for number in range(first, last):
-            here = bound(r.size, number), bound(r.size, number + 1)
-            masses[i, number] = mass(r.at, here[0], here[1], top, one.temperature)
+            begin, end = bound(r.size, number), bound(r.size, number + 1)
+            total = sum_powers(r.at + 4 * begin, (end - begin) // WIDTH, top, scale)
+            carray(double_pointer(w.masses), (BATCH, PIECES))[i, number] = total
 
 
 @piece
@@ -195,21 +175,23 @@ def settle(w, r, i, threads):  # type: ignore[no-untyped-def]
             if is_ahead(scores[i, part, 0], numbers[i, part, 1], lead, token):
                 lead, token = scores[i, part, 0], numbers[i, part, 1]
         return token
-    ids, count = carray(word_pointer(w.near), (BATCH, r.size))[i], 0
+    ids, count = carray(lanes.word_pointer(w.near), (BATCH, r.size))[i], 0
     for part in range(threads):
         begin = bound(r.size, PIECES * part // threads)
         for n in range(numbers[i, part, 1]):
             ids[count] = ids[begin + n]
             count += 1
-    row, base, t = carray(float_pointer(r.at), r.size), base_of(r), one.temperature
-    floor, total = floor_of(one, base), 0.0
+    row, t, total = carray(float_pointer(r.at), r.size), one.temperature, 0.0
     if one.top_p < 1.0 and one.top_k == 0 and one.min_p == 0.0:
         for each in carray(double_pointer(w.masses), (BATCH, PIECES))[i]:
             total += each
-    first = cut(ids[:count], row, one, base, total, floor >= base - NEAR)
-    if first < 0:
-        count = gather(r.at, 0, r.size, floor, t, ids)
-        first = cut(ids[:count], row, one, base, total, True)
+        for n in range(r.size // WIDTH * WIDTH, r.size):  # what no vector has
+            total += math.exp(row[n] / t - r.base)
+    near, first = NEAR, cut(ids[:count], row, r, total, r.floor >= r.base - NEAR)
+    while first < 0:
+        near = WIDER * near if near < MOST_NEAR else np.inf
+        count = gather(r.at, 0, r.size, max(r.floor, r.base - near), t, ids)
+        first = cut(ids[:count], row, r, total, r.floor >= r.base - near)
     for n in range(first, count):
         score = row[ids[n]] / t + gumbel(np.uint64(one.seed), r.position, np.int64(ids[n]))
         if is_ahead(score, ids[n], lead, token):

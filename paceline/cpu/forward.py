@@ -44,7 +44,7 @@ class Pass(NamedTuple):
     depth: int  # layers to run
     picked: int  # address of [num_outputs]: the token chosen, -1 where logits are not finite; 0: not wanted
     draw: int  # entry of draw.py's kernel; 0: all are greedy
-    choices: int  # address of [num_outputs] Choice
+    choices: int  # address of [num_outputs] Pick
 
 
 pass_at, model_at, work_at = struct(Pass), struct(Model), struct(Work)

@@ -193,10 +193,9 @@ def instruction(
 ) -> Any:  # fmt: skip
     """Decorates a function (emit, *operands) that writes the code of an instruction for kernels.
 
-    Operands are 64-bit integers and floats, `real` ones. The first `constants` are known when a kernel is
-    compiled. With `most`, the next one is a number from 1 to `most` at run time, and there is code for each.
-    Both are Python's numbers where the code is written. `operands`: how many `write` takes as one starred
-    parameter.
+    Operands are 64-bit integers and `real`s. The first `constants` are known when a kernel is compiled. With
+    `most`, the next one is a number from 1 to `most` at run time, and there is code for each. Both are
+    Python's numbers where the code is written. `operands`: how many `write` takes as one starred parameter.
     """
 
     def decorate(write: Callable[..., Any]) -> Any:

@@ -91,9 +91,8 @@ class LocalExecutor:
         return self.memory.device
 
     def can_pick(self, pick: Pick) -> bool:
-        """Whether its passes choose tokens in this way; decoders that say nothing of cuts leave them to the
-        host."""
-        return not pick.is_cut or getattr(self.decoder, "picks_cuts", False)
+        """Whether its passes choose tokens in this way: decoders that say nothing of cuts can make none."""
+        return pick == Pick(pick.temperature, pick.seed) or getattr(self.decoder, "picks_cuts", False)
 
     def forward(
         self, segments: Sequence[Segment], *, num_layers: int | None = None,
