@@ -50,7 +50,7 @@ def test_the_first_largest_wins_and_what_is_not_finite_is_seen(
 def test_a_pass_picks_what_its_logits_say(dtype: str) -> None:
     target = executor(dtype=dtype)
     segments, expected = [], []
-    picks = Pick(0.0, 0), Pick(0.7, 1), Pick(2.0, 2**64 - 1, 5, 0.9, 0.01), Pick(0.0, 0)
+    picks = Pick(0.0, 0), Pick(8.0, 1), Pick(20.0, 2**64 - 1, 20, 0.9, 0.01), Pick(0.0, 0)
     for prompt, pick in zip(prompts(4), picks, strict=True):
         cached = Cached()
         assert target.kv.reserve(cached, len(prompt))
