@@ -64,8 +64,9 @@ def drawn(logits: np.ndarray, picks: Sequence[Pick], positions: Sequence[int], t
         rows=rows, num_outputs=rows, choices=at,
         positions=address(before), outputs=address(outputs), picked=address(picked),
     )  # fmt: skip
-    places = {"largest": largest, "found": found, "near": near, "masses": masses}
-    work = Work(*[0] * len(Work._fields))._replace(**{name: address(each) for name, each in places.items()})
+    work = Work(*[0] * len(Work._fields))._replace(
+        largest=address(largest), found=address(found), near=address(near), masses=address(masses)
+    )
     model: dict[str, Any] = {
         name: 0 if kind in SCALARS else (0,) * size_of(kind) for name, kind in get_type_hints(Model).items()
     }

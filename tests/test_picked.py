@@ -57,9 +57,9 @@ def test_a_pass_picks_what_its_logits_say(dtype: str) -> None:
         segments.append(Segment(prompt, cached, None, 3, pick))
     output = target.forward(segments)
     for row, logits in enumerate(output.logits[:, :VOCAB]):
-        prompt, (temperature, seed, top_k, top_p, min_p) = segments[row // 3].tokens, picks[row // 3]
+        prompt, (temperature, seed, top_k, top_p, min_p) = [*segments[row // 3].tokens], picks[row // 3]
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        request = Request("r", params, list(prompt), len(prompt), seed)
+        request = Request("r", params, prompt, len(prompt), seed)
         expected.append(choose(request, logits, len(prompt) - 2 + row % 3, noise_of(request)))
     assert output.picked == expected
     assert expected != output.logits[:, :VOCAB].argmax(1).tolist()

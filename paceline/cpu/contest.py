@@ -1,9 +1,8 @@
 """A draw from a row of logits without a logarithm for most of its tokens.
 
-A token behind the lead by d nats wins only if -log(u) < exp(-d), and -log(u) is at least 1 - u: so a block of
-tokens is passed over by comparing the bits of its noise with a power of two, and the few that are left get
-core/noise.py's own score in float64. Invariant: what is passed over cannot win, whatever is rounded on the
-way.
+A token behind the lead by d nats wins only if -log(u) < exp(-d), and -log(u) is at least 1 - u: tokens are
+passed over by comparing the bits of their noise with a power of two, and the few that are left get
+core/noise.py's score in float64. Invariant: what is passed over cannot win, whatever is rounded on the way.
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ def _philox(emit: Emitter, counter: Any, position: Any, keys: Sequence[Any]) -> 
 @instruction(types.int64, operands=8)
 def survivors(emit: Emitter, *operands: Any) -> Any:
     """Which of a block's tokens can be ahead of the lead: a bit each, token i's at 16 * (i % 4) + i // 4.
-    operands: the address of its logits, the first counter of its noise, the position, both halves of the
-    seed; the row's largest logit, and `scale` and `offset` such that (logit - largest) * scale + offset are,
-    read as a float, 2 ** 32 times the largest 1 - u with which it loses: between powers of two they lie on a
-    line, which is above the curve."""
+    operands: address of its logits, first counter of its noise, position, halves of the seed; the largest
+    logit, and how (logit - largest) * scale + offset become the bits of a float, 2 ** 32 times the 1 - u from
+    which on it loses: between powers of two a line, which is above the curve."""
     (at, counter, position, *keys, top, scale, offset), builder = operands, emit.builder
     logits, found, zero = emit.load(at, floats(BLOCK)), [], emit.constant(0.0, COUNTERS)
     largest, factor, shift = (emit.broadcast(each, COUNTERS) for each in (top, scale, offset))

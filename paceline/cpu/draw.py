@@ -1,10 +1,9 @@
-"""Tokens drawn where their logits were computed, by the threads of the pass: what core/sampling.py's `choose`
-says of the same row, with temperature, min-p, top-k and top-p.
+"""Tokens drawn by the threads of a pass: what core/sampling.py's `choose` says of the same row of logits.
 
-Where nothing is cut, each thread has a contest (contest.py) in its part of a row. Where something is, each
-gathers the tokens near the best, and one takes the best of them off a heap until the cut is reached; top-p
-also needs the sum of all probabilities. Invariant: neither the number of threads nor what else is in the pass
-changes a token: scores belong to tokens, and sums are made in pieces of a row that are always the same.
+Where nothing is cut, each thread has a contest (contest.py) in its part of a row. Else each gathers the
+tokens near the best, and one takes the best of them off a heap until min-p, top-k and top-p are reached.
+Invariant: neither threads nor other rows change a token: scores belong to tokens, and probabilities are
+summed in pieces of a row that are always the same.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ WIDER, MOST_NEAR = 1.5, 40.0  # times that, where it was not enough, until every
 ALL = -1.7e308  # a logit that is below all but what cannot come at all
 BATCH = 8  # rows that are drawn at a time: there is memory for so many
 PIECES = 64  # of a row, whose probabilities are summed one by one
-DOUBLE, WIDTH = ir.DoubleType(), 8  # lanes of those sums
-MAGIC = 1.5 * 2**52  # as lanes.py has it, of doubles
+DOUBLE, WIDTH, MAGIC = (ir.DoubleType(), 8, 1.5 * 2**52)  # of those sums: lanes, and as lanes.py has it
 SERIES = [math.log(2) ** n / math.factorial(n) for n in range(13)]  # of 2 ** x, x from -1/2 to 1/2: 2e-16
 CHOICE, CHOICE_BYTES, choice_at = Struct("dQqdd"), 8 * size_of(Pick), struct(Pick)
 
@@ -43,17 +41,13 @@ def sum_powers(emit: Emitter, at: Any, turns: Any, top: Any, scale: Any) -> Any:
     builder, kind, whole = emit.builder, ir.VectorType(DOUBLE, WIDTH), ir.VectorType(INT64, WIDTH)
     total, magic = emit.variable(kind([0.0] * WIDTH)), kind([MAGIC] * WIDTH)
     largest, factor = emit.broadcast(top, WIDTH), emit.broadcast(scale, WIDTH)
-
-    def call(name: str, *given: Any) -> Any:
-        return emit.call(f"llvm.{name}.v{WIDTH}f64", kind, list(given))
-
     with emit.loop(turns) as turn:
         x = builder.fpext(emit.load(emit.offset(at, emit.times(turn, 4 * WIDTH)), floats(WIDTH)), kind)
-        bits = call("maxnum", builder.fmul(builder.fsub(x, largest), factor), kind([-1000.0] * WIDTH))
+        bits = emit.math("maxnum", builder.fmul(builder.fsub(x, largest), factor), kind([-1000.0] * WIDTH))
         shifted = builder.fadd(bits, magic)
         rest, series = builder.fsub(bits, builder.fsub(shifted, magic)), kind([SERIES[-1]] * WIDTH)
         for coefficient in SERIES[-2::-1]:
-            series = call("fma", series, rest, kind([coefficient] * WIDTH))
+            series = emit.fma(series, rest, kind([coefficient] * WIDTH))
         exponent = builder.shl(builder.bitcast(shifted, whole), whole([52] * WIDTH))
         power = builder.bitcast(builder.add(builder.bitcast(series, whole), exponent), kind)
         builder.store(builder.fadd(builder.load(total), power), total)
@@ -92,9 +86,8 @@ def sink(ids, row, at, count):  # type: ignore[no-untyped-def]
 
 @piece
 def take(ids, row, most, share, shift, t):  # type: ignore[no-untyped-def]
-    """Take tokens, best first and those with equal logits together, until there are `most` or they have that
-    share of the probability, exp(logit / t - shift) each. They are put at the end of the list, which is for
-    now a heap: where they begin, and their share."""
+    """Take tokens, best first and equal ones together, until there are `most` or they have that share of the
+    probability, exp(logit / t - shift) each: where they begin, at the list's end, and their share."""
     left, reached = len(ids), 0.0
     for at in range(left // 2 - 1, -1, -1):
         sink(ids, row, at, left)
@@ -108,9 +101,8 @@ def take(ids, row, most, share, shift, t):  # type: ignore[no-untyped-def]
 
 @piece
 def cut(ids, row, r, total, is_all):  # type: ignore[no-untyped-def]
-    """Where those of the gathered tokens begin that are kept; -1 if more must be gathered first. total: of
-    the exponentials beside the largest, if neither min-p nor top-k says which count; is_all: all that min-p
-    has left are here."""
+    """Where the gathered tokens begin that are kept; -1 if more must be gathered first. total: of all tokens,
+    beside the largest, where top-p alone cuts; is_all: all that min-p has left are here."""
     one, first, count, t, base = r.one, 0, len(ids), r.one.temperature, r.base
     if one.top_k > 0:
         first, _ = take(ids, row, one.top_k, np.inf, base, t)
@@ -150,6 +142,8 @@ def look(w, r, i, part, threads):  # type: ignore[no-untyped-def]
     tokens near the best and the sums of the probabilities."""
     one, numbers = r.one, carray(int_pointer(w.found), (BATCH, threads, 2))
     scores = carray(double_pointer(w.found), (BATCH, threads, 2))
+    if r.best < 0 or one.temperature == 0.0:
+        return
     first, last = PIECES * part // threads, PIECES * (part + 1) // threads
     begin, end = bound(r.size, first), bound(r.size, last)
     if one.top_k == 0 and one.top_p >= 1.0 and one.min_p == 0.0:
@@ -170,6 +164,8 @@ def settle(w, r, i, threads):  # type: ignore[no-untyped-def]
     """The token, from what all threads have found in the row."""
     one, numbers = r.one, carray(int_pointer(w.found), (BATCH, threads, 2))
     scores, token, lead = carray(double_pointer(w.found), (BATCH, threads, 2)), r.best, -np.inf
+    if r.best < 0 or one.temperature == 0.0:
+        return r.best
     if one.top_k == 0 and one.top_p >= 1.0 and one.min_p == 0.0:
         for part in range(threads):
             if is_ahead(scores[i, part, 0], numbers[i, part, 1], lead, token):
@@ -207,12 +203,8 @@ def draw_rows(part, threads, sync, b_at, m_at, w_at, logits):  # type: ignore[no
     for start in range(0, num, BATCH):
         end = min(start + BATCH, num)
         for row in range(start, end):
-            r = row_of(b, m, w, logits, row, threads)
-            if r.best >= 0 and r.one.temperature > 0.0:
-                look(w, r, row - start, part, threads)
+            look(w, row_of(b, m, w, logits, row, threads), row - start, part, threads)
         barrier(share)
         for row in range(start + part, end, threads):
-            r = row_of(b, m, w, logits, row, threads)
-            is_drawn = r.best >= 0 and r.one.temperature > 0.0
-            picked[row] = settle(w, r, row - start, threads) if is_drawn else r.best
+            picked[row] = settle(w, row_of(b, m, w, logits, row, threads), row - start, threads)
         barrier(share)

@@ -69,8 +69,8 @@ class Emitter:
     def math(self, name: str, *operands: Any) -> Any:
         """A function of LLVM's on floats or vectors of them."""
         kind = operands[0].type
-        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
-        return self.call(f"llvm.{name}.{suffix}", kind, list(operands))
+        width, each = (f"v{kind.count}", kind.element) if isinstance(kind, ir.VectorType) else ("", kind)
+        return self.call(f"llvm.{name}.{width}{each.intrinsic_name}", kind, list(operands))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         return self.math("fma", a, b, c)

@@ -309,7 +309,8 @@ class Engine:
             record.seconds = since_last
         self.policy.observe(record)
         for index in record.answers.keys() & record.verdicts.keys():
-            for number, draft in record.answers[index]:
+            is_greedy = record.scheduled[index].request.params.is_greedy  # as where heads were trained
+            for number, draft in record.answers[index] if is_greedy else ():
                 self._suspicion.judge(self.policy.drafters[number], draft, record.verdicts[index])
         if self._learners and (not record.is_plain or record.hidden):
             seen = record.seen()
