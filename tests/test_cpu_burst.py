@@ -7,6 +7,7 @@ for every drafter.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 from numba import carray
 
+from paceline.cli.verify_distribution import chi_square_p_value
 from paceline.core.errors import ModelError
 from paceline.core.params import SamplingParams
 from paceline.core.tree import Tree
-from paceline.core.types import Draft, FinishReason, Request, ScheduledRequest
+from paceline.core.types import Cached, Draft, FinishReason, Request, ScheduledRequest, Segment
 from paceline.core.weigh import ALONE, NUM_CELLS, best_count
 from paceline.cpu import burst
 from paceline.cpu.backend import CpuBackend
@@ -63,6 +65,7 @@ from tests.calm import (
     head_folder,
 )
 from tests.laws.harness import Untimed, prompts, request_of, run
+from tests.laws.reference import distribution
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
@@ -100,9 +103,9 @@ def usual(
     return said
 
 
-def run_plainly(request: Request, limit: int = 200) -> list[int]:
+def run_plainly(request: Request, limit: int = 200, dtype: str = "float32") -> list[int]:
     """By usual steps."""
-    engine = Engine(executor_of(), None, config_with(0, limit))
+    engine = Engine(executor_of(dtype), None, config_with(0, limit))
     engine.watch = lambda *_: None
     run(engine, [request])
     return request.output
@@ -143,14 +146,56 @@ def test_longer_drafts_than_the_head_can_read_back_are_made_in_usual_steps(head:
     assert not launched
 
 
-def test_drawn_tokens_are_left_to_the_host(head: str) -> None:
-    engine, request = (
-        pinned(head, 3),
-        request_of(CHANGING, SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)),
-    )
-    launched = bursts_of(engine)
-    run(engine, [request])
-    assert not launched
+SAMPLED = [
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 2.0, "top_k": 6, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("has_seed", [True, False])
+@pytest.mark.parametrize("options", SAMPLED)
+def test_rounds_draw_what_usual_steps_draw(options: dict[str, Any], has_seed: bool, head: str) -> None:
+    """Also without a seed: every token is the target's own draw at its position."""
+    accepted = 0
+    for seed, prompt in ((3, CHANGING), (2**64 - 5, STEADY)):
+        params = SamplingParams(max_tokens=40, ignore_eos=True, seed=seed if has_seed else None, **options)
+        ours, theirs, plain = (request_of(prompt, params, seed=seed) for _ in range(3))
+        engine = pinned(head, 3, "int8")
+        launched = bursts_of(engine)
+        agree(run(engine, [ours]), usual(head, 3, [theirs], "int8"), ours, theirs)
+        assert ours.output == run_plainly(plain, dtype="int8")
+        assert max(len(one.burst) for one in launched) > 2
+        accepted += engine.totals.num_accepted
+    assert accepted > 5
+
+
+def test_unseeded_bursts_have_the_targets_distribution(head: str) -> None:
+    """The joint law of three tokens that one burst draws, most of them drafted; only the noise differs."""
+    params = SamplingParams(temperature=1.2, top_k=3, max_tokens=4, ignore_eos=True)
+    engine = pinned(head, 3)
+    launched, counts = bursts_of(engine), Counter[tuple[int, ...]]()
+    for i in range(1200):
+        request = request_of(CHANGING, params, seed=7919 * i + 13)
+        run(engine, [request])
+        counts[tuple(request.output)] += 1
+    assert len(launched) >= 1200
+    assert 0 < engine.totals.num_accepted < engine.totals.num_drafted
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(params.max_tokens):
+        grown = {}
+        for output, mass in law.items():
+            for token, share in enumerate(distribution(logits_after, CHANGING, list(output), params)):
+                if share > 0:
+                    grown[(*output, token)] = mass * float(share)
+        law = grown
+    assert chi_square_p_value(counts, law) > 1e-3
+
+
+def logits_after(tokens: Sequence[int]) -> np.ndarray:
+    executor, cached = executor_of(), Cached()
+    assert executor.kv.reserve(cached, len(tokens))
+    return executor.forward([Segment(tokens, cached)]).logits[0].numpy()
 
 
 def test_a_request_that_ends_within_a_burst_emits_no_more(head: str) -> None:

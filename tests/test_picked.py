@@ -1,6 +1,4 @@
-"""Greedy choices that the kernels make themselves, and the walk along them: the same as looking at the
-logits.
-"""
+"""Choices that the kernels make themselves, and the walk along them: the same as looking at the logits."""
 
 from __future__ import annotations
 
@@ -14,11 +12,13 @@ from hypothesis import strategies as st
 
 from paceline.core.accept import accept, follow
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose, noise_of
 from paceline.core.tree import Tree, join
 from paceline.core.types import Cached, Draft, Pick, Request, Segment
 from paceline.cpu.compile import kernel
 from paceline.cpu.lanes import address
-from paceline.cpu.top import BLOCK, choose, first_largest
+from paceline.cpu.top import BLOCK, first_largest
+from paceline.cpu.top import choose as choose_largest
 from tests.laws.harness import VOCAB, executor, prompts
 from tests.passes import ancestors
 
@@ -30,7 +30,7 @@ def _pick(row: Any, places: Any) -> Any:
         places[part] = first_largest(
             address(row), len(row) * part // len(places), len(row) * (part + 1) // len(places)
         )
-    return choose(address(row), places)
+    return choose_largest(address(row), places)
 
 
 @settings(max_examples=300, deadline=None)
@@ -49,14 +49,20 @@ def test_the_first_largest_wins_and_what_is_not_finite_is_seen(
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
 def test_a_pass_picks_what_its_logits_say(dtype: str) -> None:
     target = executor(dtype=dtype)
-    segments = []
-    for prompt, temperature in zip(prompts(4), (0.0, 0.0, 0.7, 0.0), strict=True):
+    segments, expected = [], []
+    picks = Pick(0.0, 0), Pick(8.0, 1), Pick(20.0, 2**64 - 1, 20, 0.9, 0.01), Pick(0.0, 0)
+    for prompt, pick in zip(prompts(4), picks, strict=True):
         cached = Cached()
         assert target.kv.reserve(cached, len(prompt))
-        segments.append(Segment(prompt, cached, None, 3, Pick(temperature, 1)))
+        segments.append(Segment(prompt, cached, None, 3, pick))
     output = target.forward(segments)
-    best = output.logits[:, :VOCAB].argmax(1).tolist()
-    assert output.picked == [*best[:6], -1, -1, -1, *best[9:]]
+    for row, logits in enumerate(output.logits[:, :VOCAB]):
+        prompt, (temperature, seed, top_k, top_p, min_p) = [*segments[row // 3].tokens], picks[row // 3]
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        request = Request("r", params, prompt, len(prompt), seed)
+        expected.append(choose(request, logits, len(prompt) - 2 + row % 3, noise_of(request)))
+    assert output.picked == expected
+    assert expected != output.logits[:, :VOCAB].argmax(1).tolist()
     assert target.forward([*segments[:3], segments[3]._replace(pick=None)]).picked is None
 
 

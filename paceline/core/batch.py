@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.core.sampling import pick_of
 from paceline.core.types import BLOCK_SIZE, Batch, ColumnsOf, Draft, Moves, Pick, ScheduledRequest, Segment
 
 
@@ -17,7 +16,7 @@ def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
         return Segment(known, cache, None, 0)
     if len(draft.tree.tokens) == 1:
         return Segment(known, cache, None, 1, request.pick)
-    root, pick = one.num_new - 1, request.pick if draft.q is None else pick_of(request, draft)
+    root, pick = one.num_new - 1, None if draft.q and request.is_sampled else request.pick
     parents = [*range(-1, root - 1), *(root + parent for parent in draft.tree.parents)]
     return Segment([*known, *draft.tree.tokens[1:]], cache, parents, len(draft.tree.tokens), pick)
 

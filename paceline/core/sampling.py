@@ -120,12 +120,11 @@ def choose(request: Request, logits: torch.Tensor, position: int, noise: Noise) 
 def pick_of(request: Request, draft: Draft) -> Pick | None:
     """What a device needs to choose as `choose` does; None where options or q need more than raw logits."""
     params = request.params
-    is_cut = params.min_p or params.top_k > 0 or params.top_p < 1
-    if _has_options(request) or is_cut or params.logprobs is not None:
+    if _has_options(request) or params.logprobs is not None or (draft.q and request.is_sampled):
         return None
     if params.is_greedy:
         return Pick(0.0, 0)
-    return None if draft.q and not request.is_seeded else Pick(params.temperature, request.seed)
+    return Pick(params.temperature, request.seed, max(params.top_k, 0), params.top_p, params.min_p)
 
 
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:

@@ -186,10 +186,13 @@ class Verdict(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """Where raw logits are enough, a token is argmax(logits / temperature + gumbel(seed, position))."""
+    """Where raw logits are enough: argmax(logits / temperature + gumbel(seed, position)) after the cuts."""
 
     temperature: float  # 0: greedy
     seed: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class Segment(NamedTuple):

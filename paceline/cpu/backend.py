@@ -45,7 +45,8 @@ class CpuBackend:
 
     def load(self, source: Any, dtype: str, context: int | None = None) -> CpuDecoder:
         # what drafts of the default model run, while the decoder's own pass is compiled here
-        compile_beside("votes.draft", "chain_head.draft_chains", "burst_kernel.run_burst")
+        names = "votes.draft", "chain_head.draft_chains", "burst_kernel.run_burst", "draw.draw_rows"
+        compile_beside(*names)
         return CpuDecoder.load(source, dtype, context, self._use_cache)
 
     def record(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Bursts of one greedy request on the CPU: made in one compiled call (burst_kernel.py), then landed round by
+"""Bursts of one request on the CPU: made in one compiled call (burst_kernel.py), then landed round by
 round.
 
 Invariant: whatever the kernel is given the address of lives until it returns; slots for the longest drafts of
@@ -86,14 +86,11 @@ class CpuBurstBackend:
         self._source_of = array("q", [self._layers.index(layer) for layer in sources])
         # needed, and compiled, for a head alone
         self._drafts = 0 if head is None else entry_of(draft_chains, 2)
-        self._forward = entry_of(FORWARD[decoder.bits], 5)
+        self._forward, _ = entry_of(FORWARD[decoder.bits], 5), decoder.draw
         # Compiled now: no request waits for it. The numbers have a name, since they must live as long as the
         # call, before which a kernel may be compiled for half a minute.
         nothing = array("q", [0] * size_of(BurstCall))
         kernel.run_burst(nothing.buffer_info()[0])
-
-    def can_run(self, temperature: float) -> bool:
-        return temperature == 0
 
     def longest(self, num_requests: int) -> int:
         return LONGEST

@@ -1,4 +1,4 @@
-"""A burst of one greedy request in one compiled call: a match, a head or both draft, the better draft is cut
+"""A burst of one request in one compiled call: a match, a head or both draft, the better draft is cut
 to what pays, the target checks it, and all go on from what it picked. With neither it is plain decoding.
 
 After a pass the host's caches are cold, and what Python does in a step takes a millisecond: so it does it

@@ -10,14 +10,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Batch, Output
+from paceline.core.types import Batch, Output, Pick
 from paceline.cpu.attend import FEW_ROWS, TOGETHER
-from paceline.cpu.compile import numbers
+from paceline.cpu.compile import entry_of, numbers
+from paceline.cpu.draw import BATCH, CHOICE, PIECES, draw_rows
 from paceline.cpu.forward import FORWARD, Pass
 from paceline.cpu.layer import COLUMNS, LayerRow, Model, Work
 from paceline.cpu.matmul import Matrix
@@ -48,7 +50,7 @@ class Prepared(NamedTuple):
 class CpuDecoder:
     """Built by `CpuDecoder.load`."""
 
-    checks_trees = is_exact = True
+    checks_trees = is_exact = picks_cuts = True
     latest: Sequence[int] | None = None
 
     def __init__(self, config: ModelConfig, dtype: str, tensors: Tensors) -> None:
@@ -155,9 +157,8 @@ class CpuDecoder:
         ready = self.prepare(batch, kv, taps, depth)
         FORWARD[self.bits](*ready.arguments)
         picked, vocab, logits = None, self.config.vocab_size, ready.logits
-        if batch.picks is not None:  # of rows that are greedy; draws are left to the host
-            chosen = zip(self._picked, batch.picks, strict=False)
-            picked = [token if pick[0] == 0 else -1 for token, pick in chosen]
+        if batch.picks is not None:
+            picked = self._picked[: len(batch.picks)].tolist()
         own = logits if vocab == logits.shape[1] else logits[:, :vocab].contiguous()
         return Output(own, hidden, picked)
 
@@ -176,17 +177,33 @@ class CpuDecoder:
         # an odd number of cache lines, so that scores of several queries do not compete for cache lines
         span = (padded(length, 16) // 16 | 1) * 16
         caches, picked = self._caches.buffer_info()[0], self._picked.buffer_info()[0]
+        draw, choices = self._choices(batch.picks or ())
         spec = Pass(
             len(columns.slots), ids, positions, slots, parents, request_of, tables, prefixes,
             batch.num_requests, max_blocks, batch.block_size, span, caches, rows, num_rows,
-            taps.buffer_info()[0], depth, picked if batch.picks is not None else 0,
+            taps.buffer_info()[0], depth, picked if batch.picks is not None else 0, draw,
+            choices.buffer_info()[0],
         )  # fmt: skip
         logits, threads = self._outputs.take(num_rows, self.model.head.n), num_threads()
         places = batch.num_requests * max_blocks * batch.block_size
         work = self._workspace.get(spec.rows, span, places, threads).buffer_info()[0]
         model, given = self._model.buffer_info()[0], array("q", spec)
         arguments = threads, given.buffer_info()[0], model, work, logits.data_ptr()
-        return Prepared(arguments, logits, (given, taps))
+        return Prepared(arguments, logits, (given, taps, choices))
+
+    @cached_property
+    def draw(self) -> int:
+        """The entry of the kernel that draws tokens, compiled when first asked for."""
+        return entry_of(draw_rows, 7)
+
+    def _choices(self, picks: Sequence[Pick]) -> tuple[int, array[int]]:
+        """That entry, and how a token is chosen after each of the wanted rows; 0 if all are greedy."""
+        choices, vocab = array("q"), self.config.vocab_size
+        if all(pick.temperature == 0 for pick in picks):
+            return 0, choices
+        for temperature, seed, top_k, top_p, min_p in picks:
+            choices.frombytes(CHOICE.pack(temperature, seed % 2**64, top_k * (top_k < vocab), top_p, min_p))
+        return self.draw, choices
 
     def _check(self, batch: Batch, kv: Caches) -> None:
         """Kernels read and write where they are told: nothing may lie outside the tables and the cache."""
@@ -234,4 +251,7 @@ class CpuDecoder:
             "mixed": queries * config.head_dim * 8,
             "totals": queries * 4,
             "largest": rows * threads * 8,
+            "found": BATCH * threads * 16,
+            "near": BATCH * config.vocab_size * 4,
+            "masses": BATCH * PIECES * 8,
         }

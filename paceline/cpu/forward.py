@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from numba import carray
 
 from paceline.cpu.attend import attend, expand_tables, place, trace_paths
-from paceline.cpu.compile import kernel, piece, piece_named, struct
+from paceline.cpu.compile import invoke, kernel, piece, piece_named, struct
 from paceline.cpu.lanes import int_pointer
 from paceline.cpu.layer import Model, Work, ask, layer_of, leave_layer, multiply, put_norm, put_norms
 from paceline.cpu.matmul import SIZES, product_4, product_8, product_32
@@ -43,7 +43,9 @@ class Pass(NamedTuple):
     num_outputs: int
     taps: int  # address of [num_layers + 1] addresses: copies of the residual stream before each layer, or 0
     depth: int  # layers to run
-    picked: int  # address of [num_outputs]: the first largest logit, -1 where it is not finite; 0: not wanted
+    picked: int  # address of [num_outputs]: the token chosen, -1 where logits are not finite; 0: not wanted
+    draw: int  # entry of draw.py's kernel; 0: all are greedy
+    choices: int  # address of [num_outputs] Pick
 
 
 pass_at, model_at, work_at = struct(Pass), struct(Model), struct(Work)
@@ -66,8 +68,9 @@ def _pick(share, b, m, w, logits):  # type: ignore[no-untyped-def]
         first, last = m.vocab * share.part // share.threads, m.vocab * (share.part + 1) // share.threads
         largest[row, share.part] = first_largest(logits + row * stride, first, last)
     barrier(share)
-    for row in range(share.part, b.num_outputs, share.threads):
-        picked[row] = choose(logits + row * stride, largest[row])
+    if b.draw == 0:
+        for row in range(share.part, b.num_outputs, share.threads):
+            picked[row] = choose(logits + row * stride, largest[row])
 
 
 def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any, embed: Any) -> Any:
@@ -103,6 +106,8 @@ def _pass_of(bits: int, product: Any, put: Any, head_product: Any, head_put: Any
         multiply(head_product, share, m.head, w, logits, b.num_outputs)
         if b.picked != 0:
             _pick(share, b, m, w, logits)
+            if b.draw != 0:  # by its entry: it is compiled once for all kinds of weights
+                invoke(b.draw, (share.part, share.threads, share.sync, given[0], given[1], given[2], logits))
 
     return run
 

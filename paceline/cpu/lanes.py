@@ -77,8 +77,8 @@ class Emitter:
     def math(self, name: str, *operands: Any) -> Any:
         """A function of LLVM's on floats or vectors of them."""
         kind = operands[0].type
-        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
-        return self.call(f"llvm.{name}.{suffix}", kind, list(operands))
+        width, each = (f"v{kind.count}", kind.element) if isinstance(kind, ir.VectorType) else ("", kind)
+        return self.call(f"llvm.{name}.{width}{each.intrinsic_name}", kind, list(operands))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         return self.math("fma", a, b, c)
@@ -201,10 +201,13 @@ class Emitter:
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), operands)
 
 
-def instruction(result: types.Type = types.void, constants: int = 0, most: int = 0, operands: int = 0) -> Any:
+def instruction(
+    result: types.Type = types.void, constants: int = 0, most: int = 0, operands: int = 0,
+    real: types.Type = types.float32,
+) -> Any:  # fmt: skip
     """Decorates a function (emit, *operands) that writes the code of an instruction for kernels.
 
-    Operands are 64-bit integers and floats. The first `constants` are known when a kernel is compiled. With
+    Operands are 64-bit integers and `real`s. The first `constants` are known when a kernel is compiled. With
     `most`, the next one is a number from 1 to `most` at run time, and there is code for each. Both are
     Python's numbers where the code is written. `operands`: how many `write` takes as one starred parameter.
     """
@@ -212,7 +215,7 @@ def instruction(result: types.Type = types.void, constants: int = 0, most: int =
     def decorate(write: Callable[..., Any]) -> Any:
         def typed(_context: Any, *kinds: Any) -> Any:
             is_float = [isinstance(types.unliteral(kind), types.Float) for kind in kinds[constants:]]
-            rest_kinds = [types.float32 if each else types.int64 for each in is_float]
+            rest_kinds = [real if each else types.int64 for each in is_float]
 
             def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
                 fixed, rest = [kind.literal_value for kind in kinds[:constants]], arguments[constants:]

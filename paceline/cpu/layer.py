@@ -87,6 +87,9 @@ class Work(NamedTuple):
     mixed: int = 0  # [KV heads, rows, query heads of one, 2, dim]
     totals: int = 0  # [KV heads, rows, query heads of one]
     largest: int = 0  # [num_outputs, threads] int64: where each thread found the largest in its part of a row
+    found: int = 0  # of draw.py, for each of a few rows: [threads, 2] a float64 score and a token, or a count
+    near: int = 0  # [vocab] int32: tokens near the best
+    masses: int = 0  # [PIECES] float64: sums of probabilities
 
 
 LAYER_BYTES = 8 * size_of(LayerRow)

@@ -120,12 +120,14 @@ def guess(at, row, one, step):  # type: ignore[no-untyped-def]
         return best, chance if chance == chance else np.float32(0)
     lead = top / temperature + gumbel(seed, position, ids[best] if len(ids) else best)
     edge, most, total = top - FAR * temperature, lead, 0.0
-    for i in range(count):
-        if logits[i] >= edge:
-            noisy = logits[i] / temperature + gumbel(seed, position, ids[i] if len(ids) else i)
-            total += math.exp((noisy - lead) * temperature)
-            if noisy > most:
-                most, best = noisy, i
+    for start in range(0, count, BLOCK):
+        if count - start < BLOCK or has_larger(logits_at + 4 * start, edge):
+            for i in range(start, min(start + BLOCK, count)):
+                if logits[i] >= edge:
+                    noisy = logits[i] / temperature + gumbel(seed, position, ids[i] if len(ids) else i)
+                    total += math.exp((noisy - lead) * temperature)
+                    if noisy > most:
+                        most, best = noisy, i
     chance = np.float32(math.exp((most - lead) * temperature) / total) if total > 0.0 else np.float32(0)
     return best, chance if chance == chance else np.float32(0)
 

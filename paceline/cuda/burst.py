@@ -192,9 +192,6 @@ class CudaBurstBackend:
         self._layers, self._graphs = tuple(dict.fromkeys(head.taps)), Graphs(decoder.capture)
         self._steps = steps
 
-    def can_run(self, temperature: float) -> bool:
-        return True
-
     def longest(self, num_requests: int) -> int:
         return min(self._steps, MOST_ROWS // next_size(REQUESTS, num_requests) - 1)
 

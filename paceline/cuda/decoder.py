@@ -61,6 +61,8 @@ class PassSpec(NamedTuple):
 class CudaDecoder:
     """Built by `CudaDecoder.load`."""
 
+    picks_cuts = False
+
     def __init__(self, config: ModelConfig, weights: Weights, capture: Capture, is_exact: bool) -> None:
         self.config, self.weights, self.device, self.is_exact = config, weights, weights.norm.device, is_exact
         self.capture = capture  # of all that is recorded on this device: recordings share its memory

@@ -19,8 +19,7 @@ from paceline.drafters.grow import Edge, Growth, TreeConfig, grow
 from paceline.drafters.reading import Reading
 from paceline.runtime.executor import LocalExecutor
 
-CHUNK = 512  # prompt tokens the draft model reads in one pass
-MOST_RECORDED = 16  # requests at once for which the first layers' passes are recorded
+CHUNK, MOST_RECORDED = 512, 16  # prompt tokens read in one pass; requests whose early exits are recorded
 
 
 @dataclass(frozen=True, slots=True)

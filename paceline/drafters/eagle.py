@@ -17,7 +17,7 @@ from paceline.core.types import Request, Seen
 from paceline.drafters.base import DrafterContext
 from paceline.drafters.grow import Growth
 from paceline.drafters.head_texts import HeadTexts, Text
-from paceline.drafters.heads import GREEDY, HeadDrafter, HeadDrafterConfig, Reader
+from paceline.drafters.heads import HeadDrafter, HeadDrafterConfig, Reader
 from paceline.heads.config import Eagle1Config, MlpSpeculatorConfig
 from paceline.heads.rows import Feed, Guesses, Node, Sampler
 from paceline.heads.torch_heads import TorchMlpHead
@@ -96,8 +96,7 @@ class Eagle(HeadDrafter):
 
     def burst_feeds(self, requests: Sequence[Request], length: int) -> tuple[list[Feed], list[Sampler]]:
         feeds = [self.texts.unread(self.texts.live[request.id], length + 1) for request in requests]
-        picks = [(len(request.tokens), request.pick or GREEDY) for request in requests]
-        return feeds, [Sampler(pick.temperature, pick.seed, position) for position, pick in picks]
+        return feeds, [sampler for sampler in map(self._sampler, requests) if sampler is not None]
 
     def end_round(self, requests: Sequence[Request], num_read: int | None) -> None:
         for request in requests:

@@ -30,6 +30,7 @@ from paceline.loaders.head_files import Head
 from paceline.loaders.heads import open_head
 
 GREEDY = Pick(0.0, 0)
+SURER = 0.8  # times the temperature: a head that is surer than the target is right more often (decision 05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class HeadDrafter(Drafter):
         pick = (request.pick or pick_of(request, empty(request))) if self.config.tree_width == 1 else None
         if pick is None or not self.backend.can_guess(pick.temperature):
             return None
-        return Sampler(pick.temperature, pick.seed, len(request.tokens))
+        return Sampler(SURER * pick.temperature, pick.seed, len(request.tokens))
 
     def _grow(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
         requests, logits_after = [text.request for text, _ in wanted], self.reader([t for t, _ in wanted])

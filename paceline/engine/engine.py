@@ -69,7 +69,6 @@ class Engine:
 
     @property
     def totals(self) -> SpecStats:
-        """Of all requests."""
         return self._totals.settle()
 
     @property
@@ -96,7 +95,8 @@ class Engine:
         self.check_fits(request)
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
-        request.pick = pick_of(request, rooted(request.tokens[-1]))
+        pick = pick_of(request, rooted(request.tokens[-1]))
+        request.pick = pick if pick is not None and self.executor.can_pick(pick) else None
         self.stats[request.id] = SpecStats()
         self.scheduler.add(request)
 
@@ -268,9 +268,7 @@ class Engine:
     def _can_burst(self, backend: BurstBackend, scheduled: Scheduled) -> bool:
         if self.watch is not None or len(scheduled) > backend.most_requests:
             return False
-        picks = [one.request.pick for one in scheduled if one.num_new == 1 and one.is_caught_up]
-        can_pick = all(pick is not None and backend.can_run(pick.temperature) for pick in picks)
-        return len(picks) == len(scheduled) and can_pick
+        return all(one.request.pick and one.num_new == 1 and one.is_caught_up for one in scheduled)
 
     def _burst_input(
         self, requests: Sequence[Request], parts: BurstParts, count: int, least: float
@@ -320,12 +318,12 @@ class Engine:
             record.seconds = since_last
         self.policy.observe(record)
         for index in record.answers.keys() & record.verdicts.keys():
-            for number, draft in record.answers[index]:
+            is_greedy = record.scheduled[index].request.params.is_greedy  # as where heads were trained
+            for number, draft in record.answers[index] if is_greedy else ():
                 self._suspicion.judge(self.policy.drafters[number], draft, record.verdicts[index])
         # One that reads hidden states reads on without the rows of a pass that has kept none.
-        learners = [
-            d for d in self._learners if record.hidden or not (d.needs.hidden_layers or record.is_plain)
-        ]
+        is_blind, is_shown = record.is_plain, bool(record.hidden)
+        learners = [d for d in self._learners if is_shown or not (d.needs.hidden_layers or is_blind)]
         seen = record.seen() if learners else []
         for drafter in learners:
             width = drafter.needs.top_tokens

@@ -107,7 +107,7 @@ class Transformer(nn.Module):
 class Decoder(Transformer):
     """The reference: one pass over a batch with paged caches."""
 
-    checks_trees = True
+    checks_trees, picks_cuts = True, False
     latest = None
     is_exact = False  # torch chooses its kernels by the number of rows
 

@@ -44,6 +44,8 @@ class Decoder(Protocol):
     @property
     def checks_trees(self) -> bool: ...  # a node has the same bits wherever in a tree it is
     @property
+    def picks_cuts(self) -> bool: ...  # chooses tokens under top-k, top-p and min-p, too
+    @property
     def latest(self) -> Sequence[int] | None: ...  # picks that the next pass may read by ids below zero
     def forward(
         self, batch: Batch, kv: Any, *, num_layers: int | None = None, hidden_layers: Sequence[int] = ()
@@ -66,8 +68,7 @@ class Backend(Protocol):
     def check_dtype(self, dtype: str) -> None: ...  # a ConfigError for weights that it cannot run
     def kv_format(self, dtype: str, asked: str) -> KvFormat: ...
     def load(self, source: Any, dtype: str, context: int | None = None) -> Decoder: ...
-    # Before the first request: passes of a decoder over this cache, of these sizes, which keep the hidden
-    # states of these layers and stop after so many (None: all).
+    # Before the first request: passes of these sizes that keep these layers' hidden states, or stop at one.
     def record(
         self, decoder: Any, kv: Any, sizes: PassSizes, layers: Sequence[int], depth: int | None
     ) -> None: ...

@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.batch import build
 from paceline.core.errors import ConfigError
-from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, PassSizes, Segment
+from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, PassSizes, Pick, Segment
 from paceline.heads.rows import BurstBackend, BurstInput
 from paceline.models.attention import FLOATS, KvFormat, bytes_per_token, row_widths
 from paceline.models.config import ModelConfig
@@ -90,6 +90,9 @@ class LocalExecutor:
     def device(self) -> torch.device:
         return self.memory.device
 
+    def can_pick(self, pick: Pick) -> bool:
+        return pick == Pick(pick.temperature, pick.seed) or self.decoder.picks_cuts
+
     def forward(
         self, segments: Sequence[Segment], *, num_layers: int | None = None,
         hidden_layers: Sequence[int] = (), top_tokens: int = 0,
@@ -118,5 +121,5 @@ class LocalExecutor:
             self.kv.free(cached)
 
     def record(self, sizes: PassSizes, layers: Sequence[int] = (), depth: int | None = None) -> None:
-        """Where a device replays passes: all that will be asked for, before a request waits."""
+        """All passes that will be asked for, where a device replays them."""
         self.backend.record(self.decoder, self.memory.layers, sizes, layers, depth)

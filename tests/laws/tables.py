@@ -32,6 +32,7 @@ class TableDecoder:
 
     num_bytes = 0
     is_exact = checks_trees = True
+    picks_cuts = False
     latest = None
 
     def __init__(self, table: Table, vocab: int, exits: dict[int, Table] | None = None) -> None:

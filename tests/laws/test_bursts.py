@@ -72,9 +72,6 @@ class FakeBursts:
         self.launched: list[FakeBurst] = []
         self.break_at = -1  # the position after which logits are not finite
 
-    def can_run(self, temperature: float) -> bool:
-        return True
-
     def launch(self, batch: Batch, given: BurstInput) -> FakeBurst:
         requests: list[Request] = [feed.place for feed in given.feeds]
         ghosts = [

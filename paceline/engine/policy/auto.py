@@ -35,7 +35,9 @@ class Known:
     """One drafter over all requests: how often it is right, and what a draft takes, by batch size."""
 
     def __init__(self, seconds: float, acceptance: Sequence[float]) -> None:
-        self.calibration, self.idle = Calibration(acceptance), 0  # idle: steps since it was asked
+        # by whether tokens are the likeliest or drawn, which are far harder to guess
+        self.calibrations = {is_greedy: Calibration(acceptance) for is_greedy in (True, False)}
+        self.idle = 0  # steps since it was asked
         self._costs = {1: CostTable({1: max(seconds, 1e-9), 5: max(3 * seconds, 1e-9)})}
 
     def seconds(self, size: int) -> CostTable:
@@ -118,8 +120,8 @@ class AutoPolicy(Policy):
 
     def _expected(self, number: int, request: Request, limit: int) -> tuple[int, float, float]:
         """`_best` of a draft by a model, before it is made."""
-        known = self._known[number]
-        survival = known.calibration.survival(self._factors[request.id][number].value, limit)
+        known, factor = self._known[number], self._factors[request.id][number].value
+        survival = known.calibrations[request.params.is_greedy].survival(factor, limit)
         return self._best(survival, known.seconds(self._load.size).base(limit))
 
     def _best(self, scores: Sequence[float], drafting: Sequence[float] = ()) -> tuple[int, float, float]:
@@ -155,8 +157,8 @@ class AutoPolicy(Policy):
         """The drafts of one request with their scores; each is weighed once a step."""
         weighed = self._weighed.setdefault(index, [])
         for number, draft in drafts[len(weighed) :]:
-            calibration, factor = self._known[number].calibration, self._factors[request.id][number]
-            weighed.append(Answer(number, draft, calibration, factor))
+            known, factor = self._known[number], self._factors[request.id][number]
+            weighed.append(Answer(number, draft, known.calibrations[request.params.is_greedy], factor))
         return weighed
 
     def choose(self, scheduled: Step, answers: Answers) -> dict[int, Draft]:
@@ -182,9 +184,9 @@ class AutoPolicy(Policy):
         return chosen | {index: trees[index].cut([0, *sorted(some)]) for index, some in kept.items()}
 
     def weights(self, head: int | None, matcher: int | None, request: Request, length: int) -> BurstWeights:
-        unknown = ([-1.0] * NUM_CELLS, 1.0)
+        unknown, factors, way = ([-1.0] * NUM_CELLS, 1.0), self._factors[request.id], request.params.is_greedy
         own, other = (
-            unknown if n is None else (self._known[n].calibration.rates, self._factors[request.id][n].value)
+            unknown if n is None else (self._known[n].calibrations[way].rates, factors[n].value)
             for n in (head, matcher)
         )
         _, gained, added = (0, 0.0, 0.0) if head is None else self._expected(head, request, length)
