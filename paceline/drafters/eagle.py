@@ -101,10 +101,8 @@ class Eagle(HeadDrafter):
     def end_round(self, requests: Sequence[Request], num_read: int | None) -> None:
         for request in requests:
             text = self.texts.live.get(request.id)
-            if text is not None and text.has_begun and num_read is None:
-                text.skip(request.cache.num_cached)
-            elif text is not None and text.has_begun:
-                text.take(num_read or 0)
+            if text is not None and text.has_begun:
+                text.skip(request.cache.num_cached) if num_read is None else text.take(num_read)
 
 
 class MlpSpeculator(Eagle):

@@ -65,16 +65,11 @@ class Engine:
         self._pending: PendingPasses | PendingBurst | None = None
         self._committed: float | None = None  # when the last step was, if nothing was waited for since
         executor.record(PassSizes(config.max_num_seqs, config.num_speculative_tokens), self._hidden_layers)
-        self._num_recorded = executor.backend.num_recordings
+        self.num_recorded = executor.backend.num_recordings  # by now: requests wait for any that follow
 
     @property
     def totals(self) -> SpecStats:
         return self._totals.settle()
-
-    @property
-    def num_recordings(self) -> int:
-        """Graphs recorded and kernels loaded since it was made, while requests may have waited."""
-        return self.executor.backend.num_recordings - self._num_recorded
 
     @property
     def has_work(self) -> bool:
@@ -155,11 +150,12 @@ class Engine:
         ]
         segments = [segment_of(one, draft) for one, draft in zip(scheduled, drafts, strict=True)]
         sent, layers, top_tokens = perf_counter(), self._hidden_layers, self._top_tokens
-        if plan.plain_steps:  # nothing will be learned from it
-            layers, top_tokens = (), 0
+        if plan.plain_steps:  # nothing will be learned from it but by a head that is about to draft
+            layers, top_tokens = layers if plan.keeps_hidden else (), 0
         output = self.executor.forward(segments, hidden_layers=layers, top_tokens=top_tokens)
         sent_passes = deque([Pass(scheduled, drafts, output, sent)])
-        return PendingPasses(self.executor, self.scheduler, sent_passes, plan.plain_steps, answers, drafting)
+        sizes = plan.plain_steps, layers if plan.plain_steps else ()
+        return PendingPasses(self.executor, self.scheduler, sent_passes, *sizes, answers, drafting)
 
     def _propose(
         self, scheduled: Scheduled, plan: Plan, answers: Answers, drafting: Drafting

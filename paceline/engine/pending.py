@@ -52,6 +52,7 @@ class PendingPasses:
     scheduler: Scheduler
     under_way: deque[Pass]  # one, to begin with
     plain_steps: int  # that may follow each other, the first included: no draft is wanted in between
+    layers: Sequence[int] = ()  # whose hidden states those keep
     answers: Answers = field(default_factory=dict)
     drafting: Drafting = field(default_factory=dict)
     _num_sent: int = 1
@@ -78,7 +79,8 @@ class PendingPasses:
             ahead = Cached(cache.blocks, cache.num_cached + 1)
             segments.append(Segment([-1 - i], ahead, None, 1, one.request.pick))
         sent = perf_counter()
-        self.under_way.append(Pass([one for _, one in going], None, self.executor.forward(segments), sent))
+        output = self.executor.forward(segments, hidden_layers=self.layers)
+        self.under_way.append(Pass([one for _, one in going], None, output, sent))
         self._num_sent += 1
 
     def next(self, watch: Watch | None) -> StepRecord:

@@ -188,7 +188,7 @@ def figures(engine: Engine) -> dict[str, Any]:
     }
     counters = {
         "num_preemptions": scheduler.num_preemptions,
-        "num_recordings": engine.num_recordings,
+        "num_recordings": engine.executor.backend.num_recordings - engine.num_recorded,
         "prefix_cache_queries": scheduler.num_prefix_queries,
         "prefix_cache_hits": scheduler.num_prefix_hits,
     }

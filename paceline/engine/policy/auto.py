@@ -86,16 +86,18 @@ class AutoPolicy(Policy):
         if not load.speaking or load.rows - load.speaking > MOST_PROMPT_ROWS or not self.drafters:
             return Plan()  # no plain step: heads read what a prompt's pass shows, also while drafting is off
         most = min(self.most_nodes, max(one.draft_limit for one in scheduled))
-        off, cap = self._switches[load.size].plain_steps, 0
+        switch, cap = self._switches[load.size], 0
+        off = switch.plain_steps
         if not off:
             cap, _ = best_count([1.0] * most, most, load.speaking, load.seconds, load.added(most))
         if not cap:  # it is off, or not even a perfect draft could pay
-            return Plan(plain_steps=(off or WHILE_OFF) if load.is_decoding else 0)
+            steps = (off or WHILE_OFF) if load.is_decoding else 0
+            return Plan(plain_steps=steps, keeps_hidden=switch.is_new)
         limits = [(i, one.request, min(one.draft_limit, cap)) for i, one in enumerate(scheduled)]
         asks = [self._asks(n, [limit for limit in limits if limit[2] > 0]) for n in range(len(self.drafters))]
         if not any(asks) and load.is_decoding:
             return Plan(plain_steps=FIRST_OFF)
-        return Plan(asks, 0, self._least(load))
+        return Plan(asks, least=self._least(load))
 
     def _asks(self, number: int, limits: Sequence[tuple[int, Request, int]]) -> Asks:
         drafter, known = self.drafters[number], self._known[number]

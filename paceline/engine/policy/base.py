@@ -23,6 +23,7 @@ class Plan(NamedTuple):
 
     asks: Sequence[Asks] = ()
     plain_steps: int = 0  # this one included, for which nothing will be drafted whatever comes of them
+    keeps_hidden: bool = False  # in plain steps, too: a head is about to read on
     least: float = 0.0
 
     @property

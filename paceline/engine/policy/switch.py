@@ -21,13 +21,14 @@ class Switch:
         self._plain = Median(1.0)  # measured seconds of a plain step over what was expected of its pass
         self.plain_steps = NUM_PLAIN  # to come before anything is drafted
         self._credit, self._backoff, self._is_first = CREDIT, FIRST_OFF, True
-        self._was_pause = False
+        self.is_new, self._was_pause = True, False
 
     def note_plain(self, seconds: float | None) -> None:
         """seconds: of a step, over what was expected; None if they are not known."""
         if seconds is not None:
             self._plain.add(seconds)
         self.plain_steps -= self.plain_steps > 0
+        self.is_new = self.is_new and self.plain_steps > 0
         self._is_first = True
 
     def note_drafted(self, seconds: float, expected: float, tokens: float, is_start: bool = False) -> None:
