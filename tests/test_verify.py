@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
 from paceline.cli.verify import MODES, NEAR_TIE, Examination, _logprob, first_difference
 from paceline.cli.verify_distribution import chi_square_p_value
-from paceline.core.accept import accept
+from paceline.core.accept import follow
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.types import Draft, Request, Verdict
 from paceline.drafters.registry import DRAFTERS, HEADS
@@ -147,14 +148,14 @@ def test_another_tokenizer_is_found_before_the_work(
 def test_a_broken_rule_is_reported_with_its_place(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def accept_all(request: Request, draft: Draft, logits: torch.Tensor, *rest: Any, **more: Any) -> Verdict:
-        honest = accept(request, draft, logits, *rest, **more)
-        whole = tuple(range(len(draft.tree.tokens))) if draft.tree.is_chain else honest.path
-        return honest._replace(
-            path=whole, tokens=(*(draft.tree.tokens[i] for i in whole[1:]), honest.tokens[-1])
-        )
+    def follow_all(draft: Draft, picked: Sequence[int], first: int = 0) -> Verdict | None:
+        honest = follow(draft, picked, first)
+        if honest is None or not draft.tree.is_chain:
+            return honest
+        tokens = (*draft.tree.tokens[1:], picked[first + draft.num_drafted])
+        return honest._replace(path=tuple(range(len(tokens))), tokens=tokens)
 
-    monkeypatch.setattr(record, "accept", accept_all)
+    monkeypatch.setattr(record, "follow", follow_all)
     monkeypatch.setattr(distribution, "NUM_SAMPLES", 200)
     status, text, report = run_verify(tiny, tmp_path, "--methods", "early_exit")
     assert status == 1
