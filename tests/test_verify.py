@@ -22,7 +22,7 @@ from paceline.cli import verify_distribution as distribution
 from paceline.cli.main import app
 from paceline.cli.verify import MODES, NEAR_TIE, Examination, _logprob, first_difference
 from paceline.cli.verify_distribution import chi_square_p_value
-from paceline.core.accept import follow
+from paceline.core.accept import accept, follow
 from paceline.core.noise import Purpose, gumbel
 from paceline.core.types import Draft, Request, Verdict
 from paceline.drafters.registry import DRAFTERS, HEADS
