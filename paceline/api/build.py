@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import time
@@ -113,8 +112,6 @@ def build(options: EngineOptions) -> Built:
         drafters = [registry.create(*drafter, context) for drafter in asked.drafters]
         policy = None if asked.is_pinned else _policy(drafters, num_draft, context, dtype)
         engine = Engine(executor, drafters[0] if drafters else None, config, policy)
-    gc.collect()
-    gc.freeze()  # all this stays: a collection that walked through it would fall into a request
     return Built(engine, checkpoint, tokenizer, context)
 
 

@@ -33,6 +33,7 @@ LONGEST = (8, 32, 128)  # rows of one text: what is compiled for
 TAIL = 8  # rows of one text in a draft, at most; what is more is read before
 MOST_DRAFTED = 64  # requests of a batch for which drafts are recorded, a power of two
 MOST_BYTES = 2**30  # of keys and values, to begin with
+TEXTS = 6  # of the longest kind that there is room for beside what runs: finished ones are kept for others
 
 
 class PagedPlace:
@@ -139,7 +140,9 @@ class RecordedHead:
             self._layers = [reader.layer(prefix, rotary, config.rms_eps) for prefix in prefixes]
             self._scale = config.head_dim**-0.5
             sizes = (len(prefixes), config.num_kv_heads, config.head_dim)
-            self._cache = HeadCache(sizes, self.dtype, self.device, num_blocks)
+            # Growing makes recordings useless: there is room for what bursts reserve, and for finished texts.
+            room = 2 * num_blocks + TEXTS * decoder.num_blocks
+            self._cache = HeadCache(sizes, self.dtype, self.device, room)
             self.place, self.fork = partial(PagedPlace, self._cache), self._cache.fork
 
     @property
