@@ -196,7 +196,7 @@ class CudaBurstBackend:
         return min(self._steps, MOST_ROWS // next_size(REQUESTS, num_requests) - 1)
 
     @torch.inference_mode()
-    def record(self, *_: int) -> None:
+    def record(self, _steps: int) -> None:
         for requests in (size for size in REQUESTS if size <= MOST_DRAFTED and self.longest(size) > 0):
             self._recorded(requests)
 
