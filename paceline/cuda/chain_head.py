@@ -204,9 +204,7 @@ class CudaChainHead(RecordedHead):
     def _run(self, shape: HeadShape, at: Mapping[str, Tensor]) -> Any:
         """-> results of a chain, or logits [wanted, words] and outputs [wanted, hidden]."""
         how = Attending(self._scale, shape.bucket.max_rows)
-        features = None
-        if self.taps:
-            features = self._features(at["addresses"], shape.is_true)
+        features = self._features(at["addresses"], shape.is_true) if self.taps else None
         x, normed = self._pass(DeviceBatch.of(at), features, at["written"], how)
         x, normed = x[at["wanted"]], normed[at["wanted"]]
         logits = self._output_layer(normed)

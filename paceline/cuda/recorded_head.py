@@ -65,8 +65,7 @@ class HeadCache:
     ) -> None:
         """sizes: layers, KV heads, width of a head. num_blocks: the most needed; it may begin with fewer."""
         per_block = 2 * math.prod(sizes) * BLOCK_SIZE * dtype.itemsize
-        layers, heads, dim = sizes
-        self._data = torch.empty((layers, 2, 1, BLOCK_SIZE, heads, dim), dtype=dtype, device=device)
+        self._data = torch.empty((sizes[0], 2, 1, BLOCK_SIZE, *sizes[1:]), dtype=dtype, device=device)
         self.free: list[int] = []
         self.num_blocks, self.generation = 0, -1
         self._grow(max(1, min(num_blocks, MOST_BYTES // per_block)))
