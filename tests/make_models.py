@@ -62,6 +62,15 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 32,
         "sliding_window_pattern": 3,
     },
+    "qwen3_5": {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0, "mrope_section": [6, 5, 5]},
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+    },
 }
 
 
@@ -96,6 +105,7 @@ def _tiny_model(family: str, overrides: dict[str, Any]) -> Any:
         "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM),
         "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM),
         "gemma3": (tf.Gemma3TextConfig, tf.Gemma3ForCausalLM),
+        "qwen3_5": (tf.Qwen3_5TextConfig, tf.Qwen3_5ForCausalLM),
     }
     config, model = kinds[family]
     return model(config(**{**SIZES, **FAMILY_SIZES[family], **overrides}))
@@ -109,7 +119,10 @@ def _random_weight(name: str, weight: Any, family: str, generator: Any) -> Any:
 
     noise = torch.randn(weight.shape, generator=generator)
     if name.endswith("norm.weight"):
-        return 0.1 * noise + (0 if family == "gemma3" else 1)
+        is_offset = family in ("gemma3", "qwen3_5") and "linear_attn" not in name
+        return 0.1 * noise + (0 if is_offset else 1)
+    if "conv1d" in name:
+        return noise / weight.shape[-1] ** 0.5
     if weight.ndim == 1:
         return 0.1 * noise
     return noise * (2.0 if "embed_tokens" in name or "lm_head" in name else 1.0) / math.sqrt(weight.shape[1])

@@ -36,7 +36,7 @@ def test_blocks_are_held_by_counts_and_come_back() -> None:
     kv.fork(one, other, BLOCK_SIZE)
     kv.free(one)
     assert (kv.num_used, kv.num_free) == (1, 3)
-    kv.check([other.blocks])
+    kv.check([other])
     kv.free(other)
     kv.check([])
 

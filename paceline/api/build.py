@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from paceline.api.options import EngineOptions
 from paceline.core.errors import ConfigError
-from paceline.core.options import nearest, require
+from paceline.core.options import EngineConfig, nearest, require
 from paceline.core.params import SamplingParams
 from paceline.core.types import BLOCK_SIZE, PassSizes, Request
 from paceline.drafters import registry
@@ -28,7 +28,9 @@ from paceline.runtime.backend import backend_for, free_memory, resolve
 from paceline.runtime.executor import KvMemory, LocalExecutor, blocks_in
 
 PATIENCE_S = 1.0  # what is done sooner needs no words
-SPARE = 0.125  # of the free memory, at most, for the KV cache by default
+SPARE = 0.125  # of the free memory, at most, for the KV cache by default, and for recurrent states
+MOST_VERSIONS = 8  # of a sequence's recurrent state, after drafted tokens
+SNAPSHOTS = 16  # of recurrent states after prompts: what can be found again
 
 
 class Built(NamedTuple):
@@ -87,12 +89,13 @@ def build(options: EngineOptions) -> Built:
     if head is not None:
         asked = asked._replace(drafters=(*asked.drafters, registry.parse(head)))
     kept = backend.kv_format(dtype, options.kv_cache_dtype)
-    memory = _kv_memory(options, checkpoint.config, kept, free_memory(place, checkpoint.config, dtype))
-    num_blocks = blocks_in(memory, checkpoint.config, kept)
+    free = free_memory(place, checkpoint.config, dtype)
+    num_blocks = blocks_in(_kv_memory(options, checkpoint.config, kept, free), checkpoint.config, kept)
     length = _context(options.max_model_len, checkpoint.config, num_blocks)
     most = sum(each.num_speculative_tokens for _, each in asked.drafters)
     num_draft = most if asked.is_pinned else min(most, length - 1)
     config = options.engine_config(length, num_draft)
+    num_states = _num_states(checkpoint.config, config, free)
 
     def load(source: str | Checkpoint, its_dtype: str = dtype) -> tuple[Checkpoint, Tokenizer, LocalExecutor]:
         other = open_checkpoint(source, options.progress) if isinstance(source, str) else source
@@ -100,7 +103,9 @@ def build(options: EngineOptions) -> Built:
         with waiting("packing the weights for this machine (once)", options.progress):
             decoder = backend.load(other, its_dtype, length)
         its_format = backend.kv_format(its_dtype, options.kv_cache_dtype)
-        executor = LocalExecutor(backend, decoder, KvMemory(other.config, num_blocks, place, its_format))
+        its_states = num_states if other is checkpoint else 0
+        kv = KvMemory(other.config, num_blocks, place, its_format, its_states)
+        executor = LocalExecutor(backend, decoder, kv)
         with waiting("compiling the kernels for this machine (once, a minute)", options.progress):
             executor.warm_up()
             executor.record(PassSizes(config.max_num_seqs, num_draft))
@@ -145,6 +150,20 @@ def _kv_memory(options: EngineOptions, model: ModelConfig, kept: KvFormat, free:
     return min(
         num_blocks * BLOCK_SIZE * options.max_num_seqs * bytes_per_token(model, kept), int(SPARE * free)
     )
+
+
+def _num_states(model: ModelConfig, config: EngineConfig, free: int) -> int:
+    """Slots for recurrent states: of every sequence before and after a pass and after drafted tokens, and of
+    prompts that may come again, within a bound; 0 where no layer is recurrent."""
+    if model.recurrent is None:
+        return 0
+    each = 2 + min(config.num_speculative_tokens, MOST_VERSIONS)
+    wanted = 1 + each * config.max_num_seqs + SNAPSHOTS
+    found = min(wanted, int(SPARE * free) // model.recurrent.num_bytes)
+    least, size = 3 * config.max_num_seqs, f"{model.recurrent.num_bytes:,} bytes each"
+    remedy = f"its {least} recurrent states ({size}) do not fit beside it; lower it"
+    require(found >= least, "max_num_seqs", config.max_num_seqs, remedy)
+    return found
 
 
 def _context(asked: int | None, model: ModelConfig, num_blocks: int) -> int:

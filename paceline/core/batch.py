@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.core.types import BLOCK_SIZE, Batch, ColumnsOf, Draft, Moves, Pick, ScheduledRequest, Segment
+from paceline.core.types import (
+    BLOCK_SIZE, Batch, Cached, Columns, ColumnsOf, Draft, Moves, Pick, ScheduledRequest, Segment,
+)  # fmt: skip
 
 
 def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
@@ -23,8 +25,8 @@ def segment_of(one: ScheduledRequest, draft: Draft | None) -> Segment:
 
 def build(segments: Sequence[Segment], device: Any = "cpu", moves: Moves | None = None) -> Batch:
     """Slots for every row must have been reserved."""
-    columns: ColumnsOf[list[int]] = ColumnsOf([], [], [], [], [], [0], [], [], [])
-    ids, positions, slots, parents, request_of, starts, tables, prefixes, rows = columns
+    columns: ColumnsOf[list[int]] = ColumnsOf([], [], [], [], [], [0], [], [], [], [], [])
+    ids, positions, slots, parents, request_of, starts, tables, prefixes, rows, _, _ = columns
     picks: list[Pick] | None = []
     width = max((len(segment.cache.blocks) for segment in segments), default=0) or 1
     zeros = [0] * width
@@ -51,9 +53,25 @@ def build(segments: Sequence[Segment], device: Any = "cpu", moves: Moves | None 
         tables += cache.blocks
         tables += zeros[len(cache.blocks) :]
         rows += range(first + count - num_logits, first + count)
+        if cache.states:
+            _add_states(columns, cache, range(first, first + count), max(num_logits, 1))
         if num_logits and picks is not None:
             if pick is None:  # one row that needs more than a pick: the host chooses everywhere
                 picks = None
             else:
                 picks += [pick] * num_logits
     return Batch(columns, device, picks or None, moves)
+
+
+def _add_states(columns: Columns, cache: Cached, rows: range, num_kept: int) -> None:
+    """Each of the last `num_kept` rows leaves its state: the last known one and what was drafted after it."""
+    first_kept, (before, *slots) = rows.stop - num_kept, cache.states
+    for row in rows:
+        parent = columns.parents[row]
+        columns.states_in.append(before if parent < 0 else columns.states_out[parent])
+        columns.states_out.append(slots[row - first_kept] if row >= first_kept else -1)
+    if cache.snapshot is not None and cache.num_cached <= cache.snapshot[0] < cache.num_cached + len(rows):
+        row = rows.start + cache.snapshot[0] - cache.num_cached
+        if columns.states_out[row] < 0:
+            columns.states_out[row] = cache.snapshot[1]
+            # what follows it is in this pass, right after it

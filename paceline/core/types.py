@@ -70,6 +70,10 @@ class Cached:
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # chained, of full blocks registered for reuse
+    # Of a model with recurrent layers (runtime/states.py): slots of the state after the cached tokens, then
+    # of those that the next pass leaves after its last known row and after each drafted one.
+    states: list[int] = field(default_factory=list)
+    snapshot: tuple[int, int] | None = None  # a known token of the next pass after which it is kept, where
 
 
 @dataclass(slots=True, eq=False)
@@ -218,6 +222,10 @@ class ColumnsOf(NamedTuple, Generic[Column]):
     block_tables: Column  # [R * max_blocks], padded with 0; as a tensor [R, max_blocks]
     prefix_lens: Column  # [R]: cached tokens each row of the request sees, before its ancestors in this pass
     rows: Column  # [L]: rows whose logits are wanted
+    # [T], or nothing if no layer is recurrent: the slot of the state that a row goes on from, -1 for what the
+    # row before it leaves, and the slot where it leaves its own, -1 for none
+    states_in: Column
+    states_out: Column
 
 
 Columns = ColumnsOf[list[int]]

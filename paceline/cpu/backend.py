@@ -70,6 +70,6 @@ class CpuBackend:
 
     def burst(self, decoder: CpuDecoder, kv: Sequence[Any], head: Any, length: int) -> CpuBurstBackend | None:
         """head: a ChainHead of ours, or None."""
-        if head is not None and length > LONGEST:
+        if decoder.config.recurrent is not None or (head is not None and length > LONGEST):
             return None
         return CpuBurstBackend(head, decoder, kv)

@@ -168,7 +168,7 @@ class CpuDecoder:
         residual stream before it goes, or 0."""
         self._team.notice()
         columns, num_rows = batch.columns, len(batch.columns.rows)
-        ids, positions, slots, parents, request_of, _, tables, prefixes, rows = batch.addresses()
+        ids, positions, slots, parents, request_of, _, tables, prefixes, rows, *_ = batch.addresses()
         if num_rows > len(self._picked):
             self._picked = array("q", [0] * num_rows)
         self._check(batch, kv)

@@ -186,7 +186,7 @@ def choice_values(choices: Sequence[Pick | Sampler], places: Sequence[int]) -> d
 _ONES = np.array([(1 << count) - 1 for count in range(WORD + 1)], np.uint64).view(np.int64)
 _FIRST = np.ones((REQUESTS[-1], 1), np.int64)
 _OWN = _FIRST << (np.arange(len(_FIRST)) % WORD)[:, None]  # masks of one request's rows without ancestors
-NOTHING = Columns([], [], [], [], [], [0], [], [], [])
+NOTHING = Columns([], [], [], [], [], [0], [], [], [], [], [])
 
 
 def batch_values(bucket: Bucket, columns: Columns, picks: Sequence[Pick] | None) -> dict[str, Any]:

@@ -47,6 +47,13 @@ class EarlyExitConfig(TreeConfig):
     num_layers: int | None = within(1, 1024, None)  # None: two thirds of the target's
 
 
+def without_recurrence(executor: LocalExecutor) -> LocalExecutor:
+    """Guesses of a model are taken back token by token, which a recurrent state cannot be."""
+    if executor.config.recurrent is not None:
+        raise ConfigError("a model with recurrent layers cannot draft; use auto, ngram, suffix or a head")
+    return executor
+
+
 @dataclass(slots=True)
 class _State:
     cache: Cached = field(default_factory=Cached)
@@ -96,7 +103,7 @@ class DraftModel(ModelDrafter):
     def __init__(self, config: TreeConfig, context: DrafterContext) -> None:
         super().__init__(config)
         self.vocab_size = context.vocab_size or context.executor.config.vocab_size
-        self.executor = self._load(context)
+        self.executor = without_recurrence(self._load(context))
         self._states: dict[str, _State] = {}
 
     def _load(self, context: DrafterContext) -> LocalExecutor:
@@ -185,7 +192,7 @@ class EarlyExit(ModelDrafter):
 
     def __init__(self, config: EarlyExitConfig, context: DrafterContext) -> None:
         super().__init__(config)
-        self.executor, total = context.executor, context.executor.config.num_layers
+        self.executor, total = without_recurrence(context.executor), context.executor.config.num_layers
         self.num_layers = config.num_layers or max(1, 2 * total // 3)
         require(self.num_layers < total, "num_layers", self.num_layers, f"the target has {total}; use fewer")
         self.executor.record(PassSizes(MOST_RECORDED, config.num_speculative_tokens), depth=self.num_layers)

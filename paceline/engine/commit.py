@@ -47,7 +47,8 @@ class Commits:
             elif request.is_finished:  # stopped while the pass ran
                 continue
             elif draft is None or verdict is None:
-                self.kv.commit(request.cache, request.cache.num_cached, range(one.num_new), request.tokens)
+                last = request.cache.num_cached + one.num_new - 1  # all before it were known, too
+                self.kv.commit(request.cache, last, (0,), request.tokens)
             else:
                 record.verdicts[index] = verdict
                 num_plain += len(draft.tree.tokens) == 1

@@ -339,4 +339,4 @@ class Engine:
 
     def check(self) -> None:
         """Assert that the books balance: call it at any time between steps."""
-        self.executor.kv.check([r.cache.blocks for r in self.scheduler.requests])
+        self.executor.kv.check([r.cache for r in self.scheduler.requests])

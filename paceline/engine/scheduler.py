@@ -62,7 +62,8 @@ class Scheduler:
         for index, wanted in nodes.items():
             one = scheduled[index]
             one.num_lookahead_tokens = max(min(wanted, one.draft_limit, self._budget), 0)
-            if not self.kv.reserve(one.request.cache, one.num_tokens_with_spec):
+            tokens, nodes = one.num_tokens_with_spec, one.num_lookahead_tokens
+            if not self.kv.reserve(one.request.cache, tokens, nodes):
                 one.num_lookahead_tokens = 0
             self._budget -= one.num_lookahead_tokens
 
@@ -105,7 +106,7 @@ class Scheduler:
                 leader = None
             if leader is not None and leader.cache.num_cached < request.num_prompt:
                 continue  # its prompt will be shared
-            if leader is not None and request.num_output == 0:
+            if leader is not None and request.num_output == 0 and self.kv.states is None:
                 self.kv.fork(leader.cache, cache, request.num_prompt - 1)
             elif self.config.enable_prefix_caching:
                 self.kv.adopt_prefix(cache, request.tokens)

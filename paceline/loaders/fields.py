@@ -123,9 +123,10 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
 
         scale = float(np.float32(values["hidden_size"] ** 0.5))
         values |= {"sandwich_norm": True, "activation": "gelu_tanh", "embed_scale": scale}
-    config = ModelConfig(family=family, qk_norm=family in ("qwen3", "gemma3"), **values)
+    config = ModelConfig(family=family, qk_norm=family in ("qwen3", "gemma3", "qwen3_5"), **values)
     divisors, heads, kv_heads = config.rope.divisors, config.num_heads, config.num_kv_heads
-    windows, half = config.local_layers, config.head_dim // 2
+    windows, half, recurrent = config.local_layers, config.head_dim // 2, config.recurrent
+    uneven = recurrent is not None and recurrent.value_heads % recurrent.key_heads
     checks = (
         (config.num_layers <= MAX_LAYERS, f"{config.num_layers} layers: more than {MAX_LAYERS}"),
         (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"),
@@ -133,6 +134,9 @@ def family_config(source: str, family: Family, **values: Any) -> ModelConfig:
         (divisors is None or len(divisors) == half, "rotary divisors do not match the head size"),
         (all(0 < d < math.inf for d in divisors or ()), "a rotary divisor is not a positive number"),
         (len(windows) in (0, config.num_layers), "the sliding window is given for some layers only"),
+        (recurrent is None or len(recurrent.layers) == config.num_layers, "layer_types are not one a layer"),
+        (recurrent is None or not all(recurrent.layers), "no layer attends"),
+        (not uneven, "the recurrent value heads are not a multiple of the key heads"),
         (not any(windows) or config.sliding_window, "sliding-window layers have no window size"),
     )
     for is_right, problem in checks:

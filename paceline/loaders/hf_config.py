@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 from paceline.core.errors import ModelFileError
 from paceline.loaders.fields import MAX_LAYERS, Fields, family_config
-from paceline.models.config import Family, ModelConfig, RopeConfig
+from paceline.models.config import Family, ModelConfig, RecurrentConfig, RopeConfig
 
-FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {"gemma3_text": "gemma3"}
+FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
 REFUSED = (
     "quantization_config", "num_local_experts", "num_experts", "attn_logit_softcapping",
     "final_logit_softcapping", "attention_bias", "mlp_bias", "use_bidirectional_attention",
@@ -28,6 +28,10 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "max_position_embeddings": 131_072, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
         "sliding_window": 4_096, "sliding_window_pattern": 6,
+    },
+    "qwen3_5": {
+        "num_key_value_heads": 4, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     },
 }  # fmt: skip
 
@@ -51,6 +55,8 @@ def read_config(source: str, values: Mapping[str, Any]) -> ModelConfig:
     sizes = layer_sizes(keys, 1_000_000.0 if family == "gemma3" else 10_000.0)
     sizes |= {"num_layers": layers, "max_context": keys.count("max_position_embeddings")}
     sizes["tie_embeddings"] = outer.flag("tie_word_embeddings", keys.flag("tie_word_embeddings", False))
+    if family == "qwen3_5":
+        sizes |= {"gated_attention": True, "recurrent": _recurrent(keys, min(layers, MAX_LAYERS + 1))}
     local_layers = _local_layers(family, keys, min(layers, MAX_LAYERS + 1))
     if any(local_layers):
         sizes |= {"sliding_window": keys.count("sliding_window"), "local_layers": local_layers}
@@ -72,9 +78,22 @@ def layer_sizes(keys: Fields, default_theta: float = 10_000.0) -> dict[str, Any]
     return sizes | {"rms_eps": keys.number("rms_norm_eps", 1e-6), "rope": _rope(keys, default_theta)}
 
 
+def _recurrent(keys: Fields, layers: int) -> RecurrentConfig:
+    names = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
+    spelled = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = {name: keys.count(f"linear_{key}") for name, key in zip(names, spelled, strict=True)}
+    types, period = keys.get("layer_types"), keys.count("full_attention_interval", 4)
+    if types is None:
+        types = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
+    known = ("full_attention", "linear_attention")
+    if not isinstance(types, list) or not all(kind in known for kind in types):
+        raise keys.refuse("layer_types", f"holds other kinds than {known}, which are not supported")
+    return RecurrentConfig(tuple(kind == "linear_attention" for kind in types), **sizes)
+
+
 def _local_layers(family: Family, keys: Fields, layers: int) -> tuple[bool, ...]:
     """Which layers see only a sliding window."""
-    if family == "llama" or keys.get("sliding_window") is None:
+    if family in ("llama", "qwen3_5") or keys.get("sliding_window") is None:
         return ()
     if family == "mistral":
         return (True,) * layers

@@ -62,7 +62,8 @@ class SafetensorsCheckpoint:
         """One weight, or some of its rows, as float32."""
         stored = self._names[name]
         weight = read_tensor(self._found[stored].file, stored, rows).to(torch.float32)
-        return weight + 1 if self.config.family == "gemma3" and name.endswith("norm.weight") else weight
+        is_offset = self.config.family in ("gemma3", "qwen3_5") and name.endswith("norm.weight")
+        return weight + 1 if is_offset and not name.endswith("linear_attn.norm.weight") else weight
 
     def tokenizer_source(self) -> TokenizerSource:
         path, separate = self.path / "tokenizer.json", self.path / "chat_template.jinja"

@@ -129,7 +129,7 @@ class Deployment:
         self.weight_bytes = self.bytes_read + (0 if config.tie_embeddings else head_bytes)
         scales = KEY_SCALES if self.kv_dtype == "int8" else 0
         self._kv_head = 2 * config.head_dim * KV_WIDTHS[self.kv_dtype] + scales  # bytes of a key and a value
-        self.kv_bytes_per_token = config.num_layers * config.num_kv_heads * self._kv_head
+        self.kv_bytes_per_token = config.num_attending * config.num_kv_heads * self._kv_head
         self.kv_bytes = self.batch * self.context * self.kv_bytes_per_token
 
     def _seen(self, length: float) -> float:

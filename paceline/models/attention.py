@@ -39,7 +39,7 @@ def row_widths(config: ModelConfig, kept: KvFormat) -> tuple[int, int]:
 def bytes_per_token(config: ModelConfig, kept: KvFormat) -> int:
     keys, values = row_widths(config, kept)
     bytes_per_head = keys * kept.keys.itemsize + values * kept.values.itemsize
-    return config.num_layers * config.num_kv_heads * bytes_per_head
+    return config.num_attending * config.num_kv_heads * bytes_per_head
 
 
 class Masking(NamedTuple):

@@ -6,7 +6,7 @@ Invariant: `forward` depends on the batch and the caches alone; K/V of a row go 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, Self
@@ -18,10 +18,12 @@ from paceline.core.types import Batch, Output
 from paceline.models.attention import LayerCache, Masking, TorchAttention
 from paceline.models.config import ModelConfig
 from paceline.models.layer import AttendIn, Layer, Linear, Norm, Sizes
+from paceline.models.recurrent import GatedDeltaNet
 from paceline.models.quantize import bits_of, head_bits
 from paceline.models.rope import rotary_tables
 
-Caches = Sequence[LayerCache]  # by layer
+Caches = Sequence[LayerCache]  # by layer; of a recurrent one, its states
+Recur = Callable[[int, Tensor], Tensor]  # a recurrent layer's number, rows [T, hidden] -> what it adds
 
 
 class Checkpoint(Protocol):
@@ -39,9 +41,10 @@ class Transformer(nn.Module):
         widths, has = (config.hidden_size, config.intermediate_size), (config.qkv_bias, config.qk_norm)
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = Sizes(*widths, *heads, config.rms_eps, *has, config.sandwich_norm, config.activation, bits)
+        sizes = sizes._replace(is_gated=config.gated_attention)
         vocabulary = partial(Linear.empty, config.hidden_size, config.vocab_size, bits=head_bits(bits))
         with torch.device("meta"):
-            self.layers = nn.ModuleList(Layer(sizes) for _ in range(config.num_layers))
+            self.layers = nn.ModuleList(self._layer(i, sizes) for i in range(config.num_layers))
             self.embed_tokens = vocabulary()
             self.norm = Norm(config.hidden_size, config.rms_eps)
             self.lm_head = self.embed_tokens if config.tie_embeddings else vocabulary()
@@ -49,6 +52,13 @@ class Transformer(nn.Module):
         self.tables = [rotary_tables(r, config.head_dim, config.max_context).to(device) for r in ropes]
         windows = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
         self.masking = [Masking(config.scale, window, bits < 32) for window in windows]
+
+    def _layer(self, i: int, sizes: Sizes) -> Layer:
+        if not self.config.is_recurrent(i):
+            return Layer(sizes)
+        assert self.config.recurrent is not None
+        recurrent = GatedDeltaNet(self.config.recurrent, sizes.hidden, sizes.eps, sizes.bits)
+        return Layer(sizes, recurrent=recurrent)
 
     @classmethod
     def load(
@@ -91,14 +101,20 @@ class Transformer(nn.Module):
         return self.lm_head(self.norm(hidden)).float()
 
     def run(
-        self, x: Tensor, positions: Tensor, attend: AttendIn, depth: int, kept: Sequence[int]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self, x: Tensor, positions: Tensor, attend: AttendIn, depth: int, kept: Sequence[int],
+        recur: Recur | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
         """x [..., hidden] at `positions` through the first `depth` layers, and what the stream was after the
         layers `kept`: hidden[n] after n layers, hidden[0] the embeddings."""
         angles = [tables.at(positions) for tables in self.tables]
         hidden = {0: x} if 0 in kept else {}
         for i in range(depth):
-            x = self.layers[i](x, angles[self.config.is_local(i)], partial(attend, i))
+            layer = self.layers[i]
+            if self.config.is_recurrent(i):
+                assert recur is not None, "recurrent layers run over paged states alone"
+                x = layer.leave(x, recur(i, layer.input_layernorm(x)))
+            else:
+                x = layer(x, angles[self.config.is_local(i)], partial(attend, i))
             if i + 1 in kept:
                 hidden[i + 1] = x
         return x, hidden
@@ -125,6 +141,9 @@ class Decoder(Transformer):
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return paged(q, k, v, kv[i], self.masking[i])
 
+        def recur(i: int, x: Tensor) -> Tensor:
+            return self.layers[i].linear_attn(x, tensors, kv[i])
+
         embedded = self.embed(tensors.input_ids)
-        x, hidden = self.run(embedded, tensors.positions, attend, depth, hidden_layers)
+        x, hidden = self.run(embedded, tensors.positions, attend, depth, hidden_layers, recur)
         return Output(self.logits(x[tensors.rows]), hidden)

@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
     is_sandwich: bool = False  # gemma: a norm after attention and after the ffn, too
     activation: str = "silu"
     bits: int = 32  # below, products round as the CPU kernels do
+    is_gated: bool = False  # each query has a gate beside it, for what it has attended
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -102,16 +103,23 @@ class Attention(nn.Module):
         def projection(heads: int) -> Linear:
             return Linear.empty(width, heads * sizes.dim, has_bias=sizes.has_bias, bits=sizes.bits)
 
-        self.q_proj = projection(sizes.heads)
+        self.is_gated = sizes.is_gated
+        self.q_proj = projection(sizes.heads * (2 if sizes.is_gated else 1))
         self.k_proj, self.v_proj = projection(sizes.kv_heads), projection(sizes.kv_heads)
         self.o_proj = Linear.empty(sizes.heads * sizes.dim, sizes.hidden, bits=sizes.bits)
         self.q_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
         self.k_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
 
-    def queries(self, x: Tensor, angles: Angles) -> Tensor:
-        """[..., width] -> [..., heads, dim], normed and rotated."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.dim))
-        return rotate(q if self.q_norm is None else self.q_norm(q), *angles)
+    def queries(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor | None]:
+        """[..., width] -> [..., heads, dim], normed and rotated; and gates, as many, if there are any."""
+        q, gates = self.q_proj(x).unflatten(-1, (-1, self.dim * (2 if self.is_gated else 1))), None
+        if self.is_gated:
+            q, gates = q.chunk(2, -1)
+        return rotate(q if self.q_norm is None else self.q_norm(q), *angles), gates
+
+    def output(self, attended: Tensor, gates: Tensor | None) -> Tensor:
+        """[..., heads, dim] -> [..., hidden]."""
+        return self.o_proj((attended if gates is None else attended * gates.sigmoid()).flatten(-2))
 
     def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """[..., width] -> two of [..., kv_heads, dim], keys normed and rotated."""
@@ -134,9 +142,15 @@ class DenseFfn(nn.Module):
 class Layer(nn.Module):
     """Attention that reads `width` numbers a row (by default the hidden size), then the ffn."""
 
-    def __init__(self, sizes: Sizes, width: int = 0, ffn: nn.Module | None = None) -> None:
+    def __init__(
+        self, sizes: Sizes, width: int = 0, ffn: nn.Module | None = None, recurrent: nn.Module | None = None
+    ) -> None:
+        """recurrent: what there is instead of attention."""
         super().__init__()
-        self.self_attn = Attention(sizes, width or sizes.hidden)
+        if recurrent is None:
+            self.self_attn = Attention(sizes, width or sizes.hidden)
+        else:
+            self.linear_attn = recurrent
         self.mlp = DenseFfn(sizes) if ffn is None else ffn
         self.input_layernorm: nn.Module = Norm(sizes.hidden, sizes.eps)
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.eps)
@@ -149,8 +163,12 @@ class Layer(nn.Module):
         """x [..., hidden] is the residual stream, in and out; inputs: what attention reads instead of it,
         normed."""
         inputs = self.input_layernorm(x) if inputs is None else inputs
-        attended = attend(self.self_attn.queries(inputs, angles), *self.self_attn.keys_values(inputs, angles))
-        added = self.self_attn.o_proj(attended.flatten(-2))
+        q, gates = self.self_attn.queries(inputs, angles)
+        attended = attend(q, *self.self_attn.keys_values(inputs, angles))
+        return self.leave(x, self.self_attn.output(attended, gates))
+
+    def leave(self, x: Tensor, added: Tensor) -> Tensor:
+        """The stream after the layer, given what attention, or what is there instead, adds to it."""
         if not self.is_sandwich:
             x = x + added
             return x + self.mlp(self.post_attention_layernorm(x))

@@ -17,8 +17,8 @@ from paceline.core.batch import build
 from paceline.core.errors import ConfigError
 from paceline.core.types import BLOCK_SIZE, Batch, Burst, Cached, Moves, Output, PassSizes, Pick, Segment
 from paceline.heads.rows import BurstBackend, BurstInput
-from paceline.models.attention import FLOATS, KvFormat, bytes_per_token, row_widths
-from paceline.models.config import ModelConfig
+from paceline.models.attention import FLOATS, KvFormat, LayerCache, bytes_per_token, row_widths
+from paceline.models.config import ModelConfig, RecurrentConfig
 from paceline.runtime.backend import Backend, Decoder
 from paceline.runtime.kv_cache import KvCache
 
@@ -44,17 +44,27 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 class KvMemory:
     def __init__(
         self, config: ModelConfig, num_blocks: int, device: torch.device | str = "cpu",
-        kept: KvFormat = FLOATS,
+        kept: KvFormat = FLOATS, num_states: int = 0,
     ) -> None:  # fmt: skip
-        """There is one block more than is given out: rows that fill up a CUDA graph write to it."""
-        self.num_blocks = num_blocks
-        shape = (config.num_layers, (num_blocks + 1) * BLOCK_SIZE, config.num_kv_heads)
+        """There is one block more than is given out: rows that fill up a CUDA graph write to it. num_states:
+        slots of each recurrent layer."""
+        self.num_blocks, self.num_states = num_blocks, num_states
+        shape = (config.num_attending, (num_blocks + 1) * BLOCK_SIZE, config.num_kv_heads)
         of_keys, of_values = row_widths(config, kept)
         # both [layers, slots, KV heads, width]
         self.keys = _zeros((*shape, of_keys), torch.device(device), kept.keys)
         self.values = _zeros((*shape, of_values), torch.device(device), kept.values)
         self.device = self.keys.device
-        self.layers = list(zip(self.keys, self.values, strict=True))
+        self.layers: list[LayerCache] = list(zip(self.keys, self.values, strict=True))
+        if (recurrent := config.recurrent) is not None:
+            for i in (i for i, is_recurrent in enumerate(recurrent.layers) if is_recurrent):
+                self.layers.insert(i, self._states(recurrent, num_states))
+
+    def _states(self, sizes: RecurrentConfig, num: int) -> LayerCache:
+        """A layer's: [slots, heads, key, value] and, for its convolution, [slots, kernel - 1, mixed]."""
+        shapes = (sizes.value_heads, sizes.key_dim, sizes.value_dim), (sizes.kernel - 1, sizes.mixed_width)
+        states, tails = (_zeros((num, *shape), self.device, torch.float32) for shape in shapes)
+        return states, tails
 
     def apply(self, moves: Moves) -> None:
         for data in (self.keys, self.values):  # all are gathered before any is written
@@ -70,7 +80,7 @@ class KvMemory:
 class LocalExecutor:
     def __init__(self, backend: Backend, decoder: Decoder, memory: KvMemory) -> None:
         self.backend, self.decoder, self.memory = backend, decoder, memory
-        self.kv = KvCache(memory.num_blocks)  # the driver's books of that memory
+        self.kv = KvCache(memory.num_blocks, memory.num_states)  # the driver's books of that memory
 
     @classmethod
     def load(

@@ -15,9 +15,10 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 
 from paceline.core.types import BLOCK_SIZE, Cached, Moves
+from paceline.runtime.states import States
 
 
 def block_names(tokens: Sequence[int], known: Sequence[bytes] = ()) -> Iterator[bytes]:
@@ -30,8 +31,10 @@ def block_names(tokens: Sequence[int], known: Sequence[bytes] = ()) -> Iterator[
 
 
 class KvCache:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_states: int = 0) -> None:
+        """num_states: slots for a model with recurrent layers."""
         self.num_blocks = num_blocks
+        self.states = States(num_states) if num_states else None
         self._holders = [0] * num_blocks
         # least recently freed first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -65,9 +68,15 @@ class KvCache:
         """May its holder write to it? Not if others hold it or can find it: they read what it held before."""
         return self._holders[block] == 1 and block not in self._name_of
 
-    def reserve(self, cached: Cached, num_tokens: int) -> bool:
-        """Make slots [num_cached, num_tokens) writable for this sequence alone. False, and nothing changed,
-        if blocks run out."""
+    def reserve(self, cached: Cached, num_tokens: int, num_nodes: int = 0) -> bool:
+        """Make slots [num_cached, num_tokens) writable for this sequence alone, the last `num_nodes` of them
+        for drafted tokens. False, and no block taken, if blocks or states run out."""
+        if self.states is not None:
+            known = num_tokens - num_nodes
+            end = (known - 1) // BLOCK_SIZE * BLOCK_SIZE  # a prompt's next use leaves its last token out
+            snapshot = end - 1 if end > cached.num_cached and known > cached.num_cached + 1 else None
+            if not self.states.reserve(cached, 1 + num_nodes, snapshot):
+                return False
         first, blocks = cached.num_cached // BLOCK_SIZE, cached.blocks
         has_room = num_tokens <= len(blocks) * BLOCK_SIZE == (first + 1) * BLOCK_SIZE
         if has_room and self._is_private(blocks[first]):
@@ -100,6 +109,8 @@ class KvCache:
             self._trim(cached)
         if cached.num_cached // BLOCK_SIZE > len(cached.block_hashes):
             self.register(cached, tokens[: cached.num_cached])
+        if self.states is not None and path:
+            self.states.commit(cached, first, path, has_more)
 
     def gather(self, cached: Cached, first: int, path: Sequence[int]) -> None:
         """Move the nodes on a path into place, one after the other from index `first` on."""
@@ -127,6 +138,9 @@ class KvCache:
 
     def rewind(self, cached: Cached, num_cached: int) -> None:
         """Forget the tokens from `num_cached` on: what a drafter does with the ones that were rejected."""
+        if self.states is not None:
+            assert num_cached == 0, "a recurrent state cannot be cut"
+            self.states.free(cached)
         cached.num_cached = min(cached.num_cached, num_cached)
         del cached.block_hashes[cached.num_cached // BLOCK_SIZE :]
         self._trim(cached)
@@ -143,9 +157,13 @@ class KvCache:
     def adopt_prefix(self, cached: Cached, tokens: Sequence[int]) -> None:
         """Start with the longest known prefix of `tokens` in whole blocks, the last token left to compute."""
         assert not cached.blocks, "only a sequence without blocks can adopt a prefix"
-        for name in block_names(tokens[:-1]):
-            if name not in self._by_name:
-                break
+        names = list(takewhile(self._by_name.__contains__, block_names(tokens[:-1])))
+        if self.states is not None:
+            while names and not self.states.find(names[-1]):
+                names.pop()
+            if names:
+                self.states.adopt(cached, names[-1])
+        for name in names:
             self._share(cached, self._by_name[name])
             cached.block_hashes.append(name)
         cached.num_cached = len(cached.blocks) * BLOCK_SIZE
@@ -168,11 +186,13 @@ class KvCache:
             if name not in self._by_name and block not in self._name_of:
                 self._by_name[name], self._name_of[block] = block, name
 
-    def check(self, holdings: Sequence[Sequence[int]]) -> None:
-        """Assert that the books balance against all sequences' block lists."""
-        counts = Counter(chain.from_iterable(holdings))
+    def check(self, holdings: Sequence[Cached]) -> None:
+        """Assert that the books balance against all sequences."""
+        counts = Counter(chain.from_iterable(cached.blocks for cached in holdings))
         is_counted = [counts[block] for block in range(self.num_blocks)] == self._holders
         assert is_counted, "a block's count differs from the number of sequences that list it"
         free = {block for block, held in enumerate(self._holders) if not held}
         assert free == set(self._free), "a block is both held and free"
         assert {block: name for name, block in self._by_name.items()} == self._name_of
+        if self.states is not None:
+            self.states.check(holdings)

@@ -45,8 +45,9 @@ class Timed:
         tokens = [(STRIDE * i) % self._executor.config.vocab_size for i in range(rows)]
         segments = []
         for cache in self._caches:
-            cache.num_cached = context
-            segments.append(Segment(tokens, cache, None, num_logits or rows, Pick(0.0, 0)))
+            before, *after = cache.states[:2] or [0]  # versions overwrite each other
+            view = Cached(cache.blocks, context, states=[before, *(after * rows)] if after else [])
+            segments.append(Segment(tokens, view, None, num_logits or rows, Pick(0.0, 0)))
         started = time.perf_counter()
         for _ in range(num_passes):
             output = self._executor.forward(segments)
@@ -55,7 +56,6 @@ class Timed:
 
     def free(self) -> None:
         for cache in self._caches:
-            cache.num_cached = 0
             self._executor.kv.free(cache)
 
 
