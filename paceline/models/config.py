@@ -1,15 +1,18 @@
 """What a dense decoder is, independent of the file it came from: both loaders produce this one description.
 
 Weight names are Hugging Face's without the leading `model.`; norm weights multiply as they are (gemma's "+1"
-is folded in by the loader).
+is folded in by the loader); phi's fused projections are named by their parts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gemma3", "smollm3", "phi3", "olmo2", "olmo3", "ministral3", "granite"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +20,24 @@ class RopeConfig:
     """Rotary embedding, and how its frequencies are scaled for long contexts."""
 
     theta: float = 10_000.0
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_context: int = 8_192  # llama3, yarn
+    original_context: int = 8_192  # llama3, yarn, longrope, query_beta
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
-    divisors: tuple[float, ...] | None = None  # [head_dim / 2]: a GGUF `rope_freqs.weight`
+    # of cosines and sines; yarn: None is 0.1 ln(factor) + 1; longrope: None is 1
+    attention_factor: float | None = None
+    # [rotary width / 2]: a GGUF `rope_freqs.weight`, or LongRoPE's factors of contexts up to the original
+    divisors: tuple[float, ...] | None = None
+    long_divisors: tuple[float, ...] | None = None  # LongRoPE's factors of longer contexts
+    truncate: bool = True  # yarn: the dimensions it blends between are whole numbers
+    # Ministral 3: a query is multiplied by 1 + query_beta ln(1 + floor(position / original_context))
+    query_beta: float = 0.0
+
+
+NO_ROPE = RopeConfig(kind="linear", factor=math.inf)  # every angle is zero: nothing turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +56,20 @@ class ModelConfig:
     rope_local: RopeConfig | None = None  # gemma 3: rotary embedding of the sliding-window layers
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False  # of what follows attention
+    mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False  # OLMo: one norm over all heads of a row, not one for each head
     sandwich_norm: bool = False  # gemma: a second norm after attention and after the MLP
+    post_norm: bool = False  # OLMo 2: norms after attention and after the MLP alone
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embed_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
+    residual_scale: float = 1.0  # multiplies what attention and the MLP add
+    logits_scale: float = 1.0  # multiplies logits
+    rotary_dim: int = 0  # numbers of a head that turn, its first; 0: the whole head
+    rope_layers: tuple[bool, ...] = ()  # which layers turn queries and keys; empty: all
+    attention_sinks: bool = False  # gpt-oss: each head has a logit more, which weighs and has no value
     sliding_window: int | None = None
     local_layers: tuple[bool, ...] = ()  # which layers use the sliding window; empty: none
 
@@ -56,8 +77,17 @@ class ModelConfig:
     def scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5
 
+    @property
+    def rotary_width(self) -> int:
+        return self.rotary_dim or self.head_dim
+
     def is_local(self, layer: int) -> bool:
         return bool(self.local_layers) and self.local_layers[layer]
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        if self.rope_layers and not self.rope_layers[layer]:
+            return NO_ROPE
+        return self.rope_local if self.rope_local and self.is_local(layer) else self.rope
 
     def weight_names(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the decoder reads, with its shape: loaders check files against it before they read."""
@@ -66,18 +96,31 @@ class ModelConfig:
         if not self.tie_embeddings:
             names["lm_head.weight"] = (self.vocab_size, h)
         layer: dict[str, tuple[int, ...]] = {}
+
+        def linear(name: str, out: int, width: int, has_bias: bool) -> None:
+            layer[f"{name}.weight"] = (out, width)
+            if has_bias:
+                layer[f"{name}.bias"] = (out,)
+
         for proj, heads in (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
-            layer[f"self_attn.{proj}_proj.weight"] = (heads * d, h)
-            if self.qkv_bias:
-                layer[f"self_attn.{proj}_proj.bias"] = (heads * d,)
-        layer["self_attn.o_proj.weight"] = (h, self.num_heads * d)
+            linear(f"self_attn.{proj}_proj", heads * d, h, self.qkv_bias)
+        linear("self_attn.o_proj", h, self.num_heads * d, self.out_bias)
         if self.qk_norm:
-            layer |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
-        layer |= {"mlp.gate_proj.weight": (inner, h), "mlp.up_proj.weight": (inner, h)}
-        layer["mlp.down_proj.weight"] = (h, inner)
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if self.sandwich_norm else []
-        layer |= {f"{norm}.weight": (h,) for norm in norms}
+            own = (self.num_heads, self.num_kv_heads) if self.qk_norm_over_heads else (1, 1)
+            layer |= {f"self_attn.{n}_norm.weight": (count * d,) for n, count in zip("qk", own, strict=True)}
+        if self.attention_sinks:
+            layer["self_attn.sinks"] = (self.num_heads,)
+        for proj in ("gate", "up"):
+            linear(f"mlp.{proj}_proj", inner, h, self.mlp_bias)
+        linear("mlp.down_proj", h, inner, self.mlp_bias)
+        layer |= {f"{norm}_layernorm.weight": (h,) for norm in self.layer_norms()}
         return names | {
             f"layers.{i}.{n}": shape for i in range(self.num_layers) for n, shape in layer.items()
         }
+
+    def layer_norms(self) -> tuple[str, ...]:
+        """Those over the residual stream, without `_layernorm`."""
+        if self.post_norm:
+            return ("post_attention", "post_feedforward")
+        first = ("input", "post_attention")
+        return (*first, "pre_feedforward", "post_feedforward") if self.sandwich_norm else first

@@ -7,6 +7,7 @@ Two seams: how keys and values are kept and read (a layer is given `attend`), an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,12 @@ class Sizes(NamedTuple):
     is_sandwich: bool = False  # gemma: a norm after attention and after the ffn, too
     activation: str = "silu"
     bits: int = 32  # below, products round as the CPU kernels do
+    has_out_bias: bool = False
+    has_ffn_bias: bool = False
+    is_norm_over_heads: bool = False  # one norm of queries over all heads, one of keys
+    is_post_norm: bool = False  # norms after attention and after the ffn alone
+    residual_scale: float = 1.0  # of what both add
+    has_sinks: bool = False
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -104,28 +111,37 @@ class Attention(nn.Module):
 
         self.q_proj = projection(sizes.heads)
         self.k_proj, self.v_proj = projection(sizes.kv_heads), projection(sizes.kv_heads)
-        self.o_proj = Linear.empty(sizes.heads * sizes.dim, sizes.hidden, bits=sizes.bits)
-        self.q_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
-        self.k_norm = Norm(sizes.dim, sizes.eps) if sizes.has_qk_norm else None
+        out = sizes.heads * sizes.dim
+        self.o_proj = Linear.empty(out, sizes.hidden, has_bias=sizes.has_out_bias, bits=sizes.bits)
+        counts = (sizes.heads, sizes.kv_heads) if sizes.is_norm_over_heads else (1, 1)
+        self.q_norm, self.k_norm = (
+            Norm(count * sizes.dim, sizes.eps) if sizes.has_qk_norm else None for count in counts
+        )
+        self.sinks = nn.Parameter(torch.empty(sizes.heads), False) if sizes.has_sinks else None
 
     def queries(self, x: Tensor, angles: Angles) -> Tensor:
         """[..., width] -> [..., heads, dim], normed and rotated."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.dim))
-        return rotate(q if self.q_norm is None else self.q_norm(q), *angles)
+        return self._turned(self.q_proj(x), self.q_norm, angles)
 
     def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """[..., width] -> two of [..., kv_heads, dim], keys normed and rotated."""
-        k, v = (projection(x).unflatten(-1, (-1, self.dim)) for projection in (self.k_proj, self.v_proj))
-        return rotate(k if self.k_norm is None else self.k_norm(k), *angles), v
+        keys = self._turned(self.k_proj(x), self.k_norm, angles)
+        return keys, self.v_proj(x).unflatten(-1, (-1, self.dim))
+
+    def _turned(self, x: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
+        """[..., n * dim] -> [..., n, dim]; a norm is over one head or over all, as wide as its weight is."""
+        if norm is not None:
+            x = norm(x.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
+        return rotate(x.unflatten(-1, (-1, self.dim)), *angles)
 
 
 class DenseFfn(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.activation = sizes.activation
-        self.gate_proj = Linear.empty(sizes.hidden, sizes.inner, bits=sizes.bits)
-        self.up_proj = Linear.empty(sizes.hidden, sizes.inner, bits=sizes.bits)
-        self.down_proj = Linear.empty(sizes.inner, sizes.hidden, bits=sizes.bits)
+        self.activation, has_bias = sizes.activation, sizes.has_ffn_bias
+        self.gate_proj = Linear.empty(sizes.hidden, sizes.inner, has_bias=has_bias, bits=sizes.bits)
+        self.up_proj = Linear.empty(sizes.hidden, sizes.inner, has_bias=has_bias, bits=sizes.bits)
+        self.down_proj = Linear.empty(sizes.inner, sizes.hidden, has_bias=has_bias, bits=sizes.bits)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gate(self.gate_proj(x), self.up_proj(x), self.activation))
@@ -138,11 +154,12 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(sizes, width or sizes.hidden)
         self.mlp = DenseFfn(sizes) if ffn is None else ffn
-        self.input_layernorm: nn.Module = Norm(sizes.hidden, sizes.eps)
+        before = nn.Identity if sizes.is_post_norm else partial(Norm, sizes.hidden, sizes.eps)
+        self.input_layernorm: nn.Module = before()
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.eps)
-        self.is_sandwich = sizes.is_sandwich
-        if sizes.is_sandwich:
-            self.pre_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
+        self.norms_added, self.scale = sizes.is_sandwich or sizes.is_post_norm, sizes.residual_scale
+        if self.norms_added:
+            self.pre_feedforward_layernorm = before()
             self.post_feedforward_layernorm = Norm(sizes.hidden, sizes.eps)
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend, inputs: Tensor | None = None) -> Tensor:
@@ -151,11 +168,14 @@ class Layer(nn.Module):
         inputs = self.input_layernorm(x) if inputs is None else inputs
         attended = attend(self.self_attn.queries(inputs, angles), *self.self_attn.keys_values(inputs, angles))
         added = self.self_attn.o_proj(attended.flatten(-2))
-        if not self.is_sandwich:
-            x = x + added
-            return x + self.mlp(self.post_attention_layernorm(x))
-        x = x + self.post_attention_layernorm(added)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        if not self.norms_added:
+            x = self._add(x, added)
+            return self._add(x, self.mlp(self.post_attention_layernorm(x)))
+        x = self._add(x, self.post_attention_layernorm(added))
+        return self._add(x, self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
+
+    def _add(self, x: Tensor, added: Tensor) -> Tensor:
+        return x + (added if self.scale == 1.0 else added * self.scale)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
